@@ -1,0 +1,37 @@
+# make train   everything from nothing: virtual environment, installation, a first real training run
+# make test    the same with what the tests need, then the tests (SLOW=1: the long ones, too)
+# make lint    formatting, lint, types
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.PHONY: train test lint clean
+
+train: $(VENV)/.installed
+	$(BIN)/accel-train train digits
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(if $(SLOW),-m "slow or not slow") $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || echo "Making $(VENV) and installing into it: some minutes, the first time."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

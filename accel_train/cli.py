@@ -1,0 +1,87 @@
+"""`accel-train COMMAND …`. Help and errors come at once: torch is imported by the command's own work only."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+from accel_train import __version__
+from accel_train.errors import UserError, nearest
+from accel_train.launch import prepare_environment
+
+COMMANDS = {
+    "train": "train a model as a recipe says, or go on with a run",
+    "evaluate": "evaluate a run's model over a split",
+    "predict": "classify images with a run's model",
+    "recipes": "list the recipes, or print one",
+    "check-data": "find the unreadable images of a data set",
+}
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 2 for a user's error (one line on stderr), 130 for Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale without UTF-8 is no reason to fail
+    try:
+        return _run(words)
+    except UserError as error:
+        if any(word.startswith("--traceback") for word in words):
+            traceback.print_exc()
+        if is_first_process() or not error.every_process:
+            print(f"accel-train: error: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as stop:  # --help
+        return stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all that were started; a launcher inside a Slurm task decides."""
+    ranks = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
+    return not ranks or ranks[0] == "0"
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        _print_help()
+        return 0 if words else 2
+    command, rest = words[0], words[1:]
+    if command == "--version":
+        print(f"accel-train {__version__}")
+        return 0
+    if command not in COMMANDS:
+        raise UserError(f"unknown command {command!r}.{nearest(command, COMMANDS)} See accel-train --help.")
+    if command == "train":
+        from accel_train import options
+
+        config = options.parse(rest)
+        launch = prepare_environment()  # before torch is imported, which reads some of it
+        from accel_train.train import train
+
+        return train(config, launch)
+
+    from accel_train import commands
+
+    rest = [word for word in rest if word != "--traceback"]
+    if command == "recipes":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `recipes | head` ends quietly
+        return commands.recipes(rest)
+    function = {"evaluate": commands.evaluate, "predict": commands.predict, "check-data": commands.check_data}
+    return function[command](rest)
+
+
+def _print_help() -> None:
+    print(
+        "usage: accel-train COMMAND …\n\nTrain image classifiers: the same run on any number of processes.\n"
+    )
+    for name, summary in COMMANDS.items():
+        print(f"  {name:<12}{summary}")
+    print("\n`accel-train COMMAND --help` tells more. To begin: accel-train train digits")

@@ -1,0 +1,147 @@
+"""What stands on the command lines of evaluate, predict, check-data and recipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from accel_train import config as configuration
+from accel_train import options
+from accel_train.errors import UserError
+from accel_train.launch import prepare_environment
+from accel_train.recipe import read_recipe, recipe_names, recipe_text
+from accel_train.table import print_table
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluate a run's model over every sample of a split, exactly once, as its own configuration says.
+
+    --data.KEY VALUE changes the data of the run: another folder, or a limit. With several processes: accelerate
+    launch … -m accel_train evaluate RUN. All figures, of each class too, are written to RUN/evaluation-SPLIT.json.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    split: Literal["test", "val", "train"] = "test"
+    """Samples to evaluate; those of train as they are, without augmentation."""
+    checkpoint: Path | None = None
+    """A checkpoint of the run's, such as update-00001234; default: the final model, else the newest checkpoint."""
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Show the most probable classes of images, by a run's model. Images that cannot be read are told and left out; then
+    the exit code is 1."""
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE|FOLDER …")]
+    """Image files, or folders of them."""
+    top_k: int = 5
+    """Number of classes shown for each image."""
+    output: Path | None = None
+    """Write to this .csv or .jsonl file instead of a table on the console."""
+    batch_size: int = 64
+    """Images in one forward pass."""
+
+
+@dataclass(frozen=True)
+class CheckData:
+    """Decode every image of a data set and write the list of those that cannot be read.
+
+    Give the list to training as --data.skip-unreadable. The exit code is 1 if there are any.
+    """
+
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    """Name of the data: folder, or another one as in --data.name."""
+    root: Path = Path("data")
+    """Folder of the data, as in --data.root."""
+    output: Path = Path("unreadable.txt")
+    """The list that is written: one path a line."""
+    processes: int | None = None
+    """Processes that decode; default: all cores."""
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    prog = "accel-train evaluate"
+    found, overrides = options.parse_command(Evaluate, arguments, prog, positional=("run",), others=("data.",))
+    _check_run(found.run)
+
+    launch = prepare_environment()  # before torch is imported, which reads some of it
+    from accel_train.evaluate_run import evaluate_run
+
+    return evaluate_run(launch, found.run, split=found.split, checkpoint=found.checkpoint, overrides=overrides)
+
+
+def predict(arguments: Sequence[str]) -> int:
+    prog = "accel-train predict"
+    found, _ = options.parse_command(Predict, arguments, prog, positional=("run", "images"))
+    _at_least_one("top-k", found.top_k)
+    _at_least_one("batch-size", found.batch_size)
+    if found.output is not None and found.output.suffix not in (".csv", ".jsonl"):
+        raise UserError(f"--output: expected a name that ends in .csv or .jsonl, found '{found.output}'.")
+    _check_run(found.run)
+    for image in found.images:
+        if not image.exists():
+            raise UserError(f"{image}: no such image or folder.")
+
+    launch = prepare_environment()
+    from accel_train.predict import predict
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
+    return predict(launch, found.run, found.images, top_k=found.top_k, output=found.output, batch_size=found.batch_size)
+
+
+def check_data(arguments: Sequence[str]) -> int:
+    found, _ = options.parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = cores if found.processes is None else found.processes
+    _at_least_one("processes", processes)
+
+    from accel_train.data import check
+
+    unreadable = check.check_data(configuration.Data(name=found.name, root=found.root), found.output, processes)
+    return 1 if unreadable else 0
+
+
+def recipes(arguments: Sequence[str]) -> int:
+    """Lists the packaged recipes, or prints one."""
+    if "-h" in arguments or "--help" in arguments:
+        print("usage: accel-train recipes [NAME]\n\nList the recipes, or print the file of one.")
+    elif len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
+        raise UserError(f"accel-train recipes: expected at most one NAME, found {' '.join(arguments)!r}.")
+    elif arguments:
+        print(recipe_text(arguments[0]), end="")
+    else:
+        print_table(["recipe", "data", "model", "reproduces", "expected accuracy"], _recipe_rows())
+    return 0
+
+
+def _recipe_rows() -> list[list[str]]:
+    rows = []
+    for name in recipe_names():
+        recipe, default = read_recipe(name), configuration.Config()
+        data, model = (
+            " ".join(recipe.options[key].values) if key in recipe.options else configuration.value(default, key)
+            for key in ("data.name", "model.name")
+        )
+        rows.append([name, data, model, recipe.about.get("reproduces", ""), recipe.about.get("accuracy", "")])
+    return rows
+
+
+def _at_least_one(key: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"--{key}: expected at least 1, found {value}.")
+
+
+def _check_run(run: Path) -> None:
+    if not (run / "config.yaml").is_file():
+        what = "has no config.yaml" if run.is_dir() else "is no folder"
+        raise UserError(f"{run}: not a run: it {what}; give the folder that training wrote (runs/RECIPE/…).")

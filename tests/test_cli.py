@@ -1,0 +1,171 @@
+"""The console script, in processes of its own: help, exit codes, the line of an error, and who says it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# Runs the command line in this process, then says which heavy packages it has imported.
+PROGRAM = """
+import json, sys
+from accel_train.cli import main
+code = main(sys.argv[1:])
+heavy = [name for name in ("torch", "torchvision", "timm", "accelerate", "numpy") if name in sys.modules]
+print(json.dumps([code, heavy]))
+"""
+
+
+def accel_train(
+    *words: str, program: tuple[str, ...] = ("-m", "accel_train"), **variables: str
+) -> tuple[int, str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in RANKS} | variables
+    done = subprocess.run([sys.executable, *program, *words], capture_output=True, text=True, env=environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"], ["train", "--help"], ["evaluate", "--help"], ["predict", "-h"], ["recipes", "--help"],
+        ["check-data", "--help"], ["recipes"],
+    ],
+)  # fmt: skip
+def test_help_exits_0_and_does_not_import_torch(words: list[str]) -> None:
+    code, out, err = accel_train(*words, program=("-c", PROGRAM))
+    assert (code, err) == (0, "")
+    *text, last = out.splitlines()
+    assert json.loads(last) == [0, []]
+    assert text[0].startswith("usage: accel-train" if "recipes" not in words or len(words) > 1 else "recipe ")
+
+
+def test_help_lists_each_command_with_a_line() -> None:
+    out = accel_train("--help")[1]
+    for command in ("train", "evaluate", "predict", "recipes", "check-data"):
+        assert sum(line.split()[:1] == [command] for line in out.splitlines()) == 1
+    assert accel_train()[:2] == (2, out)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "unknown command 'trian'. Did you mean 'train'? See accel-train --help."),
+        (["train"],
+         "no recipe: accel-train train RECIPE [--key value …]; `accel-train recipes` lists the recipes."),
+        (["train", "{recipe}", "--lr", "3"], "--lr: unknown option (command line). Did you mean 'optim.lr'?"),
+        (["train", "{recipe}", "--seed", "x"], "--seed: expected a whole number, found 'x' (command line)."),
+        (["evaluate"], "accel-train evaluate: RUN is missing; accel-train evaluate RUN [--key value …]"),
+        (["evaluate", "{run}", "other"], "too many words: '{run} other'; see --help."),
+        (["evaluate", "{run}", "--split"], "--split: expected one of test, val, train, found no value (command line)."),
+        (["evaluate", "{run}", "--data.rot=3"],
+         "--data.rot: unknown option (command line). Did you mean 'data.root'?"),
+        (["evaluate", "{run}", "--optim.lr=3"], "--optim.lr: unknown option (command line)."),
+        (["evaluate", "no/run"],
+         "no/run: not a run: it is no folder; give the folder that training wrote (runs/RECIPE/…)."),
+        (["predict", "{run}"],
+         "accel-train predict: IMAGES is missing; accel-train predict RUN IMAGES [--key value …]"),
+        (["predict", "{run}", "a.png"], "a.png: no such image or folder."),
+        (["predict", "{run}", "{run}", "--top-k=0"], "--top-k: expected at least 1, found 0."),
+        (["predict", "{run}", "{run}", "--output", "a.txt"],
+         "--output: expected a name that ends in .csv or .jsonl, found 'a.txt'."),
+        (["check-data", "folder", "--processes", "-1"], "--processes: expected at least 1, found -1."),
+        (["recipes", "no_such_one"], "unknown recipe 'no_such_one'. `accel-train recipes` lists them; "
+         "one of your own is given as a path that ends in .yaml."),
+        (["recipes", "a", "b"], "accel-train recipes: expected at most one NAME, found 'a b'."),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_line_without_torch(words: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("epochs: 1")
+    (tmp_path / "config.yaml").write_text("epochs: 1")
+    names = {"{recipe}": str(tmp_path / "r.yaml"), "{run}": str(tmp_path)}
+    words = [names.get(word, word) for word in words]
+    code, out, err = accel_train(*words, program=("-c", PROGRAM))
+    assert err == f"accel-train: error: {message.replace('{run}', str(tmp_path))}\n"
+    assert (code, json.loads(out)) == (0, [2, []])
+
+
+def test_the_exit_code_is_2_however_it_is_started() -> None:
+    script = str(Path(sys.executable).with_name("accel-train"))
+    done = subprocess.run([script, "trian"], capture_output=True, text=True)
+    assert done.returncode == accel_train("trian")[0] == 2
+    assert done.stderr == accel_train("trian")[2]
+
+
+def test_traceback_is_shown_on_request_only() -> None:
+    for words in (["train", "no_such"], ["evaluate", "no_such"]):
+        code, _, err = accel_train(*words, "--traceback")
+        assert code == 2
+        assert err.startswith("Traceback")
+        assert err.splitlines()[-1].startswith("accel-train: error: ")
+        assert "Traceback" not in accel_train(*words)[2]
+
+
+@pytest.mark.parametrize(
+    ("variables", "speaks"),
+    [
+        ({"RANK": "0"}, True),
+        ({"RANK": "1"}, False),
+        ({"SLURM_PROCID": "3"}, False),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, False),
+        ({"PMI_RANK": "1"}, False),
+        ({"RANK": "1", "SLURM_PROCID": "0"}, False),  # a launcher in the first Slurm task
+    ],
+)
+def test_one_process_speaks_and_all_fail(variables: dict[str, str], speaks: bool) -> None:
+    code, _, err = accel_train("train", "no_such_recipe", **variables)
+    assert code == 2
+    assert bool(err) is speaks
+
+
+def test_an_error_of_one_process_alone_is_told_by_it() -> None:
+    program = """
+import sys
+from accel_train import cli, commands
+from accel_train.errors import UserError
+def fail(words):
+    raise UserError("an unreadable image", every_process=False)
+commands.recipes = fail
+sys.exit(cli.main(["recipes"]))
+"""
+    assert accel_train(program=("-c", program), RANK="5") == (
+        2,
+        "",
+        "accel-train: error: an unreadable image\n",
+    )
+
+
+def test_an_interrupt_is_quiet_and_130() -> None:
+    program = """
+import os, signal, sys, time
+from accel_train import cli, commands
+commands.recipes = lambda words: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
+sys.exit(cli.main(["recipes"]))
+"""
+    assert accel_train(program=("-c", program)) == (130, "", "")
+
+
+def test_output_may_be_cut_short_and_the_locale_plain() -> None:
+    command = f"{sys.executable} -m accel_train train --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith("usage: accel-train train RECIPE")
+    assert done.stderr == ""
+    code, out, err = accel_train("--help", PYTHONIOENCODING="latin-1", PYTHONUTF8="0")
+    assert (code, err) == (0, "")
+    assert "COMMAND ?" in out
+
+
+def test_recipes_are_listed_whole_and_printed(tmp_path: Path) -> None:
+    from accel_train.recipe import RECIPES, recipe_names
+
+    code, out, _ = accel_train("recipes", COLUMNS="20")
+    head, *rows = out.splitlines()
+    assert code == 0
+    assert head.split("  ")[0] == "recipe"
+    assert [row.split()[0] for row in rows] == recipe_names()
+    for name in recipe_names():
+        assert accel_train("recipes", name)[1] == (RECIPES / f"{name}.yaml").read_text()

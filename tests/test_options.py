@@ -1,0 +1,257 @@
+"""Recipe file and command line -> Config: what is read, and what each slip is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_train import config, options
+from accel_train.config import Config
+from accel_train.errors import UserError
+
+RECIPE = """\
+about: {reproduces: a test, accuracy: none}
+epochs: 3
+optim:
+  name: adam
+  lr: 1e-3
+  betas: [0.9, 0.99]
+schedule: {name: multistep, milestones: [1, 2]}
+data:
+  train_limit: 010
+  test-limit:
+ema:
+augment.mean: [-0.5, 1e-1]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def told(*arguments: str) -> str:
+    """The message of the UserError; it must be one line."""
+    with pytest.raises(UserError) as caught:
+        options.parse(arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_recipe_gives_values_and_the_command_line_wins(recipe: str) -> None:
+    found = options.parse([recipe])
+    assert found.recipe == "mine"
+    assert found.epochs == 3
+    assert found.optim == config.Optim(name="adam", lr=1e-3, betas=(0.9, 0.99))
+    assert found.schedule.milestones == (1, 2)
+    assert found.data == config.Data(train_limit=10)
+    assert found.augment.mean == (-0.5, 0.1)
+
+    found = options.parse(
+        f"{recipe} --optim.lr -0 --optim.lr=2 --data.train_limit none --epochs 7 --schedule.milestones 4 5 6 "
+        "--augment.mean -1e-2 -.5 --config-only --ema.enabled true --data.drop-last FALSE "
+        "--resume=--odd=name".split()
+    )
+    assert found.optim.lr == 2
+    assert found.optim.name == "adam"
+    assert found.data.train_limit is None
+    assert found.schedule.milestones == (4, 5, 6)
+    assert found.augment.mean == (-0.01, -0.5)
+    assert (found.config_only, found.ema.enabled, found.data.drop_last) == (True, True, False)
+    assert found.resume == "--odd=name"
+
+
+def test_lists_can_be_emptied_and_null_undoes_a_base(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "child.yaml").write_text(
+        "base: mine.yaml\nschedule: {name: cosine, milestones: []}\naugment: {mean: null}\noptim.lr: 5e-1\n"
+    )
+    found = options.parse([str(tmp_path / "child.yaml")])
+    assert found.recipe == "child"
+    assert (found.schedule.name, found.schedule.milestones) == ("cosine", ())
+    assert found.augment.mean is None
+    assert (found.optim.name, found.optim.lr, found.epochs) == ("adam", 0.5, 3)
+    # what stands in the base is told with the base's name and line
+    (tmp_path / "mine.yaml").write_text(RECIPE.replace("adam", "adam\n  warmth: 1"))
+    assert f"--optim.warmth: unknown option ({tmp_path}/mine.yaml:5)" in told(str(tmp_path / "child.yaml"))
+
+
+def test_a_home_folder_is_found_in_paths_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    (tmp_path / "r.yaml").write_text("data: {root: ~/images}\nresume: ~/x")
+    found = options.parse([str(tmp_path / "r.yaml")])
+    assert found.data.root == Path("/home/someone/images")
+    assert found.resume == "~/x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optim.lr", "abc"], "--optim.lr: expected a number, found 'abc' (command line)."),
+        (["--optim.lr"], "--optim.lr: expected a number, found no value (command line)."),
+        (["--optim.lr", "1", "2"], "--optim.lr: expected a number, found '1 2' (command line)."),
+        (["--optim.lr", "nan"], "--optim.lr: expected a number that is not negative, found 'nan'"),
+        (["--optim.lr", "inf"], "--optim.lr: expected a finite number, found 'inf' (command line)."),
+        (["--augment.std", "1", "nan"], "--augment.std: expected numbers greater than 0, found '1 nan'"),
+        (["--optim.lr", "-1"], "--optim.lr: expected a number that is not negative, found '-1' ("),
+        (["--epochs", "1.5"], "--epochs: expected a whole number, found '1.5' (command line)."),
+        (["--epochs", "none"], "--epochs: expected a whole number, found 'none' (command line)."),
+        (["--data.train-limit", "x"], "--data.train-limit: expected a whole number or none, found 'x'"),
+        (["--ema.enabled", "yes"], "--ema.enabled: expected true or false, found 'yes' (command line)."),
+        (["--augment.scale", "1"], "--augment.scale: expected 2 numbers, found '1' (command line)."),
+        (["--schedule.milestones", "1", "x"], "--schedule.milestones: expected any number of whole numbers"),
+        (["--loss.class-weights", "balance"], "one of none, balanced, found 'balance' (command line)"),
+        (["--lr", "1"], "--lr: unknown option (command line). Did you mean 'optim.lr'?"),
+        (["--optimizer.lr", "1"], "--optimizer.lr: unknown option (command line). Did you mean 'optim.lr'?"),
+        (["--weight-decya=1"], "unknown option (command line). Did you mean 'optim.weight-decay'?"),
+        (["--epoch", "1"], "--epoch: unknown option (command line). Did you mean 'epochs'?"),
+        (["--decay", "1"], "Did you mean 'schedule.decay' or 'ema.decay'?"),
+        (["--recipe", "x"], "--recipe: unknown option"),
+        (["--optim", "sgd"], "--optim: a group of options, not one (command line). In it: optim.name, "),
+        (["adam"], "'adam': neither an option nor the value of one"),
+        (["-x", "1"], "'-x': neither an option"),
+        (["--schedule.warmup-epochs", "9"], "--schedule.warmup-epochs: expected at most the 3 epochs"),
+        (["--schedule.milestones"], "at least one epoch for schedule.name=multistep, found ''"),
+    ],
+)  # fmt: skip
+def test_each_slip_on_the_command_line_is_told(recipe: str, arguments: list[str], message: str) -> None:
+    assert message in told(recipe, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "r.yaml: an empty file"),
+        (b"# nothing\n", "r.yaml: an empty file"),
+        (b"epochs", "r.yaml:1: expected lines `key: value`, found a value."),
+        (b"- epochs: 1", "r.yaml:1: expected lines `key: value`, found a list."),
+        (b"epochs: 1\nseed: 2\nepochs: 3", "r.yaml:3: epochs is given twice; the first is "),
+        (b"optim: {lr: 1}\noptim.lr: 2", "r.yaml:2: optim.lr is given twice"),
+        (b"data: {train_limit: 1, train-limit: 2}", "data.train-limit is given twice"),
+        (b"optim: {lr: 1}\noptim: {name: sgd}", "r.yaml:2: optim is given twice"),
+        (b"epochs: {a: 1}", "--epochs.a: unknown option ("),
+        (b"optim:\n  lr: {a: 1}", "r.yaml:2: optim.lr: expected a value, found a mapping."),
+        (b"seed: [[1]]", "r.yaml:1: seed: expected a value, found a list."),
+        (b"optim: 3", "--optim: a group of options, not one ("),
+        (b"seed: 1\nepochs:", "r.yaml:2)"),
+        (b"seed: 1\n\noptim: {lrr: 1}", "r.yaml:3). Did you mean 'optim.lr'?"),
+        (b"seed: 1\noptim: {lr: fast}", "--optim.lr: expected a number, found 'fast' ("),
+        (b"ema: {enabled: on}", "--ema.enabled: expected true or false, found 'on' ("),
+        (b"recipe: x", "--recipe: unknown option ("),
+        (b"optim: &a {optim: *a}", "optim.optim: expected a value, found a mapping."),
+        (b"seed: &a [*a]", "seed: expected a value, found a list."),
+        (b"<<: {seed: 1}", "--<<.seed: unknown option ("),
+        (b"seed: *b", "r.yaml:1: not YAML: found undefined alias 'b'."),
+        (b"{? [a] : 1}", "expected the name of an option, found a list."),
+        (b"optim:\n\tlr: 1", "r.yaml:2: not YAML: "),
+        (b"a: b: c", "r.yaml:1: not YAML: "),
+        (b"a: 1\n---\nb: 2", "not YAML: but found another document."),
+        (b"seed: 1\nepochs: \xff", "r.yaml:2: not UTF-8 text"),
+        (b"seed: \x00", "r.yaml: not YAML: "),
+        (b"[" * 5000, "r.yaml: not YAML: "),
+        (b"base: r.yaml", "r.yaml: its base leads back to itself: r.yaml -> r.yaml"),
+        (b"base: no_such", "unknown recipe 'no_such' (the base of r.yaml)."),
+        (b"base: other.yaml", "other.yaml: no such file."),
+        (b"about: words", "r.yaml:1: about: expected lines `key: text`, found a value."),
+    ],
+)  # fmt: skip
+def test_each_slip_in_a_recipe_is_told_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(content)
+    assert message in told(str(path))
+
+
+def test_a_circle_of_bases_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: b.yaml")
+    (tmp_path / "b.yaml").write_text("base: ./a.yaml")
+    assert "leads back to itself: a.yaml -> b.yaml -> a.yaml" in told(str(tmp_path / "a.yaml"))
+
+
+def test_the_recipe_itself_is_checked(tmp_path: Path) -> None:
+    assert "no recipe: accel-train train RECIPE" in told()
+    assert "the recipe comes before the options" in told("--epochs", "3", "digits")
+    assert "unknown recipe 'no_such_one'." in told("no_such_one")
+    assert "no such file" in told("./no_such.yaml")
+    assert "cannot be read: Is a directory" in told(f"{tmp_path}/")
+
+
+def test_packaged_recipes_are_named_and_described() -> None:
+    names = options.recipe_names()
+    if not names:
+        pytest.skip("no recipe in the package")
+    for name in names:
+        assert options.parse([name]).recipe == name
+        assert options.recipe_about(name)["reproduces"]
+        assert "about:" in options.recipe_text(name)
+    assert f"Did you mean '{names[0]}'?" in told(names[0] + "x")
+
+
+def test_help_names_the_recipe_and_shows_its_values(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, default in (["--help"], "(default: 1)"), ([recipe, "-h"], "(default: 3)"):
+        with pytest.raises(SystemExit) as stop:
+            options.parse(arguments)
+        assert stop.value.code == 0
+        text = capsys.readouterr().out
+        assert text.startswith("usage: accel-train train RECIPE")
+        epochs = text[text.index("--epochs INT") :]
+        assert default in epochs[: epochs.index("--batch-size")]
+
+
+def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
+    """Values of an option's type that `config.check` takes."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+    numbers = st.floats(0.001, 0.999)
+    if key == "data.channels":
+        return st.sampled_from([1, 3])
+    if origin is Literal:
+        return st.sampled_from([choice for choice in arguments if choice != "multistep"])
+    if origin is tuple and arguments[-1] is not ...:
+        return st.tuples(numbers, numbers).map(lambda pair: tuple(sorted(pair)))
+    if origin is tuple and arguments[0] is str:  # a name that begins with a dash cannot be one of several
+        return st.lists(words.filter(lambda word: not word.startswith("-")), max_size=3).map(tuple)
+    if origin is tuple:
+        if arguments[0] is int:
+            return st.sets(st.integers(1, 99), max_size=3).map(lambda found: tuple(sorted(found)))
+        return st.lists(numbers | numbers.map(lambda x: -x), min_size=1, max_size=3).map(
+            lambda found: tuple(map(abs, found)) if key == "augment.std" else tuple(found)
+        )
+    if arguments:  # X | None
+        return st.none() | strategy(key, next(part for part in arguments if part is not type(None)))
+    return {
+        bool: st.booleans(),
+        int: st.integers(2, 30),
+        float: numbers,
+        str: words,
+        # Path("None") and Path("~/x") are told from None and a home folder by "./" only
+        Path: words.map(lambda word: Path("/") / word.replace("/", "_")),
+    }[kind]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    values: dict[str, Any] = {}
+    for key, kind in options.option_types().items():
+        group, _, name = key.replace("-", "_").rpartition(".")
+        value = draw(strategy(key, kind))
+        values.setdefault(group, {})[name] = value
+    if values["data"]["val_fraction"] + values["data"]["test_fraction"] >= 1:
+        values["data"]["test_fraction"] = 0.0
+    own = {**values.pop(""), "config_only": False, "traceback": False}
+    groups = {name: type(getattr(Config(), name))(**inner) for name, inner in values.items()}
+    return Config(**own, **groups)
+
+
+@settings(max_examples=60, deadline=None)
+@given(found=configs())
+def test_to_yaml_and_back_is_the_same_config(found: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "round.yaml"
+    path.write_text(config.to_yaml(found), encoding="utf-8")
+    assert options.parse([str(path)]) == dataclasses.replace(found, recipe="round")
