@@ -1,0 +1,1 @@
+"""Data: sources (names -> splits), order (which samples when), augmentation, and loading."""

@@ -1,0 +1,100 @@
+"""`accel-train check-data`: all unreadable images are found, listed, and then left out."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from accel_train.config import Data
+from accel_train.data.check import check_data
+from accel_train.data.sources import load_splits
+from accel_train.errors import UserError
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Data:
+    """150 images in train/ and 6 in val/; three of the former and one of the latter are damaged."""
+    root = tmp_path / "pets"
+    for split, count in (("train", 75), ("val", 3)):
+        for kind in ("cat", "dog"):
+            (root / split / kind).mkdir(parents=True)
+            for i in range(count):
+                Image.effect_noise((20, 20), 50).save(root / split / kind / f"{i}.jpg")
+    (root / "train/cat/3.jpg").write_bytes(b"")
+    (root / "train/dog/74.jpg").write_bytes((root / "train/dog/1.jpg").read_bytes()[:-50])
+    (root / "train/dog/70.jpg").write_text("not an image")
+    (root / "val/cat/1.jpg").write_bytes(b"\xff\xd8\xff")
+    (root / "train/cat/4.jpg").unlink()
+    Image.new("RGB", (2, 2)).save(root / "train/cat/4.jpg", "BMP")
+    (root / "train/cat/Thumbs.db").write_bytes(b"junk")
+    return Data(name="folder", root=root)
+
+
+EXPECTED = ["train/cat/3.jpg", "train/dog/70.jpg", "train/dog/74.jpg", "val/cat/1.jpg"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_all_are_found_and_can_be_left_out(data: Data, tmp_path: Path, processes: int, capfd) -> None:
+    output = tmp_path / "new" / "unreadable.txt"
+    assert check_data(data, output, processes) == 4
+    assert output.read_text().splitlines() == EXPECTED
+    assert list(output.parent.iterdir()) == [output]
+    printed = capfd.readouterr().out
+    assert "4 of 156 images cannot be read" in printed and "the file is empty" in printed
+    assert (
+        f"accel-train train RECIPE --data.name folder --data.root {data.root} --data.skip-unreadable {output}"
+        in printed
+    )
+    assert "decoded 156 of 156 images, 4 unreadable" in printed and "\x1b" not in printed
+
+    with pytest.raises(UserError, match="check-data"):
+        every = load_splits(data, 0)
+        every.train.fetch(range(len(every.train)))
+    rest = load_splits(replace(data, skip_unreadable=output), 0)
+    assert rest.left_out == 4 and (len(rest.train), len(rest.validation)) == (147, 5)
+    assert len(rest.train.fetch(range(147))) == 147 and len(rest.validation.fetch(range(5))) == 5
+
+
+def test_settings_of_a_run_do_not_hide_images(data: Data, tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("train/cat/3.jpg\n")
+    limited = replace(data, train_limit=10, test_fraction=0.1, skip_unreadable=tmp_path / "old")
+    assert check_data(limited, tmp_path / "old", 1) == 4
+    assert (tmp_path / "old").read_text().splitlines() == EXPECTED
+
+
+def test_a_clean_folder_gives_an_empty_list(data: Data, tmp_path: Path, capsys) -> None:
+    for path in EXPECTED:
+        (data.root / path).unlink()
+    output = tmp_path / "list"
+    output.write_text("train/cat/3.jpg\n")
+    assert check_data(data, output, 1) == 0
+    assert output.read_text() == "" and "All 152 images can be read" in capsys.readouterr().out
+    assert load_splits(replace(data, skip_unreadable=output), 0).left_out == 0
+
+
+def test_data_in_memory_needs_no_check(tmp_path: Path, capsys) -> None:
+    assert check_data(Data(name="digits"), tmp_path / "list", 2) == 0
+    assert "nothing to decode" in capsys.readouterr().out
+
+
+def test_a_bar_on_a_terminal(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    check_data(data, tmp_path / "list", 1)
+    printed = capsys.readouterr().out
+    assert "decoded 156" not in printed
+    assert "156/156" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed)
+
+
+def test_a_list_that_cannot_be_written(data: Data, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file" / "list", tmp_path):
+        with pytest.raises(UserError, match="cannot be written"):
+            check_data(data, output, 1)
+
+
+def test_errors_of_the_data_come_through(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not there"):
+        check_data(Data(name="folder", root=tmp_path / "nowhere"), tmp_path / "list", 1)

@@ -1,0 +1,160 @@
+"""Trees of class folders."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from accel_train.config import Data
+from accel_train.data.sources import load_splits
+from accel_train.errors import UserError
+
+
+def tree(root: Path, *paths: str) -> Path:
+    for number, path in enumerate(paths):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 3), (number, 0, 0)).save(root / path, "PNG")
+    return root
+
+
+def load(root: Path, seed: int = 0, **options):
+    return load_splits(Data(name="folder", root=root, **options), seed)
+
+
+def names(source) -> list[str]:
+    return [source.name(i) for i in range(len(source))]
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "Val"])
+def test_folders_of_splits(tmp_path: Path, name: str) -> None:
+    tree(
+        tmp_path,
+        "train/dog/1.png",
+        "train/cat/b/2.png",
+        "train/cat/a.png",
+        f"{name}/cat/3.png",
+        f"{name}/dog/4.png",
+    )
+    found = load(tmp_path)
+    assert found.classes == ("cat", "dog") and found.image_size is None and found.channels == 3
+    assert names(found.train) == [f"{tmp_path}/train/{path}" for path in ("cat/a.png", "cat/b/2.png", "dog/1.png")]
+    assert found.train.labels.tolist() == [0, 0, 1] and found.train.labels.dtype == torch.int64
+    assert names(found.validation) == [f"{tmp_path}/{name}/{path}" for path in ("cat/3.png", "dog/4.png")]
+    assert found.test is None
+    images = found.train.fetch([2, 0])
+    assert [image[0, 0, 0].item() for image in images] == [0, 2] and images[0].shape == (3, 3, 4)
+
+
+def test_one_tree_and_fractions(tmp_path: Path) -> None:
+    tree(tmp_path, *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(10)), "cat/Thumbs.db")
+    (tmp_path / "README.txt").touch()
+    found = load(tmp_path, val_fraction=0.2, test_fraction=0.1)
+    parts = [found.train, found.validation, found.test]
+    assert [len(part) for part in parts] == [14, 4, 2]
+    assert len(set().union(*map(names, parts))) == 20
+    assert [torch.bincount(part.labels).tolist() for part in parts] == [[7, 7], [2, 2], [1, 1]]
+
+
+def test_the_file_systems_order_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(tmp_path, *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(10)))
+    expected = load(tmp_path, val_fraction=0.3)
+    scandir = os.scandir
+
+    class Reversed:
+        def __init__(self, path):
+            self.entries = sorted(scandir(path), key=lambda entry: entry.name, reverse=True)
+
+        def __enter__(self):
+            return iter(self.entries)
+
+        def __iter__(self):
+            return iter(self.entries)
+
+        def __next__(self):
+            if not self.entries:
+                raise StopIteration
+            return self.entries.pop(0)
+
+        def __exit__(self, *error):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(os, "scandir", Reversed)
+    found = load(tmp_path, val_fraction=0.3)
+    assert names(found.train) == names(expected.train) and names(found.validation) == names(expected.validation)
+
+
+def test_grey(tmp_path: Path) -> None:
+    found = load(tree(tmp_path, "cat/1.png", "dog/2.png"), channels=1)
+    assert found.train.fetch([0])[0].shape == (1, 3, 4)
+    assert len(found.mean) == len(found.std) == found.channels == 1
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    assert load(tree(tmp_path, "train/1.png", "tram/2.png")).classes == ("train", "tram")
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not there"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        load(tmp_path / "file")
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    with pytest.raises(UserError, match="no image was found"):
+        load(tmp_path)
+
+
+def test_images_without_class_folders(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no class"):
+        load(tree(tmp_path, "1.png", "2.png"))
+
+
+def test_one_class(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="only one class, 'PetImages'"):
+        load(tree(tmp_path, "PetImages/Cat/1.png", "PetImages/Dog/1.png"))
+
+
+@pytest.mark.parametrize("top", ["", "train/", "training/"])
+def test_an_empty_class_folder_is_named(tmp_path: Path, top: str) -> None:
+    tree(tmp_path, f"{top}cat/1.png", f"{top}dog/2.png")
+    (tmp_path / top / "owl").mkdir()
+    with pytest.raises(UserError, match="class folders without any image: 'owl'"):
+        load(tmp_path)
+
+
+def test_other_classes_in_another_split(tmp_path: Path) -> None:
+    tree(tmp_path, "train/cat/1.png", "train/dog/2.png", "test/cat/3.png", "test/owl/4.png")
+    with pytest.raises(
+        UserError, match=r"test/ has other classes than train/: it has 'owl' besides and it lacks 'dog'"
+    ):
+        load(tmp_path)
+    tree(tmp_path, "train/owl/5.png")
+    (tmp_path / "test" / "dog").mkdir()
+    assert load(tmp_path).test.labels.tolist() == [0, 2]
+
+
+def test_two_folders_for_one_split(tmp_path: Path) -> None:
+    tree(tmp_path, "train/cat/1.png", "train/dog/2.png", "val/cat/3.png", "valid/dog/4.png")
+    with pytest.raises(UserError, match="both val/ and valid/"):
+        load(tmp_path)
+
+
+def test_splits_without_training(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has test/, but no train/"):
+        load(tree(tmp_path, "test/cat/1.png", "test/dog/2.png"))
+
+
+def test_an_empty_split(tmp_path: Path) -> None:
+    tree(tmp_path, "train/cat/1.png", "train/dog/2.png")
+    for kind in ("cat", "dog"):
+        (tmp_path / "test" / kind).mkdir(parents=True)
+    with pytest.raises(UserError, match="no image in its test split"):
+        load(tmp_path)

@@ -1,0 +1,143 @@
+"""Data sets of hubs, from local files."""
+
+import importlib.util
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from accel_train.config import Data
+from accel_train.data.sources import load_splits
+from accel_train.errors import UserError
+
+
+def load(name: str, root: Path, **options):
+    return load_splits(Data(name=name, root=root, **options), 0)
+
+
+def image_folder(root: Path, splits: tuple[str, ...], size: tuple[int, int] = (4, 3)) -> Path:
+    for number, split in enumerate(splits):
+        for label, kind in enumerate(("cat", "dog")):
+            (root / split / kind).mkdir(parents=True)
+            for i in range(4):
+                Image.new("RGB", size, (100 * number + 10 * label + i, 0, 0)).save(root / split / kind / f"{i}.png")
+    return root
+
+
+def values(source) -> list[int]:
+    images = source.fetch(range(len(source)))
+    return sorted(int(image[0, 0, 0]) for image in images)
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    return pytest.importorskip("datasets")
+
+
+@pytest.mark.parametrize("prefix", ["hfds", "hfids"])
+def test_a_folder_read_by_hugging_face(tmp_path: Path, datasets, prefix: str) -> None:
+    name = f"{prefix}/{image_folder(tmp_path / 'pets', ('train', 'validation'))}"
+    found = load(name, tmp_path / "cache")
+    assert found.classes == ("cat", "dog") and found.channels == 3
+    assert found.test is None  # and not the training images
+    assert values(found.train) == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert values(found.validation) == [100, 101, 102, 103, 110, 111, 112, 113]
+    assert found.train.labels.dtype == torch.int64
+    assert [v // 10 for v in values(found.train)] == sorted(found.train.labels.tolist())
+    assert found.train.in_memory == (prefix == "hfids")
+    divided = load(name, tmp_path / "cache", test_fraction=0.25)
+    assert (len(divided.train), len(divided.test)) == (6, 2)
+
+
+def test_other_column_names_unreadable_images_and_unlabelled_tests(tmp_path: Path, datasets) -> None:
+    def png(value: int) -> bytes:
+        file = io.BytesIO()
+        Image.new("L", (5, 5), value).save(file, "PNG")
+        return file.getvalue()
+
+    features = datasets.Features({"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["a", "b"])})
+    (tmp_path / "set").mkdir()
+    for split, labels in (("train", [0, 1, 1]), ("test", [-1, -1, -1])):
+        images = [{"bytes": png(v), "path": None} for v in (1, 2)] + [{"bytes": b"damaged", "path": None}]
+        rows = datasets.Dataset.from_dict({"img": images, "fine_label": labels}, features=features)
+        rows.to_parquet(tmp_path / "set" / f"{split}.parquet")
+    found = load(f"hfds/{tmp_path / 'set'}", tmp_path / "cache", channels=1)
+    assert found.train.labels.tolist() == [0, 1, 1] and found.test is None
+    assert [image[0, 0, 0].item() for image in found.train.fetch([1, 0])] == [2, 1]
+    with pytest.raises(UserError, match=r"train image 2 cannot be read: it is no image of a known format"):
+        found.train.fetch([2])
+
+
+def test_a_stream_that_does_not_fit(tmp_path: Path, datasets, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"hfids/{image_folder(tmp_path / 'pets', ('train',), (400, 400))}"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(10**6))
+    with pytest.raises(UserError, match=r"is a stream, which is read into memory.*hfds/NAME or as a folder"):
+        load(name, tmp_path / "cache")
+
+
+def test_no_training_split(tmp_path: Path, datasets) -> None:
+    name = f"hfds/{image_folder(tmp_path / 'pets', ('validation', 'test'))}"
+    with pytest.raises(UserError, match="has no train split, only"):
+        load(name, tmp_path / "cache")
+
+
+def test_no_such_data_set(tmp_path: Path, datasets) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        load(f"hfds/{tmp_path / 'nowhere'}", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("hfds/x", "datasets", "datasets"), ("tfds/x", "tensorflow_datasets", "tfds")],
+)
+def test_a_missing_package_is_named_with_its_extra(name: str, package: str, extra: str) -> None:
+    script = (
+        "import sys\n"
+        f"sys.modules['{package}'] = None\n"  # as if it were not installed
+        "from accel_train.config import Data; from accel_train.data.sources import load_splits\n"
+        f"load_splits(Data(name='{name}'), 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert f"pip install 'accel-train[{extra}]'" in done.stderr
+
+
+PREPARE = """
+import sys, numpy as np, tensorflow_datasets as tfds
+class Pets(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+    def _info(self):
+        image, label = tfds.features.Image(shape=(None, None, 3)), tfds.features.ClassLabel(names=["cat", "dog"])
+        features = tfds.features.FeaturesDict({"image": image, "label": label})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+    def _split_generators(self, _):
+        return {"train": self.images(0, 6), "test": self.images(100, 4)}
+    def images(self, first, count):
+        for i in range(first, first + count):
+            yield f"{i:05}", {"image": np.full((4, 4, 3), i, np.uint8), "label": i % 2}
+    def _generate_examples(self): ...
+Pets(data_dir=sys.argv[1]).download_and_prepare()
+"""
+LOAD = """
+import sys, torch
+from pathlib import Path
+from accel_train.config import Data
+from accel_train.data.sources import load_splits
+found = load_splits(Data(name="tfds/pets", root=Path(sys.argv[1])), 0)
+assert found.classes == ("cat", "dog") and found.image_size == 4 and found.validation is None
+images = found.train.fetch(range(6))
+assert images.shape == (6, 3, 4, 4) and sorted(images[:, 0, 0, 0].tolist()) == list(range(6))
+assert (images[:, 0, 0, 0] % 2).tolist() == found.train.labels.tolist()
+assert sorted(found.test.fetch(range(4))[:, 0, 0, 0].tolist()) == list(range(100, 104))
+"""
+
+
+def test_a_set_of_tensorflows(tmp_path: Path) -> None:
+    """In processes of its own: TensorFlow and torch get along only if torch is imported first."""
+    if importlib.util.find_spec("tensorflow_datasets") is None:
+        pytest.skip("tensorflow_datasets is not installed")
+    for script in (PREPARE, LOAD):
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)

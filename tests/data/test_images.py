@@ -1,0 +1,137 @@
+"""Finding and decoding image files, in every odd form."""
+
+import io
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from accel_train.data.images import FileImages, ImageError, Names, decode, find_images
+from accel_train.errors import UserError
+
+
+def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def smooth(height: int = 40, width: int = 60) -> np.ndarray:
+    """uint8 [h, w, 3] that JPEG keeps nearly as it is."""
+    down, across = np.mgrid[0:height, 0:width]
+    return np.stack([2 * down, 2 * across, 100 + down], -1).astype(np.uint8)
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "PPM", "TIFF", "WEBP"])
+def test_rgb_in_every_format(format: str) -> None:
+    options = {"lossless": True} if format == "WEBP" else {}
+    data = encoded(Image.fromarray(smooth()), format, **options)
+    assert torch.equal(decode(data, 3), torch.from_numpy(smooth()).permute(2, 0, 1))
+
+
+def test_jpeg_has_the_pixels_that_pil_finds() -> None:
+    for progressive in (False, True):
+        data = encoded(Image.fromarray(smooth()), "JPEG", progressive=progressive)
+        expected = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+        assert torch.equal(decode(data, 3), torch.from_numpy(expected).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [(1, 1), (5, 3)])
+def test_every_mode_becomes_what_was_asked_for(mode: str, channels: int, size: tuple[int, int]) -> None:
+    if mode == "I;16":
+        image = Image.fromarray(np.full(size[::-1], 200 * 257, np.uint16))
+    else:
+        image = Image.new("RGB", size, (200, 200, 200)).convert(mode)
+    data = encoded(image, "JPEG" if mode == "CMYK" else "PNG")
+    pixels = decode(data, channels)
+    assert pixels.shape == (channels, size[1], size[0]) and pixels.dtype == torch.uint8
+    if mode != "1":
+        assert (pixels.float() - 200).abs().max() <= 6
+    else:
+        assert set(pixels.unique().tolist()) <= {0, 255}
+
+
+def test_16_bits_are_scaled_and_not_clipped() -> None:
+    ramp = np.arange(0, 65536, 256, dtype=np.uint16)[None]
+    for format in ("PNG", "TIFF"):
+        pixels = decode(encoded(Image.fromarray(ramp), format), 1)
+        assert torch.equal(pixels[0, 0], torch.arange(256, dtype=torch.uint8))
+
+
+def test_a_palette_with_transparency_warns_nobody() -> None:
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([0, 0, 0, 10, 20, 30])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pixels = decode(encoded(image, transparency=b"\x00\x80"), 3)
+    assert pixels[:, 0, 0].tolist() == [10, 20, 30]
+
+
+def test_decoding_a_jpeg_warns_nobody() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode(encoded(Image.fromarray(smooth()), "JPEG"), 3)
+
+
+def test_a_bmp_called_jpg_is_read_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "cat.jpg").write_bytes(encoded(Image.fromarray(smooth()), "BMP"))
+    source = FileImages(tmp_path, ["cat.jpg"], torch.tensor([0]), 3, "check")
+    assert torch.equal(source.fetch([0])[0], torch.from_numpy(smooth()).permute(2, 0, 1))
+
+
+def test_a_truncated_image_is_an_error_wherever_it_ends() -> None:
+    jpeg, png = (encoded(Image.fromarray(smooth()), format) for format in ("JPEG", "PNG"))
+    for end in range(len(jpeg)):
+        with pytest.raises(ImageError):
+            decode(jpeg[:end], 3)
+    refused = 0
+    for end in range(0, len(png), 3):
+        try:
+            assert torch.equal(decode(png[:end], 3), decode(png, 3))  # only a checksum is missing
+        except ImageError:
+            refused += 1
+    assert refused >= (len(png) - 30) // 3
+
+
+@pytest.mark.parametrize("data", [b"", b"not an image at all", b"\xff\xd8\xff\xe0" + bytes(100), b"GIF89a"])
+def test_rubbish_is_an_error(data: bytes) -> None:
+    with pytest.raises(ImageError):
+        decode(data, 3)
+
+
+def test_an_unreadable_file_is_named_with_reason_and_advice(tmp_path: Path) -> None:
+    (tmp_path / "empty.jpg").touch()
+    source = FileImages(tmp_path, ["empty.jpg", "gone.jpg"], torch.tensor([0, 1]), 3, "accel-train check-data x")
+    with pytest.raises(UserError) as caught:
+        source.fetch([0])
+    assert str(tmp_path / "empty.jpg") in str(caught.value) and "the file is empty" in str(caught.value)
+    assert "accel-train check-data x" in str(caught.value) and "--data.skip-unreadable" in str(caught.value)
+    assert not caught.value.every_process
+    with pytest.raises(UserError, match=r"gone\.jpg cannot be read: No such file"):
+        source.fetch([1])
+
+
+def test_finding_leaves_out_rubbish_and_hidden_files(tmp_path: Path) -> None:
+    for path in (
+        "a/1.JPG",
+        "a/Thumbs.db",
+        "a/.hidden.jpg",
+        "b/deep/2.png",
+        ".git/3.png",
+        "b/notes.txt",
+        "b/._4.jpg",
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    assert find_images(tmp_path) == (["a/1.JPG", "b/deep/2.png"], ["a", "b", "b/deep"])
+
+
+def test_names_are_kept_as_they_are() -> None:
+    names = ["a/1.jpg", "", "ä/漢.png", "bad\udcff.jpg"]
+    packed = Names(names)
+    assert [packed[i] for i in range(4)] == names

@@ -1,0 +1,41 @@
+"""Names of data sources."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_train.config import Data
+from accel_train.data.sources import known_sources, load_splits
+from accel_train.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("cifar", "cifar10"), ("fashionmnist", "fashion_mnist"), ("Digits", "digits"), ("foldr", "folder")],
+)
+def test_an_unknown_name_gets_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(UserError, match=f"Did you mean '{meant}'"):
+        load_splits(Data(name=name), 0)
+
+
+@pytest.mark.parametrize("name", ["", "hfds/", "tfds", "torch/imagenet21k", "zzz"])
+def test_other_unknown_names(name: str) -> None:
+    with pytest.raises(UserError, match="no known data source"):
+        load_splits(Data(name=name), 0)
+
+
+def test_known_sources() -> None:
+    assert {"digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "folder", "synthetic"} <= set(known_sources())
+
+
+def test_the_libraries_are_imported_only_where_used(tmp_path: Path) -> None:
+    """A second or two of each start."""
+    script = (
+        "import sys; from accel_train.config import Data; from accel_train.data.sources import load_splits\n"
+        "splits = load_splits(Data(name='synthetic'), 0); splits.train.fetch([0])\n"
+        "print([x for x in ('torchvision', 'timm', 'sklearn', 'datasets', 'PIL') if x in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,209 @@
+"""Images in tar files."""
+
+import io
+import json
+import multiprocessing
+import pickle
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from accel_train.config import Data
+from accel_train.data.sources import load_splits
+from accel_train.errors import UserError
+
+
+def image(value: int, size: tuple[int, int] = (4, 3)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, (value, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def pack(path: Path | io.BytesIO, files: dict[str, bytes]) -> Path:
+    options = {"fileobj": path} if isinstance(path, io.BytesIO) else {"name": path}
+    if isinstance(path, Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(mode="w", **options) as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def inner_tar(files: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    pack(file, files)
+    return file.getvalue()
+
+
+def values(source) -> list[int]:
+    return [int(source.fetch([i])[0][0, 0, 0]) for i in range(len(source))]
+
+
+def load(root: Path, name: str = "tar", **options):
+    return load_splits(Data(name=name, root=root, **options), 0)
+
+
+class TestTree:
+    def test_one_tree(self, tmp_path: Path) -> None:
+        files = {f"./pets/{kind}/{i}.png": image(10 * k + i) for k, kind in enumerate(("cat", "dog")) for i in range(5)}
+        files |= {"./pets/cat/Thumbs.db": b"x", "./pets/dog/._1.png": b"x"}
+        path = pack(tmp_path / "pets.tar", files)
+        found = load(path, test_fraction=0.4)
+        assert found.classes == ("cat", "dog") and found.validation is None
+        assert sorted(values(found.train) + values(found.test)) == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+        assert [value // 10 for value in values(found.test)] == found.test.labels.tolist()
+        assert found.train.name(0).startswith(f"{path}/pets/cat/")
+
+    def test_the_same_images_divide_alike_in_any_order(self, tmp_path: Path) -> None:
+        files = {f"{kind}/{i}.png": image(i) for kind in ("cat", "dog") for i in range(9)}
+        one = load(pack(tmp_path / "1" / "a.tar", files), val_fraction=0.3)
+        other = load(pack(tmp_path / "2" / "b.tar", dict(reversed(files.items()))), val_fraction=0.3)
+        assert values(one.validation) == values(other.validation) and values(one.train) == values(other.train)
+
+    def test_splits_inside_one_file(self, tmp_path: Path) -> None:
+        path = pack(
+            tmp_path / "set.tar",
+            {
+                f"set/{s}/{k}/1.png": image(v)
+                for v, (s, k) in enumerate([("train", "a"), ("train", "b"), ("test", "a"), ("test", "b")])
+            },
+        )
+        found = load(path)
+        assert values(found.train) == [0, 1] and values(found.test) == [2, 3] and found.test.labels.tolist() == [0, 1]
+
+    def test_a_folder_of_splits_and_tars_in_tars(self, tmp_path: Path) -> None:
+        train = {
+            f"{kind}.tar": inner_tar({f"{kind}_{i}.png": image(10 * k + i) for i in range(3)})
+            for k, kind in enumerate("ab")
+        }
+        pack(tmp_path / "train.tar", train)
+        pack(tmp_path / "val.tar", {"val/b/1.png": image(77), "val/a/1.png": image(66)})
+        found = load(tmp_path)
+        assert values(found.train) == [0, 1, 2, 10, 11, 12] and found.train.labels.tolist() == [
+            0,
+            0,
+            0,
+            1,
+            1,
+            1,
+        ]
+        assert values(found.validation) == [66, 77] and found.test is None
+
+    def test_a_tar_file_for_each_class(self, tmp_path: Path) -> None:
+        for label, kind in enumerate(("cat", "dog")):
+            pack(tmp_path / f"{kind}.tar", {f"{i}.png": image(10 * label + i) for i in range(3)})
+        found = load(tmp_path)
+        assert found.classes == ("cat", "dog") and values(found.train) == [0, 1, 2, 10, 11, 12]
+
+    def test_forked_and_pickled_copies_read_alike(self, tmp_path: Path) -> None:
+        path = pack(tmp_path / "s.tar", {f"{k}/{i}.png": image(20 * k + i) for k in (0, 1) for i in range(20)})
+        source = load(path).train
+        expected = values(source)
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(values, [source, source]) == [expected, expected]
+        assert values(pickle.loads(pickle.dumps(source))) == expected
+
+    def test_a_file_cut_short(self, tmp_path: Path) -> None:
+        path = pack(tmp_path / "s.tar", {f"{k}/{i}.png": image(i, (300, 300)) for k in "ab" for i in range(9)})
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(UserError, match=r"s.tar cannot be read .* whole and not compressed"):
+            load(path)
+
+    def test_links_are_not_passed_over(self, tmp_path: Path) -> None:
+        with tarfile.open(tmp_path / "s.tar", "w") as archive:
+            link = tarfile.TarInfo("a/1.png")
+            link.type, link.linkname = tarfile.SYMTYPE, "2.png"
+            archive.addfile(link)
+        with pytest.raises(UserError, match=r"a/1.png is a link: pack it with"):
+            load(tmp_path / "s.tar")
+
+    def test_no_tar_file(self, tmp_path: Path) -> None:
+        for root in (tmp_path, tmp_path / "nowhere.tar"):
+            with pytest.raises(UserError, match="neither a tar file nor a folder"):
+                load(root)
+        with pytest.raises(UserError, match="no image was found"):
+            load(pack(tmp_path / "s.tar", {"a/1.txt": b""}))
+
+    def test_an_unreadable_image(self, tmp_path: Path) -> None:
+        path = pack(tmp_path / "s.tar", {"a/1.png": image(1), "a/2.png": b"", "b/1.png": image(2)})
+        with pytest.raises(UserError, match=f"{path}/a/2.png cannot be read: .*check-data tar --root {path}"):
+            load(path).train.fetch([1])
+        (tmp_path / "list").write_text("a/2.png\n")
+        found = load(path, skip_unreadable=tmp_path / "list")
+        assert found.left_out == 1 and values(found.train) == [1, 2]
+
+
+class TestWebDataset:
+    def shard(self, path: Path, values: list[int]) -> Path:
+        files = {}
+        for value in values:
+            files |= {
+                f"{value:04}.png": image(value),
+                f"{value:04}.cls": str(value % 3).encode(),
+                f"{value:04}.json": b"{}",
+            }
+        return pack(path, files)
+
+    def test_splits_by_name(self, tmp_path: Path) -> None:
+        self.shard(tmp_path / "set-train-0001.tar", [3, 4])
+        self.shard(tmp_path / "set-train-0000.tar", [0, 1, 2])
+        self.shard(tmp_path / "set-validation-0000.tar", [5])
+        found = load(tmp_path, "wds/set")
+        assert values(found.train) == [0, 1, 2, 3, 4] and found.train.labels.tolist() == [0, 1, 2, 0, 1]
+        assert values(found.validation) == [5] and found.validation.labels.tolist() == [2] and found.test is None
+        assert found.classes == ("0", "1", "2") and found.train.labels.dtype == torch.int64
+
+    def test_splits_by_folder_and_sub_folder(self, tmp_path: Path) -> None:
+        self.shard(tmp_path / "set" / "train" / "0.tar", [0, 1, 2])
+        self.shard(tmp_path / "set" / "test" / "0.tar", [5])
+        found = load(tmp_path, "wds/set")
+        assert values(found.train) == [0, 1, 2] and values(found.test) == [5]
+
+    def test_splits_by_info(self, tmp_path: Path) -> None:
+        self.shard(tmp_path / "x.tar", [0, 1, 2])
+        self.shard(tmp_path / "y.tar", [4])
+        splits = {
+            "train": {"name": "train", "filenames": ["x.tar"]},
+            "test": {"name": "test", "filenames": ["y.tar"]},
+        }
+        (tmp_path / "_info.json").write_text(json.dumps({"splits": splits}))
+        found = load(tmp_path, "wds")
+        assert values(found.train) == [0, 1, 2] and values(found.test) == [4]
+
+    def test_shards_without_splits_can_be_divided(self, tmp_path: Path) -> None:
+        self.shard(tmp_path / "0.tar", list(range(12)))
+        found = load(tmp_path, "wds", test_fraction=0.25)
+        assert (len(found.train), len(found.test)) == (9, 3)
+
+    def test_a_shard_that_webdataset_wrote_and_reads_alike(self, tmp_path: Path) -> None:
+        webdataset = pytest.importorskip("webdataset")
+        with webdataset.TarWriter(str(tmp_path / "train-0.tar")) as writer:
+            for i in range(6):
+                writer.write({"__key__": f"sub.d/{i}", "png": image(i), "cls": i % 2})
+        theirs = [
+            (s["png"], int(s["cls"])) for s in webdataset.WebDataset(str(tmp_path / "train-0.tar"), shardshuffle=False)
+        ]
+        found = load(tmp_path, "wds")
+        assert [(found.train.read(i), int(found.train.labels[i])) for i in range(6)] == theirs
+
+    def test_bad_shards(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="no shard"):
+            load(tmp_path, "wds")
+        pack(tmp_path / "train.tar", {"1.png": image(1)})
+        with pytest.raises(UserError, match=r"1.png has no label: a file 1.cls"):
+            load(tmp_path, "wds")
+        pack(tmp_path / "train.tar", {"1.png": image(1), "1.cls": b"cat"})
+        with pytest.raises(UserError, match="'cat' is no class number"):
+            load(tmp_path, "wds")
+        (tmp_path / "info.json").write_text("[]")
+        with pytest.raises(UserError, match=r"info.json does not list shards"):
+            load(tmp_path, "wds")
+        (tmp_path / "info.json").unlink()
+        pack(tmp_path / "other.tar", {"1.png": image(1), "1.cls": b"1"})
+        with pytest.raises(UserError, match=r"other.tar has no split's name"):
+            load(tmp_path, "wds")
