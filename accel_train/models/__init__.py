@@ -1,0 +1,13 @@
+"""Models by name: timm's, torchvision's and the small nets of the tutorials."""
+
+from accel_train.models.factory import create_model, input_size, pretrained_normalization
+from accel_train.models.freezing import classifier_names, freeze_body, set_train_mode
+
+__all__ = [
+    "classifier_names",
+    "create_model",
+    "freeze_body",
+    "input_size",
+    "pretrained_normalization",
+    "set_train_mode",
+]

@@ -1,0 +1,191 @@
+"""A model by its name: timm's, `torchvision/NAME`, or one of the nets in `nets.py`.
+
+timm and torchvision are imported where they are used: together they take seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accel_train import config
+from accel_train.errors import UserError, nearest
+from accel_train.models import zoo
+from accel_train.models.freezing import freeze_body
+from accel_train.models.nets import NETS
+
+
+def input_size(model: config.Model, native: int | None) -> int:
+    """Height and width in pixels of the images that `model` gets.
+
+    `native` is the size of the data's images, None if they differ. In this order: what model.image_size says,
+    the size of the published weights if they are used, a transformer's own size if it has only one, the
+    data's, 224.
+    """
+    _check_name(model)
+    if model.image_size is not None:
+        return model.image_size
+    if model.name.startswith(zoo.PREFIX):
+        if model.pretrained:
+            return int(zoo.published_weights(model.name).transforms().crop_size[0])
+        return 224 if zoo.size_argument(model.name) else native or 224
+    if model.name not in NETS:
+        published = _timm_config(model.name)
+        if model.pretrained or published.fixed_input_size:
+            return int(published.input_size[-1])
+    return native or 224
+
+
+def pretrained_normalization(model: config.Model) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Mean and standard deviation (in 0..1, of three channels) that the published weights were trained with.
+
+    None if the model does not start from published weights.
+    """
+    _check_name(model)
+    if not model.pretrained:
+        return None
+    if model.name.startswith(zoo.PREFIX):
+        published = zoo.published_weights(model.name).transforms()
+    else:
+        published = _timm_config(model.name)
+    return tuple(published.mean), tuple(published.std)
+
+
+def create_model(
+    model: config.Model, *, num_classes: int, channels: int, image_size: int, published: bool = True
+) -> nn.Module:
+    """The model: float images [b, channels, image_size, image_size] to logits [b, num_classes]; on the CPU.
+
+    Weights are drawn from torch's global random generator, or are the published ones: then the first
+    convolution is summed over colours for grey images, and a last layer for another number of classes is made
+    new. With model.freeze_body only the last layer requires gradients; call `set_train_mode` rather than
+    `.train()` then.
+
+    Without `published` no weights are fetched, whatever model.pretrained says: for a model whose own are loaded next.
+
+    Published weights are downloaded by each process that finds them missing from the cache: let one go first.
+    Raises UserError for an unknown name, an option or a size of image that the model does not take, and
+    weights that do not exist or cannot be fetched.
+    """
+    _check_name(model)
+    try:
+        if model.name in NETS:
+            options = zoo.given(dropout=model.dropout, drop_path=model.drop_path)
+            made = NETS[model.name](num_classes, channels, image_size, **options)
+        elif model.name.startswith(zoo.PREFIX):
+            made = zoo.create(model, num_classes, channels, image_size, published)
+        else:
+            made = _create_timm(model, num_classes, channels, image_size, published)
+    except TypeError as error:
+        asked = [key for key in ("dropout", "drop_path") if getattr(model, key) is not None]
+        if not asked or "unexpected keyword" not in str(error):
+            raise
+        settings = " or ".join(f"model.{key}" for key in asked)
+        raise UserError(f"{model.name} does not take {settings} ({error}); leave it out.") from error
+    except OSError as error:
+        if not model.pretrained:
+            raise
+        raise UserError(
+            f"model.pretrained: the weights of {model.name} could not be fetched ({_first_line(error)}). Run "
+            "once where there is network and copy its cache (HF_HOME, TORCH_HOME), or set it to false."
+        ) from error
+    _check_forward(made, model.name, channels, image_size)
+    if model.gradient_checkpointing:
+        _checkpoint_gradients(made, model.name)
+    if model.freeze_body:
+        freeze_body(made)
+    return made
+
+
+def _check_name(model: config.Model) -> None:
+    """Raise if no library has a model of this name, or no published weights for it when they are asked for."""
+    published = False
+    if model.name not in NETS and model.name not in zoo.names():
+        import timm
+
+        if model.name.startswith(zoo.PREFIX) or not timm.is_model(model.name):
+            known = [*NETS, *zoo.names(), *timm.list_models()]
+            theirs = [zoo.PREFIX + model.name] if zoo.PREFIX + model.name in known else known
+            hint = nearest(model.name, theirs, count=5)
+            raise UserError(
+                f"model.name: no model is called {model.name!r}.{hint} Known are {', '.join(NETS)}, "
+                f"torchvision's as {zoo.PREFIX}NAME, and all of timm.list_models()."
+            )
+        published = _timm_config(model.name).has_weights
+    elif model.name not in NETS:
+        published = True
+    if model.pretrained and not published:
+        raise UserError(f"model.pretrained: {model.name} has no published weights; set it to false.")
+
+
+def _timm_config(name: str) -> Any:
+    """timm's description of the model and of its weights: those of the tag in `name`, else the default ones."""
+    import timm
+
+    try:
+        return timm.models.get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError as error:
+        base, _, tag = name.partition(".")
+        known = timm.list_pretrained(f"{base}.*")
+        raise UserError(f"model.name: {base} has no weights {tag!r}.{nearest(name, known, count=5)}") from error
+
+
+def _create_timm(
+    model: config.Model, num_classes: int, channels: int, image_size: int, load_published: bool
+) -> nn.Module:
+    import timm
+
+    options = zoo.given(drop_rate=model.dropout, drop_path_rate=model.drop_path)
+    published = _timm_config(model.name)
+    sized = published.fixed_input_size and image_size != published.input_size[-1]
+    if sized:
+        options["img_size"] = image_size
+    try:
+        made = timm.create_model(
+            model.name,
+            pretrained=model.pretrained and load_published,
+            num_classes=num_classes,
+            in_chans=channels,
+            **options,
+        )
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        if not sized or (isinstance(error, TypeError) and "img_size" not in str(error)):
+            raise
+        raise _unfit(model.name, image_size, error) from error
+    return cast(nn.Module, made)
+
+
+def _check_forward(model: nn.Module, name: str, channels: int, image_size: int) -> None:
+    """One image through the model, so that a size that it cannot take is found now, with its name."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, channels, image_size, image_size))
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise _unfit(name, image_size, error) from error
+    model.train()
+
+
+def _unfit(name: str, image_size: int, error: Exception) -> UserError:
+    return UserError(
+        f"{name} does not take images of {image_size}x{image_size} ({_first_line(error)}); "
+        "give another model.image_size, or leave it out."
+    )
+
+
+def _checkpoint_gradients(model: nn.Module, name: str) -> None:
+    refused = UserError(
+        f"model.gradient_checkpointing: {name} cannot do it; set it to false or take another model of timm's."
+    )
+    if not hasattr(model, "set_grad_checkpointing"):
+        raise refused
+    try:
+        cast(Any, model).set_grad_checkpointing(True)
+    except AssertionError as error:  # timm's way of saying no
+        raise refused from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

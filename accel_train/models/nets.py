@@ -1,0 +1,139 @@
+"""The small nets of the tutorials, and two that papers describe but no library has.
+
+Each function takes the number of classes, the channels and the height and width of the (square) input, and
+returns a module that maps float images [batch, channels, image_size, image_size] to logits float [batch,
+num_classes].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from accel_train.errors import UserError
+
+
+def digits_cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    """Two convolutions and two dense layers for 8x8 images.
+
+    It has no dropout and no BatchNorm: nothing in it depends on how a batch is cut into micro-batches, so
+    runs on different numbers of processes can be compared number by number.
+    """
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * (image_size // 2) ** 2, 128),
+        nn.ReLU(),
+        nn.Linear(128, num_classes),
+    )
+
+
+def mnist_cnn(num_classes: int, channels: int, image_size: int, dropout: float = 0.5) -> nn.Module:
+    """The net of PyTorch's basic MNIST example (github.com/pytorch/examples/tree/main/mnist).
+
+    Its log-softmax is left out: the loss takes logits.
+    """
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Linear(64 * ((image_size - 4) // 2) ** 2, 128),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(128, num_classes),
+    )
+
+
+def alexnet_bn(num_classes: int, channels: int, image_size: int, dropout: float = 0.5) -> nn.Module:
+    """AlexNet (Krizhevsky et al. 2012; one tower) with BatchNorm in place of its response normalisation.
+
+    As in torchvision's AlexNet an average pooling to 6x6 comes before the dense layers, so that they fit any
+    input of at least 63x63.
+    """
+
+    def block(inputs: int, outputs: int, kernel: int, stride: int, padding: int) -> list[nn.Module]:
+        convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)  # BatchNorm has the bias
+        return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        *block(channels, 96, 11, 4, 2),
+        nn.MaxPool2d(3, 2),
+        *block(96, 256, 5, 1, 2),
+        nn.MaxPool2d(3, 2),
+        *block(256, 384, 3, 1, 1),
+        *block(384, 384, 3, 1, 1),
+        *block(384, 256, 3, 1, 1),
+        nn.MaxPool2d(3, 2),
+        nn.AdaptiveAvgPool2d(6),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(256 * 6 * 6, 4096),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(4096, 4096),
+        nn.ReLU(),
+        nn.Linear(4096, num_classes),
+    )
+
+
+def resnet18_cifar(num_classes: int, channels: int, image_size: int) -> nn.Module:
+    """ResNet-18 for 32x32 images: a 3x3 stem of stride 1, no max-pooling (DeVries and Taylor 2017)."""
+    import torchvision
+
+    model: nn.Module = torchvision.models.resnet18(num_classes=num_classes)
+    model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
+    model.maxpool = nn.Identity()
+    return model
+
+
+def vit_s16_plain(
+    num_classes: int, channels: int, image_size: int, dropout: float = 0.0, drop_path: float = 0.0
+) -> nn.Module:
+    """ViT-S/16 of Beyer et al. 2022 (arxiv.org/abs/2205.01580), with the linear head.
+
+    timm's VisionTransformer with average pooling after the last norm in place of a class token, and with
+    fixed two-dimensional sine-cosine position embeddings.
+    """
+    from timm.layers import build_sincos2d_pos_embed
+    from timm.models.vision_transformer import VisionTransformer
+
+    if image_size % 16:
+        raise UserError(
+            f"vit_s16_plain cuts images into 16x16 patches: model.image_size {image_size} is not a multiple; "
+            f"take {max(image_size // 16, 1) * 16}."
+        )
+    model: nn.Module = VisionTransformer(
+        img_size=image_size,
+        patch_size=16,
+        in_chans=channels,
+        num_classes=num_classes,
+        embed_dim=384,
+        depth=12,
+        num_heads=6,
+        class_token=False,
+        global_pool="avg",
+        fc_norm=False,
+        drop_rate=dropout,
+        drop_path_rate=drop_path,
+        weight_init="jax",
+    )
+    patches = image_size // 16
+    positions = build_sincos2d_pos_embed([patches, patches], dim=384, interleave_sin_cos=False)
+    model.pos_embed = nn.Parameter(positions.reshape(1, patches**2, 384).to(torch.float32), requires_grad=False)
+    return model
+
+
+NETS: dict[str, Callable[..., nn.Module]] = {
+    net.__name__: net for net in (digits_cnn, mnist_cnn, alexnet_bn, resnet18_cifar, vit_s16_plain)
+}

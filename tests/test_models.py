@@ -1,0 +1,416 @@
+"""The factory: names, sizes, channels, published weights, frozen bodies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from accel_train import config
+from accel_train.errors import UserError
+from accel_train.models import (
+    classifier_names,
+    create_model,
+    freeze_body,
+    input_size,
+    pretrained_normalization,
+    set_train_mode,
+)
+
+OWN = {"digits_cnn": 8, "mnist_cnn": 28, "alexnet_bn": 64, "resnet18_cifar": 32, "vit_s16_plain": 32}
+
+TIMM = {  # a family each, and the smallest image that suits it
+    "resnet18": 32,
+    "resnetv2_50d_gn": 32,
+    "test_vit": 160,
+    "vit_tiny_patch16_224": 224,
+    "deit_tiny_distilled_patch16_224": 224,
+    "test_efficientnet": 64,
+    "efficientnet_b0": 64,
+    "mobilenetv3_small_050": 64,
+    "mobilenetv4_conv_small_035": 64,
+    "convnext_atto": 64,
+    "convnextv2_atto": 64,
+    "test_convnext": 64,
+    "test_resnet": 64,
+    "test_byobnet": 64,
+    "test_nfnet": 64,
+    "regnetx_002": 64,
+    "densenet121": 64,
+    "ghostnet_050": 64,
+    "lcnet_035": 64,
+    "levit_128s": 224,
+    "mixer_s32_224": 224,
+    "poolformer_s12": 64,
+    "edgenext_xx_small": 64,
+    "fastvit_t8": 64,
+    "efficientvit_b0": 64,
+    "mobilevit_xxs": 64,
+    "pit_ti_224": 224,
+    "xcit_nano_12_p16_224": 64,
+    "hardcorenas_a": 64,
+    "dla34": 64,
+    "repvgg_a0": 64,
+    "swin_tiny_patch4_window7_224": 224,
+    "tiny_vit_5m_224": 224,
+    "coat_tiny": 224,
+    "hgnetv2_b0": 64,
+    "starnet_s050": 64,
+}
+
+TORCHVISION = {
+    "alexnet": 64,
+    "densenet121": 32,
+    "efficientnet_b0": 32,
+    "googlenet": 64,
+    "inception_v3": 80,
+    "maxvit_t": 56,
+    "mnasnet0_5": 32,
+    "mobilenet_v2": 32,
+    "mobilenet_v3_small": 32,
+    "regnet_x_400mf": 32,
+    "resnet18": 32,
+    "shufflenet_v2_x0_5": 32,
+    "squeezenet1_1": 64,
+    "swin_t": 32,
+    "swin_v2_t": 32,
+    "vit_b_32": 64,
+}
+
+
+def make(name: str, *, num_classes: int = 7, channels: int = 3, image_size: int = 64, **options: object) -> nn.Module:
+    settings = config.Model(name=name, **options)  # type: ignore[arg-type]
+    return create_model(settings, num_classes=num_classes, channels=channels, image_size=image_size)
+
+
+def check_builds(name: str, channels: int, image_size: int) -> None:
+    model = make(name, channels=channels, image_size=image_size)
+    model.train()
+    logits = model(torch.randn(2, channels, image_size, image_size))
+    assert logits.shape == (2, 7)
+    logits.square().sum().backward()
+    assert all(module for module in classifier_names(model))
+    for head in classifier_names(model):
+        assert list(model.get_submodule(head).parameters()), head
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("name", OWN)
+def test_own_nets(name: str, channels: int) -> None:
+    check_builds(name, channels, OWN[name])
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timm_families(name: str) -> None:
+    channels = 1 if len(name) % 2 else 3
+    check_builds(name, channels, TIMM[name])
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvision_families(name: str) -> None:
+    channels = 1 if len(name) % 2 else 3
+    check_builds(f"torchvision/{name}", channels, TORCHVISION[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(torchvision.models.list_models(module=torchvision.models)))
+def test_every_torchvision_model(name: str) -> None:
+    if any(big in name for big in ("_h_14", "_128gf", "_l_16", "_l_32")):
+        pytest.skip("more than 300 million parameters")
+    check_builds(f"torchvision/{name}", 1, 224 if "vit" in name else 96)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(20))
+def test_every_twentieth_timm_model_builds(start: int) -> None:
+    # In 20 tests about 70 of timm's models, at their own size where they have one.
+    names = [
+        name for name in timm.list_models() if not any(big in name for big in ("giant", "huge", "gigantic", "_7b"))
+    ]
+    for name in names[start * 20 :: 400]:
+        settings = config.Model(name=name)
+        size = input_size(settings, 128)
+        if size > 288:
+            continue
+        model = create_model(settings, num_classes=7, channels=3, image_size=size)
+        assert model.eval()(torch.zeros(1, 3, size, size)).shape == (1, 7), name
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_mnist_cnn_is_the_net_of_the_example() -> None:
+    # 320 + 18 496 + 1 179 776 + 1 290, as the example's print-out has it
+    assert parameter_count(make("mnist_cnn", num_classes=10, channels=1, image_size=28)) == 1_199_882
+
+
+def test_vit_s16_plain_is_the_net_of_the_paper() -> None:
+    model = make("vit_s16_plain", num_classes=1000, image_size=224)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    # A block: attention 4 * 384^2 + 4 * 384, MLP 8 * 384^2 + 5 * 384, two norms 4 * 384; then patches, norm, head.
+    block = 12 * 384**2 + 13 * 384
+    assert trained == 12 * block + (768 * 384 + 384) + 2 * 384 + (384 * 1000 + 1000)
+    positions = model.pos_embed
+    assert isinstance(positions, nn.Parameter)
+    assert positions.shape == (1, 196, 384)
+    assert not positions.requires_grad
+    assert positions[0].unique(dim=0).shape[0] == 196  # each place has its own
+    assert model(torch.randn(2, 3, 224, 224)).abs().max() == 0  # the head starts at zero, as in big_vision
+
+
+def test_resnet18_cifar_keeps_the_resolution() -> None:
+    model = make("resnet18_cifar", num_classes=10, image_size=32)
+    assert parameter_count(model) == 11_173_962  # as pytorch-cifar's ResNet18
+    seen = []
+    model.get_submodule("layer4").register_forward_hook(lambda module, inputs, output: seen.append(output.shape[-1]))
+    model(torch.zeros(1, 3, 32, 32))
+    assert seen == [4]
+
+
+def test_digits_cnn_depends_on_nothing_but_the_sample() -> None:
+    model = make("digits_cnn", channels=1, image_size=8)
+    assert not list(model.buffers())
+    images = torch.randn(6, 1, 8, 8)
+    model.train()
+    torch.testing.assert_close(model(images), torch.cat([model(images[:2]), model(images[2:])]))
+
+
+def test_weights_follow_from_the_seed() -> None:
+    first, second, third = (
+        (torch.manual_seed(seed), make("torchvision/resnet18", channels=1, image_size=32).state_dict())[1]
+        for seed in (5, 5, 6)
+    )
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not torch.equal(first["conv1.weight"], third["conv1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("resnt18", ["resnet18", "resnet18d"]),
+        ("squeeznet1_0", ["torchvision/squeezenet1_0"]),
+        ("torchvision/resnet19", ["torchvision/resnet18"]),
+        ("mnist_cn", ["mnist_cnn"]),
+    ],
+)
+def test_an_unknown_name_gets_the_five_nearest(name: str, expected: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        make(name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(f"'{item}'" in message for item in expected)
+    assert message.partition("Did you mean")[2].partition("?")[0].count("'") == 10
+
+
+def test_torchvisions_names_have_their_prefix() -> None:
+    with pytest.raises(UserError, match=r"Did you mean 'torchvision/alexnet'\?"):
+        make("alexnet")
+
+
+@pytest.mark.parametrize(
+    ("settings", "image_size", "needed"),
+    [
+        ({"name": "resnet18.no_such_tag"}, 32, "resnet18.a1_in1k"),
+        ({"name": "mnist_cnn", "pretrained": True}, 28, "no published weights"),
+        ({"name": "mnist_cnn", "drop_path": 0.1}, 28, "model.drop_path"),
+        ({"name": "torchvision/resnet18", "dropout": 0.1}, 32, "model.dropout"),
+        ({"name": "torchvision/resnet18", "gradient_checkpointing": True}, 32, "gradient_checkpointing"),
+        ({"name": "test_byobnet", "gradient_checkpointing": True}, 32, None),
+        ({"name": "inception_v3"}, 28, "28x28"),
+        ({"name": "vit_tiny_patch16_224"}, 8, "8x8"),
+        ({"name": "torchvision/vit_b_16"}, 33, "33"),
+        ({"name": "vit_s16_plain"}, 40, "take 32"),
+        ({"name": "mnist_cnn"}, 3, "3x3"),
+        ({"name": "torchvision/maxvit_t"}, 64, "64"),
+    ],
+)
+def test_what_a_model_cannot_do_is_one_line(settings: dict[str, object], image_size: int, needed: str | None) -> None:
+    if needed is None:
+        make(image_size=image_size, **settings)  # type: ignore[arg-type]
+        return
+    with pytest.raises(UserError, match=needed) as caught:
+        make(image_size=image_size, **settings)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert str(settings["name"]).partition(".")[0] in str(caught.value)
+
+
+def test_dropout_and_drop_path_reach_the_model() -> None:
+    assert make("mnist_cnn", image_size=28, dropout=0.2).get_submodule("9").p == 0.2
+    assert make("resnet18", image_size=32, dropout=0.3).drop_rate == 0.3
+    assert make("torchvision/mobilenet_v2", image_size=32, dropout=0.4).get_submodule("classifier.0").p == 0.4
+    model = make("convnext_atto", image_size=64, drop_path=0.5)
+    assert max(getattr(module, "drop_prob", 0) or 0 for module in model.modules()) == 0.5
+
+
+def test_gradient_checkpointing_computes_the_same() -> None:
+    images = torch.randn(2, 3, 32, 32)
+    gradients = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        model = make("vit_s16_plain", image_size=32, gradient_checkpointing=on)
+        nn.init.ones_(model.get_submodule("head").weight)
+        assert model.grad_checkpointing is on
+        model(images).square().sum().backward()
+        gradients.append(model.get_submodule("blocks.0.attn.qkv").weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("settings", "native", "expected"),
+    [
+        ({"name": "resnet18"}, 32, 32),
+        ({"name": "resnet18"}, None, 224),
+        ({"name": "resnet18", "image_size": 64}, 32, 64),
+        ({"name": "resnet18", "pretrained": True}, 32, 224),
+        ({"name": "resnet18", "pretrained": True, "image_size": 96}, 32, 96),
+        ({"name": "vit_small_patch16_384"}, 32, 384),
+        ({"name": "vit_small_patch16_384"}, None, 384),
+        ({"name": "torchvision/vit_b_16"}, 32, 224),
+        ({"name": "torchvision/vit_h_14", "pretrained": True}, None, 518),
+        ({"name": "torchvision/resnet50", "pretrained": True}, None, 224),
+        ({"name": "torchvision/resnet50"}, 28, 28),
+        ({"name": "digits_cnn"}, 8, 8),
+        ({"name": "alexnet_bn"}, None, 224),
+    ],
+)
+def test_input_size(settings: dict[str, object], native: int | None, expected: int) -> None:
+    assert input_size(config.Model(**settings), native) == expected  # type: ignore[arg-type]
+
+
+def test_pretrained_normalization() -> None:
+    imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert pretrained_normalization(config.Model(name="resnet18")) is None
+    assert pretrained_normalization(config.Model(name="resnet18", pretrained=True)) == imagenet
+    assert pretrained_normalization(config.Model(name="torchvision/resnet18", pretrained=True)) == imagenet
+    half = pretrained_normalization(config.Model(name="vit_small_patch16_224.augreg_in21k_ft_in1k", pretrained=True))
+    assert half == ((0.5,) * 3, (0.5,) * 3)
+
+
+def cache_torchvision(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Put weights where torchvision looks for those that it has downloaded; they are drawn, not trained."""
+    weights = torchvision.models.get_model_weights(name).DEFAULT
+    options = {"aux_logits": True, "init_weights": False} if name == "googlenet" else {}
+    state: dict[str, torch.Tensor] = torchvision.models.get_model(name, **options).state_dict()
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    torch.save(state, folder / weights.url.rpartition("/")[2])
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    return state
+
+
+def test_published_torchvision_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state = cache_torchvision("resnet18", monkeypatch, tmp_path)
+    same = make("torchvision/resnet18", num_classes=1000, pretrained=True).state_dict()
+    assert all(torch.equal(same[key], state[key]) for key in state)
+
+    other = make("torchvision/resnet18", num_classes=7, channels=1, pretrained=True).state_dict()
+    torch.testing.assert_close(other["conv1.weight"], state["conv1.weight"].sum(1, keepdim=True))
+    assert torch.equal(other["layer4.1.conv2.weight"], state["layer4.1.conv2.weight"])
+    assert other["fc.weight"].shape == (7, 512)
+
+
+def test_published_weights_without_their_auxiliary_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state = cache_torchvision("googlenet", monkeypatch, tmp_path)
+    model = make("torchvision/googlenet", pretrained=True)
+    assert model.transform_input is True
+    assert torch.equal(model.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
+
+
+def test_published_weights_of_another_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache_torchvision("vit_b_32", monkeypatch, tmp_path)
+    with pytest.raises(UserError, match="image_size"):
+        make("torchvision/vit_b_32", image_size=64, pretrained=True)
+
+
+def test_no_network_is_one_line_and_imports_are_late(tmp_path: Path) -> None:
+    # In a process of its own: the caches' places are read when the libraries are imported. The proxy refuses at once.
+    program = """
+import sys
+from accel_train import config, models
+from accel_train.errors import UserError
+
+print("IMPORTED", sorted({"timm", "torchvision"} & set(sys.modules)))
+for name in ("resnet18", "torchvision/resnet18"):
+    try:
+        models.create_model(config.Model(name=name, pretrained=True), num_classes=2, channels=3, image_size=64)
+    except UserError as error:
+        print("ERROR", error)
+"""
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path),
+        "TORCH_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "https_proxy": "http://127.0.0.1:9",
+    }
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    imported, theirs, torchvisions = [line for line in done.stdout.splitlines() if line.startswith(("IMP", "ERR"))]
+    assert imported == "IMPORTED []"
+    assert "weights of resnet18 could not be fetched" in theirs
+    assert "weights of torchvision/resnet18 could not be fetched" in torchvisions
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "torchvision/mobilenet_v2", "alexnet_bn", "deit_tiny_distilled_patch16_224"]
+)
+def test_classifier_names_are_the_layers_that_depend_on_the_number_of_classes(name: str) -> None:
+    size = 224 if "deit" in name else 64
+    few, more = (
+        {key: value.shape for key, value in make(name, num_classes=n, image_size=size).named_parameters()}
+        for n in (3, 4)
+    )
+    changing = {key.rpartition(".")[0] for key in few if few[key] != more[key]}
+    assert set(classifier_names(make(name, image_size=size))) == changing
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "torchvision/resnet18", "alexnet_bn", "resnet18_cifar", "test_efficientnet"]
+)
+def test_a_frozen_body_stays_as_it_is(name: str) -> None:
+    settings = config.Model(name=name, freeze_body=True)
+    model = create_model(settings, num_classes=3, channels=3, image_size=64)
+    heads = tuple(f"{head}." for head in classifier_names(model))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.5)
+    wrapped = nn.DataParallel(model)  # any wrapper: the mode must reach the inner modules
+    for _ in range(2):
+        wrapped.eval()
+        set_train_mode(wrapped, settings)
+        assert model.training
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(8, 3, 64, 64)), torch.randint(3, (8,))).backward()
+        optimizer.step()
+    after = model.state_dict()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed
+    assert all(key.startswith(heads) for key in changed), changed
+
+
+def test_without_freezing_everything_moves() -> None:
+    settings = config.Model(name="torchvision/resnet18")
+    model = create_model(settings, num_classes=3, channels=3, image_size=32)
+    set_train_mode(model, settings)
+    model(torch.randn(4, 3, 32, 32))
+    assert model.bn1.num_batches_tracked == 1
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_dropout_before_a_trained_classifier_still_works() -> None:
+    settings = config.Model(name="mnist_cnn", freeze_body=True)
+    model = create_model(settings, num_classes=3, channels=1, image_size=28)
+    set_train_mode(model, settings)
+    assert all(module.training for module in model.modules() if isinstance(module, nn.Dropout))
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 1).requires_grad_(False))
+    with pytest.raises(UserError, match="nothing to train"):
+        freeze_body(model)

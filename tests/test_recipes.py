@@ -1,0 +1,108 @@
+"""Every recipe says what it is, sets only what exists, and names a model that its data fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from accel_train import config
+from accel_train.models import create_model, input_size
+from accel_train.optim import create_optimizer, create_schedule
+from accel_train.options import parse
+from accel_train.recipe import RECIPES, recipe_names
+
+NAMES = (
+    "digits",
+    "mnist_cnn",
+    "fashion_mnist_cnn",
+    "cifar10_alexnet",
+    "cifar10_resnet18",
+    "cats_dogs_alexnet",
+    "cifar10_resnet18_sota",
+    "imagenet_resnet50",
+    "imagenet_vit_small",
+)
+SHAPES = {  # of the data: classes, channels, native size
+    "digits": (10, 1, 8),
+    "mnist": (10, 1, 28),
+    "fashion_mnist": (10, 1, 28),
+    "cifar10": (10, 3, 32),
+    "data/PetImages": (2, 3, None),
+    "data/imagenet": (1000, 3, None),
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    assert isinstance(settings, dict)
+    return settings
+
+
+def unknown_keys(settings: dict[str, Any], into: type, path: str = "") -> list[str]:
+    """The keys of `settings` that the dataclass `into` does not have."""
+    fields = {field.name: field for field in dataclasses.fields(into)}
+    unknown = []
+    for key, value in settings.items():
+        if key not in fields:
+            unknown.append(path + key)
+        elif isinstance(value, dict):
+            group = fields[key].default_factory
+            unknown += unknown_keys(value, group, f"{path}{key}.") if isinstance(group, type) else [path + key]
+    return unknown
+
+
+def test_the_recipes_are_there() -> None:
+    assert set(NAMES) <= set(recipe_names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_says_what_it_is(name: str) -> None:
+    about = read(name)["about"]
+    assert {"reproduces", "accuracy", "runs_on"} <= set(about)
+    assert all(isinstance(value, str) and "\n" not in value.strip() and value for value in about.values())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_sets_what_exists(name: str) -> None:
+    settings = {key: value for key, value in read(name).items() if key not in ("about", "base")}
+    assert unknown_keys(settings, config.Config) == []
+
+
+def test_a_misspelt_key_is_found() -> None:
+    settings = {"epochs": 1, "optim": {"lr": 1, "lrr": 2}, "modl": {}, "seed": {"a": 1}}
+    assert unknown_keys(settings, config.Config) == ["optim.lrr", "modl", "seed"]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_can_be_made(name: str) -> None:
+    """Its model on its data's shape, its optimizer and its schedule over its epochs."""
+    settings = parse([name])
+    data = settings.data
+    classes, channels, native = SHAPES[str(data.root) if data.name == "folder" else data.name]
+    size = input_size(settings.model, native)
+    if native is None:
+        assert settings.model.image_size == size  # files of all sizes: the recipe must say
+    for values in (settings.augment.mean, settings.augment.std):
+        assert values is None or len(values) == channels
+    model = create_model(settings.model, num_classes=classes, channels=channels, image_size=size)
+    assert model.eval()(torch.zeros(2, channels, size, size)).shape == (2, classes)
+
+    optimizer = create_optimizer(settings.optim, model)
+    schedule = create_schedule(settings.schedule, optimizer, epochs=settings.epochs, updates_per_epoch=100)
+    rates = []
+    for update in range(0, settings.epochs * 100, 50):
+        schedule.step_update(update)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert max(rates) <= settings.optim.lr
+    assert max(rates) > 0.9 * settings.optim.lr
+    if settings.schedule.name not in ("constant", "plateau"):
+        assert rates[-1] < 0.1 * settings.optim.lr
+
+
+def test_recipes_are_packaged() -> None:
+    assert Path(config.__file__).parent in RECIPES.parents
