@@ -1,0 +1,89 @@
+"""Which changes of the configuration a resumed run may have, and what they are.
+
+A key alters what is learned unless it stands here, so that a new key is refused until somebody has thought
+about it:
+
+| key | why it may change |
+|---|---|
+| micro-batch-size, data.workers | how an update is computed, not what it is; like the number of processes |
+| model.gradient-checkpointing | the same |
+| data.root | the same data may lie elsewhere on the next machine |
+| eval-batch-size, log-every-updates, trackers, checkpoint.* | only what is measured, shown or kept |
+| on-nonfinite, hang-timeout-seconds | what is done about a failure; whoever goes on after one may choose anew |
+| eval-every-epochs | the same; but the plateau schedule counts evaluations: not with that one |
+| epochs | a run may go on for longer; but cosine and poly end at the last epoch: not with these |
+| recipe, output-dir, resume, allow-change, config-only, traceback | of this start only; not noted |
+
+All others alter what is learned: seed, batch-size, data.* (another limit of the test samples gives another
+best), augment.*, model.* (`pretrained` also gives size, mean and standard deviation), optim.*, schedule.*,
+loss.*, ema.*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from accel_train.config import Config, as_dict
+from accel_train.errors import UserError, nearest
+
+OF_THIS_START = ("recipe", "output-dir", "resume", "allow-change", "config-only", "traceback")
+NOTED = (
+    "micro-batch-size", "data.workers", "model.gradient-checkpointing", "data.root", "eval-batch-size",
+    "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "hang-timeout-seconds",
+)  # fmt: skip
+UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", "poly")}
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings (of `config.as_dict`) by the command line's keys, such as "optim.weight-decay"."""
+    result: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = prefix + name.replace("_", "-")
+        result.update(flat(value, key + ".") if isinstance(value, Mapping) else {key: value})
+    return result
+
+
+def under(key: str, prefixes: Iterable[str]) -> bool:
+    """Whether `key` is one of `prefixes` or lies in one: optim.lr in optim."""
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+
+
+def alters(key: str, schedule: str) -> bool:
+    """Whether a change of `key` alters what is learned, under the schedule of that name."""
+    if key in UNLESS_SCHEDULE:
+        return schedule in UNLESS_SCHEDULE[key]
+    return not under(key, (*OF_THIS_START, *NOTED))
+
+
+def digest(config: Config) -> str:
+    """SHA-256 of all settings that alter what is learned: runs that share it learn the same."""
+    settings = flat(as_dict(config))
+    learned = {key: value for key, value in settings.items() if alters(key, config.schedule.name)}
+    return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
+
+
+def compare(saved: Mapping[str, Any], config: Config, allow: Iterable[str] = ()) -> dict[str, str]:
+    """The settings in which `config` differs from a checkpoint's `saved` ones: key -> "old -> new".
+
+    `allow` names keys, or whole groups such as "optim", that may differ although they alter what is learned.
+    Raises UserError if others do, or if `allow` names what there is not. A key that the checkpoint does not
+    know had its default value there: it came with a newer version of the program.
+    """
+    new, default = flat(as_dict(config)), flat(as_dict(Config()))
+    allowed = [name.replace("_", "-") for name in allow]
+    for name in allowed:
+        if not any(under(key, [name]) for key in new):
+            raise UserError(f"--allow-change: there is no key {name!r}.{nearest(name, new)}")
+    old = {**default, **{key: value for key, value in flat(saved).items() if key in new}}
+    found = {key: f"{old[key]} -> {new[key]}" for key in new if old[key] != new[key] and not under(key, OF_THIS_START)}
+    refused = [key for key in found if alters(key, config.schedule.name) and not under(key, allowed)]
+    if refused:
+        listed = "; ".join(f"{key}: {found[key]}" for key in refused)
+        raise UserError(
+            f"The checkpoint was made with other settings: {listed}. Give the old ones, start a new run with "
+            f"another --output-dir, or allow it: --allow-change {' '.join(refused)}"
+        )
+    return found

@@ -1,0 +1,329 @@
+"""Checkpoints of a run: saved in the background, found and restored on any number of processes.
+
+A checkpoint is a directory, `checkpoints/update-00001234/` in the run's directory. `commit` says what makes
+it whole, `snapshot` what is in it, `full_state` how it comes from and to many processes, `changes` which
+settings may differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from accel_train import changes, commit, full_state, snapshot
+from accel_train.agreement import decided_by_main
+from accel_train.commit import BrokenError
+from accel_train.config import Config, as_dict
+from accel_train.errors import UserError
+from accel_train.snapshot import Snapshot
+
+# The settings of an optimizer's parameter groups that follow from a key of another name.
+GROUP_SETTINGS = {"lr": ("lr", "initial_lr"), "weight-decay": ("weight_decay",), "layer-decay": ("lr_scale",)}
+
+
+@dataclass
+class TrainState:
+    """The position of a run and what it has counted. All numbers are of all processes together."""
+
+    epoch: int = 0
+    """The epoch that the next update belongs to."""
+    update: int = 0
+    """Updates done, in all; at an epoch's start a multiple of the updates of an epoch."""
+    samples_seen: int = 0
+    best_accuracy: float | None = None
+    """The best validation accuracy so far (0..1)."""
+    best_update: int | None = None
+    """The update after which it was found."""
+    epoch_loss_sum: float = 0.0
+    """With the next two, of the epoch under way: sums over its samples; exact training figures after a
+    resume."""
+    epoch_correct: int = 0
+    epoch_count: int = 0
+    train_seconds: float = 0.0
+    left_out: list[int] = dataclasses.field(default_factory=list)
+    """The updates, counted from 1, that were not finite and are left out; see `nonfinite`."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all processes have to know to restore a checkpoint that only the main process reads."""
+
+    state: dict[str, Any]
+    position: TrainState
+    optimizer: dict[str, Any] | None
+    """The outline of the optimizer's state; None: it starts anew."""
+    keep: tuple[str, ...]
+    """Settings of its parameter groups that are this run's, not the checkpoint's."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every process has one; only the main process writes and reads.
+
+    What the main process knows (the writing thread appends to `failures`: read it whenever it suits):
+
+    failures        one line for each save that came to nothing; the older checkpoints stay whole
+    notes           one line for each thing that the user should know of a restore
+    last_saved      update of the newest checkpoint that is whole on the disk, or None
+    last_seconds    time that the last save took until then
+    stalled_seconds time that it held up training
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        ema: nn.Module | None = None,
+        schedule: Stateful | None = None,
+    ) -> None:
+        """`folder`: where the checkpoints lie; its parent, the run's directory, must be there when one is
+        saved.
+
+        `model` and `optimizer` are as Accelerate prepared them. `ema`: timm's ModelEmaV3 around the same
+        model, or the module in it. `schedule`: a learning rate that depends on more than the update's
+        number; its state must be fit for JSON.
+        """
+        self.folder, self.config, self.accelerator = folder, config, accelerator
+        self.model = model
+        # All the others follow from the update's number, also if their settings are allowed to change.
+        self.schedule = schedule if config.schedule.name == "plateau" else None
+        self.ema: nn.Module | None = getattr(ema, "module", ema)
+        self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.failures: list[str] = []
+        self.notes: list[str] = []
+        self.last_saved: int | None = None
+        self.last_seconds = self.stalled_seconds = 0.0
+        self._writer: threading.Thread | None = None
+        self._source: tuple[Path, Snapshot] | None = None
+
+    def save(self, state: TrainState, *, wait: bool = False) -> None:
+        """Save a checkpoint of `state`. Collective: all processes call it at the same update.
+
+        It returns when the copy in host memory is made; a thread of the main process writes it, and `wait`
+        waits for that, too. What goes wrong on the disk is put into `failures`, not raised. The checkpoint
+        of `state.best_update` is kept as the best: save after an evaluation, not before.
+        """
+        started = time.perf_counter()
+        self.wait()
+        here: bool = self.accelerator.is_main_process
+        model = full_state.collect(full_state.tensors(self.model), here=here)
+        ema = None
+        if self.ema is not None:
+            ema = full_state.collect(full_state.tensors(self.ema), here=here)
+        optimizer = full_state.collect(full_state.optimizer_state(self.model, self.optimizer), here=here)
+        if here:
+            copy = Snapshot(model, ema, optimizer, self._describe(state))
+            # Not a daemon: if the program ends by an error, this checkpoint is completed all the same.
+            self._writer = threading.Thread(target=self._write, args=(copy, started), name="checkpoint")
+            self._writer.start()
+            self.stalled_seconds = time.perf_counter() - started
+            if wait:
+                self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last save has come to its end. Not collective: only the main process writes."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def restore(self, resume: str, allow_change: Sequence[str] = ()) -> TrainState | None:
+        """Restore model, optimizer, EMA, loss scaler and schedule; return the position, or None for a new
+        run.
+
+        Collective; at the start and, to go back, at any time: the main process clears up what a killed run left, and
+        decides for all. Only its disk needs to have the checkpoints. `resume`:
+
+        auto   the newest whole checkpoint of this run, if there is one
+        must   the same; UserError if there is none
+        never  UserError if there are checkpoints: two runs in one directory would be mixed
+        PATH   a checkpoint, or the newest whole one in a run's directory. If it is of another run and this
+        run has
+               checkpoints of its own, these count: a job that is started again goes on where it was
+
+        A broken checkpoint of this run is renamed aside, and the one before is used. `allow_change` names
+        settings that may differ from the checkpoint's although they alter what is learned; see `changes`.
+        Raises UserError, the same on all processes.
+        """
+        self.wait()
+        decision = decided_by_main(self.accelerator, lambda: self._decide(resume, allow_change))
+        if decision is None:
+            return None
+        model = ema = optimizer = None  # only the main process has them
+        if self._source is not None:
+            source = self._source[1]
+            # A run that had no running mean of the weights starts one from the weights.
+            model, ema, optimizer = source.model, source.ema or source.model, source.optimizer
+            self._source = None
+        full_state.spread(full_state.tensors(self.model), model)
+        if self.ema is not None:
+            full_state.spread(full_state.tensors(self.ema), ema)
+        if decision.optimizer is not None:
+            full_state.spread_optimizer(self.model, self.optimizer, decision.optimizer, optimizer, decision.keep)
+        if decision.state["scaler"] and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(decision.state["scaler"])
+        if decision.state["schedule"] is not None and self.schedule is not None:
+            self.schedule.load_state_dict(decision.state["schedule"])
+        return decision.position
+
+    def _decide(self, resume: str, allow: Sequence[str]) -> Decision | None:
+        """On the main process: what to restore, or None for a new run. Sets `_source`."""
+        changes.compare({}, Config(), allow)  # a wrong key is wrong in a new run, too
+        try:
+            self._source = self._choose(resume)
+        except OSError as error:
+            raise UserError(f"The checkpoints in {self.folder} cannot be read: {error}") from None
+        if self._source is None:
+            return None
+        path, source = self._source
+        found = changes.compare(source.state["configuration"], self.config, allow)
+        snapshot.check_fit(full_state.tensors(self.model), source.model, path)
+        if path.parent.resolve() == self.folder.resolve():
+            self.last_saved = source.state["train"]["update"]
+        self.notes.append(f"goes on from {path}")
+        self.notes += [f"changed since the checkpoint: {key}: {change}" for key, change in found.items()]
+        self.notes += [
+            f"changed since the checkpoint: {name} {old} -> {new}"
+            for name, new in snapshot.versions().items()
+            if (old := source.state["versions"].get(name)) != new
+        ]
+        changed = [key.removeprefix("optim.") for key in found if key.startswith("optim.")]
+        keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
+        outline = full_state.outline(source.optimizer)
+        if "name" in changed:
+            self.notes.append("the optimizer is not the checkpoint's: it starts anew")
+            outline = None
+        return Decision(source.state, _position(source.state["train"], path), outline, keep)
+
+    def _choose(self, resume: str) -> tuple[Path, Snapshot] | None:
+        """On the main process: the checkpoint to restore, or None for a new run. Raises OSError."""
+        commit.tidy(self.folder)
+        if resume == "never" and commit.updates(self.folder):
+            raise UserError(f"{self.folder} has checkpoints, and --resume is never. Give another --output-dir.")
+        own = self._newest()
+        if resume == "must" and own is None:
+            raise UserError(f"{self.folder} has no whole checkpoint, and --resume is must.")
+        if resume in ("auto", "must", "never"):
+            return own
+        named, folder = Path(resume), self.folder.resolve()
+        if own is None:
+            return _named(named)
+        if named.resolve().parent == folder and named.resolve() != own[0].resolve():
+            raise UserError(
+                f"{named} is not the newest checkpoint of this run: {own[0].name} is. "
+                "To go on from an older one, give a new --output-dir."
+            )
+        if folder not in (named.resolve(), named.resolve().parent, named.resolve() / "checkpoints"):
+            self.notes.append(f"this run has checkpoints of its own: {named}, which it began with, is not used")
+        return own
+
+    def _newest(self) -> tuple[Path, Snapshot] | None:
+        """The newest whole checkpoint of this run; broken ones are renamed aside."""
+        for update in reversed(commit.updates(self.folder)):
+            path = commit.directory(self.folder, update)
+            try:
+                return path, snapshot.read(path)
+            except BrokenError as error:
+                aside = commit.set_aside(path)
+                self.notes.append(f"broken checkpoint: {error}; renamed to {aside.name}, the one before counts")
+        return None
+
+    def _describe(self, state: TrainState) -> dict[str, Any]:
+        """The contents of state.json."""
+        scaler = self.accelerator.scaler
+        return {
+            "train": dataclasses.asdict(state),
+            "seed": self.config.seed,
+            "configuration": as_dict(self.config),
+            "configuration_digest": changes.digest(self.config),
+            "versions": snapshot.versions(),
+            "processes": self.accelerator.num_processes,
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+        }
+
+    def _write(self, copy: Snapshot, started: float) -> None:
+        """In the thread: write a checkpoint, then delete those that need not be kept."""
+        update, best = copy.state["train"]["update"], copy.state["train"]["best_update"]
+        try:
+            commit.commit(self.folder, update, lambda folder: snapshot.write(folder, copy))
+            self.last_saved = update
+            self.last_seconds = time.perf_counter() - started
+            found = {u: _epochs_done(commit.directory(self.folder, u)) for u in commit.updates(self.folder)}
+            settings = self.config.checkpoint
+            kept = commit.survivors(found, settings.keep, best, settings.milestone_epochs)
+            for old in sorted(found.keys() - kept):
+                commit.delete(self.folder, old)
+        except Exception as error:  # for a full disk, safetensors and torch.save have errors of their own
+            self.failures.append(f"checkpoint of update {update}: {type(error).__name__}: {error}")
+
+
+def find(run: Path) -> Path | None:
+    """The newest whole checkpoint in a run's directory (or in its folder of checkpoints); nothing is
+    changed there.
+
+    Raises OSError if it cannot be read.
+    """
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    for update in reversed(commit.updates(folder)):
+        path = commit.directory(folder, update)
+        try:
+            commit.verify(path)
+        except BrokenError:
+            continue
+        return path
+    return None
+
+
+def load_weights(model: nn.Module, path: Path, *, ema: bool = False) -> None:
+    """Load the weights of a checkpoint's directory, or of any safetensors file, into a model on any device.
+
+    `ema`: those of the running mean. For a plain or a DDP model, on each process by itself. Raises
+    UserError if the weights are not there, are broken or are another model's.
+    """
+    weights = snapshot.read_weights(path, ema=ema)
+    targets = full_state.tensors(model)
+    snapshot.check_fit(targets, weights, path)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(weights[name])
+
+
+def _named(path: Path) -> tuple[Path, Snapshot]:
+    """The checkpoint that --resume names: itself, or the newest whole one of a run."""
+    found = path if path.name.startswith("update-") else find(path)
+    if found is None:
+        raise UserError(f"--resume {path}: no whole checkpoint is there. Give the path of a checkpoint or a run.")
+    try:
+        return found, snapshot.read(found)
+    except BrokenError as error:
+        raise UserError(f"--resume {path}: {error}. Take another checkpoint.") from None
+
+
+def _position(saved: dict[str, Any], path: Path) -> TrainState:
+    known = {field.name for field in dataclasses.fields(TrainState)}
+    if unknown := saved.keys() - known:
+        raise UserError(f"{path} was written by a newer accel-train, which counts {', '.join(sorted(unknown))}.")
+    return TrainState(**saved)
+
+
+def _epochs_done(checkpoint: Path) -> int | None:
+    """The number of epochs that a checkpoint ends, or None if it is in the middle of one (or is broken)."""
+    try:
+        train = json.loads((checkpoint / "state.json").read_text())["train"]
+        return None if train["epoch_count"] else int(train["epoch"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None

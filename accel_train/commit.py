@@ -1,0 +1,170 @@
+"""Directories that are whole or not there: `update-00001234/` in a folder of checkpoints.
+
+A directory is filled under another name beside its place, the size and SHA-256 of every file are written to
+`manifest.json`, and all is flushed to the disk; then one rename brings it to its place. A process that is
+killed at any moment leaves either the whole directory or a hidden one that nobody reads. To delete is the
+same backwards.
+
+    update-00001234            whole, unless the disk or somebody altered it later: `verify` tells
+    update-00001234.broken-1   `set_aside` found it altered; kept for whoever wants to know why
+    .update-00001234.tmp       being written        \\
+    .update-00001234.gone      being deleted         } left by a killed process: `tidy` clears them up
+    .update-00001234.old       being replaced       /
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+
+class BrokenError(Exception):
+    """A directory is torn or altered; the message names the file."""
+
+
+def directory(folder: Path, update: int) -> Path:
+    """Where the checkpoint of `update` lies (eight digits or more, so that names sort as numbers do)."""
+    return folder / f"update-{update:08d}"
+
+
+def updates(folder: Path) -> list[int]:
+    """The updates that have a directory in `folder`, rising; whether they are whole is not looked at."""
+    if not folder.is_dir():
+        return []
+    matches = (re.fullmatch(r"update-(\d{8,})", path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def commit(folder: Path, update: int, write: Callable[[Path], None]) -> Path:
+    """Let `write` fill a directory with files, and bring it to its place; return that.
+
+    An older checkpoint of the same update is replaced. Raises what `write` or the file system raises
+    (OSError); then nothing has changed, but for what `tidy` removes. The folder is made, its parent is not:
+    a mount that has gone must not be written to as if it were there.
+    """
+    place = directory(folder, update)
+    temporary, old = (folder / f".{place.name}{suffix}" for suffix in (".tmp", ".old"))
+    folder.mkdir(exist_ok=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        files = sorted(path for path in temporary.iterdir())
+        entries = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in files}
+        manifest = temporary / MANIFEST
+        manifest.write_text(json.dumps({"files": entries}, indent=1) + "\n")
+        for path in (*files, manifest, temporary):
+            flush(path)
+        if place.exists():
+            place.rename(old)
+        temporary.rename(place)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk gets its space back
+        if old.exists() and not place.exists():
+            old.rename(place)
+        raise
+    flush(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return place
+
+
+def verify(checkpoint: Path, only: str | None = None) -> None:
+    """Raise BrokenError unless all files of `checkpoint` (or the `only` one named) are as they were
+    committed.
+
+    A file that may not be read, or cannot be for now, is no broken one: OSError.
+    """
+    manifest = checkpoint / MANIFEST
+    try:
+        entries = json.loads(manifest.read_text())["files"]
+        wanted = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in entries.items()}
+        if only is not None:
+            wanted = {only: wanted[only]}
+    except FileNotFoundError:
+        raise BrokenError(f"{manifest} is missing") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenError(f"{manifest} is altered ({error!r})") from None
+    for name, (size, digest) in wanted.items():
+        path = checkpoint / name
+        try:
+            if (found := path.stat().st_size) != size:
+                raise BrokenError(f"{path} has {found} bytes instead of {size}")
+            if sha256(path) != digest:
+                raise BrokenError(f"{path} is altered (its SHA-256 is not the manifest's)")
+        except FileNotFoundError:
+            raise BrokenError(f"{path} is missing") from None
+        except OSError as error:
+            if error.errno == errno.EIO:
+                raise BrokenError(f"{path} is on a bad place of the disk ({error.strerror})") from None
+            raise
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a broken directory so that it is not looked at again; return its new path. Raises OSError."""
+    number = 1
+    while (aside := checkpoint.with_name(f"{checkpoint.name}.broken-{number}")).exists():
+        number += 1
+    checkpoint.rename(aside)
+    flush(checkpoint.parent)
+    return aside
+
+
+def delete(folder: Path, update: int) -> None:
+    """Delete the checkpoint of `update`; it is never there in part. Raises OSError."""
+    place = directory(folder, update)
+    gone = folder / f".{place.name}.gone"
+    shutil.rmtree(gone, ignore_errors=True)
+    place.rename(gone)
+    shutil.rmtree(gone)
+
+
+def tidy(folder: Path) -> None:
+    """Clear up what a killed process left in `folder`; only when no other process writes there. Raises
+    OSError."""
+    for path in folder.glob(".update-*"):
+        place = folder / path.name[1:].rpartition(".")[0]
+        if path.suffix == ".old" and not place.exists():  # killed between the two renames of a replacement
+            path.rename(place)
+        elif path.suffix in (".tmp", ".old", ".gone"):
+            shutil.rmtree(path)
+
+
+def survivors(found: Mapping[int, int | None], keep: int, best: int | None, every: int | None) -> set[int]:
+    """The updates whose checkpoints stay, of those `found`.
+
+    These are the newest `keep`, that of update `best`, and those that end an epoch which is a multiple of
+    `every`. `found` gives for each update the number of epochs done, or None in the middle of an epoch.
+    """
+    newest = sorted(found)[-keep:]
+    milestones = [update for update, epochs in found.items() if every and epochs and epochs % every == 0]
+    return {*newest, *milestones, *(update for update in found if update == best)}
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until the disk has a file, or a directory's list of names (fsync). Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems know no fsync of a directory; of a file all do.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,167 @@
+"""The whole state of a model and its optimizer, the same on any number of processes, under DDP and FSDP2.
+
+Names are those of the plain model. `collect` brings whole tensors to the main process's memory; `spread` and
+`spread_optimizer` bring them back into live ones, of another number of processes perhaps. All are collective.
+
+`torch.distributed.checkpoint.state_dict` is meant for this, but is not exact for optimizers: to get or to
+set a state it takes a step with zero gradients if there is none yet, which fills SGD's momentum with the
+weight decay; and it cannot set the state of an optimizer that has none (plain SGD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+HOW_TO_COMPUTE = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)  # of this machine, never from a checkpoint
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpointing add to names
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that wrappers inside the model add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model without DDP and torch.compile around it."""
+    plain: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return plain
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The live parameters and persistent buffers of a wrapped model by their plain names (DTensors under
+    FSDP2).
+
+    Tied weights are there under each of their names.
+    """
+    state = bare(model).state_dict()
+    assert all(isinstance(value, Tensor) for value in state.values()), "modules with extra state are not supported"
+    return {plain_name(name): value.detach() for name, value in state.items()}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's live `state_dict()`, with parameters called by name instead of by number."""
+    names = _names(model, optimizer)
+    state = optimizer.state_dict()
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    by_name = {names[i]: values for i, values in state["state"].items()}
+    return {**state, "state": by_name, "param_groups": groups}
+
+
+def collect(tree: Any, *, here: bool) -> Any:
+    """A copy of nested dicts, lists and tuples whose tensors are whole and in host memory; None for them if
+    not `here`.
+
+    It is a copy on the CPU, too: training may go on while it is written.
+    """
+    if isinstance(tree, Tensor):
+        whole = tree.full_tensor() if isinstance(tree, DTensor) else tree
+        return whole.detach().to("cpu", copy=True) if here else None
+    if isinstance(tree, dict):
+        return {key: collect(value, here=here) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([collect(value, here=here) for value in tree])
+    return tree
+
+
+@torch.no_grad()
+def spread(targets: dict[str, Tensor], values: dict[str, Tensor] | None) -> None:
+    """Copy the main process's whole `values` into the live `targets` of all processes."""
+    for name, target in targets.items():
+        _receive(target, values[name] if values is not None else None)
+
+
+def outline(tree: Any) -> Any:
+    """`tree` with its tensors replaced by ones that have shape and dtype only; single numbers are kept."""
+    if isinstance(tree, Tensor):
+        return tree if tree.dim() == 0 else torch.empty_like(tree, device="meta")
+    if isinstance(tree, dict):
+        return {key: outline(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([outline(value) for value in tree])
+    return tree
+
+
+@torch.no_grad()
+def spread_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shape: dict[str, Any],
+    values: dict[str, Any] | None,
+    keep: Collection[str] = (),
+) -> None:
+    """Give all processes' optimizers the main process's state.
+
+    `values`: as `optimizer_state` gave it, collected; None on the other processes. `shape`: its `outline`,
+    on all processes. `keep`: settings of the parameter groups ("weight_decay") that stay as they are now;
+    all stay if the parameters are grouped in another way.
+    """
+    names = _names(model, optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        number: _fill(shape["state"][names[number]], values and values["state"][names[number]], parameter)
+        for number, parameter in enumerate(parameters)
+        if names[number] in shape["state"]
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    saved, fixed = shape["param_groups"], {"params", *HOW_TO_COMPUTE, *keep}
+    if [[names[i] for i in group["params"]] for group in groups] == [group["params"] for group in saved]:
+        groups = [
+            {**old, **{key: value for key, value in group.items() if key in fixed}}
+            for group, old in zip(groups, saved, strict=True)
+        ]
+    optimizer.load_state_dict({**shape, "state": state, "param_groups": groups})
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The plain names of the optimizer's parameters, in the order in which its `state_dict()` numbers
+    them."""
+    names = {id(parameter): plain_name(name) for name, parameter in bare(model).named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _fill(shape: Any, value: Any, parameter: Tensor) -> Any:
+    """The optimizer's state of one parameter on this process, shaped like `shape`, filled by the main
+    process."""
+    if isinstance(shape, dict):
+        return {key: _fill(item, value and value[key], parameter) for key, item in shape.items()}
+    if isinstance(shape, (list, tuple)):
+        parts = [_fill(item, value and value[i], parameter) for i, item in enumerate(shape)]
+        return type(shape)(parts)
+    if not isinstance(shape, Tensor) or shape.dim() == 0:
+        return shape
+    if shape.shape == parameter.shape:  # its shards, and its memory format, which fused kernels want to share
+        target = torch.empty_like(parameter, dtype=shape.dtype)
+    else:
+        target = torch.empty(shape.shape, dtype=shape.dtype, device=parameter.device)
+        if isinstance(parameter, DTensor):  # sums over rows or columns, which Adafactor keeps
+            mesh = parameter.device_mesh
+            target = DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    _receive(target, value)
+    return target
+
+
+def _receive(target: Tensor, value: Tensor | None) -> None:
+    """Copy the main process's whole `value` into `target`, or the shard of it that `target` is."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if value is None:
+        whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+    else:
+        whole = value.to(local.device, target.dtype).contiguous()
+    if dist.is_initialized():
+        dist.broadcast(whole, src=0)
+    if isinstance(target, DTensor):
+        # Each process has the whole tensor now, so none needs to be sent its part.
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(whole)

@@ -1,0 +1,115 @@
+"""Saves and restores checkpoints of a tiny run: `torchrun … tests/checkpoint_worker.py STEPS.json [fsdp]`.
+
+STEPS.json is a list of steps, each done by all processes with a new model:
+    {"save": FOLDER, "updates": 3, "dump": FILE}       train, save, then write the state to FILE.RANK
+    {"restore": FOLDER, "dump": FILE, "resume": …}     restore into a model with other weights, write its state
+    {"forever": FOLDER}                                save after every update until killed
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from accel_train import full_state
+from accel_train.checkpoint import Checkpoints, TrainState
+from accel_train.config import Checkpoint, Config
+from accel_train.errors import UserError
+
+
+def tiny_model() -> nn.Module:
+    """With BatchNorm (buffers, an integer one), sizes that two and four shards do not divide, and tied weights."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.Flatten(),
+        nn.Linear(96, 7),
+        nn.Linear(7, 7),
+        nn.Linear(7, 7),
+    )
+    model[5].weight = model[4].weight
+    return model
+
+
+def train(model: nn.Module, optimizer: Any, ema: AveragedModel | None, accelerator: Any, updates: int) -> None:
+    """Updates on noise; the numbers do not matter, only that all the state is there."""
+    for number in range(updates):
+        generator = torch.Generator().manual_seed(1000 * number + accelerator.process_index)
+        loss = model(torch.randn(8, 1, 4, 4, generator=generator)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if ema is not None:
+            ema.update_parameters(accelerator.unwrap_model(model))
+
+
+def build(accelerator: Accelerator, folder: str, seed: int, *, fsdp: bool, **settings: Any) -> tuple[Any, ...]:
+    torch.manual_seed(seed)
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ema = None if fsdp else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if fsdp:
+        assert any(hasattr(parameter, "placements") for parameter in model.parameters())
+    config = Config(checkpoint=Checkpoint(**settings))
+    checkpoints = Checkpoints(Path(folder), config, accelerator, model, optimizer, ema=ema)
+    return model, optimizer, ema, checkpoints
+
+
+def dump(file: str, accelerator: Any, model: nn.Module, optimizer: Any, ema: Any, position: Any) -> None:
+    """Each process writes the whole state as it sees it."""
+    state = {
+        "model": full_state.tensors(model),
+        "ema": full_state.tensors(ema.module) if ema is not None else None,
+        "optimizer": full_state.optimizer_state(model, optimizer.optimizer),
+        "position": vars(position),
+    }
+    torch.save(full_state.collect(state, here=True), f"{file}.{accelerator.process_index}")
+
+
+def run(steps: list[dict[str, Any]], *, fsdp: bool = False) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if fsdp:  # Accelerate leaves FSDP out on a CPU, where it works all the same
+        for state in (PartialState(), AcceleratorState()):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+            state._shared_state["fsdp_plugin"] = plugin
+    for seed, step in enumerate(steps):
+        folder = step.get("save") or step.get("restore") or step.get("forever")
+        model, optimizer, ema, checkpoints = build(accelerator, folder, seed, fsdp=fsdp, keep=2)
+        parts = (model, optimizer, ema)
+        if "save" in step:
+            train(*parts, accelerator, step["updates"])
+            position = TrainState(epoch=1, update=step["updates"], samples_seen=24, epoch_loss_sum=0.1, epoch_count=3)
+            checkpoints.save(position)
+            dump(step["dump"], accelerator, *parts, position)
+            train(*parts, accelerator, 2)  # while it is written: the copy must not follow
+            checkpoints.wait()
+            assert not checkpoints.failures, checkpoints.failures
+        elif "restore" in step:
+            try:
+                position = checkpoints.restore(step["resume"], step.get("allow", ()))
+                dump(step["dump"], accelerator, *parts, position)
+                train(*parts, accelerator, 1)  # what was restored can be trained on
+            except UserError as error:
+                Path(f"{step['dump']}.{accelerator.process_index}").write_text(str(error))
+        else:
+            position = checkpoints.restore("auto") or TrainState()
+            while True:
+                train(*parts, accelerator, 1)
+                position.update += 1
+                checkpoints.save(position)
+    if accelerator.num_processes > 1:
+        accelerator.wait_for_everyone()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(json.loads(Path(sys.argv[1]).read_text()), fsdp="fsdp" in sys.argv)

@@ -1,0 +1,438 @@
+"""Checkpoints: the same state on any number of processes, whole after kills, and never lost for a bad disk."""
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import checkpoint_worker
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from timm.optim import create_optimizer_v2
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from accel_train import commit
+from accel_train.checkpoint import Checkpoints, TrainState, find, load_weights
+from accel_train.config import Checkpoint, Config, Ema, Optim, Schedule
+from accel_train.errors import UserError
+from accel_train.snapshot import read
+
+WORKER = Path(checkpoint_worker.__file__)
+
+
+def launch(processes: int, steps: list[dict], folder: Path, *words: str) -> None:
+    """Do the `steps` with so many real processes (see checkpoint_worker.py); one: this one, which saves time."""
+    if processes == 1:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        checkpoint_worker.run(steps)
+        return
+    file = folder / f"steps-{processes}{''.join(words)}.json"
+    file.write_text(json.dumps(steps))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(WORKER), str(file), *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return one == other
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory):
+    """Runs saved by 1 and 2 processes and by FSDP2 on 2, each restored by 1, 2, FSDP2 on 2, and 4: FILE.RANK."""
+    folder = tmp_path_factory.mktemp("elastic")
+    for run in ("one", "two", "fsdp"):
+        (folder / run).mkdir()
+
+    def save(run: str) -> dict:
+        return {"save": f"{folder / run}/checkpoints", "updates": 3, "dump": f"{folder}/{run}"}
+
+    def restore(by: str, *runs: str) -> list[dict]:
+        return [
+            {"restore": f"{folder / run}/checkpoints", "resume": "must", "dump": f"{folder}/{run}-{by}"} for run in runs
+        ]
+
+    refused = {"restore": f"{folder}/none/checkpoints", "resume": "must", "dump": f"{folder}/refused"}
+    launch(1, [save("one")], folder)
+    launch(2, [save("fsdp"), *restore("fsdp", "fsdp", "one")], folder, "fsdp")
+    launch(2, [save("two"), refused, *restore("two", "one", "fsdp")], folder)
+    launch(4, restore("four", "one", "two", "fsdp"), folder)
+    launch(1, restore("one", "two", "fsdp"), folder)
+    return folder
+
+
+CASES = [
+    ("one", "two", 2), ("one", "fsdp", 2), ("one", "four", 4), ("two", "one", 1), ("two", "four", 4),
+    ("fsdp", "one", 1), ("fsdp", "two", 2), ("fsdp", "fsdp", 2), ("fsdp", "four", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "restored", "processes"), CASES)
+def test_any_number_of_processes_restores_the_state_bitwise(elastic, saved, restored, processes):
+    expected = torch.load(elastic / f"{saved}.0")
+    assert expected["optimizer"]["state"]["3.weight"]["exp_avg"].abs().sum() > 0
+    assert expected["model"]["1.num_batches_tracked"] == 3
+    for rank in range(processes):
+        found = torch.load(elastic / f"{saved}-{restored}.{rank}")
+        # BatchNorm's statistics are each process's own while DDP trains; the main process's are saved.
+        for part in ("model", "optimizer", "position"):
+            assert same(found[part], expected[part]), (part, rank)
+        if found["ema"] is not None:
+            assert same(found["ema"], expected["model"] if expected["ema"] is None else expected["ema"])
+
+
+def test_files_are_those_of_the_plain_model_and_hold_tied_weights_under_both_names(elastic):
+    for run in ("one", "two", "fsdp"):
+        weights = load_file(find(elastic / run) / "model.safetensors")
+        assert weights.keys() == torch.load(elastic / "one.0")["model"].keys()
+        assert torch.equal(weights["4.weight"], weights["5.weight"])
+
+
+def test_every_process_raises_the_same_error(elastic):
+    messages = {(elastic / f"refused.{rank}").read_text() for rank in range(2)}
+    assert len(messages) == 1
+    assert "no whole checkpoint" in messages.pop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_while_it_saves_as_fast_as_it_can(tmp_path, processes):
+    (tmp_path / "run").mkdir()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    steps = tmp_path / "steps.json"
+    steps.write_text(json.dumps([{"forever": str(checkpoints)}]))
+    generator, newest = random.Random(0), 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    for _ in range(12):
+        process = subprocess.Popen(
+            [*command, str(WORKER), str(steps)], start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        while max(commit.updates(checkpoints), default=0) <= newest:
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0, 0.5))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        found = commit.updates(checkpoints)
+        assert found[-1] > newest
+        for update in found:
+            read(commit.directory(checkpoints, update))
+        assert read(commit.directory(checkpoints, found[-1])).state["train"]["update"] == found[-1]
+        newest = found[-1]
+
+
+class Run:
+    """A run of one process in this one."""
+
+    def __init__(self, folder: Path, seed: int = 0, config: Config | None = None, schedule=None) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.ema = ModelEmaV3(model)
+        accelerator = Accelerator(cpu=True)
+        self.model, self.optimizer = accelerator.prepare(model, create_optimizer_v2(model, opt="adamw", lr=0.1))
+        folder.mkdir(exist_ok=True)
+        self.folder, self.state = folder / "checkpoints", TrainState()
+        self.checkpoints = Checkpoints(
+            self.folder, config or Config(), accelerator, self.model, self.optimizer, ema=self.ema, schedule=schedule
+        )  # fmt: skip
+
+    def save(self, update: int, **state) -> None:
+        self.model(torch.randn(8, 4)).sum().backward()
+        self.optimizer.step()
+        self.state = TrainState(update=update, **state)
+        self.checkpoints.save(self.state, wait=True)
+
+    def weights(self) -> dict:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with two checkpoints."""
+    run = Run(tmp_path / "run")
+    run.save(1)
+    run.before = run.weights()
+    run.save(2, samples_seen=7, best_accuracy=0.1 + 0.2, best_update=2, epoch_loss_sum=1 / 3)
+    assert run.checkpoints.failures == []
+    return run
+
+
+def test_the_position_is_restored_exactly(run):
+    again = Run(run.folder.parent, seed=1)
+    assert again.checkpoints.restore("auto") == run.state
+    assert same(again.weights(), run.weights())
+    assert again.checkpoints.last_saved == 2
+    state = json.loads((run.folder / "update-00000002" / "state.json").read_text())
+    assert state["seed"] == 0
+    assert state["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_a_new_run_has_nothing_to_restore(tmp_path):
+    run = Run(tmp_path / "run")
+    assert run.checkpoints.restore("auto") is None
+    assert run.checkpoints.restore("never") is None
+    with pytest.raises(UserError, match="must"):
+        run.checkpoints.restore("must")
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "state.json", "manifest.json", "ema.safetensors"]
+)
+@pytest.mark.parametrize("damage", ["altered", "cut", "missing"])
+def test_a_broken_checkpoint_is_set_aside_and_the_one_before_is_used(run, name, damage):
+    file = run.folder / "update-00000002" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content if damage == "altered" else content[:-10])
+    if damage == "missing":
+        file.unlink()
+    again = Run(run.folder.parent, seed=1)
+    position = again.checkpoints.restore("must")
+    assert position is not None
+    assert position.update == 1
+    assert same(again.weights(), run.before)
+    assert (run.folder / "update-00000002.broken-1").is_dir()
+    named = str(file.parent if name == "manifest.json" else file)  # an altered manifest may seem to be another's fault
+    assert any(named in note and "broken-1" in note for note in again.checkpoints.notes)
+
+
+class Hostile:
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+def test_a_hostile_file_is_not_executed(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    place = run.folder / "update-00000002"
+    (place / "optimizer.pt").write_bytes(pickle.dumps(Hostile(), protocol=2))
+    manifest = json.loads((place / "manifest.json").read_text())
+    digest = {"size": (place / "optimizer.pt").stat().st_size, "sha256": commit.sha256(place / "optimizer.pt")}
+    manifest["files"]["optimizer.pt"] = digest
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"optimizer\.pt is whole, but not a file of this program"):
+        Run(run.folder.parent).checkpoints.restore("auto")
+    assert not (tmp_path / "executed").exists()
+    pickle.loads((place / "optimizer.pt").read_bytes())  # it would have been
+    assert (tmp_path / "executed").exists()
+
+
+def test_never_does_not_mix_two_runs(run):
+    with pytest.raises(UserError, match=r"--resume is never\. Give another --output-dir"):
+        Run(run.folder.parent).checkpoints.restore("never")
+    assert commit.updates(run.folder) == [1, 2]
+
+
+@pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/update-00000002"])
+def test_a_path_begins_a_new_run_which_then_goes_on_by_itself(run, tmp_path, path):
+    new = Run(tmp_path / "new", seed=1)
+    named = str(run.folder.parent / path)
+    assert new.checkpoints.restore(named) == run.state
+    assert new.checkpoints.last_saved is None
+    new.save(3)
+    again = Run(tmp_path / "new", seed=2)
+    position = again.checkpoints.restore(named)  # the same command once more
+    assert position is not None
+    assert position.update == 3
+    assert any("is not used" in note for note in again.checkpoints.notes)
+
+
+def test_a_path_in_this_run_is_its_newest_or_an_error(run):
+    again = Run(run.folder.parent)
+    for path in (run.folder.parent, run.folder, run.folder / "update-00000002"):
+        assert again.checkpoints.restore(str(path)) == run.state
+    with pytest.raises(UserError, match="not the newest checkpoint of this run: update-00000002"):
+        again.checkpoints.restore(str(run.folder / "update-00000001"))
+
+
+def test_a_path_without_a_whole_checkpoint_is_an_error_and_stays_as_it_is(run, tmp_path):
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        Run(tmp_path / "new").checkpoints.restore(str(tmp_path / "nowhere"))
+    (run.folder / "update-00000002" / "optimizer.pt").unlink()
+    with pytest.raises(UserError, match=r"optimizer\.pt is missing"):
+        Run(tmp_path / "new").checkpoints.restore(str(run.folder / "update-00000002"))
+    assert commit.updates(run.folder) == [1, 2]
+
+
+def test_another_configuration_is_refused_or_allowed(run):
+    config = Config(optim=Optim(weight_decay=0.5), log_every_updates=3)
+    again = Run(run.folder.parent, 1, config)
+    with pytest.raises(UserError, match=r"optim\.weight-decay: 0\.0 -> 0\.5"):
+        again.checkpoints.restore("auto")
+    for group in again.optimizer.param_groups:
+        group["weight_decay"] = 0.5  # as optim.py makes it of this configuration
+    assert again.checkpoints.restore("auto", ["optim.weight-decay"]) == run.state
+    assert [group["weight_decay"] for group in again.optimizer.param_groups] == [0.5]
+    assert any("log-every-updates: 50 -> 3" in note for note in again.checkpoints.notes)
+
+
+def test_another_optimizer_starts_anew_if_it_is_allowed(run):
+    again = Run(run.folder.parent, 1, Config(optim=Optim(name="lion")))
+    assert again.checkpoints.restore("auto", ["optim.name"]) == run.state
+    assert not again.optimizer.state
+    assert same(again.weights(), run.weights())
+
+
+def test_another_model_is_refused(run, tmp_path):
+    with pytest.raises(UserError, match=r"another model: 0\.bias is \(4,\) there and \(5,\)"):
+        load_weights(nn.Sequential(nn.Linear(4, 5)), run.folder / "update-00000002")
+
+
+@dataclass
+class NewerState(TrainState):
+    moons: int = 3
+
+
+def test_a_newer_program_is_not_misread(run):
+    run.checkpoints.save(NewerState(update=2), wait=True)
+    with pytest.raises(UserError, match="newer accel-train, which counts moons"):
+        Run(run.folder.parent).checkpoints.restore("auto")
+
+
+class Counter:
+    count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_only_the_plateau_schedule_has_a_state(tmp_path):
+    for name, expected in (("plateau", 5), ("cosine", 0)):
+        config = Config(schedule=Schedule(name=name))
+        schedules = Counter(), Counter()
+        schedules[0].count = 5
+        Run(tmp_path / name, 0, config, schedules[0]).save(1)
+        Run(tmp_path / name, 0, config, schedules[1]).checkpoints.restore("auto")
+        assert schedules[1].count == expected
+
+
+def test_weights_are_loaded_by_themselves(run):
+    path = find(run.folder.parent)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    load_weights(model, path)
+    assert same(dict(model.state_dict()), run.weights())
+    load_weights(model, path, ema=True)
+    assert same(dict(model.state_dict()), dict(run.ema.module.state_dict()))
+    load_weights(model, path / "model.safetensors")
+    assert same(dict(model.state_dict()), run.weights())
+    (path / "optimizer.pt").unlink()  # not needed for weights
+    load_weights(model, path)
+    (path / "model.safetensors").write_bytes(b"\0" * (path / "model.safetensors").stat().st_size)
+    with pytest.raises(UserError, match=r"model\.safetensors is altered"):
+        load_weights(model, path)
+    assert find(run.folder.parent).name == "update-00000001"
+    assert commit.updates(run.folder) == [1, 2]
+    assert find(run.folder / "nowhere") is None
+
+
+def test_without_a_running_mean(run):
+    shutil.rmtree(run.folder)
+    run.checkpoints.ema = None
+    run.save(1)
+    path = find(run.folder.parent)
+    with pytest.raises(UserError, match=r"--ema\.enabled"):
+        load_weights(run.model, path, ema=True)
+    again = Run(run.folder.parent, 1, Config(ema=Ema(enabled=True)))
+    again.checkpoints.restore("auto", ["ema"])
+    assert same(dict(again.ema.module.state_dict()), run.weights())  # it starts from the weights
+
+
+def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
+    run = Run(tmp_path / "run", 0, Config(checkpoint=Checkpoint(keep=2, milestone_epochs=2)))
+    for epoch in range(1, 8):
+        best = {"best_accuracy": 0.5, "best_update": 30 if epoch >= 3 else 10}
+        run.save(10 * epoch - 5, epoch=epoch - 1, epoch_count=9, **best)  # in the middle of the epoch
+        run.save(10 * epoch, epoch=epoch, **best)
+    assert run.checkpoints.failures == []
+    assert commit.updates(run.folder) == [20, 30, 40, 60, 65, 70]
+
+
+def failing(run: Run, update: int) -> str:
+    """A save that must fail; what was there before must be whole."""
+    run.checkpoints.failures.clear()
+    run.save(update)
+    (failure,) = run.checkpoints.failures
+    assert failure.startswith(f"checkpoint of update {update}: ")
+    assert run.checkpoints.last_saved == 2
+    return failure
+
+
+def test_too_little_space_for_a_file_does_not_stop_training(run):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        failing(run, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert find(run.folder.parent).name == "update-00000002"
+    assert len(list(run.folder.iterdir())) == 2
+    run.save(4)
+    assert find(run.folder.parent).name == "update-00000004"
+
+
+def test_a_vanished_directory_does_not_stop_training(run):
+    away = run.folder.parent.with_name("away")
+    run.folder.parent.rename(away)
+    assert "FileNotFoundError" in failing(run, 3)
+    assert not run.folder.parent.exists()
+    assert find(away).name == "update-00000002"
+    away.rename(run.folder.parent)
+    run.save(4)
+    assert find(run.folder.parent).name == "update-00000004"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 128 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", place], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a small file system can be mounted by root only: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk_and_a_read_only_one_do_not_stop_training(small_disk):
+    run = Run(small_disk / "run")
+    run.save(1)
+    run.save(2)
+    assert run.checkpoints.failures == []
+    rubbish = small_disk / "rubbish"
+    for size in (65536, 4096, 1024):
+        with rubbish.open("ab", buffering=0) as file:
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                pass
+    failing(run, 3)
+    rubbish.unlink()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    assert "Read-only" in failing(run, 4)
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    assert find(run.folder.parent).name == "update-00000002"
+    run.save(5)
+    assert find(run.folder.parent).name == "update-00000005"
+    assert commit.updates(run.folder) == [2, 5]

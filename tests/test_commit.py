@@ -1,0 +1,152 @@
+"""Directories that are whole or not there, against real kills, altered bytes and a full disk."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_train import commit
+from accel_train.commit import BrokenError
+
+# Commits as fast as it can, says what it has committed, replaces every third and keeps two.
+COMMITTING = """
+import os, sys
+from pathlib import Path
+from accel_train import commit
+
+folder = Path(sys.argv[1])
+commit.tidy(folder)
+update = max(commit.updates(folder), default=0)
+def write(path):
+    for name in ("a", "b", "c"):
+        (path / name).write_bytes(os.urandom(300_000))
+while True:
+    update += 1
+    for _ in range(1 + (update % 3 == 0)):
+        commit.commit(folder, update, write)
+        print(update, flush=True)
+    for old in commit.updates(folder)[:-2]:
+        commit.delete(folder, old)
+"""
+
+
+def write(path: Path) -> None:
+    (path / "a").write_bytes(b"a" * 1000)
+    (path / "b").write_bytes(b"b" * 1000)
+
+
+@pytest.mark.parametrize("kills", [15, pytest.param(150, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_what_is_visible_is_whole_and_nothing_is_lost(tmp_path, kills):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    generator = random.Random(0)
+    for _ in range(kills):
+        log = tmp_path / "log"
+        with log.open("w") as out:
+            process = subprocess.Popen([sys.executable, "-c", COMMITTING, str(folder)], stdout=out)
+            while not log.read_text() and process.poll() is None:  # until the first one is committed
+                pass
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(generator.uniform(0, 0.15))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        for update in commit.updates(folder):
+            commit.verify(commit.directory(folder, update))
+        commit.tidy(folder)
+        assert not list(folder.glob(".*"))
+        said = [int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        found = commit.updates(folder)
+        assert found[-1] >= said[-1]
+        commit.verify(commit.directory(folder, found[-1]))
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
+    place = commit.commit(tmp_path, 7, write)
+    place.rename(tmp_path / ".update-00000007.old")  # the state that such a kill leaves
+    (tmp_path / ".update-00000007.tmp").mkdir()
+    commit.tidy(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["update-00000007"]
+    commit.verify(place)
+
+
+def test_the_same_update_is_replaced(tmp_path):
+    commit.commit(tmp_path, 7, write)
+    place = commit.commit(tmp_path, 7, lambda path: (path / "new").touch())
+    assert {path.name for path in place.iterdir()} == {"new", "manifest.json"}
+    assert [path.name for path in tmp_path.iterdir()] == [place.name]
+
+
+def test_a_write_that_fails_leaves_the_old_one_and_no_rubbish(tmp_path):
+    place = commit.commit(tmp_path, 7, write)
+
+    def fail(path: Path) -> None:
+        write(path)
+        raise OSError("the disk is full")
+
+    for update in (7, 8):
+        with pytest.raises(OSError, match="the disk is full"):
+            commit.commit(tmp_path, update, fail)
+        assert [path.name for path in tmp_path.iterdir()] == [place.name]
+        commit.verify(place)
+
+
+def test_a_folder_whose_parent_has_gone_is_not_made_anew(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        commit.commit(tmp_path / "gone" / "checkpoints", 1, write)
+    assert not (tmp_path / "gone").exists()
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray((path / "b").read_bytes())
+    content[500] ^= 1
+    (path / "b").write_bytes(content)
+
+
+DAMAGES = {
+    "b is altered": flip_a_byte,
+    "b has 999 bytes instead of 1000": lambda path: os.truncate(path / "b", 999),
+    "b is missing": lambda path: (path / "b").unlink(),
+    "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
+    "manifest.json is altered": lambda path: (path / "manifest.json").write_text("{}"),
+    "manifest.json is altered (JSON": lambda path: os.truncate(path / "manifest.json", 50),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_any_damage_is_found_and_the_file_is_named(tmp_path, message):
+    place = commit.commit(tmp_path, 7, write)
+    commit.verify(place)
+    DAMAGES[message](place)
+    with pytest.raises(BrokenError) as error:
+        commit.verify(place)
+    assert str(place) in str(error.value)
+    assert message in str(error.value)
+    if "manifest" not in message:
+        commit.verify(place, only="a")
+
+
+def test_broken_ones_are_set_aside_under_names_of_their_own(tmp_path):
+    names = [commit.set_aside(commit.commit(tmp_path, 7, write)).name for _ in range(2)]
+    assert names == ["update-00000007.broken-1", "update-00000007.broken-2"]
+    assert commit.updates(tmp_path) == []
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), st.none() | st.integers(0, 30)),
+    st.integers(1, 4),
+    st.none() | st.integers(0, 30),
+    st.none() | st.integers(1, 5),
+)
+def test_survivors_are_the_newest_the_best_and_the_milestones_and_no_others(found, keep, best, every):
+    kept = commit.survivors(found, keep, best, every)
+    for update, epochs in found.items():
+        newest = sum(other > update for other in found) < keep
+        milestone = every is not None and epochs is not None and epochs > 0 and epochs % every == 0
+        assert (update in kept) == (newest or update == best or milestone)
+    assert kept <= found.keys()
