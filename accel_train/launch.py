@@ -1,0 +1,259 @@
+"""From what the launcher promised to one `Accelerator`, or to a clear error.
+
+Accelerate reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun
+and `accelerate launch` set. Slurm's and MPI's tasks bring other names; they are mapped here, before torch is
+imported. The failure to fear is N processes that each train alone: nothing errors, and every result is wrong.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import subprocess
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_train.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+MPI_VARIABLES = (  # rank, world size, local rank, local world size
+    ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ("Intel MPI or MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("Cray MPICH", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    ("MVAPICH", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+)
+READY_MADE = ("none", "accelerate", "torchrun", "environment")  # launchers that need no mapping
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started: number `rank` of all, and number `local_rank` of those on its node."""
+
+    launcher: str = "none"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def prepare_environment() -> Launch:
+    """Find the launcher, and set the variables that Accelerate and OpenMP read: before torch is imported.
+
+    What the user has set stays as it is.
+
+    Raises UserError if the launcher promises other processes than it has started.
+    """
+    env = os.environ
+    launch = _detect(env)
+    _check_promise(launch, env)
+    if launch.launcher not in READY_MADE:
+        address, port = _rendezvous_address(launch, env)
+        env.setdefault("MASTER_ADDR", address)
+        env.setdefault("MASTER_PORT", str(port))
+        env["RANK"], env["WORLD_SIZE"] = str(launch.rank), str(launch.world_size)
+        env["LOCAL_WORLD_SIZE"] = str(launch.local_world_size)
+        # For Accelerate and DDP this is the index of a device: 0 where each task sees one GPU, its own.
+        gpus = len([gpu for gpu in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
+        env["LOCAL_RANK"] = str(launch.local_rank % gpus if gpus else launch.local_rank)
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin steal the cores of a busy neighbour
+    if "OMP_NUM_THREADS" not in env or _only_launcher_set("OMP_NUM_THREADS", "num_cpu_threads_per_process"):
+        env["OMP_NUM_THREADS"] = str(_threads(launch, env))
+    return launch
+
+
+def _detect(env: Mapping[str, str]) -> Launch:
+    def number(name: str, default: str = "") -> int:
+        value = env.get(name, default)
+        if not value.isdigit():
+            raise UserError(
+                f"The launcher should set {name} to a number, but it is {value!r}: start the program with "
+                "accelerate launch, torchrun, srun or mpirun; or unset RANK for a single process.",
+                every_process=False,
+            )
+        return int(value)
+
+    accelerate = "ACCELERATE_MIXED_PRECISION" in env
+    if "RANK" in env:  # a launcher within a task of srun's or mpirun's has the last word
+        name = "accelerate" if accelerate else "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+        world = (number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE", "1"))
+        return Launch(name, *world)
+    tasks = number("SLURM_NTASKS", "1") if _in_slurm_step(env) else 1
+    for name, *variables in MPI_VARIABLES:
+        of_slurm = variables[1] == "PMI_SIZE" and number("PMI_SIZE", "1") == tasks  # srun --mpi=pmi2
+        if number(variables[1], "1") > 1 and variables[2] in env and not of_slurm:
+            return Launch(name, *(number(variable) for variable in variables))
+    if tasks > 1:
+        per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "1"))  # 4(x2),3
+        counts: list[int] = []
+        for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
+            counts += [int(count)] * int(repeats or 1)
+        local = counts[number("SLURM_NODEID")]
+        return Launch("srun", number("SLURM_PROCID"), tasks, number("SLURM_LOCALID"), local)
+    return Launch("accelerate" if accelerate else "none")
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Whether this is a task of srun's, rather than a process of sbatch's, salloc's or a terminal's shell.
+
+    All of them see SLURM_NTASKS and SLURM_PROCID. But a batch script has no number of a step, the shell of an
+    interactive step has one near 2^32, and the shell of `srun --pty` has a terminal.
+    """
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < 2**31 and "SLURM_PTY_PORT" not in env
+
+
+def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
+    """Stop at what shows, without asking any other process, that the world is not the one that was meant."""
+    if launch == Launch("accelerate") and "RANK" not in env and _only_launcher_set("MASTER_ADDR"):
+        raise UserError(
+            "accelerate launch was asked for several processes but started one, as it does with --cpu and "
+            "with MULTI_CPU: use --config_file accelerate_configs/multi_cpu.yaml instead."
+        )
+    promised = env.get("WORLD_SIZE", str(launch.world_size))
+    if promised != str(launch.world_size) or launch.rank >= launch.world_size:
+        raise UserError(
+            f"WORLD_SIZE is {promised}, but this is process {launch.rank} of {launch.world_size} (launcher: "
+            f"{launch.launcher}): unset it, or start that many processes with a launcher.",
+            every_process=False,
+        )
+    launchers, known = env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("GROUP_WORLD_SIZE", "")
+    if known and _in_slurm_step(env) and launchers not in ("1", known):
+        raise UserError(
+            f"srun started {launchers} launchers, but this one knows of {known}: each would train alone. "
+            "Give accelerate launch --multi_gpu, --num_machines, --machine_rank, --main_process_ip and "
+            "--main_process_port, as slurm/multi_node.sbatch does.",
+            every_process=False,
+        )
+
+
+def _rendezvous_address(launch: Launch, env: Mapping[str, str]) -> tuple[str, int]:
+    """Where rank 0 listens: its host, and a port that follows from the job, so that two jobs differ."""
+    hosts = allocated_hosts(env)
+    if launch.local_world_size == launch.world_size:
+        address = "127.0.0.1"
+    elif hosts or "MASTER_ADDR" in env:
+        address = hosts[0] if hosts else ""
+    else:
+        raise UserError(
+            f"{launch.launcher} started processes on several hosts, but none knows where rank 0 is: set "
+            "MASTER_ADDR to the name of the first host for all of them (Open MPI: mpirun -x MASTER_ADDR …).",
+            every_process=False,
+        )
+    job = re.match(r"\d+", env.get("SLURM_JOB_ID", env.get("PBS_JOBID", "")))
+    mpi_job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
+    # Below the ports that Linux hands out by itself (from 32768 on).
+    return address, 20000 + (int(job[0]) if job else zlib.crc32(mpi_job.encode())) % 10000
+
+
+def allocated_hosts(env: Mapping[str, str]) -> list[str]:
+    """The hosts that the batch system gave to this job, in its order; empty if it does not say."""
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+    if nodes:
+        scontrol = ["scontrol", "show", "hostnames", nodes]
+        try:
+            return subprocess.run(scontrol, capture_output=True, text=True, check=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError):  # in a container: only the first of n[003-005,9],m
+            return [re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])]
+    try:
+        return list(dict.fromkeys(Path(env.get("PBS_NODEFILE", "")).read_text().split()))
+    except OSError:
+        return []
+
+
+def _threads(launch: Launch, env: Mapping[str, str]) -> int:
+    """The cores that this process may use, divided among those that share them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    node = int(env.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
+    if launch.launcher not in READY_MADE and cores * launch.local_world_size <= node:
+        return cores  # srun and mpirun may have bound each task to cores of its own
+    return max(1, cores // launch.local_world_size)
+
+
+def _only_launcher_set(variable: str, option: str | None = None) -> bool:
+    """Whether accelerate launch or torchrun set a variable to a default of its own (OMP_NUM_THREADS=1, say).
+
+    That is so if our parent, the launcher, was started without it, and without `option` in its command line.
+    """
+    if variable not in os.environ:
+        return False
+    if not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+        return False
+    parent = Path(f"/proc/{os.getppid()}")
+    try:
+        before, line = (parent / "environ").read_bytes(), (parent / "cmdline").read_bytes()
+    except PermissionError:  # not a launcher of ours, but a daemon of the batch system
+        return False
+    except OSError:  # not Linux
+        return True
+    return f"\0{variable}=".encode() not in b"\0" + before and (option is None or option.encode() not in line)
+
+
+def create_accelerator(
+    launch: Launch,
+    *,
+    gradient_accumulation_steps: int = 1,
+    log_with: Iterable[Any] = (),
+    project_dir: Path | None = None,
+    kwargs_handlers: Iterable[Any] = (),
+    rendezvous_seconds: float = 600.0,
+    collective_seconds: float = 1800.0,
+) -> Accelerator:
+    """Make the Accelerator of the world that `launch` promises; the precision is what the launcher was told.
+
+    `rendezvous_seconds` is how long the first processes wait for the last one; `collective_seconds` is how
+    long a collective may take until `rendezvous.set_collective_timeout` shortens it: downloads and
+    compilation lie in between.
+
+    Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one.
+    """
+    import torch
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+
+    from accel_train.rendezvous import roll_call
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
+    cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
+    store = roll_call(launch, "" if cpu else _device_id(device), rendezvous_seconds)
+    accelerator = Accelerator(
+        cpu=cpu,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        # A plugin, because a mere number gives way to ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
+        log_with=list(log_with) or None,
+        project_dir=project_dir,
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(seconds=collective_seconds)),
+            *kwargs_handlers,
+        ],
+    )
+    del store  # rank 0 served it until the process group had it
+    if cpu:  # a gloo group that is still open at the interpreter's end may abort it, whatever the exit code was
+        atexit.register(accelerator.state.destroy_process_group)
+    if (accelerator.num_processes, accelerator.process_index) != (launch.world_size, launch.rank):
+        raise UserError(
+            f"The launcher ({launch.launcher}) promised process {launch.rank} of {launch.world_size}, but "
+            f"Accelerate made process {accelerator.process_index} of {accelerator.num_processes}: each would "
+            "train alone. Compare the launcher's config file with those in accelerate_configs/.",
+            every_process=False,
+        )
+    return accelerator
+
+
+def _device_id(device: Any) -> str:
+    """What tells one GPU of a host from another, also where each process sees only its own, as number 0."""
+    import torch
+
+    if device.type not in ("cuda", "xpu"):
+        return ""
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    return str(getattr(getattr(torch, device.type).get_device_properties(index), "uuid", ""))

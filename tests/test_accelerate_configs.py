@@ -1,0 +1,85 @@
+"""Each accelerate config is loaded by the installed accelerate; those that need no GPU are run."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+import test_launch
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+DIRECTORY = Path(__file__).parents[1] / "accelerate_configs"
+IGNORED_BY_ACCELERATE = {"rdzv_backend", "same_network", "enable_cpu_affinity"}  # only on the launch line
+NAMES = [
+    "cpu", "fsdp2", "marvin_4xa100", "mps", "multi_cpu", "multi_gpu", "multi_node", "noctua2_4xa100",
+    "palmetto_2x2", "single_gpu", "xpu",
+]  # fmt: skip
+
+
+def test_there_is_one_for_each_kind_of_machine() -> None:
+    assert sorted(path.stem for path in DIRECTORY.iterdir()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_takes_every_setting(name: str) -> None:
+    path = DIRECTORY / f"{name}.yaml"
+    config = load_config_from_file(str(path))
+    assert isinstance(config, ClusterConfig)
+    text = path.read_text()
+    assert text.startswith("# ") and "accelerate launch --config_file accelerate_configs/" in text
+    keys = {line.split(":")[0] for line in text.splitlines() if line and line[0] not in "# "}
+    assert not keys & IGNORED_BY_ACCELERATE
+    line = ["--config_file", str(path)]
+    if name == "multi_node":
+        line += [
+            "--multi_gpu",
+            "--num_machines=2",
+            "--num_processes=8",
+            "--machine_rank=1",
+            "--main_process_ip=a",
+        ]
+    parser = launch_command_parser()
+    # as `accelerate launch` does: the options given on the line are not overwritten by the file's
+    args = parser.parse_args([*line, "script.py"])
+    with contextlib.redirect_stdout(io.StringIO()):
+        args, _, _ = _validate_launch_command(args)
+    assert args.mixed_precision == ("no" if name in {"cpu", "multi_cpu", "mps"} else "bf16")
+    processes = {
+        "multi_cpu": 2, "multi_gpu": 4, "multi_node": 8, "noctua2_4xa100": 4, "marvin_4xa100": 4,
+        "palmetto_2x2": 4, "xpu": 2, "fsdp2": 2,
+    }.get(name, 1)  # fmt: skip
+    assert int(args.num_processes) == processes
+    assert (args.multi_gpu, args.use_fsdp) == (processes > 1 and name != "fsdp2", name == "fsdp2")
+    if name == "fsdp2":
+        assert args.fsdp_version == 2 and args.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP"
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("cpu", 1), ("multi_cpu", 2), ("single_gpu", 1)])
+def test_those_that_need_no_gpu_run_without_one(name: str, world_size: int) -> None:
+    config = str(DIRECTORY / f"{name}.yaml")
+    codes, worlds, text = test_launch.finish(
+        test_launch.start(
+            "accelerate", "launch", "--config_file", config, test_launch.PROGRAM, ACCELERATE_USE_CPU="true"
+        )
+    )
+    assert codes == [0], text
+    assert [world["rank"] for world in worlds] == list(range(world_size))
+    assert all(world["world_size"] == world["sum"] == world_size for world in worlds)
+    assert worlds[0]["precision"] == ("bf16" if name == "single_gpu" else "no")
+    assert worlds[0]["threads"] == max(1, len(test_launch.os.sched_getaffinity(0)) // world_size)
+
+
+def test_two_nodes_with_two_processes_each_make_a_world_of_four() -> None:
+    port = test_launch.free_port()
+    launchers = [
+        test_launch.start(
+            "accelerate", "launch", "--config_file", str(DIRECTORY / "palmetto_2x2.yaml"),
+            "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", "--main_process_port", port,
+            test_launch.PROGRAM, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    codes, worlds, text = test_launch.finish(*launchers)
+    assert codes == [0, 0], text
+    assert [(world["rank"], world["sum"], world["local"][1]) for world in worlds] == [(r, 4, 2) for r in range(4)]
