@@ -1,0 +1,96 @@
+"""Counting while training: sums on the device, read by the host only when a line is due."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class Count:
+    """Sums over samples of all processes."""
+
+    loss_sum: float = 0.0
+    correct: int = 0
+    samples: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.loss_sum + other.loss_sum, self.correct + other.correct, self.samples + other.samples)
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.samples
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.samples
+
+
+class Meter:
+    """Sums this process's losses and hits on the device; `read` adds up all processes' and starts anew."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._losses = torch.zeros((), device=accelerator.device)
+        self._counts = torch.zeros(2, dtype=torch.int64, device=accelerator.device)  # hits, samples
+
+    @torch.no_grad()
+    def add(self, logits: Tensor, targets: Tensor, weighted_losses: Tensor, weights: Tensor) -> None:
+        """`logits` [b, classes]; `targets` labels int64 [b] or shares [b, classes], of which the largest counts as
+        the label; `weighted_losses` float32 [b], already times `weights`; `weights` float32 [b], 0 for padding."""
+        labels = targets if targets.ndim == 1 else targets.argmax(1)
+        real = weights > 0
+        self._losses += weighted_losses.sum()
+        self._counts += torch.stack([((logits.argmax(1) == labels) & real).sum(), real.sum()])
+
+    def read(self) -> Count:
+        """The sums since the last `read`, over all processes (which must all call it). Waits for the device."""
+        losses, counts = self.accelerator.reduce([self._losses, self._counts], reduction="sum")
+        count = Count(losses.item(), *counts.tolist())
+        self._losses.zero_()
+        self._counts.zero_()
+        return count
+
+
+class Stopwatch:
+    """Time of training, and the share of it that went by waiting for data. Stands still between `stop` and `start`."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.waiting = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        self.lap()
+        self._since = None
+
+    def lap(self) -> float:
+        """Bring `seconds` up to now and return it."""
+        if self._since is not None:
+            now = time.perf_counter()
+            self.seconds += now - self._since
+            self._since = now
+        return self.seconds
+
+    def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; the time until each is there is counted as waiting."""
+        iterator = iter(batches)
+        while True:
+            before = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self.waiting += time.perf_counter() - before
+            yield batch

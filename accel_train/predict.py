@@ -1,0 +1,195 @@
+"""`accel-train predict RUN IMAGE…`: the most probable classes of images, by the model that a run has trained.
+
+Of the run's folder it needs config.yaml, model.json and the weights; the training data need not be there.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from accel_train import config, options
+from accel_train.data.augment import BatchTransform
+from accel_train.data.images import ImageError, decode, find_images
+from accel_train.data.loading import available_cores
+from accel_train.data.transform import ImageTransform
+from accel_train.errors import UserError
+from accel_train.files import write_whole
+from accel_train.launch import Launch, create_accelerator
+from accel_train.signature import Signature, read_signature
+from accel_train.table import print_table
+from accel_train.trained import find_weights, load_model
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of one image, the most probable one first."""
+
+    image: Path
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+    """Those of all classes, shown or not, add up to 1."""
+
+
+def predict(
+    launch: Launch, run: Path, images: Sequence[Path], *, top_k: int, output: Path | None, batch_size: int
+) -> int:
+    """Classify image files, and those below folders, with the final or newest weights of the run in the folder `run`.
+
+    `top_k`: classes shown for an image. `output`: a .csv file (a row for each image and class) or a .jsonl file (a line
+    for each image); None: a table on the console. An image that cannot be read is told on stderr, and the others go on.
+    Returns the exit code: 1 if there was one. Raises UserError.
+    """
+    if launch.world_size > 1:
+        raise UserError(f"accel-train predict runs in one process, but {launch.world_size} were started.")
+    configuration = options.parse([str(run / "config.yaml")])
+    signature = read_signature(run)
+    paths = [path for image in images for path in _image_files(image)]
+    if output is not None:
+        _check_writable(output)
+
+    accelerator = create_accelerator(launch)
+    name, weights = list(find_weights(run).items())[-1]  # the running mean, if there is one
+    model = load_model(configuration.model, signature, weights)
+    classifier = Classifier(model, signature, configuration.augment, accelerator, top_k)
+    mean = " (running mean of the weights)" if name == "ema" else ""
+    print(f"{configuration.model.name}, weights: {weights}{mean}", file=sys.stderr)
+
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    predictions, unreadable = [], 0
+    batches = [paths[at : at + batch_size] for at in range(0, len(paths), batch_size)]
+    quiet = not console.is_terminal or len(batches) == 1
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for batch in track(batches, "classifying", console=console, transient=True, disable=quiet):
+            readable: dict[int, Tensor] = {}
+            for at, found in enumerate(pool.map(classifier.read, batch)):
+                if isinstance(found, Tensor):
+                    readable[at] = found
+                else:
+                    unreadable += 1
+                    console.print(f"{batch[at]} cannot be read: {found}.")
+            if readable:
+                predictions += classifier.classify([batch[at] for at in readable], list(readable.values()))
+
+    if output is None:
+        _print(predictions)
+    else:
+        try:
+            write_whole(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
+        except OSError as error:
+            raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
+        print(f"{len(predictions)} image{'s' * (len(predictions) != 1)}: {output}")
+    if unreadable:
+        console.print(f"{unreadable} of {len(paths)} images cannot be read.")
+    return 1 if unreadable else 0
+
+
+class Classifier:
+    """A trained model with what comes before it: decoding, and the run's own preprocessing of evaluation."""
+
+    def __init__(
+        self, model: nn.Module, signature: Signature, augment: config.Augment, accelerator: Accelerator, top_k: int
+    ) -> None:
+        self.model = model.to(accelerator.device)
+        self.signature, self.accelerator = signature, accelerator
+        self.top_k = min(top_k, len(signature.classes))
+        native = signature.native_size
+        if native is None:
+            self.resize = ImageTransform(augment, signature.image_size, training=False)
+        else:  # images of the data's own size are left as they are here, and treated as in evaluation
+            self.resize = ImageTransform(config.Augment(resize=native), native, training=False)
+        self.normalise = BatchTransform(
+            augment,
+            size=signature.image_size,
+            mean=signature.mean,
+            std=signature.std,
+            num_classes=len(signature.classes),
+            training=False,
+            per_image=native is None,
+            device=accelerator.device,
+        )
+
+    def read(self, path: Path) -> Tensor | str:
+        """The image, uint8 [1, C, H, W] of one size for all; or why it cannot be read."""
+        try:
+            return self.resize([decode(path.read_bytes(), self.signature.channels)], torch.zeros(1))
+        except (ImageError, OSError) as error:
+            return (isinstance(error, OSError) and error.strerror) or str(error)
+
+    @torch.inference_mode()
+    def classify(self, paths: Sequence[Path], images: Sequence[Tensor]) -> list[Prediction]:
+        pixels = torch.cat(list(images)).to(self.accelerator.device)
+        unused = torch.zeros(len(pixels), dtype=torch.int64, device=pixels.device)
+        inputs, _ = self.normalise({"images": pixels, "labels": unused, "keys": unused, "weights": unused})
+        with self.accelerator.autocast():
+            logits = self.model(inputs).float()
+        found = logits.softmax(1).topk(self.top_k)
+        return [
+            Prediction(path, tuple(self.signature.classes[label] for label in labels), tuple(probabilities))
+            for path, labels, probabilities in zip(paths, found.indices.tolist(), found.values.tolist(), strict=True)
+        ]
+
+
+def _image_files(path: Path) -> list[Path]:
+    """The file itself, whatever its name, or the image files below the folder, sorted."""
+    if not path.is_dir():
+        return [path]
+    found, _ = find_images(path)
+    if not found:
+        raise UserError(f"{path}: no image was found in this folder.")
+    return [path / name for name in found]
+
+
+def _check_writable(output: Path) -> None:
+    """Find out now, not after an hour, that the output cannot be written."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+        if output.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
+
+
+def _rows(predictions: Iterable[Prediction]) -> Iterator[tuple[Path, int, str, float]]:
+    for found in predictions:
+        for rank, (name, probability) in enumerate(zip(found.classes, found.probabilities, strict=True), 1):
+            yield found.image, rank, name, probability
+
+
+def _print(predictions: Sequence[Prediction]) -> None:
+    rows = [(str(image), name, f"{probability:.2%}") for image, _, name, probability in _rows(predictions)]
+    if rows:
+        print_table(("image", "class", "probability"), rows, numbers=("probability",), grouped=True)
+
+
+def _csv(predictions: Sequence[Prediction]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("image", "rank", "class", "probability"))
+    writer.writerows((image, rank, name, f"{probability:.6g}") for image, rank, name, probability in _rows(predictions))
+    return text.getvalue()
+
+
+def _jsonl(predictions: Sequence[Prediction]) -> str:
+    """{"image": …, "predictions": [{"class": …, "probability": …}, …]} on each line."""
+    lines = []
+    for found in predictions:
+        pairs = zip(found.classes, found.probabilities, strict=True)
+        best = [{"class": name, "probability": float(f"{probability:.6g}")} for name, probability in pairs]
+        lines.append(json.dumps({"image": str(found.image), "predictions": best}) + "\n")
+    return "".join(lines)

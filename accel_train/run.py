@@ -1,0 +1,255 @@
+"""The folder of a run, and the files in it that tell how it goes: one writer, many readers, no torn file."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from accel_train import config as configuration
+from accel_train.config import Config
+from accel_train.errors import UserError
+from accel_train.signature import FILE, Signature
+
+STATUS_SECONDS = 2.0  # status.json is not renewed more often than this
+PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "numpy", "pillow")
+LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "PBS_", "OMPI_COMM_", "PMI_", "NCCL_", "TORCHELASTIC_", "FSDP_")
+LAUNCHER_NAMES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+SECRETS = ("TOKEN", "JWT", "KEY", "SECRET", "PASSWORD")
+
+
+def default_output_dir(recipe: str) -> Path:
+    """runs/RECIPE/YYYY-MM-DD_HH-MM-SS, the local time. Ask on one process, and tell the others."""
+    first = Path("runs") / recipe / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    path = first
+    for number in itertools.count(2):
+        if not path.exists():
+            break
+        path = first.with_name(f"{first.name}_{number}")
+    return path
+
+
+class RunDirectory:
+    """Writes config.yaml, model.json, environment.json, metrics.jsonl, status.json and result.json.
+
+    A write that fails while the run goes on (disk full, mount gone) does not end it: it is counted in
+    `failures`, and the first one is told on stderr.
+    """
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        """Makes the folder. With `writes=False` (all processes but the main one) every method does nothing.
+
+        Raises UserError if the folder cannot be made or written to.
+        """
+        self.path = path
+        self.writes = writes
+        self.failures = 0
+        self._status: dict[str, Any] = {}
+        self._status_time = -math.inf
+        if not writes:
+            return
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            probe = path / f".write-test-{os.getpid()}"
+            probe.touch()  # os.access() is wrong on network file systems and for root
+            probe.unlink()
+            _cut_torn_lines(self.metrics_path)
+        except FileExistsError:
+            raise UserError(f"--output-dir: {path} is a file, not a folder; name another one.") from None
+        except OSError as error:
+            raise UserError(f"--output-dir: {path} cannot be written ({error.strerror}); name another one.") from error
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end: its result is there."""
+        return (self.path / "result.json").is_file()
+
+    def begin(self, config: Config, signature: Signature, *, world_size: int, devices: list[str]) -> None:
+        """Writes config.yaml, model.json and environment.json (of this start). `devices`: names, one a process."""
+        self._replace("config.yaml", configuration.to_yaml(config))
+        self._replace(FILE, signature.to_json())
+        self._replace("environment.json", _json(environment(world_size, devices), indent=2))
+
+    def log(self, kind: str, **values: Any) -> None:
+        """Appends {"kind": kind, "time": seconds since 1970, **values} to metrics.jsonl.
+
+        Values are plain ones, NumPy's or tensors. JSON has no NaN and no infinity: they become null.
+        """
+        line = _json({"kind": kind, "time": round(time.time(), 3), **values}) + "\n"
+
+        def append() -> None:
+            if self.failures:  # an earlier write may have stopped within its line
+                _cut_torn_lines(self.metrics_path)
+            with self.metrics_path.open("ab") as file:
+                file.write(line.encode())
+
+        self._try("metrics.jsonl", append)
+
+    def event(self, text: str, **values: Any) -> None:
+        """Logs something worth knowing later: a resume, a set-aside checkpoint, a lost update."""
+        self.log("event", text=text, **values)
+
+    def rewind(self, update: int) -> None:
+        """Takes the train and eval lines after `update` out of metrics.jsonl: that work is done once more."""
+        if self.writes and self.metrics_path.exists():
+            lines = self.metrics_path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if not _is_after(json.loads(line), update)]
+            self._replace("metrics.jsonl", "".join(kept))
+
+    def status(self, state: str, *, force: bool = False, **values: Any) -> None:
+        """Renews status.json: state, time, pid, host and the latest value of all that was ever given.
+
+        Not more often than every 2 seconds, unless the state changes or `force` is set.
+        """
+        is_new = state != self._status.get("state")
+        self._status.update(values, state=state)
+        now = time.monotonic()
+        if not (is_new or force or now - self._status_time >= STATUS_SECONDS):
+            return
+        self._status_time = now
+        self._status.update(time=round(time.time(), 3), pid=os.getpid(), host=platform.node())
+        if self.failures:
+            self._status["failed_writes"] = self.failures
+        self._replace("status.json", _json(self._status, indent=2) + "\n")
+
+    def result(self, values: Mapping[str, Any]) -> None:
+        """Writes result.json, which says that the run is finished."""
+        self._replace("result.json", _json(values, indent=2) + "\n", durable=True)
+
+    def _replace(self, name: str, text: str, durable: bool = False) -> None:
+        """The file is the old one or the new one at any moment, whole."""
+
+        def replace() -> None:
+            aside = self.path / f".{name}.tmp"
+            try:
+                with aside.open("w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    if durable:
+                        os.fsync(file.fileno())
+                aside.replace(self.path / name)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    aside.unlink()
+                raise
+
+        self._try(name, replace)
+
+    def _try(self, name: str, write: Callable[[], None]) -> None:
+        if not self.writes:
+            return
+        try:
+            write()
+        except OSError as error:
+            self.failures += 1
+            if self.failures == 1:
+                print(
+                    f"accel-train: warning: {self.path / name} cannot be written ({error.strerror}); "
+                    "training goes on, but its records have gaps.",
+                    file=sys.stderr,
+                )
+
+
+def environment(world_size: int, devices: list[str]) -> dict[str, Any]:
+    """What the run stands on: versions, devices, host, launcher, commit, command line. Imports torch."""
+    import torch
+
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    versions["torch"] = torch.__version__  # with its build: +cpu, +cu130
+    launcher = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)) and not any(word in name for word in SECRETS)
+    }
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "cuda": torch.version.cuda,
+        "world_size": world_size,
+        "devices": devices,
+        "cores": os.cpu_count(),
+        "commit": _commit(Path(__file__).parent),
+        "launcher": launcher,
+    }
+
+
+def _commit(folder: Path) -> str | None:
+    """The git commit of the package ("…-dirty" with changes), or None if it is not a checkout."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie within another repository
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cut_torn_lines(path: Path) -> None:
+    """Cuts off what a killed writer or a failed write left at the end of a file of JSON lines."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        end = len(content)
+        while end:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            if content[end - 1 : end] == b"\n" and _parses(content[start:end]):
+                break
+            end = start
+        file.truncate(end)
+
+
+def _parses(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _is_after(line: dict[str, Any], update: int) -> bool:
+    return line["kind"] in ("train", "eval") and line.get("update", 0) > update
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # a tensor, or a number or an array of NumPy's
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int)) else str(value)

@@ -1,0 +1,119 @@
+"""What a checkpoint holds, and the files that it is written to and read from.
+
+model.safetensors   parameters and buffers under the plain model's names
+ema.safetensors     the same of the running mean of the weights, if there is one
+optimizer.pt        the optimizer's state by parameter name; read with weights_only: it cannot run code
+state.json          position and counts, seed, settings, versions, loss scaler, plateau schedule
+manifest.json       size and SHA-256 of the others; see `commit`
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from accel_train import commit
+from accel_train.commit import BrokenError
+from accel_train.errors import UserError
+
+PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
+RECORDS = ("train", "configuration", "versions", "scaler", "schedule")  # what is read back from state.json
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment; tensors are whole and in host memory."""
+
+    model: dict[str, Tensor]
+    ema: dict[str, Tensor] | None
+    optimizer: dict[str, Any]
+    state: dict[str, Any]
+
+
+def write(folder: Path, snapshot: Snapshot) -> None:
+    """Write the files of a checkpoint, but for the manifest, into `folder`."""
+    for name, weights in (("model", snapshot.model), ("ema", snapshot.ema)):
+        if weights is not None:
+            # Each name has a tensor of its own here, so that tied weights are found under all their names.
+            plain = {key: tensor.contiguous() for key, tensor in weights.items()}
+            save_file(plain, folder / f"{name}.safetensors", metadata={"format": "pt"})
+    torch.save(snapshot.optimizer, folder / "optimizer.pt")
+    (folder / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
+
+
+def read(path: Path) -> Snapshot:
+    """Verify and read a checkpoint, without running any code that may be in it.
+
+    Raises BrokenError if a file is not as it was written; UserError if it is, but cannot be understood:
+    that is no accident of the disk, and to pass over it in silence could lose work.
+    """
+    commit.verify(path)
+    file = path / "state.json"
+    try:
+        state = json.loads(file.read_text())
+        for name in RECORDS:
+            state[name]
+        file = path / "optimizer.pt"
+        optimizer = torch.load(file, map_location="cpu", weights_only=True)
+        file = path / "model.safetensors"
+        model = load_file(file)
+        file = path / "ema.safetensors"
+        ema = load_file(file) if file.exists() else None
+    except (
+        FileNotFoundError, ValueError, LookupError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError,
+        SafetensorError,
+    ) as error:  # fmt: skip
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{file} is whole, but not a file of this program ({reason}). If you do not trust it, delete "
+            f"{path}; the checkpoint before it is used then."
+        ) from None
+    return Snapshot(model, ema, optimizer, state)
+
+
+def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
+    """The weights of a checkpoint, verified (`ema`: those of the running mean), or of any safetensors file.
+
+    Raises UserError if they are not there or are broken.
+    """
+    file = path
+    if path.is_dir():
+        file = path / ("ema.safetensors" if ema else "model.safetensors")
+        if ema and not file.exists():
+            raise UserError(f"{path} has no running mean of the weights: the run was without --ema.enabled.")
+    try:
+        if path.is_dir():
+            commit.verify(path, only=file.name)
+        weights: dict[str, Tensor] = load_file(file)
+    except (BrokenError, OSError, SafetensorError) as error:
+        raise UserError(f"The weights in {file} cannot be read: {error}") from None
+    return weights
+
+
+def check_fit(targets: dict[str, Tensor], values: dict[str, Tensor], path: Path) -> None:
+    """Raise UserError unless the `values` of `path` have the names and shapes of a model's `targets`."""
+    for name in sorted(targets.keys() | values.keys()):
+        wanted, found = (str(tuple(t[name].shape)) if name in t else "missing" for t in (targets, values))
+        if wanted != found:
+            raise UserError(f"{path} is of another model: {name} is {found} there and {wanted} in this model.")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes a run."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # a source tree that is not installed
+            found[name] = "unknown"
+    return found

@@ -1,0 +1,118 @@
+"""When to save and when to stop: signals, files and the clock, agreed on by all processes.
+
+A decision must be taken at the same update by everyone, or some wait in a collective for others that have left. So at
+each update's end the processes add what each wants to an all-reduce of two integers, on the host, through a gloo group
+of its own. It runs in the background while the next update computes, and is read at that update's end: nobody waits
+for a GPU, and the decision is everybody's one update later.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LOOK_SECONDS = 1.0  # between two looks for the files STOP and SAVE
+
+
+class Stopping:
+    """Gathers wishes to save or to stop. A context manager: on leaving it, the signals mean what they did before.
+
+    Enter it as early as possible: a signal that comes while the program is setting itself up is obeyed at the first
+    update, instead of losing the job its place.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""  # of this process's wish to stop
+        self.run: Path | None = None  # set on the main process only, which looks for files and at the clock
+        self.save_every_seconds = 0.0
+        self.saves_asked = self.saves_done = 0
+        self.last_save = self.last_look = 0.0
+        self._began = False
+        self._group: Any = None
+        self._wishes = torch.zeros(2, dtype=torch.int64)
+        self._reduction: Any = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stopping:
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def begin(self, run: Path | None, save_every_seconds: float) -> None:
+        """Training begins; all processes must call it. `run`, on the main process only, is the folder in which a
+        person may put a file STOP or SAVE; `save_every_seconds` of 0 is never."""
+        self.run, self.save_every_seconds, self._began = run, save_every_seconds, True
+        self.last_save = self.last_look = time.monotonic()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+
+    def end(self) -> None:
+        """Training has ended on all processes; what they last agreed on no longer matters."""
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and (self.reason == "SIGINT" or not self._began):
+            raise KeyboardInterrupt  # asked for twice, or nothing to save yet: at once
+        self.reason = signal.Signals(number).name
+
+    def agreed(self) -> tuple[bool, bool]:
+        """Call at each update's end, on every process. Returns (stop, save) as all processes wanted them when the
+        update before ended; without other processes, as wanted now."""
+        self._look_around()
+        mine = torch.tensor([int(bool(self.reason)), self.saves_asked])
+        if self._group is None:
+            return self._decide(mine)
+        if self._reduction is not None:
+            self._reduction.wait()
+        wishes, self._wishes = self._wishes, mine
+        self._reduction = dist.all_reduce(self._wishes, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return self._decide(wishes)
+
+    def saved(self) -> None:
+        """A checkpoint was made: the clock for the next begins."""
+        self.last_save = time.monotonic()
+
+    def _decide(self, wishes: Tensor) -> tuple[bool, bool]:
+        stop, saves = wishes.tolist()
+        save, self.saves_done = saves > self.saves_done, max(saves, self.saves_done)
+        return bool(stop), save
+
+    def _look_around(self) -> None:
+        """What only the main process sees: the clock, and files laid into the run's folder."""
+        now = time.monotonic()
+        if self.run is None or now - self.last_look < LOOK_SECONDS:
+            return
+        self.last_look = now
+        if self.save_every_seconds and now - self.last_save > self.save_every_seconds:
+            self._ask_for_save()
+        if _take(self.run / "SAVE"):
+            self._ask_for_save()
+        if _take(self.run / "STOP"):
+            self.reason = "the file STOP"
+
+    def _ask_for_save(self) -> None:
+        if self.saves_asked == self.saves_done:  # one that is asked for and not yet agreed on is enough
+            self.saves_asked += 1
+
+
+def _take(path: Path) -> bool:
+    """Whether the file is there; it is removed, so that it is obeyed once."""
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True

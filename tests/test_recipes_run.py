@@ -1,0 +1,86 @@
+"""Every packaged recipe trains for a few updates, on data of the shape that it is for."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from PIL import Image
+
+from accel_train.cli import main
+from accel_train.options import parse
+from accel_train.recipe import recipe_names
+
+SHAPES = {"mnist": (1, 28), "fashion_mnist": (1, 28), "cifar10": (3, 32)}
+SPLITS = {"cats_dogs_alexnet": ("",), "imagenet_resnet50": ("train", "val"), "imagenet_vit_small": ("train", "val")}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch):
+    """Accelerate's state is one for the whole process; each program starts without any."""
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "1" if name.endswith("THREADS") else "PASSIVE")
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of JPEGs of many sizes: as one tree, and as train/ and val/."""
+    root = tmp_path_factory.mktemp("photos")
+    generator = torch.Generator().manual_seed(0)
+    for split in ("one/", "two/train/", "two/val/"):
+        for label in ("Cat", "Dog"):
+            folder = root / split / label
+            folder.mkdir(parents=True)
+            for number in range(12):
+                height, width = torch.randint(20, 90, (2,), generator=generator).tolist()
+                pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(folder / f"{number}.jpg")
+    return root
+
+
+def small(recipe: str, photos: Path) -> list[str]:
+    """What makes a run of two updates of a recipe, and leaves the rest as it is."""
+    config = parse([recipe])
+    options = ["--epochs", "1", "--batch-size", "8", "--log-every-updates", "1", "--data.train-limit", "16"]
+    if config.micro_batch_size is not None:
+        options += ["--micro-batch-size", "4"]
+    if config.schedule.warmup_epochs:
+        options += ["--schedule.warmup-epochs", "0.5"]
+    if config.data.name == "folder":
+        options += ["--data.root", str(photos / ("one" if config.data.test_fraction else "two")), "--data.workers", "0"]
+        options += ["--model.image-size", "96", "--augment.resize", "112"]  # 224 takes five times as long
+    elif config.data.name in SHAPES:
+        channels, size = SHAPES[config.data.name]
+        options += ["--data.name", "synthetic", "--data.channels", str(channels), "--data.image-size", str(size)]
+    return [*options, "--data.test-limit", "4", "--eval-batch-size", "4"]
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_recipe_runs(recipe: str, photos: Path, tmp_path: Path) -> None:
+    assert main(["train", recipe, *small(recipe, photos), "--output-dir", str(tmp_path / "run")]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (result["recipe"], result["updates"], result["train_images"]) == (recipe, 2, 16)
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert len(losses) == 2 and all(loss is not None and 0 < loss < 100 for loss in losses)
+    evaluated = {(line["split"], line["count"]) for line in lines if line["kind"] == "eval"}
+    assert ("train", 16) in evaluated and evaluated & {("val", 4), ("test", 4), ("test", 2)}
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_config_only(
+    recipe: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The printed configuration is a recipe: the same one."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", recipe, *small(recipe, photos), "--config-only"]) == 0
+    printed = capsys.readouterr().out
+    assert "# updates an epoch: 2" in printed and "# processes: 1" in printed
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "again.yaml").write_text(printed)
+    again, first = parse(["again.yaml"]), parse([recipe, *small(recipe, photos)])
+    assert (again.data, again.model, again.optim, again.augment) == (first.data, first.model, first.optim, first.augment)

@@ -1,0 +1,236 @@
+"""The run directory: whole files, lines that parse, and a run that outlives a full disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from accel_train import options, run
+from accel_train.config import Config, Optim
+from accel_train.errors import UserError
+from accel_train.run import RunDirectory
+from accel_train.signature import Signature, read_signature
+
+SIGNATURE = Signature(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2,))
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_begin_writes_a_config_that_starts_the_same_run_again(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "a" / "b", writes=True)
+    config = Config(recipe="mine", optim=Optim(lr=3e-4), trackers=("x",))
+    directory.begin(config, SIGNATURE, world_size=2, devices=["cpu", "cpu"])
+    found = options.parse([str(tmp_path / "a" / "b" / "config.yaml")])
+    assert (found.recipe, found.optim, found.trackers) == ("mine", config.optim, config.trackers)
+    assert read_signature(directory.path) == SIGNATURE
+    environment = json.loads((directory.path / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert (environment["world_size"], environment["devices"]) == (2, ["cpu", "cpu"])
+
+
+def test_the_environment_tells_the_launcher_but_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SLURM_JOB_ID", "SLURM_JWT", "ACCELERATE_MIXED_PRECISION", "HOME_SWEET"):
+        monkeypatch.setenv(name, "7")
+    launcher = run.environment(1, ["cpu"])["launcher"]
+    assert {"RANK", "SLURM_JOB_ID", "ACCELERATE_MIXED_PRECISION"} <= set(launcher)
+    assert not {"SLURM_JWT", "HOME_SWEET"} & set(launcher)
+
+
+def test_the_commit_is_the_checkout_of_the_package_only(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    assert run._commit(tmp_path / "package") is None
+    git("init")
+    git("commit", "--allow-empty", "-m", "other files")
+    assert run._commit(tmp_path / "package") is None  # lies in a repository, but is not of it
+    git("add", ".")
+    git("commit", "-m", "the package")
+    commit = run._commit(tmp_path / "package")
+    assert commit is not None
+    assert len(commit) == 40
+    (tmp_path / "package" / "__init__.py").write_text("changed")
+    assert run._commit(tmp_path / "package") == f"{commit}-dirty"
+
+
+def test_metrics_are_strict_json(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, writes=True)
+    directory.log("train", loss=math.nan, lr=math.inf, accuracy=torch.tensor(0.5), count=np.int64(3))
+    directory.log("eval", per_class=torch.tensor([1, 2]), nested={"a": [np.float32(0.25), -math.inf]}, path=tmp_path)
+    directory.event("two\nlines, \u2028 and \udcff", update=3)
+    train, evaluation, event = read_lines(directory.metrics_path)
+    assert (train["kind"], train["loss"], train["lr"]) == ("train", None, None)
+    assert (train["accuracy"], train["count"]) == (0.5, 3)
+    assert evaluation["per_class"] == [1, 2]
+    assert evaluation["nested"] == {"a": [0.25, None]}
+    assert evaluation["path"] == str(tmp_path)
+    assert event["text"] == "two\nlines, \u2028 and \udcff"
+
+
+@pytest.mark.parametrize("torn", ['{"kind": "tra', '{"a": 1}\n\0\0\0\0', "{}", '\n{"kind"\n', "3\n"])
+def test_a_torn_end_is_cut_off_when_the_run_goes_on(tmp_path: Path, torn: str) -> None:
+    directory = RunDirectory(tmp_path, writes=True)
+    directory.log("train", update=1)
+    with directory.metrics_path.open("a") as file:
+        file.write(torn)
+    RunDirectory(tmp_path, writes=False)
+    assert directory.metrics_path.read_text().endswith(torn)  # only the writer mends
+    RunDirectory(tmp_path, writes=True).log("train", update=2)
+    updates = [line.get("update") for line in read_lines(directory.metrics_path)]
+    assert updates == [1, *([None] if torn.startswith('{"a"') else []), 2]
+
+
+def test_rewind_takes_out_what_is_done_again(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, writes=True)
+    for update in (5, 10, 15):
+        directory.log("train", update=update)
+    directory.log("eval", update=15, epoch=1)
+    directory.event("killed", update=15)
+    directory.rewind(10)
+    assert [(line["kind"], line["update"]) for line in read_lines(directory.metrics_path)] == [
+        ("train", 5),
+        ("train", 10),
+        ("event", 15),
+    ]
+
+
+def test_status_is_renewed_by_time_state_or_force(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, writes=True)
+
+    def written() -> dict[str, object]:
+        found: dict[str, object] = json.loads((tmp_path / "status.json").read_text())
+        return found
+
+    directory.status("training", epoch=1, update=1)
+    first = written()
+    assert (first["state"], first["update"], first["pid"]) == ("training", 1, os.getpid())
+    directory.status("training", update=2)
+    assert written() == first
+    directory.status("training", force=True)
+    assert written()["update"] == 2
+    directory.status("interrupted")
+    assert (written()["state"], written()["epoch"], written()["update"]) == ("interrupted", 1, 2)
+    directory._status_time -= run.STATUS_SECONDS
+    directory.status("interrupted", update=3)
+    assert written()["update"] == 3
+
+
+def test_a_result_finishes_the_run(tmp_path: Path) -> None:
+    writer, reader = RunDirectory(tmp_path, writes=True), RunDirectory(tmp_path, writes=False)
+    assert not reader.finished
+    writer.result({"test_accuracy": 0.5, "test_loss": math.nan})
+    assert reader.finished
+    assert json.loads((tmp_path / "result.json").read_text()) == {"test_accuracy": 0.5, "test_loss": None}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
+
+
+def test_a_process_that_does_not_write_leaves_no_trace(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run", writes=False)
+    directory.begin(Config(), SIGNATURE, world_size=1, devices=[])
+    directory.log("train", update=1)
+    directory.event("x")
+    directory.status("training")
+    directory.rewind(0)
+    directory.result({})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        RunDirectory(tmp_path / "file", writes=True)
+    with pytest.raises(UserError, match="Not a directory"):
+        RunDirectory(tmp_path / "file" / "run", writes=True)
+    with pytest.raises(UserError, match="cannot be written"):  # also root cannot write there
+        RunDirectory(Path("/proc/self/run"), writes=True)
+    with pytest.raises(UserError, match="cannot be written"):
+        RunDirectory(Path("/proc/self"), writes=True)
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from accel_train.run import RunDirectory
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+directory = RunDirectory(Path(sys.argv[1]), writes=True)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+for update in range(30):
+    directory.log("train", update=update)
+full = directory.failures
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+directory.log("train", update=99)
+directory.status("training")
+print(full, directory.failures)
+"""
+
+
+def test_a_full_disk_costs_lines_but_neither_the_run_nor_a_whole_line(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the kernel writes part of a line, then refuses."""
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
+    full, failures = map(int, done.stdout.split())
+    assert full == failures > 0
+    assert done.stderr.count("warning") == 1
+    assert "metrics.jsonl cannot be written (File too large)" in done.stderr
+    updates = [line["update"] for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert updates == [*range(30 - full), 99]
+    assert json.loads((tmp_path / "status.json").read_text())["failed_writes"] == failures
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from accel_train.run import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]), writes=True)
+print("ready", flush=True)
+for update in range(10**9):
+    directory.log("train", update=update)
+    directory.status("training", force=True, update=update)
+"""
+
+
+def test_whatever_moment_the_writer_is_killed_at_its_files_are_whole(tmp_path: Path) -> None:
+    for attempt in range(5):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(0.05 + 0.013 * attempt)
+        for _ in range(20):  # a reader never sees a part of a status
+            if (tmp_path / "status.json").exists():
+                json.loads((tmp_path / "status.json").read_text())
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        RunDirectory(tmp_path, writes=True)
+        lines = read_lines(tmp_path / "metrics.jsonl")
+        assert lines
+        assert json.loads((tmp_path / "status.json").read_text())["state"] == "training"
+
+
+def test_default_output_dirs_of_one_second_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = set()
+    for _ in range(3):
+        path = run.default_output_dir("digits")
+        assert path.parent == Path("runs/digits")
+        path.mkdir(parents=True)
+        found.add(path)
+    assert len(found) == 3
