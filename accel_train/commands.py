@@ -37,8 +37,10 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Predict:
-    """Show the most probable classes of images, by a run's model. Images that cannot be read are told and left out; then
-    the exit code is 1."""
+    """Show the most probable classes of images, by a run's model.
+
+    An image that cannot be read is told, and the others go on; the exit code is 1 then.
+    """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder of the run."""

@@ -144,7 +144,7 @@ class Schedule:
     power: float = 1.0
     """poly: exponent; 1 is a straight line to min_lr."""
     patience_epochs: int = 10
-    """plateau: epochs without a better validation accuracy that are let pass; at the next one the learning rate decays."""
+    """plateau: epochs without a better validation accuracy that are let pass; at the next the learning rate decays."""
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,9 @@ class Config:
     allow_change: tuple[str, ...] = ()
     """Keys of the configuration (optim.lr, or a group: optim) that may differ from the checkpoint's at resume."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """A loss or gradient that is not finite: stop; skip this update; or rewind to the last checkpoint and leave it out."""
+    """A loss or gradient that is not finite: stop; skip this update; or rewind and leave it out."""
     hang_timeout_seconds: float = 1800.0
-    """End the run, with all stacks written down, if it makes no progress for so long (until the first update: twice); 0: never."""
+    """End the run, all stacks written down, after so long without progress (twice until the first update); 0: never."""
     trackers: tuple[str, ...] = ()
     """Trackers of Accelerate's to log to: tensorboard, wandb, mlflow, …"""
     config_only: bool = False

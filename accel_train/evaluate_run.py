@@ -1,7 +1,7 @@
 """`accel-train evaluate RUN`: the figures of a run's model over every sample of a split, exactly once.
 
     accel-train evaluate runs/digits/…
-    accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m accel_train evaluate runs/imagenet/… --split val
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m accel_train evaluate runs/digits/…
 
 give the same counts. The precision is what the launcher was told, as in training.
 """
@@ -9,7 +9,6 @@ give the same counts. The precision is what the launcher was told, as in trainin
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import sys
@@ -20,9 +19,9 @@ from typing import Any
 from accel_train import options
 from accel_train.agreement import decided_by_main
 from accel_train.config import as_dict
-from accel_train.data.loading import create_feed, load_everywhere
+from accel_train.data.loading import create_feed
 from accel_train.data.order import EvaluationOrder
-from accel_train.data.sources import Source, Splits
+from accel_train.data.sources import Source, Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import Evaluation, evaluate, evaluation_batch_size
 from accel_train.files import write_whole
@@ -49,7 +48,7 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
 
     accelerator = create_accelerator(launch)
     weights = decided_by_main(accelerator, lambda: find_weights(run, checkpoint))
-    splits = load_everywhere(config, accelerator)
+    splits = load_splits(config.data, config.seed)
     source = _source(splits, split, config.data.name)
     _check_fit(splits, signature, run)
     order = EvaluationOrder(len(source), evaluation_batch_size(config, launch.world_size))
@@ -96,13 +95,13 @@ def _source(splits: Splits, split: str, data: str) -> Source:
 
 def _check_fit(splits: Splits, signature: Signature, run: Path) -> None:
     """Raise UserError unless the data has the model's classes, in its order, and its channels."""
-    if splits.classes != signature.classes:
-        pairs = itertools.zip_longest(signature.classes, splits.classes)
-        number, (own, other) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
-        raise UserError(
-            f"the data has other classes than those that {run} was trained on: class {number} is "
-            f"{own!r} there and {other!r} here."
-        )
+    known, found = signature.classes, splits.classes
+    if found != known:
+        which = f"{len(known)} there and {len(found)} here"
+        if len(found) == len(known):
+            at = next(at for at in range(len(known)) if found[at] != known[at])
+            which = f"number {at} is {known[at]!r} there and {found[at]!r} here"
+        raise UserError(f"the data has other classes than those that {run} was trained on: {which}.")
     if splits.channels != signature.channels:
         raise UserError(
             f"the images have {splits.channels} channels, but the model of {run} takes {signature.channels}: "

@@ -54,7 +54,9 @@ def predict(
     Returns the exit code: 1 if there was one. Raises UserError.
     """
     if launch.world_size > 1:
-        raise UserError(f"accel-train predict runs in one process, but {launch.world_size} were started.")
+        raise UserError(
+            f"accel-train predict runs in one process, but {launch.world_size} were started: leave the launcher out."
+        )
     configuration = options.parse([str(run / "config.yaml")])
     signature = read_signature(run)
     paths = [path for image in images for path in _image_files(image)]

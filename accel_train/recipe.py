@@ -1,7 +1,7 @@
 """Recipe files: YAML whose every entry is an option of the command line, read as text with its file and line.
 
 base: other_recipe          # read first; a name, or a path relative to this file
-about: {reproduces: …}      # describes the recipe, sets nothing; `recipe: NAME` is a run's own: what it was started from
+about: {reproduces: …}      # describes the recipe, sets nothing; in a run's config.yaml, `recipe` is the name
 epochs: 10
 optim: {name: adam, lr: 1e-3}
 """

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -107,11 +108,12 @@ class RunDirectory:
         """Logs something worth knowing later: a resume, a set-aside checkpoint, a lost update."""
         self.log("event", text=text, **values)
 
-    def rewind(self, update: int) -> None:
-        """Takes the train and eval lines after `update` out of metrics.jsonl: that work is done once more."""
+    def rewind(self, update: int, epochs: int | None = None) -> None:
+        """Takes out of metrics.jsonl what will be done once more: the train and eval lines after `update`, and, if only
+        `epochs` epochs are done with all that belongs to them, the eval lines of the next."""
         if self.writes and self.metrics_path.exists():
             lines = self.metrics_path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if not _is_after(json.loads(line), update)]
+            kept = [line for line in lines if not _is_after(json.loads(line), update, epochs)]
             self._replace("metrics.jsonl", "".join(kept))
 
     def status(self, state: str, *, force: bool = False, **values: Any) -> None:
@@ -129,6 +131,16 @@ class RunDirectory:
         if self.failures:
             self._status["failed_writes"] = self.failures
         self._replace("status.json", _json(self._status, indent=2) + "\n")
+
+    def fail(self, reason: str) -> None:
+        """Says in status.json that the run has failed. For any process and thread, also if it never `writes`."""
+        path = self.path / "status.json"
+        aside = path.with_name(f".status.json.{platform.node()}-{threading.get_native_id()}.tmp")
+        with contextlib.suppress(OSError, ValueError):
+            status = json.loads(path.read_text()) if path.exists() else {}
+            status |= {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
+            aside.write_text(_json(status, indent=2) + "\n")
+            aside.replace(path)
 
     def result(self, values: Mapping[str, Any]) -> None:
         """Writes result.json, which says that the run is finished."""
@@ -234,7 +246,9 @@ def _parses(line: bytes) -> bool:
         return False
 
 
-def _is_after(line: dict[str, Any], update: int) -> bool:
+def _is_after(line: dict[str, Any], update: int, epochs: int | None) -> bool:
+    if line["kind"] == "eval" and epochs is not None and line.get("epoch", 0) > epochs:
+        return True
     return line["kind"] in ("train", "eval") and line.get("update", 0) > update
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accel_train.errors import UserError
 
@@ -28,9 +29,9 @@ class Signature:
     native_size: int | None
     """Height and width of the data's images, if all are alike and only then; others are brought to it first."""
     mean: tuple[float, ...]
-    """Of each channel (or one for all), in 0..1: subtracted."""
+    """Of each channel, in 0..1: subtracted."""
     std: tuple[float, ...]
-    """Of each channel (or one for all), in 0..1: divided by."""
+    """Of each channel, in 0..1: divided by."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -40,11 +41,13 @@ def read_signature(run: Path) -> Signature:
     """The signature of the model that was trained in the folder `run`. Raises UserError."""
     path = run / FILE
     try:
-        found = json.loads(path.read_text())
-        return Signature(**{key: tuple(item) if isinstance(item, list) else item for key, item in found.items()})
+        found: dict[str, Any] = json.loads(path.read_text())
+        for name in ("classes", "mean", "std"):
+            found[name] = tuple(found[name])
+        return Signature(**found)
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}): a run's folder needs config.yaml, {FILE} and the weights."
         ) from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}); copy it anew from where the model was trained.") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error!r}); copy it anew from where the model was trained.") from error

@@ -44,6 +44,12 @@ def test_help_exits_0_and_does_not_import_torch(words: list[str]) -> None:
     assert text[0].startswith("usage: accel-train" if "recipes" not in words or len(words) > 1 else "recipe ")
 
 
+def test_the_help_of_train_shows_the_recipe_as_no_option() -> None:
+    out = accel_train("train", "digits", "--help")[1]
+    assert "--output-dir" in out
+    assert "--recipe" not in out
+
+
 def test_help_lists_each_command_with_a_line() -> None:
     out = accel_train("--help")[1]
     for command in ("train", "evaluate", "predict", "recipes", "check-data"):

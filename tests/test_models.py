@@ -71,7 +71,6 @@ TORCHVISION = {
     "efficientnet_b0": 32,
     "googlenet": 64,
     "inception_v3": 80,
-    "maxvit_t": 56,
     "mnasnet0_5": 32,
     "mobilenet_v2": 32,
     "mobilenet_v3_small": 32,
@@ -322,6 +321,11 @@ def test_published_weights_without_their_auxiliary_heads(monkeypatch: pytest.Mon
     model = make("torchvision/googlenet", pretrained=True)
     assert model.transform_input is True
     assert torch.equal(model.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
+    # The same architecture, which is not that of pretrained=False, for weights of a run's own.
+    settings = config.Model(name="torchvision/googlenet", pretrained=True)
+    empty = create_model(settings, num_classes=7, channels=3, image_size=64, published=False)
+    assert empty.transform_input is True
+    assert not torch.equal(empty.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
 
 
 def test_published_weights_of_another_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -343,6 +347,8 @@ for name in ("resnet18", "torchvision/resnet18"):
         models.create_model(config.Model(name=name, pretrained=True), num_classes=2, channels=3, image_size=64)
     except UserError as error:
         print("ERROR", error)
+    settings = config.Model(name=name, pretrained=True)
+    models.create_model(settings, num_classes=2, channels=3, image_size=64, published=False)
 """
     environment = {
         **os.environ,

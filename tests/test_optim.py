@@ -131,14 +131,14 @@ def test_layer_decay_is_in_the_rate_of_every_group() -> None:
 
     def depth(name: str) -> int:
         first, second, *_ = name.split(".")
-        return {"patch_embed": 0, "norm": 13, "head": 14}[first] if first != "blocks" else int(second) + 1
+        return {"patch_embed": 0, "norm": 12, "head": 13}[first] if first != "blocks" else int(second) + 1
 
     for update, base in ((0, 0.02), (5, 0.06), (10, 0.1), (25, 0.05)):
         made.step_update(update)
         found = rates()
         assert len(found) == sum(parameter.requires_grad for parameter in model.parameters())
         for name, rate in found.items():
-            assert rate == pytest.approx(base * 0.5 ** (14 - depth(name))), name
+            assert rate == pytest.approx(base * 0.5 ** (13 - depth(name))), name
 
 
 # Schedules

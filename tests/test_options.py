@@ -83,6 +83,14 @@ def test_lists_can_be_emptied_and_null_undoes_a_base(recipe: str, tmp_path: Path
     assert f"--optim.warmth: unknown option ({tmp_path}/mine.yaml:5)" in told(str(tmp_path / "child.yaml"))
 
 
+def test_the_configuration_of_a_run_keeps_its_recipes_name(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(config.to_yaml(options.parse([recipe, "--epochs", "4"])))
+    again = options.parse([str(tmp_path / "config.yaml")])
+    assert (again.recipe, again.epochs) == ("mine", 4)
+    (tmp_path / "child.yaml").write_text("base: config.yaml")  # a recipe of its own
+    assert options.parse([str(tmp_path / "child.yaml")]) == dataclasses.replace(again, recipe="child")
+
+
 def test_a_home_folder_is_found_in_paths_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     (tmp_path / "r.yaml").write_text("data: {root: ~/images}\nresume: ~/x")

@@ -21,7 +21,7 @@ from accel_train.errors import UserError
 from accel_train.run import RunDirectory
 from accel_train.signature import Signature, read_signature
 
-SIGNATURE = Signature(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2,))
+SIGNATURE = Signature(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:

@@ -78,13 +78,15 @@ PUBLISHED = {
 }
 
 
-def torchvision_set(name: str, root: Path) -> Splits:
+def torchvision_set(name: str, root: Path, *, download: bool = True) -> Splits:
     """One of PUBLISHED, from files below `root`, downloaded there if they are missing. Raises UserError."""
     import torchvision.datasets
 
     published = PUBLISHED[name]
     kind = getattr(torchvision.datasets, published.kind)
     splits = _load(kind, name, root)
+    if splits is None and not download:
+        raise UserError(f"the data '{name}' is not in {root} yet; training downloads it.")
     if splits is None:
         _download(kind, name, root)
         splits = _load(kind, name, root)

@@ -14,7 +14,7 @@ import math
 from enum import IntEnum, auto
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train import config
@@ -63,7 +63,7 @@ class BatchTransform:
         self.per_image = per_image
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1) * 255
         self.std = torch.tensor(std, device=device).view(1, -1, 1, 1) * 255
-        # Quantiles of Beta(alpha, alpha), in whose place a uniform number is looked up: torch cannot draw one from a key.
+        # Quantiles of Beta(alpha, alpha): a uniform number is looked up in them, for torch cannot draw one from a key.
         self.mixup_quantiles = beta_quantiles(augment.mixup).to(device)
         self.cutmix_quantiles = beta_quantiles(augment.cutmix).to(device)
 
@@ -93,7 +93,7 @@ class BatchTransform:
         return images, labels
 
     def _crop_and_flip(self, images: Tensor, keys: Tensor) -> Tensor:
-        """One window of size x size of each image, at random or in the middle, mirrored with the probability of a flip."""
+        """One window of size x size of each image, at random or in the middle, by chance mirrored."""
         random = self.training and self.augment.crop == "random" and not self.per_image
         flips = self.training and self.augment.flip > 0
         if random and self.augment.pad:
@@ -117,7 +117,7 @@ class BatchTransform:
         return images[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
     def _erase(self, images: Tensor, keys: Tensor) -> Tensor:
-        """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896) with their area and ratio, set to the mean."""
+        """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896), in the mean's colour."""
         area = 0.02 + uniform(keys, Stream.ERASE_AREA) * (0.33 - 0.02)
         ratio = torch.exp((uniform(keys, Stream.ERASE_RATIO) * 2 - 1) * math.log(1 / 0.3))
         height = (torch.sqrt(area * ratio) * self.size).round().clamp(1, self.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from accel_train.config import Augment, Config
 from accel_train.data.augment import BatchTransform
 from accel_train.data.keyed import hashed, key
 from accel_train.data.order import Draw, EvaluationOrder, TrainingOrder
-from accel_train.data.sources import Source, Splits, load_splits
+from accel_train.data.sources import Source, Splits
 from accel_train.data.transform import ImageTransform
 from accel_train.errors import UserError
 
@@ -75,6 +76,8 @@ def create_loader(
     each = transforms_each_image(source, augment, training=training)
     if workers is None:
         workers = max(1, available_cores() // local_processes) if each else 0
+    if source.in_memory:  # as augment.py does: evaluation and training see the images at the same scale
+        augment = dataclasses.replace(augment, resize=augment.resize or size)
     return DataLoader(
         BatchedSet(source, ImageTransform(augment, size, training=training) if each else None, seed),
         batch_sampler=order,  # type: ignore[arg-type]  # a Draw stands for a list of indices
@@ -120,8 +123,15 @@ def create_feed(
     *,
     size: int,
 ) -> Feed:
-    """The prepared loader of `source` and what the device does to its batches; `size` is of the model's input."""
+    """The prepared loader of `source` and what the device does to its batches; `size` is of the model's input.
+
+    Raises UserError if the settings of `config.augment` do not fit the images or the input.
+    """
     training = isinstance(order, TrainingOrder)
+    if config.augment.resize is not None and config.augment.resize < size:
+        raise UserError(
+            f"--augment.resize: found {config.augment.resize}; the model's input has {size}: {size} or more."
+        )
     mean, std = normalization(config, splits)
     loader = create_loader(
         source,
@@ -148,24 +158,12 @@ def create_feed(
 
 def normalization(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel: as configured, else the published weights', else the data's."""
+    for name, values in (("mean", config.augment.mean), ("std", config.augment.std)):
+        if values is not None and len(values) != splits.channels:
+            raise UserError(
+                f"--augment.{name}: found {len(values)} values; the images have {splits.channels} channels."
+            )
     mean, std = models.pretrained_normalization(config.model) or (splits.mean, splits.std)
-    found = {"augment.mean": config.augment.mean or mean, "augment.std": config.augment.std or std}
-    for name, values in found.items():
-        if len(values) not in (1, splits.channels) and splits.channels != 1:
-            raise UserError(f"--{name}: found {len(values)} values, but the images have {splits.channels} channels.")
-    # Published weights of colour images, fed with grey ones: the mean over the colours.
-    mean, std = (v if len(v) in (1, splits.channels) else (sum(v) / len(v),) for v in found.values())
-    return mean, std
-
-
-def load_everywhere(config: Config, accelerator: Accelerator) -> Splits:
-    """`load_splits` on every process, but first on one, which may have to download, then on one of each node.
-
-    The second round finds the files there if the nodes share a file system, and fetches them if they do not.
-    """
-    turn = 0 if accelerator.is_main_process else 1 if accelerator.is_local_main_process else 2
-    for now in range(3):
-        if now == turn:
-            splits = load_splits(config.data, config.seed)
-        accelerator.wait_for_everyone()
-    return splits
+    if len(mean) != splits.channels:  # published weights of colour images, fed with grey ones
+        mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
+    return config.augment.mean or mean, config.augment.std or std

@@ -18,23 +18,23 @@ def known_sources() -> tuple[str, ...]:
     return NAMES + tuple(f"{prefix}NAME" for prefix in PREFIXES)
 
 
-def load_splits(data: Data, seed: int) -> Splits:
+def load_splits(data: Data, seed: int, *, download: bool = True) -> Splits:
     """The data set that `data` names, divided as it says.
 
     The same on every process: a pure function of `data`, `seed` and the samples found. Call it on all
     processes at once: missing files of published sets are downloaded by one of them, for which the others
-    wait. Raises UserError.
+    wait. With `download=False` missing files are an error. Raises UserError.
     """
-    return divide(_load(data), data, seed)
+    return divide(_load(data, download), data, seed)
 
 
-def _load(data: Data) -> Splits:
+def _load(data: Data, download: bool) -> Splits:
     prefix, _, rest = data.name.partition("/")
     name = rest if prefix == "torch" else data.name  # timm's way to name torchvision's sets
     if name in ARRAYS:
         from accel_train.data.arrays import torchvision_set
 
-        return torchvision_set(name, data.root)
+        return torchvision_set(name, data.root, download=download)
     if name == "digits":
         from accel_train.data.arrays import digits
 
@@ -58,6 +58,8 @@ def _load(data: Data) -> Splits:
     if prefix in ("hfds", "hfids", "tfds") and rest:
         from accel_train.data.hub import hub
 
+        if not download:
+            raise UserError(f"the data '{data.name}' is fetched from its hub when it is trained on.")
         return hub(data)
     raise UserError(
         f"--data.name '{data.name}' is no known data source.{nearest(data.name, known_sources())} "

@@ -24,7 +24,7 @@ class ImageTransform:
     """Turns images of any size into one uint8 tensor [b, C, size, size].
 
     In training, what is random about an image follows from its key alone: torchvision's own transforms draw from
-    torch's generator, which is seeded with the key, for this image only, and put back as it was.
+    torch's CPU generator, which is seeded with the key, for this image only, and put back as it was.
     """
 
     def __init__(self, augment: config.Augment, size: int, *, training: bool) -> None:
@@ -50,6 +50,6 @@ class ImageTransform:
         turned = []
         with torch.random.fork_rng(devices=[]):
             for image, word in zip(images, keys.tolist(), strict=True):
-                torch.manual_seed(word)
+                torch.default_generator.manual_seed(word)  # torch.manual_seed would seed the GPUs', too
                 turned.append(self.steps(image))
         return torch.stack(turned)

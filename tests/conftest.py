@@ -1,0 +1,31 @@
+"""What several test files need: a real run, trained once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Hypothesis measures time, too, and would fail tests on a busy machine.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of digits, with a validation split and a running mean. Copy it to change it."""
+    run = tmp_path_factory.mktemp("digits") / "run"
+    words = (
+        "train digits --epochs 2 --ema.enabled true --ema.decay 0.8 --data.val-fraction 0.1 "
+        f"--checkpoint.keep 3 --output-dir {run}"
+    ).split()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_train", *words], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return run

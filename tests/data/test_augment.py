@@ -1,0 +1,259 @@
+"""Augmentation is a function of each sample's key, equal to a plain implementation for one image."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import beta, kstest
+
+from accel_train.config import Augment
+from accel_train.data.augment import BatchTransform, Stream, beta_quantiles
+from accel_train.data.keyed import hashed, key, uniform
+
+MEAN, STD = (0.2, 0.5, 0.7), (0.3, 0.25, 0.1)
+CLASSES = 5
+GENERATOR = torch.Generator().manual_seed(0)
+IMAGES = torch.randint(256, (301, 3, 12, 12), generator=GENERATOR, dtype=torch.uint8)
+LABELS = torch.randint(CLASSES, (301,), generator=GENERATOR)
+
+
+def keys_of(count: int, epoch: int = 0) -> torch.Tensor:
+    return hashed(key(5, epoch, "augment"), torch.arange(count))
+
+
+def batch_of(which: torch.Tensor | slice = slice(None), padding: int = 0, epoch: int = 0) -> dict[str, torch.Tensor]:
+    """Some of the 301 samples; the last `padding` of them weigh nothing."""
+    keys = keys_of(len(IMAGES), epoch)[which]
+    weights = (torch.arange(len(keys)) < len(keys) - padding).float()
+    return {"images": IMAGES[which], "labels": LABELS[which], "keys": keys, "weights": weights}
+
+
+def created(size: int = 12, training: bool = True, grey: bool = False, **augment: object) -> BatchTransform:
+    """`grey`: for images of one channel, whose pixels only become float32."""
+    return BatchTransform(
+        Augment(**augment),
+        size=size,
+        mean=(0.0,) if grey else MEAN,
+        std=(1 / 255,) if grey else STD,
+        num_classes=CLASSES,
+        training=training,
+        per_image=False,
+        device=torch.device("cpu"),
+    )
+
+
+def normalised(image: np.ndarray) -> np.ndarray:
+    """[3, h, w] uint8 -> float32, as float32 arithmetic has it."""
+    mean, std = (np.array(values, np.float32)[:, None, None] * np.float32(255) for values in (MEAN, STD))
+    return (image.astype(np.float32) - mean) / std
+
+
+def reference(image: np.ndarray, word: torch.Tensor, size: int, pad: int, flip: float, crop: str) -> np.ndarray:
+    """Crop and flip of one image, written with slices."""
+    top = left = (image.shape[1] - size) // 2
+    if crop == "random":
+        image = np.pad(image, ((0, 0), (pad, pad), (pad, pad)))
+        places = image.shape[1] - size + 1
+        top, left = (int(np.float32(float(uniform(word, at))) * places) for at in (Stream.TOP, Stream.LEFT))
+    image = image[:, top : top + size, left : left + size]
+    return image[:, :, ::-1] if uniform(word, Stream.FLIP) < flip else image
+
+
+ALL = {"crop": "random", "pad": 2, "flip": 0.5, "erase": 0.5}
+
+
+class TestPurity:
+    @given(st.data())
+    def test_a_sample_looks_the_same_in_any_batch(self, data: st.DataObject) -> None:
+        transform = created(size=data.draw(st.sampled_from([7, 10, 12])), resize=12, **ALL)
+        whole = transform(batch_of())[0]
+        which = torch.tensor(data.draw(st.lists(st.integers(0, len(IMAGES) - 1), min_size=1, max_size=40)))
+        some, labels = transform(batch_of(which))
+        assert torch.equal(some, whole[which])  # bitwise: equal as float32 numbers, of which none is NaN
+        assert torch.equal(labels, LABELS[which])
+
+    @pytest.mark.parametrize("resize", [14, 20, 33])
+    def test_the_same_in_any_batch_when_resized_before(self, resize: int) -> None:
+        transform = created(resize=resize, **ALL)
+        whole = transform(batch_of())[0]
+        for size in (1, 2, 3, 7, 16, 100):
+            parts = [transform(batch_of(slice(at, at + size)))[0] for at in range(0, len(IMAGES), size)]
+            assert torch.equal(torch.cat(parts), whole)
+
+    def test_each_epoch_looks_different(self) -> None:
+        first, second = (created(**ALL)(batch_of(epoch=epoch))[0] for epoch in (0, 1))
+        assert (first != second).flatten(1).any(1).float().mean() > 0.9
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_the_global_generator_and_the_batch_stay_as_they_were(self, training: bool) -> None:
+        torch.manual_seed(1)
+        before, batch = torch.get_rng_state(), batch_of(slice(300))
+        copies = {name: values.clone() for name, values in batch.items()}
+        created(training=training, mixup=0.2, cutmix=1.0, **ALL)(batch)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(torch.equal(batch[name], copy) for name, copy in copies.items())
+
+    def test_evaluation_draws_nothing(self) -> None:
+        transform = created(size=8, resize=12, training=False, mixup=0.2, cutmix=1.0, **ALL)
+        first, labels = transform(batch_of())
+        second = transform(batch_of(epoch=1))[0]
+        assert torch.equal(first, second) and torch.equal(labels, LABELS)
+        expected = np.stack([normalised(image) for image in IMAGES[:, :, 2:10, 2:10].numpy()])
+        assert np.array_equal(first.numpy(), expected)
+
+
+class TestCropAndFlip:
+    @pytest.mark.parametrize("size", [12, 9, 5])
+    @pytest.mark.parametrize(("crop", "pad"), [("random", 0), ("random", 1), ("random", 4), ("center", 0)])
+    @pytest.mark.parametrize("flip", [0.0, 0.3, 1.0])
+    def test_equal_to_the_plain_implementation(self, size: int, crop: str, pad: int, flip: float) -> None:
+        found = created(size=size, resize=12, crop=crop, pad=pad, flip=flip)(batch_of())[0]
+        words = keys_of(len(IMAGES))
+        expected = [
+            normalised(reference(image, word, size, pad, flip, crop))
+            for image, word in zip(IMAGES.numpy(), words, strict=True)
+        ]
+        assert np.array_equal(found.numpy(), np.stack(expected))
+
+    def test_every_offset_is_reached_equally_often(self) -> None:
+        count = 6000
+        positions = torch.arange(144, dtype=torch.uint8).view(1, 1, 12, 12)  # a pixel's value says where it was
+        batch = {"images": positions.expand(count, 1, 12, 12), "labels": torch.zeros(count).long()}
+        batch |= {"keys": keys_of(count), "weights": torch.ones(count)}
+        found = created(size=8, grey=True, resize=12, crop="random", flip=0.5)(batch)[0].long()
+        mirrored = found[:, 0, 0, 0] > found[:, 0, 0, 7]
+        corner = torch.where(mirrored, found[:, 0, 0, 7], found[:, 0, 0, 0])
+        counts = torch.bincount(torch.div(corner, 12, rounding_mode="floor") * 5 + corner % 12, minlength=25)
+        expected = count / 25
+        assert len(counts) == 25
+        assert (counts - expected).abs().max() < 5 * math.sqrt(expected)
+        assert abs(int(mirrored.sum()) - count / 2) < 5 * math.sqrt(count / 4)
+
+    @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
+    def test_flips_about_as_often_as_asked(self, probability: float) -> None:
+        count = 20_000
+        images = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(count, 1, 2, 2)
+        batch = {"images": images, "labels": torch.zeros(count).long()}
+        batch |= {"keys": keys_of(count), "weights": torch.ones(count)}
+        found = created(size=2, grey=True, flip=probability)(batch)[0]
+        flipped = int((found[:, 0, 0, 0] > found[:, 0, 0, 1]).sum())
+        assert abs(flipped - count * probability) < 5 * math.sqrt(count * probability * (1 - probability))
+
+
+class TestResize:
+    def test_a_batch_is_resized_as_torch_resizes_one_image(self) -> None:
+        found = created(size=16, training=False, resize=20)(batch_of(slice(40)))[0]
+        for image, one in zip(found, IMAGES, strict=False):
+            larger = F.interpolate(one[None].float(), (20, 20), mode="bilinear", antialias=True)[0, :, 2:18, 2:18]
+            assert np.array_equal(image.numpy(), normalised(larger.numpy()))
+
+
+class TestErase:
+    def test_boxes_lie_inside_and_have_the_papers_area_and_ratio(self) -> None:
+        count, size = 4000, 32
+        images = torch.full((count, 3, size, size), 255, dtype=torch.uint8)
+        batch = {"images": images, "labels": torch.zeros(count).long()}
+        batch |= {"keys": keys_of(count), "weights": torch.ones(count)}
+        found = created(size=size, erase=0.25)(batch)[0]
+        erased = (found == 0).all(1)
+        assert torch.equal(erased, (found == 0).any(1))  # all channels alike
+        hit = erased.flatten(1).any(1)
+        assert abs(int(hit.sum()) - count / 4) < 5 * math.sqrt(count * 0.25 * 0.75)
+        rows, columns = erased[hit].any(2), erased[hit].any(1)
+        heights, widths = rows.sum(1), columns.sum(1)
+        assert torch.equal(erased[hit].flatten(1).sum(1), heights * widths)  # one filled rectangle
+        for sides in (rows, columns):  # in one piece
+            assert int((sides[:, 1:] & ~sides[:, :-1]).sum(1).add(sides[:, 0]).max()) == 1
+        assert rows.any(0).all() and columns.any(0).all()  # and anywhere
+        area, ratio = heights * widths / size**2, heights / widths
+        assert 0.01 < area.min() < 0.03 and 0.28 < area.max() < 0.35
+        assert 0.2 < ratio.min() < 0.4 and 2.5 < ratio.max() < 5
+        assert abs(float(ratio.log().mean())) < 0.06
+
+    def test_never_and_always(self) -> None:
+        plain = created()(batch_of())[0]
+        assert torch.equal(created(erase=1e-9)(batch_of())[0], plain)
+        assert (created(erase=1.0)(batch_of())[0] != plain).flatten(1).any(1).all()
+
+
+class TestMixing:
+    @pytest.mark.parametrize("mixing", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
+    @pytest.mark.parametrize("probability", [1.0, 0.5])
+    def test_pixels_and_targets_are_shares_of_two_neighbours(self, mixing: dict, probability: float) -> None:
+        batch = batch_of(slice(300))
+        plain = created()(batch)[0]
+        partner = plain.view(150, 2, *plain.shape[1:]).flip(1).flatten(0, 1)
+        other = LABELS[:300].view(150, 2).flip(1).flatten()
+        found, targets = created(mix_probability=probability, **mixing)(batch)
+        assert targets.dtype == torch.float32 and targets.shape == (300, CLASSES)
+        assert torch.allclose(targets.sum(1), torch.ones(300), atol=1e-6)
+        assert targets.min() >= 0
+        kinds = {"plain": 0, "mixup": 0, "cutmix": 0}
+        for at in range(300):
+            own, label, second = plain[at], int(LABELS[at]), int(other[at])
+            share = 1 - float(targets[at, second]) if label != second else None
+            from_partner = (found[at] == partner[at]).all(0)
+            from_own = (found[at] == own).all(0)
+            if bool(from_own.all()):
+                kinds["plain"] += 1
+                assert share is None or share == 1
+            elif bool((from_partner | from_own).all()):  # a box
+                kinds["cutmix"] += 1
+                area = float((~from_own).float().mean())
+                assert share is None or share == pytest.approx(1 - area, abs=1e-6)
+                box = ~from_own
+                assert int(box.sum()) == int(box.any(0).sum() * box.any(1).sum())
+            else:
+                kinds["mixup"] += 1
+                if share is not None:
+                    expected = own * share + partner[at] * (1 - share)
+                    assert torch.allclose(found[at], expected, atol=1e-4)
+        if probability == 1:
+            assert kinds["plain"] < 60  # boxes of no area, shares near 1
+        else:
+            assert 100 < kinds["plain"] < 220
+        for kind in ("mixup", "cutmix"):
+            assert bool(kinds[kind]) == (kind in mixing)
+        if len(mixing) == 2 and probability == 1:
+            assert kinds["mixup"] > 90 and kinds["cutmix"] > 90
+
+    @pytest.mark.parametrize("mixing", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
+    def test_the_same_for_any_even_slices_of_a_window(self, mixing: dict) -> None:
+        transform = created(mix_probability=0.7, **ALL, **mixing)
+        batch = batch_of(slice(300), padding=3)
+        whole, targets = transform(batch)
+        for size in (2, 4, 10, 60, 150):
+            parts = [transform({k: v[at : at + size] for k, v in batch.items()}) for at in range(0, 300, size)]
+            assert torch.equal(torch.cat([images for images, _ in parts]), whole)
+            assert torch.equal(torch.cat([shares for _, shares in parts]), targets)
+
+    @pytest.mark.parametrize("mixing", [{"mixup": 0.4}, {"cutmix": 1.0}])
+    def test_a_sample_beside_padding_stays_as_it_is(self, mixing: dict) -> None:
+        batch = batch_of(slice(10), padding=3)
+        plain = created()(batch)[0]
+        found, targets = created(**mixing)(batch)
+        assert torch.equal(found[6:], plain[6:])  # the seventh is the last real one, and its neighbour is padding
+        assert torch.equal(targets[6:], F.one_hot(LABELS[6:10], CLASSES).float())
+        assert not torch.equal(found[:6], plain[:6])
+
+    @pytest.mark.parametrize("alpha", [0.1, 0.2, 0.8, 1.0, 3.0])
+    def test_shares_have_the_beta_distribution(self, alpha: float) -> None:
+        quantiles = beta_quantiles(alpha)
+        assert quantiles[0] == 0 and quantiles[-1] == 1 and bool((quantiles.diff() >= 0).all())
+        count = 20_000
+        images = torch.tensor([0, 255], dtype=torch.uint8).repeat(count).view(-1, 1, 1, 1)
+        labels = torch.tensor([0, 1]).repeat(count)
+        batch = {"images": images, "labels": labels, "keys": keys_of(2 * count), "weights": torch.ones(2 * count)}
+        share = created(size=1, grey=True, mixup=alpha)(batch)[1][::2, 0].double()
+        inner = share[(share > 1e-4) & (share < 1 - 1e-4)].numpy()  # in float32 the tails have lumps
+        edge = beta(alpha, alpha).cdf(1e-4)
+        assert abs(len(inner) - count * (1 - 2 * edge)) < 5 * math.sqrt(count * edge) + 5
+
+        def cdf(x: np.ndarray) -> np.ndarray:
+            return (beta(alpha, alpha).cdf(x) - edge) / (1 - 2 * edge)
+
+        assert kstest(inner, cdf).pvalue > 1e-6

@@ -1,0 +1,183 @@
+"""Which samples when, for any split of any batch: each sample exactly once an epoch."""
+
+import re
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_train.data.keyed import key, permuted
+from accel_train.data.order import Draw, EvaluationOrder, Plan, TrainingOrder, accumulation_steps
+from accel_train.errors import UserError
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    processes, accumulation, micro_batch = draw(st.integers(1, 8)), draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    batch_size = processes * accumulation * micro_batch
+    return Plan(
+        draw(st.integers(batch_size, batch_size * 12)), batch_size, processes, accumulation, draw(st.booleans())
+    )
+
+
+def drawn(order: TrainingOrder | EvaluationOrder) -> Draw:
+    """All that an order yields, in one."""
+    draws = list(order)
+    assert len(draws) == len(order)
+    assert all(len(draw) == order.batch_size for draw in draws)  # shapes never change
+    epochs = {draw.epoch for draw in draws}
+    assert len(epochs) == 1
+    return Draw(epochs.pop(), torch.cat([draw.ids for draw in draws]), torch.cat([draw.weights for draw in draws]))
+
+
+@given(plans(), st.integers(0, 2**40), st.integers(0, 100))
+def test_each_sample_exactly_once_and_padding_last(plan: Plan, seed: int, epoch: int) -> None:
+    order = TrainingOrder(plan, seed)
+    order.seek(epoch)
+    found = drawn(order)
+    assert found.epoch == epoch
+    real = plan.samples_per_epoch
+    assert real == (plan.samples // plan.batch_size * plan.batch_size if plan.drop_last else plan.samples)
+    assert len(found) == plan.updates_per_epoch * plan.batch_size
+    assert found.weights.dtype == torch.float32
+    assert found.weights.tolist() == [1.0] * real + [0.0] * (len(found) - real)
+    once = found.ids[:real].sort().values
+    assert len(once.unique()) == real and once.min() >= 0 and once.max() < plan.samples
+    if not plan.drop_last:
+        assert torch.equal(once, torch.arange(plan.samples))
+    counted = found.weights.view(plan.updates_per_epoch, plan.batch_size).sum(1)
+    assert counted.tolist() == [plan.real_samples(update) for update in range(plan.updates_per_epoch)]
+
+
+@given(plans(), st.integers(0, 2**40), st.integers(0, 100))
+def test_the_windows_do_not_depend_on_the_split(plan: Plan, seed: int, epoch: int) -> None:
+    whole = TrainingOrder(Plan(plan.samples, plan.batch_size, 1, 1, plan.drop_last), seed)
+    split = TrainingOrder(plan, seed)
+    whole.seek(epoch)
+    split.seek(epoch)
+    # What Accelerate's own sharding hands to each process, put together again: step by step, process by process.
+    shards = [
+        list(BatchSamplerShard(split, plan.processes, process, split_batches=True)) for process in range(plan.processes)
+    ]
+    steps = list(zip(*shards, strict=True))
+    assert len(steps) == plan.updates_per_epoch * plan.accumulation
+    for part in ("ids", "weights"):
+        together = torch.cat([getattr(draw, part) for step in steps for draw in step])
+        assert torch.equal(together, getattr(drawn(whole), part))
+    assert all(len(draw) == plan.micro_batch and draw.epoch == epoch for step in steps for draw in step)
+
+
+@given(plans(), st.integers(0, 2**40), st.integers(0, 100), st.data())
+def test_seek_goes_to_any_update(plan: Plan, seed: int, epoch: int, data: st.DataObject) -> None:
+    order = TrainingOrder(plan, seed)
+    order.seek(epoch)
+    whole = drawn(order)
+    update = data.draw(st.integers(0, plan.updates_per_epoch))
+    list(order)[: data.draw(st.integers(0, 3))]  # whatever was read before
+    order.seek(epoch, update)
+    tail = whole[slice(update * plan.batch_size, None)]
+    if update == plan.updates_per_epoch:
+        assert len(order) == 0 and not list(order)
+        return
+    found = drawn(order)
+    assert torch.equal(found.ids, tail.ids) and torch.equal(found.weights, tail.weights)
+    assert torch.equal(drawn(order).ids, tail.ids)  # and stays there until the next seek
+    for at in range(
+        0, len(tail), 1 + len(tail) // 4
+    ):  # sample by sample, without the class: a pure function of seed, epoch and position
+        position = torch.tensor([(update * plan.batch_size + at) % plan.samples])
+        assert permuted(position, plan.samples, key(seed, epoch, "order")).item() == tail.ids[at]
+
+
+def test_epochs_and_seeds_are_independent() -> None:
+    plan = Plan(1000, 100, 1, 1)
+    orders = {}
+    for seed, epoch in ((7, 1), (8, 0), (7, 0), (8, 1), (0, 0), (0, 1)):
+        order = TrainingOrder(plan, seed)
+        order.seek(epoch)
+        orders[seed, epoch] = drawn(order).ids
+    for at, first in orders.items():
+        for other, second in orders.items():
+            if at != other:
+                assert int((first == second).sum()) < 12, (at, other)  # chance alone: 1 on average
+
+
+def test_long_epochs_are_permuted_piece_by_piece() -> None:
+    plan = Plan(100_003, 96, 2, 3)
+    order = TrainingOrder(plan, 5)
+    order.seek(3)
+    found = drawn(order)
+    assert torch.equal(
+        found.ids[: plan.samples], permuted(torch.arange(plan.samples), plan.samples, key(5, 3, "order"))
+    )
+    order.seek(3, 700)
+    assert torch.equal(drawn(order).ids, found.ids[700 * 96 :])
+
+
+def test_a_billion_samples_begin_anywhere() -> None:
+    plan = Plan(10**9, 1000, 4, 1)
+    order = TrainingOrder(plan, 0)
+    order.seek(2, 999_999)
+    last = drawn(order)
+    assert len(last) == 1000 and last.weights.min() == 1
+    order.seek(2, 500_000)
+    assert not set(next(iter(order)).ids.tolist()) & set(last.ids.tolist())
+
+
+def test_a_batch_of_more_than_the_data_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"--batch-size: 101 .* only 100"):
+        Plan(100, 101, 1, 1)
+    assert Plan(100, 100, 1, 1).updates_per_epoch == 1
+
+
+class TestAccumulationSteps:
+    @given(st.integers(1, 400), st.integers(1, 16), st.none() | st.integers(1, 64), st.booleans())
+    def test_the_fewest_that_fit_or_the_nearest_sizes(
+        self, batch_size: int, processes: int, limit: int | None, pairs: bool
+    ) -> None:
+        def divides(size: int) -> bool:
+            return size > 0 and size % processes == 0 and (not pairs or size // processes % 2 == 0)
+
+        try:
+            steps = accumulation_steps(batch_size, processes, limit, pairs=pairs)
+        except UserError as error:
+            if divides(batch_size):
+                assert pairs and limit == 1 and str(error).startswith("--micro-batch-size: found 1,")
+                return
+            named = [int(size) for size in re.findall(r"\d+", str(error).partition("; try ")[2])]
+            below = next((size for size in range(batch_size, 0, -1) if divides(size)), None)
+            above = next(size for size in range(batch_size, 10**6) if divides(size))
+            assert named == [size for size in (below, above) if size is not None]
+            for size in named:
+                accumulation_steps(size, processes, None, pairs=pairs)
+            return
+        assert divides(batch_size)
+        micro_batch, rest = divmod(batch_size, processes * steps)
+        assert rest == 0
+        assert limit is None or micro_batch <= limit
+        assert not pairs or micro_batch % 2 == 0
+        for fewer in range(1, steps):  # would not divide, not fit, or part a pair
+            size, rest = divmod(batch_size, processes * fewer)
+            assert rest or (limit is not None and size > limit) or (pairs and size % 2)
+
+    def test_the_message(self) -> None:
+        with pytest.raises(UserError) as error:
+            accumulation_steps(50, 4, None)
+        assert str(error.value) == "--batch-size: 50 samples cannot be shared evenly by 4 processes; try 48 or 52."
+        with pytest.raises(UserError, match=r"by 1 process in pairs, which mixup and cutmix mix; try 2\.$"):
+            accumulation_steps(1, 1, None, pairs=True)
+
+
+@given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 20))
+def test_evaluation_takes_each_sample_once_in_its_order(samples: int, processes: int, each: int) -> None:
+    order = EvaluationOrder(samples, processes * each)
+    found = drawn(order)
+    assert found.ids[:samples].tolist() == list(range(samples))
+    assert found.weights.tolist() == [1.0] * samples + [0.0] * (len(found) - samples)
+    assert len(found) - samples < processes * each
+    shards = [list(BatchSamplerShard(order, processes, process, split_batches=True)) for process in range(processes)]
+    assert {len(draw) for shard in shards for draw in shard} == {each}
+    real = torch.cat([draw.ids[draw.weights > 0] for shard in shards for draw in shard])
+    assert torch.equal(real.sort().values, torch.arange(samples))

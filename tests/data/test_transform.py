@@ -1,0 +1,140 @@
+"""Transforms of single images are functions of each image's key, in any batch and in any worker process."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_train.config import Augment, Config, Data
+from accel_train.data.keyed import hashed, key
+from accel_train.data.loading import create_feed, create_loader
+from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.sources import Source, load_splits
+from accel_train.data.transform import ImageTransform, resize_default
+from accel_train.errors import UserError
+from accel_train.launch import Launch, create_accelerator
+
+NUMBERS = torch.Generator().manual_seed(0)
+SHAPES = [(3, 40, 40), (3, 31, 57), (3, 64, 33), (3, 20, 90)] * 6
+IMAGES = [torch.randint(256, shape, generator=NUMBERS, dtype=torch.uint8) for shape in SHAPES]
+KEYS = hashed(key(1, 0, "augment"), torch.arange(len(IMAGES)))
+
+POLICIES = {
+    "resized": Augment(crop="resized"),
+    "random": Augment(crop="random", pad=3, resize=28),
+    "randaugment": Augment(crop="resized", policy="randaugment"),
+    "trivialaugment": Augment(crop="random", policy="trivialaugment"),
+}
+
+
+@pytest.mark.parametrize("augment", POLICIES.values(), ids=POLICIES)
+class TestTraining:
+    def test_an_image_looks_the_same_in_any_batch(self, augment: Augment) -> None:
+        transform = ImageTransform(augment, 24, training=True)
+        whole = transform(IMAGES, KEYS)
+        assert whole.shape == (len(IMAGES), 3, 24, 24) and whole.dtype == torch.uint8
+        order = torch.randperm(len(IMAGES), generator=torch.Generator().manual_seed(1)).tolist()
+        for size in (1, 5):
+            for at in range(0, len(order), size):
+                some = order[at : at + size]
+                assert torch.equal(transform([IMAGES[i] for i in some], KEYS[some]), whole[some])
+
+    def test_other_keys_give_other_images(self, augment: Augment) -> None:
+        transform = ImageTransform(augment, 24, training=True)
+        first, second = (transform(IMAGES, hashed(key(1, epoch, "augment"), torch.arange(24))) for epoch in (0, 1))
+        assert (first != second).flatten(1).any(1).float().mean() > 0.9
+        one = transform([IMAGES[0]] * 20, hashed(key(2), torch.arange(20)))
+        assert len(one.flatten(1).unique(dim=0)) > 15
+
+    def test_no_generator_is_moved_or_looked_at(self, augment: Augment) -> None:
+        transform = ImageTransform(augment, 24, training=True)
+        looks = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+            looks.append(transform(IMAGES, KEYS))
+            assert torch.equal(torch.get_rng_state(), before[0])
+            assert random.getstate() == before[1]
+            assert (np.random.get_state()[1] == before[2]).all()
+        assert torch.equal(*looks)
+
+
+@given(st.integers(8, 40), st.none() | st.integers(0, 20))
+def test_evaluation_crops_the_middle_and_draws_nothing(size: int, larger: int | None) -> None:
+    augment = dataclasses.replace(POLICIES["trivialaugment"], resize=None if larger is None else size + larger)
+    transform = ImageTransform(augment, size, training=False)
+    found = transform(IMAGES[:4], KEYS[:4])
+    assert found.shape == (4, 3, size, size)
+    assert torch.equal(found, transform(IMAGES[:4], KEYS[4:8]))
+    short = size + larger if larger is not None else resize_default(size)
+    grey = transform([torch.arange(short, dtype=torch.uint8).expand(3, short, short)], KEYS[:1])[0]
+    left = round((short - size) / 2)
+    assert grey[0, 0].tolist() == list(range(left, left + size))
+
+
+class TestLoader:
+    """The whole way of a sample, but for the model."""
+
+    @staticmethod
+    def seen(source: Source, augment: Augment, batch_size: int, workers: int, update: int = 0) -> dict[int, bytes]:
+        """Sample -> its pixels, from update `update` of epoch 3 on."""
+        order = TrainingOrder(Plan(len(source), batch_size, 1, 1), 5)
+        order.seek(3, update)
+        cpu = torch.device("cpu")
+        loader = create_loader(source, order, augment, size=8, seed=5, workers=workers, local_processes=1, device=cpu)
+        found = {}
+        for batch in loader:
+            for number, image in zip(batch["ids"].tolist(), batch["images"], strict=True):
+                pixels = image.numpy().tobytes()
+                assert found.setdefault(number, pixels) == pixels  # padding repeats samples
+        return found
+
+    @pytest.mark.parametrize("policy", ["trivialaugment", "none"])
+    def test_any_batch_size_any_worker_any_restart(self, policy: str) -> None:
+        source = load_splits(Data(train_limit=100), 0).train
+        augment = Augment(crop="random", pad=1, policy=policy)
+        expected = self.seen(source, augment, 10, 0)
+        assert len(expected) == 100
+        assert self.seen(source, augment, 32, 0) == expected
+        assert self.seen(source, augment, 10, 2) == expected
+        tail = self.seen(source, augment, 10, 1, update=6)
+        assert len(tail) == 40 and tail.items() <= expected.items()
+
+    def test_a_worker_that_outlives_an_epoch_follows_it(self) -> None:
+        source = load_splits(Data(train_limit=40), 0).train
+        order = TrainingOrder(Plan(40, 20, 1, 1), 5)
+        augment, cpu = Augment(policy="trivialaugment"), torch.device("cpu")
+        loader = create_loader(source, order, augment, size=8, seed=5, workers=1, local_processes=1, device=cpu)
+        epochs = []
+        for epoch in (3, 4, 3):
+            order.seek(epoch)
+            batches = list(loader)
+            epochs.append([torch.cat([batch[name] for batch in batches]) for name in ("ids", "keys", "images")])
+        assert all(torch.equal(first, third) for first, third in zip(epochs[0], epochs[2], strict=True))
+        assert not any(torch.equal(first, second) for first, second in zip(epochs[0], epochs[1], strict=True))
+
+    def test_images_in_memory_keep_their_scale_under_a_policy(self) -> None:
+        source = load_splits(Data(train_limit=40), 0).train
+        order, cpu = TrainingOrder(Plan(40, 40, 1, 1), 5), torch.device("cpu")
+        augment = Augment(policy="randaugment", randaugment_ops=1, randaugment_magnitude=0)  # next to nothing
+        loader = create_loader(source, order, augment, size=8, seed=5, workers=0, local_processes=1, device=cpu)
+        (batch,) = list(loader)
+        plain = source.fetch(batch["ids"].tolist())
+        assert isinstance(plain, torch.Tensor)
+        same = (batch["images"] == plain).flatten(1).all(1).float().mean()
+        assert same > 0.5  # the rest: equalize and the like, that know no magnitude
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_a_resize_to_less_than_the_input_is_an_error(self, training: bool) -> None:
+        config = Config(augment=Augment(resize=7))
+        splits = load_splits(config.data, 0)
+        accelerator = create_accelerator(Launch())
+        order = TrainingOrder(Plan(len(splits.train), 64, 1, 1), 0) if training else EvaluationOrder(10, 10)
+        with pytest.raises(UserError, match=r"--augment\.resize: found 7; the model's input has 8: 8 or more"):
+            create_feed(config, splits, splits.train, order, accelerator, size=8)

@@ -1,0 +1,184 @@
+"""`accel-train evaluate` on a real run: the figures of training's own evaluation, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState, GradientState
+
+from accel_train import cli, evaluate_run, options
+from accel_train.config import Data
+from accel_train.data.sources import Source, load_splits
+from accel_train.signature import read_signature
+from accel_train.trained import find_weights, load_model
+
+CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def run(digits_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be evaluated."""
+    return Path(shutil.copytree(digits_run, tmp_path / "run"))
+
+
+def evaluated(run: Path, *words: str, split: str = "test") -> dict[str, Any]:
+    """What `accel-train evaluate RUN …` writes."""
+    assert cli.main(["evaluate", str(run), "--split", split, *words]) == 0
+    found: dict[str, Any] = json.loads((run / f"evaluation-{split}.json").read_text())
+    return found
+
+
+def loss_by_hand(run: Path, source: Source) -> float:
+    config, signature = options.parse([str(run / "config.yaml")]), read_signature(run)
+    pixels = source.fetch(range(len(source)))
+    assert isinstance(pixels, torch.Tensor)
+    with torch.inference_mode():
+        inputs = (pixels / 255 - signature.mean[0]) / signature.std[0]
+        logits = load_model(config.model, signature, run / "model.safetensors")(inputs)
+        return F.cross_entropy(logits, source.labels).item()
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The error of `accel-train evaluate …`, one line."""
+    assert cli.main(["evaluate", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("accel-train: error: ")
+
+
+def test_the_figures_are_those_of_the_end_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluated(run)
+    result = json.loads((run / "result.json").read_text())
+    assert found["model"]["count"] == result["test_images"] == sum(map(sum, found["model"]["confusion"]))
+    for key in ("loss", "accuracy"):
+        assert found["model"][key] == pytest.approx(result[f"test_{key}"], abs=1e-6)
+        assert found["ema"][key] == pytest.approx(result[f"ema_test_{key}"], abs=1e-6)
+    assert found["model"]["confusion"] == result["confusion"]
+    assert found["model"]["loss"] != found["ema"]["loss"]
+    assert (found["model"]["weights"], found["ema"]["weights"]) == ("model.safetensors", "ema.safetensors")
+    assert found["classes"] == list("0123456789")
+
+    out = capsys.readouterr().out
+    assert f"{found['model']['accuracy']:.2%}" in out
+    assert f"{found['ema']['accuracy']:.2%}" in out
+    assert f"{found['ema']['class_accuracy'][8]:.2%}" in out
+    assert str(run / "evaluation-test.json") in out
+
+
+def test_two_processes_count_the_same(run: Path) -> None:
+    alone = evaluated(run)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "multi_cpu.yaml")]
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    done = subprocess.run(
+        [*launcher, "-m", "accel_train", "evaluate", str(run)],
+        capture_output=True,
+        text=True,
+        env=environment | {"ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all classes and the confusion counts") == 1
+    together = json.loads((run / "evaluation-test.json").read_text())
+    assert (alone["processes"], together["processes"]) == (1, 2)
+    for name in ("model", "ema"):
+        for key in ("count", "accuracy", "top5_accuracy", "confusion"):
+            assert together[name][key] == alone[name][key]
+        assert together[name]["loss"] == pytest.approx(alone[name]["loss"], abs=1e-6)
+
+
+def test_the_training_split_is_not_augmented(run: Path) -> None:
+    config = options.parse([str(run / "config.yaml")])
+    assert (config.augment.crop, config.augment.pad) == ("random", 1)
+    source = load_splits(config.data, config.seed).train
+    found = evaluated(run, split="train")["model"]
+    assert found["count"] == len(source)
+    assert found["loss"] == pytest.approx(loss_by_hand(run, source), abs=1e-5)
+
+
+def test_other_data_and_other_splits(run: Path) -> None:
+    assert evaluated(run, split="val")["model"]["count"] == round(1438 / 10)
+    assert evaluated(run, "--data.test-limit", "7")["model"]["count"] == 7
+    # Another set of the same classes is normalised as the model's own was.
+    options_of_it = ["--data.name=synthetic", "--data.channels=1", "--data.image-size=8", "--data.test-images=20"]
+    found = evaluated(run, *options_of_it)
+    assert found["model"]["count"] == 20
+    assert found["data"]["name"] == "synthetic"
+    synthetic = load_splits(Data("synthetic", channels=1, image_size=8, test_images=20), 0).test
+    assert synthetic is not None
+    assert found["model"]["loss"] == pytest.approx(loss_by_hand(run, synthetic), abs=1e-4)
+
+
+def test_the_worst_of_many_classes_are_shown(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_run, "SHOWN", 3)
+    accuracy = evaluated(run)["ema"]["class_accuracy"]
+    out = capsys.readouterr().out
+    rows = out.partition("top-1 (model)")[2].splitlines()[1:4]
+    assert "the 3 classes of the lowest accuracy, of 10:" in out
+    assert [row.split()[0] for row in rows] == [str(at) for at in sorted(range(10), key=lambda at: accuracy[at])[:3]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--split=val", "--data.val-fraction=0"],
+         "--split val: the data 'digits' has no such split; it has train and test."),
+        (["--split=dev"], "--split: expected one of test, val, train, found 'dev' (command line)."),
+        (["--data.name=synthetic", "--data.classes=5", "--data.channels=1"],
+         "the data has other classes than those that {run} was trained on: 10 there and 5 here."),
+        (["--data.name=synthetic"], "the images have 3 channels, but the model of {run} takes 1: "
+         "give --data.channels 1 if the data can be read so."),
+        (["--checkpoint=update-1"], "update-1 is no whole checkpoint (update-1/manifest.json is missing); "
+         "{run} has update-00000027, update-00000054."),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told(
+    run: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert told(capsys, str(run), *words) == message.replace("{run}", str(run))
+    assert not list(run.glob("evaluation*"))
+
+
+def test_without_final_weights_the_newest_whole_checkpoint_counts(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = sorted((run / "checkpoints").iterdir())
+    assert find_weights(run, Path(older.name))["ema"] == older / "ema.safetensors"
+    for weights in run.glob("*.safetensors"):
+        weights.unlink()
+    assert find_weights(run)["model"] == newer / "model.safetensors"
+    with (newer / "optimizer.pt").open("r+b") as file:
+        file.write(b"altered")
+    assert evaluated(run)["ema"]["weights"] == f"checkpoints/{older.name}/ema.safetensors"
+    capsys.readouterr()
+    assert f"{newer} is no whole checkpoint ({newer}/optimizer.pt is altered" in told(
+        capsys, str(run), "--checkpoint", str(newer)
+    )
+    shutil.rmtree(run / "checkpoints")
+    assert told(capsys, str(run)) == f"{run} has no weights yet: neither model.safetensors nor a whole checkpoint."
+
+
+def test_figures_are_shown_even_if_they_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "evaluation-test.json" / "in the way").mkdir(parents=True)
+    assert cli.main(["evaluate", str(run)]) == 1
+    out, err = capsys.readouterr()
+    assert "top-1" in out
+    assert err.startswith(f"accel-train: warning: {run}/evaluation-test.json cannot be written (")
+    assert not list(run.glob(".evaluation*"))
