@@ -83,4 +83,19 @@ def test_config_only(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "again.yaml").write_text(printed)
     again, first = parse(["again.yaml"]), parse([recipe, *small(recipe, photos)])
-    assert (again.data, again.model, again.optim, again.augment) == (first.data, first.model, first.optim, first.augment)
+    assert (again.data, again.model, again.optim, again.augment) == (
+        first.data,
+        first.model,
+        first.optim,
+        first.augment,
+    )
+
+
+def test_config_only_without_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "cifar10_alexnet", "--config-only"]) == 0
+    printed = capsys.readouterr().out
+    assert "# accumulation: 4" in printed and "# updates: not known (the data 'cifar10' is not in data yet" in printed
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,132 @@
+"""What a newcomer gets wrong: one line that helps, exit code 2, no traceback, and nothing half-written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from PIL import Image
+
+from accel_train.cli import main
+
+CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An empty working directory, and no Accelerate left over from another test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which `accel-train train ARGUMENTS` is refused."""
+    before = sorted(Path().rglob("*"))
+    assert main(["train", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("accel-train: error: ") and shown.err.count("\n") == 1, shown.err
+    assert sorted(Path().rglob("*")) == before, "something was written"
+    return shown.err
+
+
+def images(root: str, **classes: int) -> None:
+    for name, count in classes.items():
+        (Path(root) / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (9 + number, 7), (number * 20, 0, 99)).save(Path(root) / name / f"{number}.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["digit"], "'digits'"),
+        (["digits", "--optim.lt", "0.1"], "'optim.lr'"),
+        (["digits", "--lr", "0.1"], "'optim.lr'"),
+        (["digits", "--optim.lr", "fast"], "'fast'"),
+        (["digits", "--epochs", "0"], "greater than 0"),
+        (["digits", "--model.name", "resnet81"], "'resnet18'"),
+        (["digits", "--data.name", "minst"], "mnist"),
+        (["digits", "--trackers", "tensorbord"], "'tensorboard'"),
+        (["digits", "--trackers", "comet_ml"], "not installed"),
+        (["digits", "--optim.name", "addam"], "'adam'"),
+        (["digits", "--batch-size", "4000"], "1438"),
+        (["digits", "--batch-size", "31", "--augment.mixup", "0.2"], "30 or 32"),
+        (["digits", "--augment.mean", "0.1", "0.2"], "2 values"),
+        (["digits", "--data.name", "folder", "--data.root", "nowhere"], "nowhere"),
+    ],
+)
+def test_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in refused(capsys, *arguments)
+
+
+def test_folders(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ["digits", "--data.name", "folder", "--data.root"]
+    Path("empty").mkdir()
+    assert "empty" in refused(capsys, *folder, "empty")
+    images("single", cat=3)
+    assert "one class" in refused(capsys, *folder, "single")
+    images("hollow", cat=3, dog=0)
+    assert "dog" in refused(capsys, *folder, "hollow", "--data.test-fraction", "0.5")
+
+
+def test_output_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    assert "file" in refused(capsys, "digits", "--output-dir", "file")
+    assert "file" in refused(capsys, "digits", "--output-dir", "file/below")
+
+
+def test_unreadable_image_stops_training_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    images("photos", cat=8, dog=8)
+    Path("photos/cat/3.png").write_bytes(b"not a picture")
+    options = ["--data.name", "folder", "--data.root", "photos", "--data.test-fraction", "0.1", "--batch-size", "4"]
+    for workers in ("0", "1"):
+        small = ["--data.workers", workers, "--model.image-size", "8", "--augment.crop", "center", "--model.name"]
+        assert main(["train", "digits", *options, *small, "mnist_cnn", "--output-dir", f"run{workers}"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert "photos/cat/3.png" in error and "check-data" in error
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def test_odd_images_train(capsys: pytest.CaptureFixture[str]) -> None:
+    images("photos", cat=4, dog=4)
+    odd = {"grey": Image.new("L", (5, 6)), "alpha": Image.new("RGBA", (8, 3)), "dot": Image.new("RGB", (1, 1))}
+    odd |= {"palette": Image.new("P", (6, 6)), "deep": Image.new("I;16", (6, 4)), "bit": Image.new("1", (4, 4))}
+    for name, image in odd.items():
+        image.save(f"photos/cat/{name}.png")
+    Image.new("CMYK", (9, 9)).save("photos/dog/cmyk.jpg")
+    arguments = ["digits", "--data.name", "folder", "--data.root", "photos", "--data.test-fraction", "0.2"]
+    arguments += ["--model.image-size", "8", "--batch-size", "4", "--epochs", "1", "--data.workers", "0"]
+    assert main(["train", *arguments, "--augment.crop", "resized", "--output-dir", "run"]) == 0
+
+
+def test_traceback_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits", "--batch-size", "4000", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_one_of_two_processes_speaks(tmp_path: Path) -> None:
+    """A batch that two processes cannot share; both find out, and one says so."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "multi_cpu.yaml")]
+    command += ["-m", "accel_train.train", "digits", "--batch-size", "33"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.count("accel-train: error:") == 1
+    assert "33 samples cannot be shared evenly by 2 processes; try 32 or 34" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_is_not_needed_for_an_error() -> None:
+    script = "import sys; from accel_train.cli import main; main(['train', 'digits', '--optim.lt', '1']); "
+    script += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+    assert torch.__version__
