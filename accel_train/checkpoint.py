@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -139,6 +140,19 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+
+    def publish(self, update: int) -> None:
+        """Copy the weights of the checkpoint of `update` into the run's directory, where they are easily found."""
+        if not self.accelerator.is_main_process:
+            return
+        self.wait()
+        try:
+            for weights in sorted(commit.directory(self.folder, update).glob("*.safetensors")):
+                aside = self.folder.parent / f".{weights.name}.tmp"
+                shutil.copyfile(weights, aside)
+                aside.replace(self.folder.parent / weights.name)
+        except OSError as error:
+            self.failures.append(f"the final weights are only in {self.folder}: {error}")
 
     def restore(self, resume: str, allow_change: Sequence[str] = ()) -> TrainState | None:
         """Restore model, optimizer, EMA, loss scaler and schedule; return the position, or None for a new

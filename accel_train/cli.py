@@ -79,9 +79,7 @@ def _run(words: list[str]) -> int:
 
 
 def _print_help() -> None:
-    print(
-        "usage: accel-train COMMAND …\n\nTrain image classifiers: the same run on any number of processes.\n"
-    )
+    print("usage: accel-train COMMAND …\n\nTrain image classifiers: the same run on any number of processes.\n")
     for name, summary in COMMANDS.items():
         print(f"  {name:<12}{summary}")
     print("\n`accel-train COMMAND --help` tells more. To begin: accel-train train digits")

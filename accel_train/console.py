@@ -46,9 +46,7 @@ class Console:
         if self.is_live:
             # A forked data worker must not print through the display: it may inherit its lock, locked.
             os.register_at_fork(after_in_child=_use_plain_streams)
-            self._live = Live(
-                console=self._rich, get_renderable=self._display, refresh_per_second=REDRAWS_PER_SECOND
-            )
+            self._live = Live(console=self._rich, get_renderable=self._display, refresh_per_second=REDRAWS_PER_SECOND)
             self._live.start()
         return self
 
@@ -134,9 +132,7 @@ class Console:
         table = Table.grid(padding=(0, 2))
         for name, value in figures.items():
             table.add_row(Text(name, style="dim"), Text(value, style="bold", overflow="fold"))
-        self._rich.print(
-            Panel(table, title=Text(title), title_align="left", expand=False, border_style="green")
-        )
+        self._rich.print(Panel(table, title=Text(title), title_align="left", expand=False, border_style="green"))
         for name, command in commands.items():
             self._rich.print(Text.assemble((f"{name:<{width}}  ", "dim"), command), soft_wrap=True)
 

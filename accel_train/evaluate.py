@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from accel_train.config import Config
 from accel_train.data.loading import Feed
+
+Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,14 @@ class Evaluation:
 
 
 @torch.inference_mode()
-def evaluate(accelerator: Accelerator, model: nn.Module, feed: Feed) -> Evaluation:
-    """Run `model` in evaluation mode over every sample of a split; `feed` is one over an EvaluationOrder.
+def evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    feed: Feed,
+    through: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
+) -> Evaluation:
+    """Run `model` in evaluation mode over every sample of a split; `feed` is one over an EvaluationOrder, and
+    `through` may look at its batches on their way.
 
     The precision is the accelerator's, whether or not the model was prepared (the running mean of the weights is not).
     The results of single samples are gathered with their numbers, the padding is dropped by its weight, and then each
@@ -40,7 +49,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, feed: Feed) -> Evaluati
     """
     model.eval()
     ids, labels, predictions, top5, losses = [], [], [], [], []
-    for batch in feed.batches:
+    for batch in through(feed.batches):
         inputs, label = feed.transform(batch)
         with accelerator.autocast():
             logits = model(inputs).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -27,20 +28,24 @@ class Count:
 
     @property
     def loss(self) -> float:
-        return self.loss_sum / self.samples
+        return self.loss_sum / self.samples if self.samples else math.nan
 
     @property
     def accuracy(self) -> float:
-        return self.correct / self.samples
+        return self.correct / self.samples if self.samples else math.nan
 
 
 class Meter:
-    """Sums this process's losses and hits on the device; `read` adds up all processes' and starts anew."""
+    """Sums this process's losses and hits on the device; `read` adds up all processes' and starts anew.
+
+    An update's micro-batches count once it is done: `keep` them, or `drop` them if the update is left out.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._losses = torch.zeros((), device=accelerator.device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=accelerator.device)  # hits, samples
+        self._update: list[tuple[Tensor, Tensor]] = []  # the same of each micro-batch of the update under way
 
     @torch.no_grad()
     def add(self, logits: Tensor, targets: Tensor, weighted_losses: Tensor, weights: Tensor) -> None:
@@ -48,8 +53,19 @@ class Meter:
         the label; `weighted_losses` float32 [b], already times `weights`; `weights` float32 [b], 0 for padding."""
         labels = targets if targets.ndim == 1 else targets.argmax(1)
         real = weights > 0
-        self._losses += weighted_losses.sum()
-        self._counts += torch.stack([((logits.argmax(1) == labels) & real).sum(), real.sum()])
+        hits = ((logits.argmax(1) == labels) & real).sum()
+        self._update.append((weighted_losses.sum(), torch.stack([hits, real.sum()])))
+
+    def keep(self) -> None:
+        """The update is done: its micro-batches count."""
+        for losses, counts in self._update:
+            self._losses += losses
+            self._counts += counts
+        self._update.clear()
+
+    def drop(self) -> None:
+        """The update is left out: its micro-batches do not count."""
+        self._update.clear()
 
     def read(self) -> Count:
         """The sums since the last `read`, over all processes (which must all call it). Waits for the device."""

@@ -5,11 +5,11 @@ finite, and one all-reduce (MAX of a single number, on the device) makes the ans
 and a loss that is not finite on one process alone. When the host reads the answer depends:
 
 * Where waiting costs nothing or cannot be helped (the CPU, MPS, fp16, whose scaler waits anyhow, sharded parameters,
-  `skip`, optimizers without a fused kernel), it is read before the optimizer's step. On a GPU that is one wait for the
-  device an update.
-* On CUDA with a fused optimizer (sgd, adam, adamw) and `stop` or `rewind` nobody waits: the optimizer's kernel reads the
-  number itself (`found_inf`, as the GradScaler uses it) and leaves weights and state alone; the host reads it one update
-  later, and always before anything is logged or saved.
+  `skip`, optimizers without a fused kernel), it is read before the optimizer's step. On a GPU that is one wait for
+  the device an update.
+* On CUDA with a fused optimizer (sgd, adam, adamw) and `stop` or `rewind` nobody waits: the optimizer's kernel reads
+  the number itself (`found_inf`, as the GradScaler uses it) and leaves weights and state alone; the host reads it one
+  update later, and always before anything is logged or saved.
 
 With fp16 an overflow of the scaled gradients is normal: the scaler leaves such updates out and lowers its scale. It
 counts as an error when the scale has fallen below 1, or when the loss itself is not finite.
@@ -55,10 +55,16 @@ class Guard:
     """Looks at each update, and does as --on-nonfinite says; all processes must make the same calls."""
 
     def __init__(
-        self, config: Config, accelerator: Accelerator, model: nn.Module, optimizer: Any, transform: BatchTransform
+        self,
+        config: Config,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Any,
+        transform: BatchTransform,
+        report: Report,
     ) -> None:
         """`model` and `optimizer` as Accelerate prepared them; `transform` is that of the training's batches."""
-        self.config, self.accelerator, self.transform = config, accelerator, transform
+        self.config, self.accelerator, self.transform, self.report = config, accelerator, transform, report
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = list(model.buffers())
@@ -70,8 +76,9 @@ class Guard:
             and not any(isinstance(parameter, DTensor) for parameter in self.parameters)
         )
         self._before: list[Tensor] = []  # the buffers before an update that is or may be left out
-        self._window, self._unread = Window(), None
-        self._left_out_in_a_row = 0
+        self._window = Window()
+        self._unread: Window | None = None  # the update before, if the host has not yet read of it
+        self._everyone: list[tuple[int, int, float, float]] = []  # rank, id, loss, weight of each sample of one
         self._rewinds = False
 
     def begin_update(self, state: TrainState) -> None:
@@ -87,7 +94,7 @@ class Guard:
         self._window.losses.append(losses.detach())
 
     @torch.no_grad()
-    def passes(self, state: TrainState, report: Report) -> bool:
+    def passes(self, state: TrainState) -> bool:
         """After the last backward pass: whether the optimizer may take its step.
 
         If not, the update is left out, and all is as it was before it but for its gradients. Raises UserError if
@@ -98,35 +105,33 @@ class Guard:
             bad = self._find_bad()
             if self.reads_later:
                 self.optimizer.found_inf = bad
-                self._read(state, report)
-                window.bad = torch.empty(1, pin_memory=True).copy_(bad, non_blocking=True)
-                window.copied = torch.cuda.Event()
-                window.copied.record()
+                self._read(state)
+                window.bad = torch.empty((), pin_memory=True).copy_(bad, non_blocking=True)
+                window.copied = torch.cuda.current_stream().record_event()
                 self._unread = window
                 return True
             if not bad.item():
-                self._left_out_in_a_row = 0
                 return True
-            self._act(window, state, report)
+            self._act(window, state)
         for buffer, before in zip(self.buffers, self._before, strict=bool(self._before)):
             buffer.copy_(before)
         return False
 
-    def rewinds(self, state: TrainState, report: Report, *, due: bool) -> bool:
+    def rewinds(self, state: TrainState, *, due: bool) -> bool:
         """At an update's end: whether the run has to go back to its last checkpoint. Raises UserError as `passes`.
 
         `due`: something will be logged or saved now, so that all updates must have been looked at.
         """
         if due:
-            self._read(state, report)
+            self._read(state)
         return self._rewinds
 
     def rewound(self) -> None:
         """The run has gone back, and goes on."""
-        self._rewinds = False
+        self._unread, self._rewinds = None, False
 
     def _find_bad(self) -> Tensor:
-        """1 if a loss or gradient of any process is not finite, else 0; float32 [1] on the device, the same on all."""
+        """1 if a loss or gradient of any process is not finite, else 0; float32 [] on the device, the same on all."""
         finite = torch.stack([losses.sum() for losses in self._window.losses]).isfinite().all()
         scaler = self.accelerator.scaler
         if scaler is None or scaler.get_scale() < 1:
@@ -135,37 +140,39 @@ class Guard:
             # The largest absolute value: a NaN wins, and unlike a sum of squares it cannot overflow by itself.
             largest = nn.utils.get_total_norm([each for each in local if each.numel()], norm_type=math.inf)
             finite = finite & largest.to(finite.device).isfinite()
-        bad = 1 - finite.float().view(1)
+        bad = 1 - finite.float()
         if self.accelerator.num_processes > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         return bad
 
-    def _read(self, state: TrainState, report: Report) -> None:
+    def _read(self, state: TrainState) -> None:
         """Read the answer about the last update, if it was not yet."""
         window, self._unread = self._unread, None
         if window is not None and window.bad is not None:
             window.copied.synchronize()
             if window.bad.item():
-                self._act(window, state, report)
-            else:
-                self._left_out_in_a_row = 0
+                self._act(window, state)
 
-    def _act(self, window: Window, state: TrainState, report: Report) -> None:
+    def _act(self, window: Window, state: TrainState) -> None:
         """Write down what the update was made of, and tell it; then stop, or leave it out."""
         found = self._describe(window)
-        folder = self._write(window, report)
+        folder = self._write(window)
         policy = self.config.on_nonfinite
-        self._left_out_in_a_row += 1
-        if policy == "stop" or self._left_out_in_a_row > MOST_IN_A_ROW:
-            report.run.event(f"not finite: {found}", update=window.number, action="stop")
-            again = f" {MOST_IN_A_ROW} updates in a row were left out before it." if policy != "stop" else ""
+        broken = {*range(window.number - MOST_IN_A_ROW, window.number)} <= {*state.left_out}
+        if policy == "stop" or broken:
+            self.report.run.event(f"not finite: {found}", update=window.number, action="stop")
+            advice = (
+                f"so were the {MOST_IN_A_ROW} before it, which were left out: lower optim.lr in a new run"
+                if broken
+                else "go on from there with another optim.lr (--allow-change), or with --on-nonfinite skip or rewind"
+            )
             raise UserError(
-                f"Update {window.number} is not finite: {found}.{again} Its samples are in {folder}; the last "
-                "checkpoint is whole. Go on from there with a smaller optim.lr, or with --on-nonfinite skip."
+                f"Update {window.number} is not finite: {found}. Its samples are in {folder}. "
+                f"The last checkpoint is whole; {advice}."
             )
         state.left_out.append(window.number)
         self._rewinds = policy == "rewind"
-        report.left_out(window.number, found, state, action=policy)
+        self.report.left_out(window.number, found, state, action=policy)
 
     def _describe(self, window: Window) -> str:
         """What is not finite, in words, the same on all processes; the ids go to nonfinite/update-….json."""
@@ -181,9 +188,9 @@ class Guard:
         shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
         return f"the loss of {len(bad)} of {len(self._everyone)} samples (ids {shown})"
 
-    def _write(self, window: Window, report: Report) -> str:
+    def _write(self, window: Window) -> str:
         """The images as they were loaded and as the model saw them, a file a process; the ids of all in one."""
-        folder = report.run.path / "nonfinite"
+        folder = self.report.run.path / "nonfinite"
         name = f"update-{window.number:08d}"
         try:
             folder.mkdir(exist_ok=True)
@@ -202,5 +209,5 @@ class Guard:
                 text = json.dumps({"update": window.number, "samples": samples}, indent=1)
                 (folder / f"{name}.json").write_text(text + "\n")
         except OSError as error:
-            report.console.warn(f"the samples of update {window.number} cannot be written: {error}")
+            self.report.console.warn(f"the samples of update {window.number} cannot be written: {error}")
         return str(folder)

@@ -181,13 +181,13 @@ def create_ema(ema: config.Ema, model: nn.Module) -> ModelEmaV3 | None:
     return ModelEmaV3(model, decay=ema.decay, use_warmup=ema.warmup) if ema.enabled else None
 
 
-def share_buffers(ema: ModelEmaV3) -> None:
-    """Give all processes the main one's averaged buffers (BatchNorm's statistics, which each counts on its own).
+def share_buffers(model: nn.Module) -> None:
+    """Give all processes the main one's buffers: BatchNorm's statistics, which each counts on its own. Collective.
 
-    DDP does so with the model's buffers before each forward pass. Collective.
+    DDP does so by itself before each forward pass, but nobody does under FSDP2, nor for an EMA.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
-        for buffer in ema.module.buffers():
+        for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
 

@@ -14,7 +14,8 @@ from accel_train.checkpoint import Checkpoints, TrainState
 from accel_train.config import Config, to_yaml
 from accel_train.console import Console
 from accel_train.data.order import Plan
-from accel_train.data.sources import Splits
+from accel_train.data.sources import Splits, load_splits
+from accel_train.errors import UserError
 from accel_train.evaluate import Evaluation
 from accel_train.meter import Count, Stopwatch
 from accel_train.run import RunDirectory
@@ -43,10 +44,17 @@ class Report:
         for note in notes:
             self.warn(note)
         if resumed:
-            self.run.rewind(state.update)
+            self.run.rewind(state.update, state.epoch)
             self.run.event("resumed", update=state.update, processes=self.plan.processes)
             self.console.say(f"going on after update {state.update}, in epoch {state.epoch + 1}")
-        self.run.status("training", epoch=state.epoch + 1, update=state.update, updates=self._updates, force=True)
+        self.run.status(
+            "training",
+            force=True,
+            epoch=state.epoch + 1,
+            update=state.update,
+            updates=self._updates,
+            left_out_updates=len(state.left_out),
+        )
 
     @property
     def _updates(self) -> int:
@@ -77,14 +85,15 @@ class Report:
     def trained_epoch(self, state: TrainState) -> None:
         """The epoch's own figures, counted while the weights changed, over every sample of it."""
         count = Count(state.epoch_loss_sum, state.epoch_correct, state.epoch_count)
-        self._evaluated("train", "model", state, {"loss": count.loss, "accuracy": count.accuracy}, count.samples)
+        self._evaluated("train", state, {"loss": count.loss, "accuracy": count.accuracy}, count.samples)
 
-    def evaluated(self, split: str, weights: str, state: TrainState, found: Evaluation) -> None:
+    def evaluated(self, name: str, state: TrainState, found: Evaluation) -> None:
+        """`name`: of the split; "test (ema)" of the running mean of the weights."""
         figures = {"loss": found.loss, "accuracy": found.accuracy, "top5_accuracy": found.top5_accuracy}
-        self._evaluated(split, weights, state, figures, found.count)
+        self._evaluated(name, state, figures, found.count)
 
-    def _evaluated(self, split: str, weights: str, state: TrainState, figures: dict[str, float], count: int) -> None:
-        name = split if weights == "model" else f"{split} ({weights})"
+    def _evaluated(self, name: str, state: TrainState, figures: dict[str, float], count: int) -> None:
+        split, weights = name.removesuffix(" (ema)"), "ema" if name.endswith(" (ema)") else "model"
         epoch, now = state.epoch + 1, time.monotonic()
         seconds, self._last = now - self._last, now
         self.console.evaluated(name, epoch, loss=figures["loss"], accuracy=figures["accuracy"], seconds=seconds)
@@ -113,6 +122,19 @@ class Report:
             self.warn(failure)
         self._failures = len(checkpoints.failures)
 
+    def left_out(self, number: int, found: str, state: TrainState, *, action: str) -> None:
+        """Update `number` was not finite and is left out: at once (skip), or when it comes again (rewind)."""
+        self.console.warn(f"update {number} is not finite: {found}; {action}")
+        self.run.event(f"not finite: {found}", update=number, action=action)
+        self.run.status("training", force=True, left_out_updates=len(state.left_out))
+
+    def rewound(self, state: TrainState) -> None:
+        """The run goes on from its last checkpoint, whose position is `state`."""
+        self.run.rewind(state.update, state.epoch)
+        self.run.event("rewound", update=state.update)
+        self.console.say(f"going back to the checkpoint of update {state.update}")
+        self.console.advance(state.update)
+
     def interrupted(self, state: TrainState, reason: str) -> None:
         self.run.event("interrupted", update=state.update, reason=reason)
         self.run.status("interrupted", update=state.update, force=True)
@@ -133,6 +155,8 @@ class Report:
         figures = {f"{name} accuracy": f"{found.accuracy:.2%}" for name, found in last.items()}
         if state.train_seconds:
             figures["speed"] = f"{result['images_per_second']:,.0f} images/s, {state.train_seconds:.1f} s of training"
+        if state.left_out:
+            figures["left out"] = f"{len(state.left_out)} updates that were not finite"
         figures["run"] = str(run.path)
         title = f"{config.recipe}: {config.epochs} epoch{'s' * (config.epochs > 1)}, {state.update} updates"
         self.console.finish(title, figures, next_steps(run.path))
@@ -140,41 +164,45 @@ class Report:
 
 def describe(config: Config, plan: Plan, accelerator: Accelerator, splits: Splits, model: nn.Module) -> str:
     """The first lines of a run: what is trained, where, and how a batch is shared."""
-    sizes = {"train": splits.train, "val": splits.validation, "test": splits.test}
-    data = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
+    sizes = {"training": splits.train, "validation": splits.validation, "test": splits.test}
+    images = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
+    left_out = f", {splits.left_out} unreadable left out" if splits.left_out else ""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     world = f"{plan.processes} process{'es' * (plan.processes > 1)}"
-    left_out = f"; {splits.left_out} unreadable images left out" if splits.left_out else ""
-    return (
-        f"{config.recipe}: {config.data.name} ({data}; {len(splits.classes)} classes{left_out}), "
-        f"{config.model.name} ({parameters:,} parameters)\n"
-        f"{world} on {accelerator.device.type}, {accelerator.mixed_precision.replace('no', 'fp32')}; "
-        f"batch {plan.batch_size} = {plan.processes} x {plan.accumulation} x {plan.micro_batch} "
-        f"(processes x accumulation x micro-batch); {plan.updates_per_epoch} updates an epoch\n"
-        f"run: {config.output_dir}"
-    )
+    precision = accelerator.mixed_precision.replace("no", "fp32")
+    lines = {
+        "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
+        "data": f"{config.data.name}: {images} images of {len(splits.classes)} classes{left_out}",
+        "model": f"{config.model.name}, {parameters:,} parameters",
+        "device": f"{world} on {accelerator.device.type}, {precision}",
+        "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images; "
+        f"{plan.updates_per_epoch} updates an epoch",
+        "run": str(config.output_dir),
+    }
+    return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
 
-def plan_text(config: Config, processes: int, accumulation: int, plan: Plan | None, why_not: str = "") -> str:
+def plan_text(config: Config, processes: int, accumulation: int) -> str:
     """What --config-only prints: the resolved configuration, then, as comments, what follows from it.
 
-    `plan` is None, and `why_not` says why, where the data is not at hand.
+    Nothing is downloaded for it; without the data, the number of updates is not known.
     """
-    derived = {
-        "processes": processes,
-        "accumulation": accumulation,
-        "micro-batch of a process": config.batch_size // (processes * accumulation),
-    }
-    if plan is not None:
-        derived |= {
-            "training samples": plan.samples,
-            "updates an epoch": plan.updates_per_epoch,
-            "updates in all": plan.updates_per_epoch * config.epochs,
-            "samples of an epoch's last update": plan.real_samples(plan.updates_per_epoch - 1),
-        }
-    lines = [f"# {name}: {value}" for name, value in derived.items()]
-    if plan is None:
-        lines.append(f"# updates: unknown without the data ({why_not})")
+    lines = [
+        f"# processes: {processes}",
+        f"# accumulation: {accumulation}",
+        f"# samples of a process in one forward pass: {config.batch_size // (processes * accumulation)}",
+    ]
+    try:
+        samples = len(load_splits(config.data, config.seed, download=False).train)
+        plan = Plan(samples, config.batch_size, processes, accumulation, config.data.drop_last)
+        lines += [
+            f"# training samples: {plan.samples}",
+            f"# updates an epoch: {plan.updates_per_epoch}",
+            f"# samples of an epoch's last update: {plan.real_samples(plan.updates_per_epoch - 1)}",
+            f"# updates in all: {plan.updates_per_epoch * config.epochs}",
+        ]
+    except UserError as error:
+        lines.append(f"# updates: not known ({error})")
     return to_yaml(config) + "\n".join(lines)
 
 
@@ -187,6 +215,7 @@ def result_of(
         "recipe": config.recipe,
         "epochs": config.epochs,
         "updates": state.update,
+        "left_out_updates": len(state.left_out),
         "world_size": plan.processes,
         "train_images": plan.samples,
         "test_images": test.count if test else 0,

@@ -69,8 +69,10 @@ def read(path: Path) -> Snapshot:
         model = load_file(file)
         file = path / "ema.safetensors"
         ema = load_file(file) if file.exists() else None
+    except FileNotFoundError:  # it is being deleted by a run that goes on
+        raise BrokenError(f"{file} is missing") from None
     except (
-        FileNotFoundError, ValueError, LookupError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError,
+        ValueError, LookupError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError,
         SafetensorError,
     ) as error:  # fmt: skip
         reason = (str(error).splitlines() or [type(error).__name__])[0]

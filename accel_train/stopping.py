@@ -8,19 +8,26 @@ for a GPU, and the decision is everybody's one update later.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Batch = TypeVar("Batch")
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 LOOK_SECONDS = 1.0  # between two looks for the files STOP and SAVE
+ECHO_SECONDS = 1.0  # one Ctrl-C comes twice: from the terminal, and from the launcher that hands it on
+
+
+class StopAskedError(Exception):
+    """All processes have agreed to stop, in the middle of an evaluation."""
 
 
 class Stopping:
@@ -36,7 +43,8 @@ class Stopping:
         self.save_every_seconds = 0.0
         self.saves_asked = self.saves_done = 0
         self.last_save = self.last_look = 0.0
-        self._began = False
+        self._began = self._owes_save = False
+        self._interrupted_at = 0.0
         self._group: Any = None
         self._wishes = torch.zeros(2, dtype=torch.int64)
         self._reduction: Any = None
@@ -65,8 +73,11 @@ class Stopping:
             self._reduction = None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and (self.reason == "SIGINT" or not self._began):
-            raise KeyboardInterrupt  # asked for twice, or nothing to save yet: at once
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if not self._began or (self.reason == "SIGINT" and now - self._interrupted_at > ECHO_SECONDS):
+                raise KeyboardInterrupt  # asked for twice, or nothing to save yet: at once
+            self._interrupted_at = now
         self.reason = signal.Signals(number).name
 
     def agreed(self) -> tuple[bool, bool]:
@@ -82,13 +93,26 @@ class Stopping:
         self._reduction = dist.all_reduce(self._wishes, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return self._decide(wishes)
 
+    def heeded(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches of an evaluation, as many on each process; raises StopAskedError once all agree to stop.
+
+        A save that is agreed on meanwhile is made after the next update.
+        """
+        for batch in batches:
+            yield batch
+            stop, save = self.agreed()
+            self._owes_save |= save
+            if stop:
+                raise StopAskedError
+
     def saved(self) -> None:
         """A checkpoint was made: the clock for the next begins."""
         self.last_save = time.monotonic()
 
     def _decide(self, wishes: Tensor) -> tuple[bool, bool]:
         stop, saves = wishes.tolist()
-        save, self.saves_done = saves > self.saves_done, max(saves, self.saves_done)
+        save = saves > self.saves_done or self._owes_save
+        self.saves_done, self._owes_save = max(saves, self.saves_done), False
         return bool(stop), save
 
     def _look_around(self) -> None:
@@ -112,7 +136,7 @@ class Stopping:
 def _take(path: Path) -> bool:
     """Whether the file is there; it is removed, so that it is obeyed once."""
     try:
-        os.unlink(path)
+        path.unlink()
     except OSError:
         return False
     return True

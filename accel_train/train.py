@@ -23,8 +23,9 @@ if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))
 
 import dataclasses
-import shutil
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from accelerate.utils import gather_object
@@ -34,21 +35,23 @@ from accel_train import models, optim
 from accel_train.agreement import decided_by_main
 from accel_train.changes import digest
 from accel_train.checkpoint import Checkpoints, TrainState
-from accel_train.commit import directory as checkpoint_directory
 from accel_train.config import Config
 from accel_train.console import Console
 from accel_train.data.keyed import key
-from accel_train.data.loading import create_feed, load_everywhere, normalization
+from accel_train.data.loading import create_feed, normalization
 from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder, accumulation_steps
-from accel_train.evaluate import Evaluation, evaluate, evaluation_batch_size
+from accel_train.data.sources import load_splits
+from accel_train.evaluate import Batch, Evaluation, evaluate, evaluation_batch_size
 from accel_train.launch import Launch, create_accelerator
 from accel_train.meter import Meter, Stopwatch
+from accel_train.nonfinite import Guard
 from accel_train.rendezvous import check_agreement, check_shared_directory
 from accel_train.report import Report, plan_text
 from accel_train.run import RunDirectory, default_output_dir
 from accel_train.signature import Signature
-from accel_train.stopping import Stopping
+from accel_train.stopping import StopAskedError, Stopping
 from accel_train.tracking import check_trackers, start_trackers
+from accel_train.watchdog import Watchdog
 
 
 def train(config: Config, launch: Launch) -> int:
@@ -60,7 +63,7 @@ def train(config: Config, launch: Launch) -> int:
 def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     began = time.monotonic()
 
-    # The world: accumulation follows from the number of processes, and Accelerate must know it from the start.
+    # The world: accumulation follows from it, and Accelerate must know that from the start.
     check_trackers(config.trackers)
     mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
     accumulation = accumulation_steps(config.batch_size, launch.world_size, config.micro_batch_size, pairs=mixes)
@@ -69,22 +72,22 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
         launch, gradient_accumulation_steps=accumulation, log_with=config.trackers, project_dir=directory
     )
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
+    if config.config_only:
+        if main:
+            print(plan_text(config, launch.world_size, accumulation))
+        return 0
 
     # The run's directory: one for all processes. What is finished stays as it is.
     directory = decided_by_main(accelerator, lambda: directory)
     config = dataclasses.replace(config, output_dir=directory)
-    if decided_by_main(accelerator, lambda: not config.config_only and (directory / "result.json").is_file()):
+    if decided_by_main(accelerator, lambda: (directory / "result.json").is_file()):
         if main:
             print(f"{directory} holds a finished run: {directory / 'result.json'}. Nothing is left to do.")
         return 0
 
     # The data, and how an epoch of it becomes updates.
-    splits = load_everywhere(config, accelerator)
+    splits = load_splits(config.data, config.seed)
     plan = Plan(len(splits.train), config.batch_size, launch.world_size, accumulation, config.data.drop_last)
-    if config.config_only:
-        if main:
-            print(plan_text(config, launch.world_size, accumulation, plan))
-        return 0
     order = TrainingOrder(plan, config.seed)
     size = models.input_size(config.model, splits.image_size)
     training = create_feed(config, splits, splits.train, order, accelerator, size=size)
@@ -100,10 +103,11 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
 
     # The model. Its weights follow from the seed alone; EMA and optimizer come after the move to the device, for
     # they keep tensors, and before the wrapping, for it changes names.
-    torch.manual_seed(key(config.seed, "weights"))
-    model = models.create_model(
-        config.model, num_classes=len(splits.classes), channels=splits.channels, image_size=size
-    ).to(device)
+    with accelerator.main_process_first() if config.model.pretrained else nullcontext():  # one of them downloads
+        torch.manual_seed(key(config.seed, "weights"))
+        model = models.create_model(
+            config.model, num_classes=len(splits.classes), channels=splits.channels, image_size=size
+        ).to(device)
     if config.model.sync_batchnorm and device.type == "cuda":  # torch has it for GPUs only
         model = convert_sync_batchnorm(model)
     ema = optim.create_ema(config.ema, model)
@@ -135,108 +139,143 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     stopping.begin(directory if main else None, config.checkpoint.every_seconds)
     meter, watch = Meter(accelerator), Stopwatch(state.train_seconds)
     last: dict[str, Evaluation] = {}  # the newest of each split: "val", "test", and of EMA's weights "test (ema)"
-
-    with Console(
+    watchdog = Watchdog(accelerator, run, stopping, config.hang_timeout_seconds)
+    console = Console(
         speaks=main,
         total_updates=config.epochs * plan.updates_per_epoch,
         updates_per_epoch=plan.updates_per_epoch,
         epochs=config.epochs,
         first_update=state.update,
-    ) as console:
-        report = Report(config, plan, accelerator, run, console)
+    )
+    report = Report(config, plan, accelerator, run, console)
+    guard = Guard(config, accelerator, model, optimizer, training.transform, report)
+
+    def save(*, wait: bool = False) -> None:
+        watchdog.note("saves a checkpoint")
+        state.train_seconds = watch.lap()
+        checkpoints.save(state, wait=wait)
+        stopping.saved()
+        report.saved(state, checkpoints)
+
+    def go_back() -> TrainState:
+        """The state of the last checkpoint, but for the updates that are left out from now on."""
+        watch.stop()
+        checkpoints.wait()
+        position = checkpoints.restore("must", config.allow_change) or TrainState()
+        position.left_out = state.left_out
+        schedule.step_update(position.update)
+        meter.read()
+        guard.rewound()
+        report.rewound(position)
+        return position
+
+    def evaluate_split(split: str) -> None:
+        def through(batches: Iterator[Batch]) -> Iterator[Batch]:
+            return stopping.heeded(watchdog.watched(batches, f"evaluating {split}"))
+
+        for name, evaluated in ((split, model), (f"{split} (ema)", ema and ema.module)):
+            if evaluated is not None:
+                optim.share_buffers(evaluated)
+                last[name] = evaluate(accelerator, evaluated, held_out[split], through)
+                report.evaluated(name, state, last[name])
+
+    with watchdog, console:
         report.begin(state, resumed=restored is not None, splits=splits, model=model, notes=checkpoints.notes)
+        if config.on_nonfinite == "rewind" and decided_by_main(accelerator, lambda: checkpoints.last_saved is None):
+            save()  # something to go back to
+        try:
+            while state.epoch < config.epochs:
+                epoch, wanted = state.epoch, False
+                order.seek(epoch, state.update - epoch * plan.updates_per_epoch)
+                models.set_train_mode(model, config.model)
+                watch.start()
+                for step, batch in enumerate(watch.timed(watchdog.watched(training.batches, "training"))):
+                    micro_batch = step % accumulation
+                    if micro_batch == 0:
+                        guard.begin_update(state)
+                    samples = plan.real_samples(state.update - epoch * plan.updates_per_epoch)
+                    with accelerator.accumulate(model):
+                        # Dropout's masks follow from the position: a restart draws the same again.
+                        torch.manual_seed(key(config.seed, "dropout", state.update, rank, micro_batch))
+                        inputs, targets = training.transform(batch)
+                        logits = model(inputs)
+                        losses = criterion(logits, targets) * batch["weights"]
+                        # The mean over the samples that are really in the update. Later DDP takes the mean over the
+                        # processes and Accelerate divides by the accumulation steps: both are undone beforehand.
+                        accelerator.backward(losses.sum() * (launch.world_size * accumulation / samples))
+                        guard.add(batch, losses)
+                        meter.add(logits, targets, losses.detach(), batch["weights"])
+                        if accelerator.sync_gradients and (passed := guard.passes(state)):
+                            if config.optim.clip is not None:
+                                accelerator.unscale_gradients(optimizer)
+                                optim.clip_gradients(config.optim, clipped)
+                            optimizer.step()
+                        optimizer.zero_grad()
+                    if micro_batch + 1 < accumulation:
+                        continue
 
-        def save(*, wait: bool = False) -> None:
-            state.train_seconds = watch.lap()
-            checkpoints.save(state, wait=wait)
-            stopping.saved()
-            report.saved(state, checkpoints)
-
-        def evaluate_split(split: str) -> None:
-            last[split] = evaluate(accelerator, model, held_out[split])
-            report.evaluated(split, "model", state, last[split])
-            if ema is not None:
-                optim.share_buffers(ema)
-                last[f"{split} (ema)"] = evaluate(accelerator, ema.module, held_out[split])
-                report.evaluated(split, "ema", state, last[f"{split} (ema)"])
-
-        for epoch in range(state.epoch, config.epochs):
-            order.seek(epoch, state.update - epoch * plan.updates_per_epoch)
-            models.set_train_mode(model, config.model)
-            wanted = False
-            watch.start()
-            for step, batch in enumerate(watch.timed(training.batches)):
-                micro_batch = step % accumulation
-                samples = plan.real_samples(state.update - epoch * plan.updates_per_epoch)
-                with accelerator.accumulate(model):
-                    # Dropout's masks follow from the position: a restart draws the same again.
-                    torch.manual_seed(key(config.seed, "dropout", state.update, rank, micro_batch))
-                    inputs, targets = training.transform(batch)
-                    logits = model(inputs)
-                    losses = criterion(logits, targets) * batch["weights"]
-                    # The mean over the samples that are really in the update. Later DDP takes the mean over the
-                    # processes and Accelerate divides by the accumulation steps: both are undone here beforehand.
-                    accelerator.backward(losses.sum() * (launch.world_size * accumulation / samples))
-                    if accelerator.sync_gradients and config.optim.clip is not None:
-                        accelerator.unscale_gradients(optimizer)
-                        optim.clip_gradients(config.optim, clipped)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                meter.add(logits, targets, losses.detach(), batch["weights"])
-                if micro_batch + 1 < accumulation:
+                    # An update is done, or left out because it was not finite.
+                    rate = optimizer.param_groups[0]["lr"]
+                    state.update += 1
+                    schedule.step_update(state.update)
+                    if passed:
+                        meter.keep()
+                        state.samples_seen += samples
+                        if ema is not None:
+                            ema.update(accelerator.unwrap_model(model), step=state.update)
+                    else:
+                        meter.drop()
+                    console.advance(state.update)
+                    watchdog.advance(state.update)
+                    stop, wanted = stopping.agreed()
+                    every = config.checkpoint.every_updates
+                    wanted = wanted or (every is not None and state.update % every == 0)
+                    ends_epoch = state.update % plan.updates_per_epoch == 0
+                    due = stop or wanted or ends_epoch or state.update % config.log_every_updates == 0
+                    if guard.rewinds(state, due=due):
+                        break
+                    if due:
+                        count = meter.read()
+                        state.epoch_loss_sum += count.loss_sum
+                        state.epoch_correct += count.correct
+                        state.epoch_count += count.samples
+                        report.trained(state, count, rate, watch)
+                    if stop:
+                        raise StopAskedError
+                    if wanted and not ends_epoch:
+                        save()
+                if guard.rewinds(state, due=True):
+                    training.loader.end()  # type: ignore[attr-defined]  # Accelerate's: it was left in its middle
+                    state = go_back()
                     continue
 
-                # An update is done.
-                rate = optimizer.param_groups[0]["lr"]
-                state.update += 1
-                state.samples_seen += samples
-                schedule.step_update(state.update)
-                if ema is not None:
-                    ema.update(accelerator.unwrap_model(model), step=state.update)
-                console.advance(state.update)
-                stop, wanted = stopping.agreed()
-                every = config.checkpoint.every_updates
-                wanted = wanted or stop or (every is not None and state.update % every == 0)
-                ends_epoch = state.update % plan.updates_per_epoch == 0
-                if wanted or ends_epoch or state.update % config.log_every_updates == 0:
-                    count = meter.read()
-                    state.epoch_loss_sum += count.loss_sum
-                    state.epoch_correct += count.correct
-                    state.epoch_count += count.samples
-                    report.trained(state, count, rate, watch)
-                if stop or (wanted and not ends_epoch):
-                    save(wait=stop)
-                if stop:
-                    stopping.end()
-                    report.interrupted(state, stopping.reason or "another process's signal")
-                    accelerator.wait_for_everyone()  # the first to leave would take the others along
-                    return 1 if checkpoints.failures else 0
+                # An epoch is done. Its training figures were counted under way, over all of its samples.
+                watch.stop()
+                report.trained_epoch(state)
+                is_last, is_best = epoch + 1 == config.epochs, False
+                if held_out and (is_last or (epoch + 1) % config.eval_every_epochs == 0):
+                    # The test is looked at along the way only where nothing else is, and nothing follows from it.
+                    evaluate_split("val" if "val" in held_out else "test")
+                    if "val" in held_out:
+                        accuracy = last["val (ema)" if ema else "val"].accuracy
+                        is_best = state.best_accuracy is None or accuracy > state.best_accuracy
+                        if is_best:
+                            state.best_accuracy, state.best_update = accuracy, state.update
+                        schedule.step(epoch + 1, accuracy)
+                state.epoch, state.epoch_loss_sum, state.epoch_correct, state.epoch_count = epoch + 1, 0.0, 0, 0
+                if wanted or is_last or is_best or (epoch + 1) % config.checkpoint.every_epochs == 0:
+                    save(wait=is_last)
 
-            # An epoch is done. Its training figures were counted under way, over all of its samples.
-            watch.stop()
-            report.trained_epoch(state)
-            is_last = epoch + 1 == config.epochs
-            is_best = False
-            if held_out and (is_last or (epoch + 1) % config.eval_every_epochs == 0):
-                # The test split is looked at along the way only if there is no other, and nothing follows from it.
-                evaluate_split("val" if "val" in held_out else "test")
-                if "val" in held_out:
-                    accuracy = last["val (ema)" if ema else "val"].accuracy
-                    is_best = state.best_accuracy is None or accuracy > state.best_accuracy
-                    if is_best:
-                        state.best_accuracy, state.best_update = accuracy, state.update
-                    schedule.step(epoch + 1, accuracy)
-            state.epoch, state.epoch_loss_sum, state.epoch_correct, state.epoch_count = epoch + 1, 0.0, 0, 0
-            if wanted or is_last or is_best or (epoch + 1) % config.checkpoint.every_epochs == 0:
-                save(wait=is_last)
-
-        # The end: the test, once, and the weights where they are easily found.
-        if "test" in held_out and "test" not in last:
-            evaluate_split("test")
-        if main and not checkpoints.failures:
-            for name in ("model.safetensors", "ema.safetensors"):
-                if (newest := checkpoint_directory(checkpoints.folder, state.update) / name).is_file():
-                    shutil.copy2(newest, directory / name)
+            # The end: the test, once, and the weights where they are easily found.
+            if "test" in held_out and "test" not in last:
+                evaluate_split("test")
+        except StopAskedError:
+            save(wait=True)
+            stopping.end()
+            report.interrupted(state, stopping.reason or "another process's signal")
+            accelerator.wait_for_everyone()  # the first to leave would take the others along
+            return 1 if checkpoints.failures else 0
+        checkpoints.publish(state.update)
         stopping.end()
         accelerator.end_training()
         report.failed(checkpoints)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +41,18 @@ class BatchedSet(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, draw: Draw) -> dict[str, Tensor]:
-        """images uint8 [b, C, H, W]; labels, ids and keys int64 [b]; weights float32 [b]."""
+    def __getitems__(self, draw: Draw) -> dict[str, Tensor] | UserError:
+        """images uint8 [b, C, H, W]; labels, ids and keys int64 [b]; weights float32 [b].
+
+        An unreadable image's error is handed out in place of the batch: raised in a worker process, it would reach
+        the user wrapped in torch's traceback.
+        """
+        try:
+            return self._fetch(draw)
+        except UserError as error:
+            return error
+
+    def _fetch(self, draw: Draw) -> dict[str, Tensor]:
         keys = hashed(key(self.seed, draw.epoch, "augment"), draw.ids)
         images = self.source.fetch(draw.ids.tolist())
         if self.transform is not None:
@@ -109,9 +120,17 @@ def _leave_signals_to_the_trainer(_worker: int) -> None:
 class Feed:
     """One split on its way into the model."""
 
-    batches: DataLoader[dict[str, Tensor]]  # prepared by Accelerate: this process's slices, on its device
+    loader: DataLoader[dict[str, Tensor]]  # prepared by Accelerate: this process's slices, on its device
     transform: BatchTransform
     samples: int  # of the split, on all processes
+
+    @property
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """One pass over the loader; raises the UserError of an image that cannot be read."""
+        for batch in self.loader:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
 
 
 def create_feed(

@@ -1,0 +1,295 @@
+"""No run hangs for ever, and no process dies unnoticed: a thread in each process watches over all of them.
+
+While one process waits for its disk, all others wait for it in a collective, and nothing says which one it is. So each
+process counts what it does (a batch asked for, a batch there, an update, a checkpoint), and its thread lays count and
+words into the process group's store every few seconds. Then
+
+* a process whose count stands still for --hang-timeout-seconds ends the run. All processes write the stacks of all
+  their threads to RUN/hang/rank-K.txt, and the slow one is named: it does not answer at all, or has counted least;
+* a process that has not been heard of for 45 s was killed, or its node is lost: the others end;
+* a process that fails says why, before it leaves. The others then end for that reason, not for "connection closed".
+
+The main process's thread looks at all others, theirs only at the main one's: the store is asked little. Time is counted
+in the thread's own ticks, so that a job that a cluster suspends and wakes again is none that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+from accelerate import Accelerator
+from torch import distributed
+
+from accel_train.errors import UserError
+from accel_train.rendezvous import hostname, set_collective_timeout
+from accel_train.run import RunDirectory
+from accel_train.stopping import Stopping
+
+Batch = TypeVar("Batch")
+
+TICK_SECONDS = 2.0
+SILENT_SECONDS = 45.0  # not heard of for so long: dead. One that holds Python's lock for long is not.
+TERMINATION_SECONDS = 20.0  # launchers send SIGKILL 30 s after SIGTERM
+DUMP_SECONDS = 10.0  # for the others to write their stacks
+LEAVE_SECONDS = 20.0  # for a process to end by itself, once it is known that all have to
+
+
+class Watchdog:
+    """A context manager around the training; the errors that pass through it are made known to all processes."""
+
+    def __init__(
+        self, accelerator: Accelerator, run: RunDirectory, stopping: Stopping, hang_timeout_seconds: float
+    ) -> None:
+        """`hang_timeout_seconds`: 0 is never. Until the first update (compilation, first data) it is twice as long."""
+        self.run, self.stopping, self.timeout = run, stopping, hang_timeout_seconds
+        self.rank: int = accelerator.process_index
+        self.world_size: int = accelerator.num_processes
+        self.tick = min(TICK_SECONDS, hang_timeout_seconds / 4) if hang_timeout_seconds else TICK_SECONDS
+        self._count, self._doing, self._update, self._advanced = 0, "begins", 0, False
+        self._beat = 0
+        self._heard: dict[int, tuple[int, int]] = {}  # rank: its last beat, and ours when it came
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._store: Any = None
+        self._worker_stacks: Any = None
+
+    def __enter__(self) -> Watchdog:
+        if self.world_size > 1:
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            # A connection of its own: on the group's, a collective's set-up may hold the lock for long.
+            store = distributed.distributed_c10d._get_default_store().clone()
+            self._store = distributed.distributed_c10d.PrefixStore(f"accel_train/watchdog/{attempt}", store)
+            self._store.set_timeout(timedelta(seconds=10))
+            if self.timeout:
+                set_collective_timeout(2 * self.timeout + 60)  # the stacks come first
+        # Workers are forked later and inherit the handler, which needs no Python to run in them.
+        self._worker_stacks = tempfile.TemporaryFile()
+        faulthandler.register(signal.SIGUSR2, self._worker_stacks, all_threads=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._failed(error)
+        self._leaving.set()
+        faulthandler.cancel_dump_traceback_later()
+        self._thread.join(5)
+        with contextlib.suppress(RuntimeError):
+            self._publish(left=True)
+
+    def note(self, doing: str) -> None:
+        """This process has come one step further, and now does what `doing` says. Costs next to nothing."""
+        self._doing = doing
+        self._count += 1
+
+    def advance(self, update: int) -> None:
+        """`update` updates of the run are done."""
+        self._update, self._advanced = update, True
+        self.note("ends an update")
+
+    def watched(self, batches: Iterable[Batch], doing: str) -> Iterator[Batch]:
+        """The same batches; waiting for each, and working on it, is noted. `doing`: what for, such as "training"."""
+        iterator = iter(batches)
+        while True:
+            self.note(f"waits for a batch for {doing}")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self.note(f"has come to the end of the batches for {doing}")
+                return
+            self.note(f"works on a batch for {doing}")
+            yield batch
+
+    # What follows runs in the thread.
+
+    def _watch(self) -> None:
+        seen = (-1, 0)  # the last count, and the beat when it came
+        unreachable = 0
+        while not self._leaving.wait(self.tick):
+            self._beat += 1
+            if seen[0] != self._count:
+                seen = (self._count, self._beat)
+            idle = (self._beat - seen[1]) * self.tick
+            limit = self.timeout * (1 if self._advanced else 2)
+            if limit:
+                # If Python's lock is never given back, this thread stands still, too. faulthandler's does not.
+                faulthandler.dump_traceback_later(limit + 60, exit=True, file=2)
+            try:
+                self._look()
+                unreachable = 0
+            except RuntimeError:  # the store's errors
+                unreachable += 1
+                if unreachable * self.tick >= SILENT_SECONDS:
+                    self._end("The process or launcher that holds the store, on rank 0's host, does not answer.")
+            if self.world_size > 1 and self.stopping.reason == "SIGTERM" and idle >= TERMINATION_SECONDS:
+                # So a launcher ends the others of a process that died, and we may be killed before we know of it.
+                self.run.fail(f"SIGTERM came, and no step ended in {idle:.0f} s: has another process died? See the log")
+            if limit and idle >= limit:
+                self._end(f"No progress for {idle:.0f} s (--hang-timeout-seconds).")
+
+    def _publish(self, *, left: bool = False) -> None:
+        if self._store is not None:
+            state = [self._beat, self._count, self._update, self._doing, hostname(), left]
+            self._store.set(f"rank/{self.rank}", json.dumps(state))
+
+    def _look(self) -> None:
+        """Tell the others, and look at them: at all from the main process, else at the main process."""
+        if self._store is None:
+            return
+        self._publish()
+        if self._store.check(["end"]):
+            reason = json.loads(self._store.get("end"))
+            if reason["rank"] != self.rank:
+                self._follow(reason)
+        silent = [rank for rank in (range(1, self.world_size) if self.rank == 0 else [0]) if self._is_silent(rank)]
+        if silent:
+            self._end(f"Not heard of for {SILENT_SECONDS:.0f} s: {self._names(silent)}.")
+
+    def _is_silent(self, rank: int) -> bool:
+        if not self._store.check([f"rank/{rank}"]):
+            return False  # it has not begun
+        beat, *_, left = json.loads(self._store.get(f"rank/{rank}"))
+        if left or rank not in self._heard or self._heard[rank][0] != beat:
+            self._heard[rank] = (beat, self._beat)
+        return not left and (self._beat - self._heard[rank][1]) * self.tick >= SILENT_SECONDS
+
+    def _end(self, text: str) -> NoReturn:
+        """End the run: all processes write their stacks, one of them speaks."""
+        try:
+            if self._claim(text, dump=True) != self.rank:
+                self._follow(json.loads(self._store.get("end")))
+            self._dump(text)
+            text += self._slow()
+        except RuntimeError:
+            self._dump(text)
+        self.run.fail(text)
+        text += f" The stacks of all threads are in {self.run.path / 'hang'}."
+        print(f"accel-train: error: {text}", file=sys.__stderr__, flush=True)
+        with contextlib.suppress(RuntimeError):
+            self._publish_ended()
+        os._exit(1)
+
+    def _follow(self, reason: dict[str, Any]) -> NoReturn:
+        """Another process ends the run. One that failed gives us time to find that out, too, and to end by it."""
+        if reason["dump"]:
+            self._dump(reason["text"])
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"dumped/{self.rank}", "")
+                self._store.wait(["ended"], timedelta(seconds=2 * DUMP_SECONDS))
+        else:
+            self._leaving.wait(LEAVE_SECONDS)
+            if self._leaving.is_set():
+                sys.exit()  # of this thread only
+        os._exit(1)
+
+    def _claim(self, text: str, *, dump: bool) -> int:
+        """Say why the run ends, if nobody has yet; returns the rank whose reason counts."""
+        if self._store is None:
+            return self.rank
+        reason = json.dumps({"rank": self.rank, "text": text, "dump": dump})
+        return int(json.loads(self._store.compare_set("end", "", reason))["rank"])
+
+    def _publish_ended(self) -> None:
+        if self._store is not None:
+            self._store.set("ended", "")
+
+    def _slow(self) -> str:
+        """Once all have had the time to write their stacks: which process is the slow one, in words."""
+        if self._store is None:
+            return f" It {self._doing}, after update {self._update}."
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        deadline = time.monotonic() + DUMP_SECONDS
+        while not (all_there := self._store.check([f"dumped/{rank}" for rank in others])):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        if not all_there:
+            mute = [rank for rank in others if not self._store.check([f"dumped/{rank}"])]
+            return f" The slow one: {self._names(mute)}; no answer (stopped, killed, or its node is lost)."
+        counts = {rank: json.loads(self._store.get(f"rank/{rank}"))[1] for rank in others} | {self.rank: self._count}
+        slow = [rank for rank, count in counts.items() if count == min(counts.values())]
+        if len(slow) == self.world_size:
+            return f" All processes stand at the same place: {self._names([self.rank])}."
+        return f" The slow one: {self._names(slow)}."
+
+    def _names(self, ranks: list[int]) -> str:
+        names = []
+        for rank in ranks[:4]:
+            _, _, update, doing, host, _ = json.loads(self._store.get(f"rank/{rank}"))
+            names.append(f"rank {rank} on {host}, which {doing}, after update {update}")
+        return "; ".join(names) + (f"; and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+
+    def _dump(self, text: str) -> None:
+        """The stacks of all threads of this process and of its data workers, into the run's folder."""
+        try:
+            (self.run.path / "hang").mkdir(exist_ok=True)
+            with (self.run.path / "hang" / f"rank-{self.rank}.txt").open("w") as file:
+                file.write(f"{text}\nrank {self.rank} on {hostname()}, process {os.getpid()}: ")
+                file.write(f"{self._doing}, after update {self._update}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                for worker in multiprocessing.active_children():
+                    if worker.pid is not None:
+                        os.kill(worker.pid, signal.SIGUSR2)
+                        time.sleep(0.2)
+                        self._worker_stacks.seek(0)
+                        file.write(f"\n\ndata worker, process {worker.pid}\n\n{self._worker_stacks.read().decode()}")
+                        self._worker_stacks.seek(0)
+                        self._worker_stacks.truncate()
+        except OSError as error:
+            print(f"accel-train: warning: no stacks can be written: {error}", file=sys.__stderr__)
+
+    # And this in the main thread.
+
+    def _failed(self, error: BaseException) -> None:
+        """Make an error known; raises another one if it is the consequence of an earlier one elsewhere."""
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        text = text if self.world_size == 1 or _everywhere(error) else f"rank {self.rank} on {hostname()}: {text}"
+        if isinstance(error, KeyboardInterrupt):
+            text = "Ctrl-C twice: stopped at once, without a checkpoint"
+        first, gone = self.rank, ""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and isinstance(error, RuntimeError) and not self._store.check(["end"]):
+                gone = self._gone()
+            first = self._claim(gone or text, dump=False)
+            text = gone or text if first == self.rank else json.loads(self._store.get("end"))["text"]
+        if self.rank in (0, first):
+            self.run.fail(text)
+        if first != self.rank and isinstance(error, RuntimeError):  # of all of these only the main process speaks
+            raise UserError(f"Rank {self.rank} ends with rank {first}, which says: {text}") from error
+        if gone:
+            raise UserError(gone, every_process=False) from error
+
+    def _gone(self) -> str:
+        """After a failed collective: who is not heard of any more, in words, or ""."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+
+        def beats() -> dict[int, int]:
+            states = {rank: json.loads(self._store.get(f"rank/{rank}")) for rank in others}
+            return {rank: state[0] for rank, state in states.items() if not state[-1]}
+
+        before = beats()
+        if self._leaving.wait(3 * self.tick) or self._store.check(["end"]):
+            return ""
+        after = beats()
+        gone = [rank for rank in before if after.get(rank) == before[rank]]
+        return f"A process was killed, or its node is lost: {self._names(gone)}" if gone else ""
+
+
+def _everywhere(error: BaseException) -> bool:
+    return isinstance(error, UserError) and error.every_process

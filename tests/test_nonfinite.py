@@ -1,0 +1,161 @@
+"""Losses and gradients that are not finite, made for real: by an image that explodes, and by a huge learning rate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import run
+from PIL import Image
+from safetensors.torch import load_file
+
+from accel_train import checkpoint, commit, optim
+from accel_train.config import Optim
+
+BATCH, UPDATES = 8, 5  # of an epoch
+# A net with BatchNorm, whose statistics the forward pass of a bad update spoils, and a mean of the weights.
+SETTINGS = ("--model.name", "test_resnet", "--model.image-size", 32, "--ema.enabled", "True")
+KEEP = ("--checkpoint.every-updates", 1, "--checkpoint.keep", 99)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty black images but for a white one. With this `std` black is 0, and white more than a float32 can hold."""
+    folder = tmp_path_factory.mktemp("exploding")
+    for split, count in (("train", UPDATES * BATCH), ("test", 4)):
+        for number in range(count):
+            path = folder / "images" / split / "ab"[number % 2] / f"{number:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            white = (split, number) == ("train", 17)
+            Image.new("RGB", (32, 32), (255 * white,) * 3).save(path)
+    text = f"""
+about: {{reproduces: nothing, accuracy: none, runs_on: anything}}
+epochs: 1
+batch_size: {BATCH}
+data: {{name: folder, root: {folder / "images"}, workers: 0}}
+augment: {{resize: 32, mean: [0.0, 0.0, 0.0], std: [1.0e-39, 1.0e-39, 1.0e-39]}}
+optim: {{name: adamw, lr: 0.01}}
+"""
+    path = folder / "exploding.yaml"
+    path.write_text(text)
+    return path
+
+
+def events(directory: Path) -> list[dict[str, object]]:
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "event"]
+
+
+def states(directory: Path, update: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint: the model's, EMA's, the optimizer's."""
+    place = commit.directory(directory / "checkpoints", update)
+    found = {
+        f"{name}/{key}": value
+        for name in ("model", "ema")
+        for key, value in load_file(place / f"{name}.safetensors").items()
+    }
+    optimizer = torch.load(next(place.glob("optimizer*")), weights_only=True)
+
+    def walk(prefix: str, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            found[prefix] = value
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                walk(f"{prefix}/{key}", each)
+
+    walk("optimizer", optimizer)
+    return found
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [key for key in one if not torch.equal(one[key], other[key])]
+    assert not different
+
+
+def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    words = (recipe, *SETTINGS, *KEEP, "--output-dir", directory)
+    stopped = run(*words, processes=2)
+    assert stopped.returncode != 0
+    bad = commit.updates(directory / "checkpoints")[-1] + 1 if (directory / "checkpoints").exists() else 1
+    assert f"error: Update {bad} is not finite: the loss of" in stopped.stderr
+    assert stopped.stderr.count("is not finite") == 1  # said by one process
+    status = json.loads((directory / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert f"Update {bad} is not finite" in status["reason"]
+    assert not (directory / "REQUEUE").exists()
+    assert events(directory)[-1]["action"] == "stop"
+
+    # What the update was made of: the ids of both processes' samples, and the images, the white one among them.
+    record = json.loads((directory / "nonfinite" / f"update-{bad:08d}.json").read_text())
+    assert len({sample["id"] for sample in record["samples"]}) == BATCH
+    parts = [directory / "nonfinite" / f"update-{bad:08d}-rank-{rank}" for rank in (0, 1)]
+    assert all(part.with_suffix(".png").stat().st_size for part in parts)
+    tensors = [load_file(part.with_suffix(".safetensors")) for part in parts]
+    assert {int(id_) for each in tensors for id_ in each["ids"]} == {sample["id"] for sample in record["samples"]}
+    white = [
+        int(id_) for each in tensors for id_, image in zip(each["ids"], each["images"], strict=True) if image.any()
+    ]
+    assert len(white) == 1
+    assert str(white[0]) in {str(sample["id"]) for sample in record["samples"] if isinstance(sample["loss"], str)}
+
+    resumed = run(*words, "--on-nonfinite", "skip")
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads((directory / "status.json").read_text())["left_out_updates"] == 1
+    # A later start, of more epochs, remembers it, and meets the same image once more.
+    (directory / "result.json").unlink()
+    longer = run(*words, "--on-nonfinite", "skip", "--epochs", 2)
+    assert longer.returncode == 0, longer.stderr
+    assert json.loads((directory / "result.json").read_text())["left_out_updates"] == 2
+
+
+def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(recipe: Path, tmp_path: Path) -> None:
+    skipped = run(recipe, *SETTINGS, *KEEP, "--on-nonfinite", "skip", "--output-dir", tmp_path / "skip")
+    assert skipped.returncode == 0, skipped.stderr
+    (bad,) = [int(str(event["update"])) for event in events(tmp_path / "skip") if event.get("action") == "skip"]
+    assert f"update {bad} is not finite" in skipped.stderr + skipped.stdout
+    if bad > 1:
+        assert_equal(states(tmp_path / "skip", bad - 1), states(tmp_path / "skip", bad))
+    end = states(tmp_path / "skip", UPDATES)
+    assert all(value.isfinite().all() for value in end.values())
+    assert json.loads((tmp_path / "skip" / "result.json").read_text())["left_out_updates"] == 1
+
+    rewound = run(recipe, *SETTINGS, "--on-nonfinite", "rewind", "--output-dir", tmp_path / "rewind")
+    assert rewound.returncode == 0, rewound.stderr
+    assert [event["text"] for event in events(tmp_path / "rewind")][1:] == ["rewound"]
+    assert_equal(end, states(tmp_path / "rewind", UPDATES))
+    found = checkpoint.find(tmp_path / "rewind")
+    assert found is not None
+    assert json.loads((found / "state.json").read_text())["train"]["left_out"] == [bad]
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+def test_fused_kernels_heed_the_flag_that_the_host_reads_later(name: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = optim.create_optimizer(Optim(name=name), model)
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+    def step(flag: float) -> list[torch.Tensor]:
+        optimizer.found_inf = torch.tensor(flag)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moments = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        return [value.detach().clone() for value in (*model.parameters(), *moments)]
+
+    once, left_out, twice = step(0.0), step(1.0), step(0.0)
+    assert all(map(torch.equal, once, left_out))
+    assert not torch.equal(left_out[0], twice[0])
+
+
+def test_a_model_that_is_broken_is_not_skipped_for_ever(tmp_path: Path) -> None:
+    broken = run(
+        "digits", "--optim.lr", "1e30", "--epochs", 1, "--on-nonfinite", "skip", "--output-dir", tmp_path / "run"
+    )
+    assert broken.returncode == 2
+    assert "so were the 10 before it" in broken.stderr
+    actions = [event.get("action") for event in events(tmp_path / "run")]
+    assert actions == ["skip"] * 10 + ["stop"]

@@ -1,0 +1,107 @@
+"""Signals, the files STOP and SAVE, and the agreement on them: real processes, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import helpers
+from helpers import started
+
+from accel_train import checkpoint, commit
+
+LONG = ("digits", "--epochs", 200, "--log-every-updates", 5)
+
+
+def assert_interrupted(run: helpers.Started) -> None:
+    """The run has stopped with a whole checkpoint of its last update, and asks to be started again."""
+    assert run.status["state"] == "interrupted", run.output
+    newest = checkpoint.find(run.run)
+    assert newest == commit.directory(run.run / "checkpoints", run.status["update"]), run.output
+    assert (run.run / "REQUEUE").exists()
+    assert run.events[-1]["text"] == "interrupted"
+
+
+def test_signal_to_every_process_of_a_job_with_data_workers(tmp_path: Path) -> None:
+    with started(tmp_path / "run", *LONG, "--data.workers", 2) as run:
+        run.until_trained(5)
+        family = helpers._family(run.popen.pid)
+        assert len(family) >= 3  # the trainer and its workers
+        for process in reversed(family):
+            os.kill(process, signal.SIGUSR1)
+        assert run.ended() == 0, run.output
+        assert_interrupted(run)
+        assert "Stopped by SIGUSR1" in run.output
+
+
+def test_signal_to_one_of_two_processes_stops_both_and_both_exit_with_0(tmp_path: Path) -> None:
+    with started(tmp_path / "run", *LONG, processes=2) as run:
+        run.until_trained(5)
+        os.kill(run.pids()[1], signal.SIGTERM)
+        assert run.ended() == 0, run.output  # the launcher's own, which is 1 if any process's is not 0
+        assert_interrupted(run)
+
+
+def test_ctrl_c_in_the_launchers_terminal_makes_a_checkpoint(tmp_path: Path) -> None:
+    with started(tmp_path / "run", *LONG, processes=2) as run:
+        run.until_trained(5)
+        os.killpg(run.popen.pid, signal.SIGINT)  # the launcher's
+        for process in run.pids():  # in sessions of their own here, unlike on a terminal
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGINT)
+        run.ended()
+        assert_interrupted(run)
+
+
+def test_files_save_and_stop(tmp_path: Path) -> None:
+    with started(tmp_path / "run", *LONG, "--checkpoint.every-epochs", 1000) as run:
+        run.until_trained(5)
+        (run.run / "SAVE").touch()
+        run.until(lambda: commit.updates(run.run / "checkpoints"))
+        assert run.popen.poll() is None
+        assert not (run.run / "SAVE").exists()
+        (run.run / "STOP").touch()
+        assert run.ended() == 0, run.output
+        assert_interrupted(run)
+        assert not (run.run / "STOP").exists()  # the next start is not stopped by it
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    one_long_update = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
+    one_long_update += ("--data.train-images", 20000, "--batch-size", 20000, "--micro-batch-size", 1)
+    with started(tmp_path / "run", "digits", *one_long_update) as run:
+        run.until(lambda: run.status.get("state") == "training")
+        run.popen.send_signal(signal.SIGINT)
+        time.sleep(1.5)  # less would be taken for the same one, handed on by a launcher
+        assert run.popen.poll() is None
+        run.popen.send_signal(signal.SIGINT)
+        assert run.ended() == 130, run.output
+        assert run.status["state"] == "failed"
+        assert "Ctrl-C" in run.status["reason"]
+        assert not commit.updates(run.run / "checkpoints")
+        assert not (run.run / "REQUEUE").exists()
+
+
+def test_signal_during_an_evaluation(tmp_path: Path) -> None:
+    long_evaluation = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
+    long_evaluation += ("--data.train-images", 96, "--data.test-images", 20000, "--eval-batch-size", 4)
+
+    def evaluations(run: helpers.Started) -> list[str]:
+        lines = map(json.loads, (run.run / "metrics.jsonl").read_text().splitlines())
+        return [line["split"] for line in lines if line["kind"] == "eval"]
+
+    with started(tmp_path / "run", "digits", "--epochs", 1, *long_evaluation) as run:
+        run.until(lambda: (run.run / "metrics.jsonl").exists() and evaluations(run) == ["train"])
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.ended() == 0, run.output
+        assert_interrupted(run)
+        assert run.status["update"] == 2
+    with started(tmp_path / "run", "digits", "--epochs", 1, *long_evaluation, "--eval-batch-size", 512) as run:
+        assert run.ended() == 0, run.output
+        assert evaluations(run) == ["train", "test"]
+        assert json.loads((run.run / "result.json").read_text())["test_images"] == 20000
+        assert not (run.run / "REQUEUE").exists()
