@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,8 +45,9 @@ class Report:
         (self.run.path / MARKER).unlink(missing_ok=True)
         for note in notes:
             self.warn(note)
+        # A run that was killed before its first checkpoint has lines, too.
+        self.run.rewind(state.update, state.epoch)
         if resumed:
-            self.run.rewind(state.update, state.epoch)
             self.run.event("resumed", update=state.update, processes=self.plan.processes)
             self.console.say(f"going on after update {state.update}, in epoch {state.epoch + 1}")
         self.run.status(
@@ -112,7 +115,8 @@ class Report:
     def saved(self, state: TrainState, checkpoints: Checkpoints) -> None:
         """A save was begun (it is written in the background); failures of the last ones come to light here."""
         stalled = checkpoints.stalled_seconds
-        self.run.log("checkpoint", epoch=state.epoch + 1, update=state.update, stalled_seconds=stalled)
+        seconds = checkpoints.last_seconds  # of the last save that is complete: of this one, if it was waited for
+        self.run.log("checkpoint", epoch=state.epoch + 1, update=state.update, stalled_seconds=stalled, seconds=seconds)
         self.failed(checkpoints)
         self.run.status("training", last_checkpoint=checkpoints.last_saved, failed_checkpoints=self._failures)
 
@@ -143,7 +147,7 @@ class Report:
         self.console.finish(
             f"Stopped by {reason} after update {state.update} of {self._updates}; nothing is lost.",
             {"run": str(self.run.path)},
-            {"go on": f"accel-train train {self.run.path}/config.yaml --output-dir {self.run.path}"},
+            {"go on": f"{typed_program()} train {self.run.path}/config.yaml --output-dir {self.run.path}"},
         )
 
     def finished(self, state: TrainState, last: dict[str, Evaluation], wall_seconds: float) -> None:
@@ -236,8 +240,16 @@ def result_of(
 
 
 def next_steps(run: Path) -> dict[str, str]:
+    program = typed_program()
     return {
-        "evaluate": f"accel-train evaluate {run}",
-        "predict": f"accel-train predict {run} IMAGE…",
-        "other recipes": "accel-train recipes",
+        "evaluate": f"{program} evaluate {run}",
+        "predict": f"{program} predict {run} IMAGE…",
+        "other recipes": f"{program} recipes",
     }
+
+
+def typed_program() -> str:
+    """What a person types to start this program: after `make train` it is not on their path yet."""
+    if shutil.which("accel-train"):
+        return "accel-train"
+    return sys.argv[0] if Path(sys.argv[0]).name == "accel-train" else f"{sys.executable} -m accel_train"

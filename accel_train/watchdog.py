@@ -182,7 +182,7 @@ class Watchdog:
         print(f"accel-train: error: {text}", file=sys.__stderr__, flush=True)
         with contextlib.suppress(RuntimeError):
             self._publish_ended()
-        os._exit(1)
+        _leave()
 
     def _follow(self, reason: dict[str, Any]) -> NoReturn:
         """Another process ends the run. One that failed gives us time to find that out, too, and to end by it."""
@@ -195,7 +195,7 @@ class Watchdog:
             self._leaving.wait(LEAVE_SECONDS)
             if self._leaving.is_set():
                 sys.exit()  # of this thread only
-        os._exit(1)
+        _leave()
 
     def _claim(self, text: str, *, dump: bool) -> int:
         """Say why the run ends, if nobody has yet; returns the rank whose reason counts."""
@@ -289,6 +289,13 @@ class Watchdog:
         after = beats()
         gone = [rank for rank in before if after.get(rank) == before[rank]]
         return f"A process was killed, or its node is lost: {self._names(gone)}" if gone else ""
+
+
+def _leave() -> NoReturn:
+    """End this process at once, whatever its main thread waits for. A worker that is stuck would outlive it."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    os._exit(1)
 
 
 def _everywhere(error: BaseException) -> bool:
