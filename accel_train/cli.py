@@ -19,6 +19,7 @@ COMMANDS = {
     "predict": "classify images with a run's model",
     "recipes": "list the recipes, or print one",
     "check-data": "find the unreadable images of a data set",
+    "scaling": "compare the speed of finished runs on different numbers of processes",
 }
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -74,7 +75,12 @@ def _run(words: list[str]) -> int:
     if command == "recipes":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `recipes | head` ends quietly
         return commands.recipes(rest)
-    function = {"evaluate": commands.evaluate, "predict": commands.predict, "check-data": commands.check_data}
+    function = {
+        "evaluate": commands.evaluate,
+        "predict": commands.predict,
+        "check-data": commands.check_data,
+        "scaling": commands.scaling,
+    }
     return function[command](rest)
 
 

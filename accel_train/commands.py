@@ -55,6 +55,17 @@ class Predict:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """Compare finished runs of one recipe on different numbers of processes: speed-up and efficiency.
+
+    Writes scaling.csv and scaling.svg beside the first run.
+    """
+
+    runs: Positional[tuple[Path, ...]]
+    """Folders of the runs."""
+
+
+@dataclass(frozen=True)
 class CheckData:
     """Decode every image of a data set and write the list of those that cannot be read.
 
@@ -111,6 +122,14 @@ def check_data(arguments: Sequence[str]) -> int:
 
     unreadable = check.check_data(configuration.Data(name=found.name, root=found.root), found.output, processes)
     return 1 if unreadable else 0
+
+
+def scaling(arguments: Sequence[str]) -> int:
+    found, _ = options.parse_command(Scaling, arguments, "accel-train scaling", positional=("runs",))
+
+    from accel_train.scaling import compare
+
+    return compare(found.runs)
 
 
 def recipes(arguments: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ import atexit
 import os
 import re
 import subprocess
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Cray MPICH", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     ("MVAPICH", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
 )
+LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 READY_MADE = ("none", "accelerate", "torchrun", "environment")  # launchers that need no mapping
 
 
@@ -179,20 +181,23 @@ def _threads(launch: Launch, env: Mapping[str, str]) -> int:
 def _only_launcher_set(variable: str, option: str | None = None) -> bool:
     """Whether accelerate launch or torchrun set a variable to a default of its own (OMP_NUM_THREADS=1, say).
 
-    That is so if our parent, the launcher, was started without it, and without `option` in its command line.
+    That is so if our parent is such a launcher and was started without it, and without `option` in its command line.
     """
-    if variable not in os.environ:
-        return False
-    if not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+    if variable not in os.environ or not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         return False
     parent = Path(f"/proc/{os.getppid()}")
     try:
-        before, line = (parent / "environ").read_bytes(), (parent / "cmdline").read_bytes()
+        before, line = (
+            (parent / "environ").read_text(errors="replace"),
+            (parent / "cmdline").read_text(errors="replace"),
+        )
     except PermissionError:  # not a launcher of ours, but a daemon of the batch system
         return False
     except OSError:  # not Linux
         return True
-    return f"\0{variable}=".encode() not in b"\0" + before and (option is None or option.encode() not in line)
+    words = {Path(word).name for word in line.split("\0")}
+    is_launcher = bool(words & LAUNCHERS)  # a job script, too, may set what accelerate launch sets
+    return is_launcher and f"\0{variable}=" not in f"\0{before}" and (option is None or option not in line)
 
 
 def create_accelerator(
@@ -215,7 +220,7 @@ def create_accelerator(
     """
     import torch
     from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 
     from accel_train.rendezvous import roll_call
 
@@ -224,6 +229,10 @@ def create_accelerator(
     # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
     cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
     store = roll_call(launch, "" if cpu else _device_id(device), rendezvous_seconds)
+    # After its first update DDP shares the gradients out to its buckets anew, unless it looks for unused parameters.
+    # From three processes on the place in a bucket decides in which order floats are added: a restart would show.
+    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")  # and found none: as it should be
+    fixed_buckets = DistributedDataParallelKwargs(find_unused_parameters=launch.world_size > 2)
     accelerator = Accelerator(
         cpu=cpu,
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
@@ -233,6 +242,7 @@ def create_accelerator(
         project_dir=project_dir,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=collective_seconds)),
+            fixed_buckets,
             *kwargs_handlers,
         ],
     )

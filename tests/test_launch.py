@@ -52,7 +52,7 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-# What the launchers really set, as seen on a Slurm 22.05, Open MPI 4.1, Intel MPI 2021 and MPICH 4.
+# What the launchers set: seen on Slurm 22.05 and Open MPI 4.1, documented by Intel MPI and MPICH.
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_NODELIST": "n[003-004],m1",
@@ -155,6 +155,8 @@ def test_the_environment_is_prepared_without_torch() -> None:
     for variables, expected in (
         ({"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}, "None None None None None 5 ACTIVE"),
         (STEP | {"OMP_NUM_THREADS": "1"}, "3 4 1 2 24711 1 PASSIVE"),
+        # set by a job script that also says the precision, with no launcher in between
+        (STEP | {"OMP_NUM_THREADS": "7", "ACCELERATE_MIXED_PRECISION": "no"}, "3 4 1 2 24711 7 PASSIVE"),
         (STEP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}, "3 4 0 2 24711 1 PASSIVE"),
         (STEP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "3 4 1 2 24711 1 PASSIVE"),
         (STEP | {"OMP_NUM_THREADS": "1", "MASTER_PORT": "1234"}, "3 4 1 2 1234 1 PASSIVE"),

@@ -83,7 +83,7 @@ class BatchTransform:
             images = F.interpolate(images.float(), (resize, resize), mode="bilinear", antialias=True)
         images = self._crop_and_flip(images, keys)
         # Two roundings on every device and for every batch size; one fused operation might make it one.
-        images = images.to(torch.float32).sub_(self.mean).div_(self.std)
+        images = images.to(torch.float32, memory_format=torch.contiguous_format).sub_(self.mean).div_(self.std)
         if not self.training:
             return images, labels
         if self.augment.erase:
@@ -113,7 +113,6 @@ class BatchTransform:
         else:
             rows, columns = (top + steps).expand(batch, size), left + columns
         which = torch.arange(batch, device=device)[:, None, None]
-        # Indexing around a slice puts the channels last: the memory format that convolutions like best.
         return images[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
     def _erase(self, images: Tensor, keys: Tensor) -> Tensor:

@@ -1,0 +1,11 @@
+# shellcheck shell=bash
+# Marvin (University of Bonn). Copy to slurm/site.sh and fill in the account; `source slurm/site.sh` before sbatch, which
+# reads the SBATCH_ variables. The jobs source it too. Names of modules change: see `module spider`.
+export SBATCH_ACCOUNT=ACCOUNT
+export SBATCH_PARTITION=sgpu_medium
+export SBATCH_GPUS_PER_NODE=4
+site_environment() {
+    module purge
+    module load Python
+    source "$ACCEL_TRAIN_ROOT/.venv/bin/activate"
+}

@@ -1,0 +1,11 @@
+# shellcheck shell=bash
+# Noctua 2 (PC2, Paderborn). Copy to slurm/site.sh and fill in the account; `source slurm/site.sh` before sbatch, which
+# reads the SBATCH_ variables. The jobs source it too. Names of modules change: see `module spider`.
+export SBATCH_ACCOUNT=hpc-prf-PROJECT
+export SBATCH_PARTITION=gpu
+export SBATCH_GRES=gpu:a100:4
+site_environment() {
+    module reset
+    module load lang/Python
+    source "$ACCEL_TRAIN_ROOT/.venv/bin/activate"
+}

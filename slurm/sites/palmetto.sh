@@ -1,0 +1,11 @@
+# shellcheck shell=bash
+# Palmetto 2 (Clemson University). Copy to slurm/site.sh; `source slurm/site.sh` before sbatch, which reads the SBATCH_
+# variables. The jobs source it too. Nodes of owners preempt: their jobs come back to the queue by themselves.
+export SBATCH_PARTITION=work1
+export SBATCH_GPUS_PER_NODE=a100:2
+site_environment() {
+    module purge
+    module load anaconda3
+    source "$ACCEL_TRAIN_ROOT/.venv/bin/activate"
+    # Or in a container, which needs no module:  container=(apptainer exec --nv "$HOME/accel_train.sif")
+}

@@ -1,0 +1,294 @@
+"""The job scripts on a real Slurm: two nodes on this machine, real sbatch, real signals, real losses of nodes.
+
+Skipped where Slurm's daemons are not installed (Debian: slurmctld, slurmd, slurm-client, munge).
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"])
+NEEDED = ("slurmctld", "slurmd", "munged", "sbatch")
+LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|SLURM|SBATCH|PMI|OMPI|PBS|ACCELERATE|OMP_|TORCHELASTIC|CUDA")
+EPOCHS = 30  # of 30 updates: long enough for several interruptions
+
+pytestmark = pytest.mark.skipif(
+    not all(shutil.which(program, path=PATH) for program in NEEDED),
+    reason="Slurm and munge are not installed (slurmctld, slurmd, slurm-client, munge)",
+)
+
+
+class Cluster:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.environment = {name: value for name, value in os.environ.items() if not LAUNCHERS.search(name)}
+        self.environment |= {
+            "PATH": PATH,
+            "ACCEL_TRAIN_ROOT": str(ROOT),
+            "ACCEL_TRAIN_SITE": str(directory / "no-site.sh"),
+            "ACCELERATE_CONFIG": str(ROOT / "accelerate_configs" / "multi_cpu.yaml"),
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_SLURM_CONF": "MinJobAge=3600",  # remember ended jobs until the last test
+        }
+        script = str(Path(__file__).with_name("local_slurm.sh"))
+        self.control = ["bash", script]
+        self.daemons = str(directory / "slurm")
+
+    def __enter__(self) -> "Cluster":
+        subprocess.run([*self.control, "start", self.daemons, "2", "8", "2"], env=self.environment, check=True)
+        self.environment["SLURM_CONF"] = f"{self.daemons}/slurm.conf"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run([*self.control, "stop", self.daemons], env=self.environment, check=True)
+
+    def command(self, *words: str) -> str:
+        return subprocess.run(
+            words, env=self.environment, cwd=self.directory, check=True, text=True, capture_output=True
+        ).stdout.strip()
+
+    def submit(self, script: str, *arguments: str, options: str = "", **variables: str) -> "Job":
+        exported = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
+        path = str(ROOT / "slurm" / script)
+        line = ["sbatch", "--parsable", "--cpus-per-task=1", f"--export={exported}", *options.split(), path]
+        return Job(self, self.command(*line, *arguments), arguments)
+
+
+class Job:
+    def __init__(self, cluster: Cluster, number: str, arguments: tuple[str, ...]) -> None:
+        self.cluster, self.number = cluster, number
+        self.run = cluster.directory / f"runs/{arguments[0]}/job-{number}" if arguments else Path()
+
+    def field(self, name: str) -> str:
+        shown = self.cluster.command("scontrol", "show", "job", "--oneliner", self.number)
+        return re.search(rf"\b{name}=(\S+)", shown)[1]  # type: ignore[index]
+
+    def log(self) -> str:
+        return "".join(path.read_text() for path in self.cluster.directory.glob(f"*-{self.number}.log"))
+
+    def result(self) -> dict:
+        assert self.ended() == "COMPLETED", self.log()
+        return json.loads((self.run / "result.json").read_text())
+
+    def weights(self) -> bytes:
+        return (self.run / "model.safetensors").read_bytes()
+
+    def update(self) -> int:
+        """The newest update of which metrics.jsonl knows."""
+        with contextlib.suppress(OSError):
+            return max([int(n) for n in re.findall(r'"update": (\d+)', (self.run / "metrics.jsonl").read_text())] + [0])
+        return 0
+
+    def until(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain; the log says\n{self.log()}"
+            time.sleep(0.1)
+
+    def ended(self, seconds: float = 240) -> str:
+        going_on = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "PREEMPTED")
+        self.until(lambda: self.field("JobState") not in going_on, seconds)
+        return self.field("JobState")
+
+    def trains_on(self) -> None:
+        """Wait until it has made progress since now."""
+        before = self.update()
+        self.until(lambda: self.update() >= before + 20)
+
+    def restarted(self, starts: int) -> None:
+        self.until(lambda: self.log().count(f"job {self.number}, start {starts},") > 0)
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of the training processes, by rank."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                line = (process / "cmdline").read_bytes().split(b"\0")
+                pairs = (process / "environ").read_text(errors="replace").split("\0")
+                environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+                is_python = b"-m" in line[1:3] and b"accel_train.train" in line[2:4]  # not srun, not the launcher
+                if is_python and environment.get("SLURM_JOB_ID") == self.number:
+                    found[int(environment.get("RANK", environment["SLURM_PROCID"]))] = int(process.name)
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    directory = Path(tempfile.mkdtemp(prefix="slurm-"))  # pytest's paths are too long for Slurm's sockets
+    with Cluster(directory) as started:
+        yield started
+    shutil.rmtree(directory)
+
+
+LONG = ("digits", "--epochs", str(EPOCHS), "--log-every-updates", "1")
+TWO_NODES = "--nodes=2 --ntasks-per-node=1"
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster) -> dict[str, Job]:
+    """The uninterrupted runs, all at once, and the one that waits for its time limit."""
+    short = ("digits", "--epochs", "1", "--log-every-updates", "1")
+    return {
+        "limited": cluster.submit("single_node.sbatch", *LONG, options="--time=1 --signal=USR1@5"),
+        "alone": cluster.submit("single_node.sbatch", *LONG),
+        "pair": cluster.submit("tasks.sbatch", *LONG, options=TWO_NODES),
+        "short": cluster.submit("single_node.sbatch", *short),
+        "four": cluster.submit("multi_node.sbatch", *short, options="--gpus-per-node=2"),
+        "tasks": cluster.submit("tasks.sbatch", *short, options="--nodes=2 --ntasks-per-node=2"),
+    }
+
+
+def lines(job: Job) -> list[dict]:
+    """What it logged of its training, every few updates."""
+    found = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == "train"]
+
+
+def losses(job: Job) -> list[float]:
+    return [line["loss"] for line in lines(job)]
+
+
+def test_the_time_limit_interrupts_and_the_job_goes_on(jobs: dict[str, Job]) -> None:
+    job = jobs["limited"]
+    job.until(lambda: job.update() >= 20)
+    os.kill(job.ranks()[0], signal.SIGSTOP)  # so that it is not ready before the warning, which wakes it
+    job.until(lambda: (job.run / "slurm" / "requeues").exists())
+    job.restarted(1)
+
+
+def test_each_script_makes_the_same_run(jobs: dict[str, Job]) -> None:
+    alone, four, tasks = (jobs[name].result() for name in ("short", "four", "tasks"))
+    assert [found["world_size"] for found in (alone, four, tasks)] == [1, 4, 4]
+    assert losses(jobs["short"]) == pytest.approx(losses(jobs["four"]), rel=1e-4)
+    assert losses(jobs["four"]) == losses(jobs["tasks"])
+    assert jobs["four"].weights() == jobs["tasks"].weights()
+    assert four["test_accuracy"] == pytest.approx(alone["test_accuracy"], abs=0.01)
+
+
+def test_a_run_survives_everything(cluster: Cluster, jobs: dict[str, Job]) -> None:
+    """Signals, requeues, preemption, a killed rank and a lost node: it ends with an uninterrupted run's weights."""
+    job = cluster.submit("multi_node.sbatch", *LONG, options="--nodes=2", PROCESSES_PER_NODE="1")
+    # what scancel sends to the processes when a user asks for a stop
+    job.trains_on()
+    cluster.command("scancel", "--signal=TERM", job.number)
+    job.restarted(1)
+    # an administrator
+    job.trains_on()
+    cluster.command("scontrol", "requeue", job.number)
+    job.restarted(2)
+    # a job of a higher partition that wants both nodes
+    job.trains_on()
+    urgent = cluster.command("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "--wrap=true", "-o/dev/null")
+    job.restarted(3)
+    assert "JobState=COMPLETED" in cluster.command("scontrol", "show", "job", urgent)
+    # the operating system kills one process: the job fails, soon and clearly
+    job.trains_on()
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    assert job.ended(60) == "FAILED"
+    assert "failed with exit code" in job.log() and not job.ranks()
+    cluster.command("scontrol", "requeue", job.number)
+    job.restarted(4)
+    # a node goes down
+    job.trains_on()
+    cluster.command("scontrol", "update", "nodename=127.0.0.12", "state=down", "reason=test")
+    job.until(lambda: job.field("JobState") in ("PENDING", "REQUEUED"))
+    job.until(lambda: not job.ranks())  # Slurm does not wait for what is left on a node that it has given up
+    time.sleep(2)
+    cluster.command("scontrol", "update", "nodename=127.0.0.12", "state=resume")
+    job.restarted(5)
+    assert job.result()["world_size"] == jobs["pair"].result()["world_size"] == 2
+    expected, found = ({line["update"]: line["loss"] for line in lines(one)} for one in (jobs["pair"], job))
+    assert [update for update in expected if expected[update] != found.get(update, expected[update])] == []
+    assert job.weights() == jobs["pair"].weights()
+
+
+def test_the_interrupted_single_process_ends_as_the_uninterrupted(jobs: dict[str, Job]) -> None:
+    assert jobs["limited"].result()["world_size"] == 1
+    assert jobs["limited"].weights() == jobs["alone"].weights()
+
+
+def test_preflight_and_scaling(cluster: Cluster) -> None:
+    preflight = cluster.submit("preflight.sbatch", options="--nodes=2 --gpus-per-node=2")
+    first = cluster.submit("scaling.sbatch", "2", "digits", "--epochs", "1", PROCESSES_PER_NODE="1")
+    assert preflight.ended() == "COMPLETED", preflight.log()
+    assert "rank 3: 127.0.0.12" in preflight.log() and "preflight passed" in preflight.log()
+    assert first.ended() == "COMPLETED", first.log()
+    second = Job(cluster, re.search(r"Submitted batch job (\d+)", first.log())[1], ())  # type: ignore[index]
+    assert second.ended() == "COMPLETED", second.log()
+    folder = cluster.directory / f"runs/scaling-{first.number}"
+    table = (folder / "scaling.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in table] == ["processes", "1", "2"]
+    assert (folder / "scaling.svg").exists() and "speed-up" in second.log()
+
+
+def test_a_finished_run_ends_at_once(cluster: Cluster, jobs: dict[str, Job]) -> None:
+    run = jobs["short"].run
+    jobs["short"].result()
+    before = (run / "metrics.jsonl").read_text()
+    again = cluster.submit("multi_node.sbatch", "digits", "--output-dir", str(run), options="--nodes=2")
+    assert again.ended(30) == "COMPLETED"
+    assert f"{run} is finished" in again.log()
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        taken = cluster.submit("tasks.sbatch", "digits", options=TWO_NODES, MASTER_PORT=port)
+        unlike = cluster.submit("tasks.sbatch", "digits", options=TWO_NODES, WORLD_SIZE="8")
+        usage = cluster.submit("single_node.sbatch")
+        assert [job.ended(60) for job in (taken, unlike, usage)] == ["FAILED"] * 3
+    assert usage.field("ExitCode") == "2:0"
+    assert f"cannot listen on port {port}" in taken.log()
+    assert "WORLD_SIZE is 8, but this is process" in unlike.log()
+    assert "usage: sbatch" in usage.log()
+
+
+def test_a_stop_without_progress_is_requeued_three_times(tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho scontrol $*\n")
+    scontrol.chmod(0o755)
+    run = tmp_path / "runs" / "digits" / "job-7"
+    script = (
+        f"source {ROOT}/slurm/common.sh; begin_run digits; mkdir -p $RUN/slurm; echo $UPDATE > $RUN/REQUEUE; end_run 0"
+    )
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "ACCEL_TRAIN_ROOT": str(ROOT)}
+    outcomes = []
+    for update in ("10", "20", "20", "20", "20", "30"):
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=environment | {"UPDATE": update}, capture_output=True, text=True
+        )
+        outcomes.append((done.returncode, "scontrol requeue 7" in done.stdout, "without progress" in done.stderr))
+    assert outcomes == [(0, True, False)] * 4 + [(1, False, True)] + [(0, True, False)]
+    assert (run / "slurm" / "requeues").read_text().split() == ["10", "20", "20", "20", "20", "30"]
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+def test_scripts_are_clean() -> None:
+    scripts = [
+        *ROOT.glob("slurm/*.s*"),
+        *ROOT.glob("slurm/sites/*.sh"),
+        *ROOT.glob("pbs/*"),
+        *ROOT.glob("tests/slurm/*.sh"),
+    ]
+    assert len(scripts) >= 9
+    done = subprocess.run(
+        ["shellcheck", "-x", "--exclude=SC1091", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
