@@ -207,7 +207,8 @@ class Checkpoints:
         snapshot.check_fit(full_state.tensors(self.model), source.model, path)
         if path.parent.resolve() == self.folder.resolve():
             self.last_saved = source.state["train"]["update"]
-        self.notes.append(f"goes on from {path}")
+        if path.parent != self.folder:
+            self.notes.append(f"goes on from {path}")
         self.notes += [f"changed since the checkpoint: {key}: {change}" for key, change in found.items()]
         self.notes += [
             f"changed since the checkpoint: {name} {old} -> {new}"
@@ -282,7 +283,14 @@ class Checkpoints:
             for old in sorted(found.keys() - kept):
                 commit.delete(self.folder, old)
         except Exception as error:  # for a full disk, safetensors and torch.save have errors of their own
-            self.failures.append(f"checkpoint of update {update}: {type(error).__name__}: {error}")
+            self.failures.append(f"checkpoint of update {update}: {type(error).__name__}: {error}{self._free_space()}")
+
+    def _free_space(self) -> str:
+        """For the message of a failed save: torch.save's own does not say that the disk is full."""
+        try:
+            return f" ({shutil.disk_usage(self.folder.parent).free / 2**20:,.0f} MiB are free there)"
+        except OSError:
+            return ""
 
 
 def find(run: Path) -> Path | None:

@@ -67,6 +67,12 @@ class Report:
         self.console.warn(text)
         self.run.event(text)
 
+    def advanced(self, state: TrainState, last_checkpoint: int | None) -> None:
+        """An update is done. The console shows it by itself, status.json is renewed if it is old enough."""
+        self.console.advance(state.update)
+        eta = self.console.eta_seconds
+        self.run.status("training", update=state.update, eta_seconds=eta, last_checkpoint=last_checkpoint)
+
     def trained(self, state: TrainState, count: Count, lr: float, watch: Stopwatch) -> None:
         """The line of the updates since the last one: `count` is of all processes; `lr` that of the last update."""
         seconds = watch.lap() - self._seconds
@@ -149,6 +155,14 @@ class Report:
             {"run": str(self.run.path)},
             {"go on": f"{typed_program()} train {self.run.path}/config.yaml --output-dir {self.run.path}"},
         )
+
+    def unsaved(self) -> int:
+        """All is trained, but the last checkpoint is not on the disk: the run is not finished. The exit code."""
+        run = self.run.path
+        self.run.fail("the final checkpoint could not be written")
+        again = {"once there is room": f"{typed_program()} train {run}/config.yaml --output-dir {run}"}
+        self.console.finish("The final weights could not be saved: the run is not finished.", {"run": str(run)}, again)
+        return 1
 
     def finished(self, state: TrainState, last: dict[str, Evaluation], wall_seconds: float) -> None:
         """result.json and the last screen. `last` has the final evaluations: "test", "test (ema)", "val", …"""

@@ -108,7 +108,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
         model = models.create_model(
             config.model, num_classes=len(splits.classes), channels=splits.channels, image_size=size
         ).to(device)
-    if config.model.sync_batchnorm and device.type == "cuda":  # torch has it for GPUs only
+    synchronises = config.model.sync_batchnorm and device.type == "cuda"  # torch has it for GPUs only
+    if synchronises:
         model = convert_sync_batchnorm(model)
     ema = optim.create_ema(config.ema, model)
     optimizer = optim.create_optimizer(config.optim, model)
@@ -181,6 +182,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
 
     with watchdog, console:
         report.begin(state, resumed=restored is not None, splits=splits, model=model, notes=checkpoints.notes)
+        if config.model.sync_batchnorm and not synchronises and launch.world_size > 1:
+            report.warn(f"model.sync_batchnorm: {device.type} has none; each process normalises by its own samples")
         if config.on_nonfinite == "rewind" and decided_by_main(accelerator, lambda: checkpoints.last_saved is None):
             save()  # something to go back to
         try:
@@ -225,7 +228,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
                             ema.update(accelerator.unwrap_model(model), step=state.update)
                     else:
                         meter.drop()
-                    console.advance(state.update)
+                    report.advanced(state, checkpoints.last_saved)
                     watchdog.advance(state.update)
                     stop, wanted = stopping.agreed()
                     every = config.checkpoint.every_updates
@@ -279,5 +282,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
         stopping.end()
         accelerator.end_training()
         report.failed(checkpoints)
+        if main and checkpoints.last_saved != state.update:
+            return report.unsaved()
         report.finished(state, last, time.monotonic() - began)
         return 1 if checkpoints.failures or run.failures else 0
