@@ -1,0 +1,76 @@
+"""Writes what each process is fed, and what evaluation counts: `… tests/feed_worker.py FOLDER`, under any launcher.
+
+It builds the feeds as the trainer does. FOLDER/RANK.json of each process:
+    fed       case -> a list of its micro-batches, each a list of [sample, weight, target, digest of its pixels]
+    counted   split, samples a step -> the figures of a fixed model
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from accel_train import models
+from accel_train.config import Augment, Config, Data, Model
+from accel_train.data.loading import create_feed
+from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.sources import load_splits
+from accel_train.evaluate import evaluate
+from accel_train.launch import create_accelerator, prepare_environment
+
+TURNED = Augment(crop="random", pad=1, flip=0.5, erase=0.25)
+AUGMENTS = {
+    "turned": TURNED,
+    "mixed": dataclasses.replace(TURNED, mixup=0.4, cutmix=1.0),
+    "policy": dataclasses.replace(TURNED, policy="trivialaugment"),
+}
+CONFIG = Config(seed=3, batch_size=96, data=Data(train_limit=1437), model=Model(name="digits_cnn"))
+STEPS = (1, 2, 4)  # of accumulation
+
+
+def fed(accelerator: Accelerator, augment: Augment, accumulation: int, epoch: int, update: int) -> list[list[object]]:
+    data = dataclasses.replace(CONFIG.data, workers=int(augment.policy != "none"))
+    config = dataclasses.replace(CONFIG, augment=augment, data=data)
+    splits = load_splits(config.data, config.seed)
+    plan = Plan(len(splits.train), config.batch_size, accelerator.num_processes, accumulation)
+    order = TrainingOrder(plan, config.seed)
+    feed = create_feed(config, splits, splits.train, order, accelerator, size=8)
+    order.seek(epoch, update)
+    seen = []
+    for batch in feed.batches:
+        images, targets = feed.transform(batch)
+        digests = [hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()[:16] for image in images]
+        parts = (batch["ids"].tolist(), batch["weights"].tolist(), targets.tolist(), digests)
+        seen.append([list(sample) for sample in zip(*parts, strict=True)])
+    return seen
+
+
+def main() -> None:
+    launch = prepare_environment()
+    accelerator = create_accelerator(launch)
+    found: dict[str, dict[str, object]] = {"fed": {}, "counted": {}}
+    for accumulation in STEPS:
+        for name, augment in AUGMENTS.items():
+            if name != "policy" or accumulation == 2:
+                found["fed"][f"{name}, {accumulation}"] = fed(accelerator, augment, accumulation, epoch=1, update=0)
+    found["fed"]["mixed, 2, from 9"] = fed(accelerator, AUGMENTS["mixed"], 2, epoch=1, update=9)
+
+    splits = load_splits(CONFIG.data, CONFIG.seed)
+    torch.manual_seed(0)
+    model = models.create_model(CONFIG.model, num_classes=10, channels=1, image_size=8)
+    for name, source in (("train", splits.train), ("test", splits.test)):
+        assert source is not None
+        for at_once in (12, 60, 600):
+            order = EvaluationOrder(len(source), at_once)
+            feed = create_feed(CONFIG, splits, source, order, accelerator, size=8)
+            found["counted"][f"{name}, {at_once}"] = dataclasses.asdict(evaluate(accelerator, model, feed))
+    Path(sys.argv[1], f"{launch.rank}.json").write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""An interrupted run ends as the uninterrupted one: bitwise on as many processes, within rounding on others."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+import torch
+
+# All that could lose its place: augmentation in worker processes, dropout, stochastic depth, BatchNorm, the running
+# mean of the weights, a schedule, clipping, accumulation, an optimizer with two moments.
+OPTIONS = """
+digits --log-every-updates 1 --checkpoint.every-updates 2 --micro-batch-size 12 --data.workers 1
+--augment.policy trivialaugment --augment.flip 0.5 --augment.erase 0.2 --augment.mixup 0.2
+--model.name test_resnet --model.dropout 0.2 --model.drop-path 0.1
+--ema.enabled true --ema.decay 0.9 --optim.name adamw --optim.lr 0.002 --optim.clip 1
+""".split()  # noqa: SIM905
+TIMES = {"time", "seconds", "images_per_second", "data_wait_fraction", "train_seconds", "wall_seconds"}
+
+
+def lines(run: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one kind, without what a clock has to do with."""
+    path = run / "metrics.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in found if line["kind"] == kind]
+
+
+def updates_done(run: Path) -> int:
+    return lines(run, "train")[-1]["update"] if (run / "metrics.jsonl").exists() and lines(run, "train") else 0
+
+
+def killed_and_restarted(run: Path, *words: object, processes: int, kills: int, seed: int) -> int:
+    """Start the run, kill all of its processes, start it again, …, and let the last one end.
+
+    Half of the kills come at any moment from the start on, or up to a second after the first update; the others while
+    a checkpoint is being written. Returns how many of them left a torn one behind.
+    """
+    chance, torn = random.Random(seed), 0
+    for number in range(kills):
+        with helpers.started(run, *words, processes=processes) as started:
+            done = updates_done(run)
+            if number % 8 == 7:
+                time.sleep(chance.uniform(0, 8))
+            else:
+                started.until(lambda done=done: updates_done(run) > done, timeout=200)
+                time.sleep(chance.uniform(0, 0.5))
+                if number % 2:
+                    deadline = time.monotonic() + 20
+                    while not list(run.glob("checkpoints/.update-*.tmp/*")) and time.monotonic() < deadline:
+                        time.sleep(0.0005)
+            assert started.popen.poll() is None, started.output  # it is really killed, not at its end already
+        torn += bool(list(run.glob("checkpoints/.update-*.tmp")))
+    done = helpers.run(*words, "--output-dir", run, processes=processes, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return torn
+
+
+def assert_bitwise_equal(run: Path, whole: Path) -> None:
+    for kind in ("train", "eval"):
+        found = lines(run, kind)
+        assert found == lines(whole, kind)
+        places = [(line["update"], line.get("split"), line.get("weights")) for line in found]
+        assert len(set(places)) == len(places)  # each update and each evaluation is told of once
+    for weights in ("model.safetensors", "ema.safetensors"):
+        assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+    results = [json.loads((folder / "result.json").read_text()) for folder in (run, whole)]
+    found, expected = ({k: v for k, v in result.items() if k not in TIMES} for result in results)
+    assert found == expected
+    name = f"checkpoints/update-{expected['updates']:08d}"
+    states = [torch.load(folder / name / "optimizer.pt", weights_only=True) for folder in (run, whole)]
+    assert_same(*states)
+    positions = [json.loads((folder / name / "state.json").read_text())["train"] for folder in (run, whole)]
+    assert positions[0] | {"train_seconds": 0} == positions[1] | {"train_seconds": 0}
+    assert not list(run.glob("checkpoints/*broken*"))  # a kill leaves no checkpoint that looks whole and is not
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, (list, tuple)):
+        for first, second in zip(one, other, strict=True):
+            assert_same(first, second)
+    else:
+        assert one == other
+
+
+SHORT, LONG = pytest.mark.timeout(600), (pytest.mark.slow, pytest.mark.timeout(7200))
+
+
+@pytest.mark.parametrize(
+    ("processes", "kills", "epochs"),
+    [
+        pytest.param(1, 3, 4, marks=SHORT),
+        pytest.param(2, 2, 4, marks=SHORT),
+        pytest.param(4, 6, 6, marks=LONG),
+        pytest.param(1, 50, 40, marks=LONG),
+        pytest.param(2, 50, 40, marks=LONG),
+    ],
+)
+def test_killed_at_random_moments_it_ends_bitwise_equal(
+    tmp_path: Path, processes: int, kills: int, epochs: int
+) -> None:
+    words = (*OPTIONS, "--epochs", epochs)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = helpers.run(*words, "--output-dir", whole, processes=processes, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(lines(whole, "train")) == 30 * epochs
+    torn = killed_and_restarted(run, *words, processes=processes, kills=kills, seed=processes)
+    print(f"{kills} kills on {processes} processes, {torn} of them while a checkpoint was being written")
+    assert torn >= kills // 4
+    assert_bitwise_equal(run, whole)
+
+
+@pytest.mark.timeout(600)
+def test_two_processes_then_one_then_four(tmp_path: Path) -> None:
+    """No dropout and no BatchNorm here: what remains is the order in which floats are added."""
+    # A small learning rate: rounding errors grow with the steps that are taken.
+    words = ("digits", "--epochs", 2, "--batch-size", 24, "--optim.lr", 0.01)
+    words += ("--log-every-updates", 1, "--checkpoint.keep", 9)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = helpers.run(*words, "--output-dir", whole)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stops = []
+    for processes in (2, 1):
+        with helpers.started(run, *words, processes=processes) as started:
+            before = updates_done(run)
+            started.until(lambda before=before: updates_done(run) > before + 8, timeout=200)
+            for process in started.pids():
+                os.kill(process, signal.SIGTERM)
+            assert started.ended() == 0, started.output
+            assert started.status["state"] == "interrupted"
+            stops.append(started.status["update"])
+    done = helpers.run(*words, "--output-dir", run, processes=4, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    assert 0 < stops[0] < stops[1] < 120
+    assert any(stop % 60 for stop in stops)  # in the middle of an epoch
+    states = {path.parent.name: json.loads(path.read_text()) for path in run.glob("checkpoints/*/state.json")}
+    for stop, processes in zip(stops, (2, 1), strict=True):
+        state = states[f"update-{stop:08d}"]
+        assert state["processes"] == processes
+        assert state["train"]["samples_seen"] == stop // 60 * 1438 + stop % 60 * 24
+    assert states["update-00000120"]["train"]["samples_seen"] == 2 * 1438
+    assert states["update-00000120"]["processes"] == 4
+
+    found, expected = lines(run, "train"), lines(whole, "train")
+    assert [line["update"] for line in found] == list(range(1, 121))
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+    assert found[0]["loss"] > found[-1]["loss"] + 0.5  # it learns
+    epochs = [line for line in lines(run, "eval") if line["split"] == "train"]
+    assert [line["count"] for line in epochs] == [1438, 1438]  # each sample once, and none lost
+    results = [json.loads((folder / "result.json").read_text()) for folder in (run, whole)]
+    assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], rel=1e-5)

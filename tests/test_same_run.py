@@ -1,0 +1,132 @@
+"""The same run on 1, 2 and 4 real processes (3 for the evaluation) and with 1, 2 and 4 steps of accumulation."""
+
+import json
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+import torch
+
+from accel_train.data.keyed import key, permuted
+
+WORKER = Path(__file__).with_name("feed_worker.py")
+WORLDS = (1, 2, 3, 4)
+SAMPLES, BATCH = 1437, 96  # the last window of an epoch is short, and its last sample has no partner
+
+
+@pytest.fixture(scope="module")
+def feeds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """World size -> what each of its processes was fed and has counted; see feed_worker.py."""
+    found = {}
+    for world in WORLDS:
+        folder = tmp_path_factory.mktemp(f"feeds-{world}")
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(helpers.MULTI_CPU)]
+        launcher += ["--num_processes", str(world)]
+        line = [sys.executable, *launcher, str(WORKER), str(folder)]
+        done = subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[world] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    return found
+
+
+def together(processes: list[dict[str, Any]], case: str) -> list[Any]:
+    """All samples of an epoch in their order: micro-batch by micro-batch, and in each process by process."""
+    steps = zip(*(process["fed"][case] for process in processes), strict=True)
+    return list(chain.from_iterable(chain.from_iterable(steps)))
+
+
+class TestFeeds:
+    @pytest.mark.parametrize("augment", ["turned", "mixed", "policy"])
+    def test_the_same_samples_pixels_and_targets_in_the_same_order(self, feeds: dict, augment: str) -> None:
+        cases = [case for case in feeds[1][0]["fed"] if case.startswith(augment) and "from" not in case]
+        assert len(cases) == (1 if augment == "policy" else 3)
+        expected = together(feeds[1], cases[0])
+        ids = [sample[0] for sample in expected]
+        word = key(3, 1, "order")
+        window = torch.arange(len(ids)) % SAMPLES
+        assert ids == permuted(window, SAMPLES, word).tolist()
+        assert sorted(ids[:SAMPLES]) == list(range(SAMPLES))
+        assert [sample[1] for sample in expected] == [1.0] * SAMPLES + [0.0] * (len(ids) - SAMPLES)
+        assert len({sample[3] for sample in expected[:SAMPLES]}) > 1200  # the digests tell images apart
+        for world, processes in feeds.items():
+            for case in cases:
+                assert together(processes, case) == expected, (world, case)
+
+    def test_each_process_has_its_own_share_of_each_micro_batch(self, feeds: dict) -> None:
+        for world, processes in feeds.items():
+            for case in processes[0]["fed"]:
+                accumulation = int(case.split(", ")[1])
+                sizes = {len(micro_batch) for process in processes for micro_batch in process["fed"][case]}
+                assert sizes == {BATCH // world // accumulation}
+
+    def test_a_restart_is_fed_the_rest_of_the_epoch(self, feeds: dict) -> None:
+        for world, processes in feeds.items():
+            whole = together(processes, "mixed, 2")
+            assert together(processes, "mixed, 2, from 9") == whole[9 * BATCH :], world
+
+
+def test_evaluation_counts_the_same_on_any_number_of_processes(feeds: dict) -> None:
+    expected = feeds[1][0]["counted"]
+    for case, figures in expected.items():
+        count = SAMPLES if case.startswith("train") else 359
+        assert figures["count"] == count == sum(map(sum, figures["confusion"]))
+        assert figures["accuracy"] == sum(figures["confusion"][label][label] for label in range(10)) / count
+        assert figures["accuracy"] < figures["top5_accuracy"] < 1
+    for processes in feeds.values():
+        for process in processes:
+            for case, figures in expected.items():
+                found = process["counted"][case]
+                assert {**found, "loss": 0} == {**figures, "loss": 0}
+                assert found["loss"] == pytest.approx(figures["loss"], rel=1e-6)
+    for split in ("train", "test"):
+        confusions = [figures["confusion"] for case, figures in expected.items() if case.startswith(split)]
+        assert confusions[0] == confusions[1] == confusions[2]  # whatever the size of a step
+
+
+OPTIONS = """
+digits --epochs 2 --log-every-updates 1 --batch-size 96 --data.train-limit 1437 --optim.lr 0.1 --augment.flip 0.5
+--augment.mixup 0.4 --augment.cutmix 1 --augment.mix-probability 0.5 --loss.label-smoothing 0.1
+--loss.class-weights balanced
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(tmp_path_factory.mktemp("alone") / "run", 1, 1)
+
+
+def trained(run: Path, world: int, accumulation: int) -> dict[str, Any]:
+    micro_batch = BATCH // world // accumulation
+    done = helpers.run(
+        *OPTIONS, "--micro-batch-size", micro_batch, "--output-dir", run, processes=world, timeout=250
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    return {"losses": losses, "result": json.loads((run / "result.json").read_text())}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("world", "accumulation"),
+    [
+        (1, 4),
+        (2, 2),
+        (4, 1),
+        *(pytest.param(*split, marks=SLOW) for split in ((1, 2), (2, 1), (2, 4), (4, 2), (4, 4))),
+    ],
+)
+def test_each_updates_loss_is_the_same(tmp_path: Path, alone: dict, world: int, accumulation: int) -> None:
+    found = trained(tmp_path / "run", world, accumulation)
+    assert len(alone["losses"]) == 30
+    assert alone["losses"][-1] < alone["losses"][0] - 0.2  # it learns
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert found["result"]["updates"] == 30 and found["result"]["world_size"] == world
+    assert found["result"]["test_images"] == 359
+    assert found["result"]["test_loss"] == pytest.approx(alone["result"]["test_loss"], rel=1e-5)
