@@ -97,7 +97,13 @@ def started(directory: Path, *words: object, processes: int = 1, **variables: st
     line = command(*words, "--output-dir", directory, processes=processes)
     with log.open("wb") as out:
         popen = subprocess.Popen(
-            line, env=environment(**variables), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            line,
+            env=environment(**variables),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A job in a shell's background, as CI may be, inherits that Ctrl-C is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         yield Started(popen, directory, log)

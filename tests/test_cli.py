@@ -149,6 +149,7 @@ def test_an_interrupt_is_quiet_and_130() -> None:
     program = """
 import os, signal, sys, time
 from accel_train import cli, commands
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background inherits that it is ignored
 commands.recipes = lambda words: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
 sys.exit(cli.main(["recipes"]))
 """
