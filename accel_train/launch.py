@@ -11,7 +11,6 @@ import atexit
 import os
 import re
 import subprocess
-import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -220,7 +219,7 @@ def create_accelerator(
     """
     import torch
     from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
+    from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
     from accel_train.rendezvous import roll_call
 
@@ -229,10 +228,6 @@ def create_accelerator(
     # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
     cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
     store = roll_call(launch, "" if cpu else _device_id(device), rendezvous_seconds)
-    # After its first update DDP shares the gradients out to its buckets anew, unless it looks for unused parameters.
-    # From three processes on the place in a bucket decides in which order floats are added: a restart would show.
-    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")  # and found none: as it should be
-    fixed_buckets = DistributedDataParallelKwargs(find_unused_parameters=launch.world_size > 2)
     accelerator = Accelerator(
         cpu=cpu,
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
@@ -242,7 +237,6 @@ def create_accelerator(
         project_dir=project_dir,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=collective_seconds)),
-            fixed_buckets,
             *kwargs_handlers,
         ],
     )

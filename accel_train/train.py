@@ -33,6 +33,7 @@ from timm.layers import convert_sync_batchnorm
 
 from accel_train import models, optim
 from accel_train.agreement import decided_by_main
+from accel_train.buckets import settle_buckets
 from accel_train.changes import digest
 from accel_train.checkpoint import Checkpoints, TrainState
 from accel_train.config import Config
@@ -122,6 +123,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     clipped = optim.parameters_to_clip(config.optim, model)
     # The schedule is not prepared: it is a function of the update's number, and Accelerate would count otherwise.
     model, optimizer = accelerator.prepare(model, optimizer)
+    settle_buckets(accelerator, model, torch.zeros(plan.micro_batch, splits.channels, size, size, device=device))
 
     # The run: from its beginning, or from its newest checkpoint.
     decided_by_main(accelerator, lambda: bool(RunDirectory(directory, writes=True)))  # its error is everybody's
