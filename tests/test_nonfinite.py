@@ -112,8 +112,12 @@ def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path) -> None:
     assert json.loads((directory / "result.json").read_text())["left_out_updates"] == 2
 
 
-def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(recipe: Path, tmp_path: Path) -> None:
-    skipped = run(recipe, *SETTINGS, *KEEP, "--on-nonfinite", "skip", "--output-dir", tmp_path / "skip")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(
+    recipe: Path, tmp_path: Path, processes: int
+) -> None:
+    words = (recipe, *SETTINGS, *KEEP, "--on-nonfinite", "skip", "--output-dir", tmp_path / "skip")
+    skipped = run(*words, processes=processes)
     assert skipped.returncode == 0, skipped.stderr
     (bad,) = [int(str(event["update"])) for event in events(tmp_path / "skip") if event.get("action") == "skip"]
     assert f"update {bad} is not finite" in skipped.stderr + skipped.stdout
@@ -123,7 +127,8 @@ def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(recipe: Path
     assert all(value.isfinite().all() for value in end.values())
     assert json.loads((tmp_path / "skip" / "result.json").read_text())["left_out_updates"] == 1
 
-    rewound = run(recipe, *SETTINGS, "--on-nonfinite", "rewind", "--output-dir", tmp_path / "rewind")
+    words = (recipe, *SETTINGS, "--on-nonfinite", "rewind", "--output-dir", tmp_path / "rewind")
+    rewound = run(*words, processes=processes)
     assert rewound.returncode == 0, rewound.stderr
     assert [event["text"] for event in events(tmp_path / "rewind")][1:] == ["rewound"]
     assert_equal(end, states(tmp_path / "rewind", UPDATES))
