@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from accel_train import config as configuration
 from accel_train import options
+from accel_train.cores import available_cores
 from accel_train.errors import UserError
 from accel_train.launch import prepare_environment
 from accel_train.recipe import read_recipe, recipe_names, recipe_text
@@ -114,7 +114,7 @@ def predict(arguments: Sequence[str]) -> int:
 
 def check_data(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     processes = cores if found.processes is None else found.processes
     _at_least_one("processes", processes)
 

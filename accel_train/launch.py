@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_train.cores import available_cores
 from accel_train.errors import UserError
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def allocated_hosts(env: Mapping[str, str]) -> list[str]:
 
 def _threads(launch: Launch, env: Mapping[str, str]) -> int:
     """The cores that this process may use, divided among those that share them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     node = int(env.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
     if launch.launcher not in READY_MADE and cores * launch.local_world_size <= node:
         return cores  # srun and mpirun may have bound each task to cores of its own

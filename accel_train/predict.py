@@ -22,9 +22,9 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from accel_train import config, options
+from accel_train.cores import available_cores
 from accel_train.data.augment import BatchTransform
 from accel_train.data.images import ImageError, decode, find_images
-from accel_train.data.loading import available_cores
 from accel_train.data.transform import ImageTransform
 from accel_train.errors import UserError
 from accel_train.files import write_whole

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_train import models
 from accel_train.config import Augment, Config
+from accel_train.cores import available_cores
 from accel_train.data.augment import BatchTransform
 from accel_train.data.keyed import hashed, key
 from accel_train.data.order import Draw, EvaluationOrder, TrainingOrder
@@ -98,11 +99,6 @@ def create_loader(
         persistent_workers=workers > 0,
         worker_init_fn=_leave_signals_to_the_trainer if workers else None,
     )
-
-
-def available_cores() -> int:
-    """Cores that this process may really use, not those that the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _as_it_is(batch: Any) -> Any:
