@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -13,6 +14,11 @@ from hypothesis import settings
 # Hypothesis measures time, too, and would fail tests on a busy machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_unconfigure() -> None:
+    """An interpreter that does not end after the tests tells where it hangs, instead of holding up whoever waits."""
+    faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session")

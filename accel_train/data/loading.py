@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import multiprocessing.util
 import os
 import signal
 from collections.abc import Iterator
@@ -110,6 +112,18 @@ def _leave_signals_to_the_trainer(_worker: int) -> None:
     # needs its workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """At the interpreter's end: multiprocessing would send what is left of them SIGTERM, and wait for ever."""
+    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    if workers:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call them crashed
+    for worker in workers:
+        worker.kill()
+
+
+atexit.register(_end_workers)  # what is registered last runs first: before multiprocessing.util's, imported above
 
 
 @dataclass(frozen=True)
