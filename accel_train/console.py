@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -94,7 +95,7 @@ class Console:
         if self.speaks and not self.is_live:
             figures = "  ".join(f"{name} {value}" for name, value in self._figures.items())
             position = f"epoch {epoch}/{self.epochs}  update {update}/{self.total_updates}"
-            print(f"{position}  {figures}  eta {_duration(self.eta_seconds)}", flush=True)
+            _print(f"{position}  {figures}  eta {_duration(self.eta_seconds)}")
 
     def evaluated(self, split: str, epoch: int, *, loss: float, accuracy: float, seconds: float) -> None:
         """One line for an evaluation at the end of `epoch` (from 1)."""
@@ -106,14 +107,14 @@ class Console:
         if self.is_live:
             self._rich.print(Text(text), soft_wrap=True)
         elif self.speaks:
-            print(text, flush=True)
+            _print(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning; in a log, on stderr."""
         if self.is_live:
             self._rich.print(Text(f"warning: {text}", style="bold yellow"), soft_wrap=True)
         elif self.speaks:
-            print(f"accel-train: warning: {text}", file=sys.stderr, flush=True)
+            _print(f"accel-train: warning: {text}", sys.stderr)
 
     def finish(self, title: str, figures: Mapping[str, str], commands: Mapping[str, str]) -> None:
         """Ends the display and prints the last screen.
@@ -127,7 +128,7 @@ class Console:
         width = max(map(len, [*figures, *commands]), default=0)
         if not self.is_live:
             lines = [f"  {name:<{width}}  {text}" for name, text in [*figures.items(), *commands.items()]]
-            print("\n".join([title, *lines]), flush=True)
+            _print("\n".join([title, *lines]))
             return
         table = Table.grid(padding=(0, 2))
         for name, value in figures.items():
@@ -161,6 +162,17 @@ class Console:
         for name, value in self._figures.items():
             figures.append(f"{name} ", style="dim").append(f"{value}   ", style="bold")
         return Group(bars, figures)
+
+
+def _print(text: str, stream: TextIO | None = None) -> None:
+    """A log that can no longer be written, for its reader has gone or its disk is full, does not end a run."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # or the interpreter fails at its end
+    except OSError:
+        pass
 
 
 def _duration(seconds: float | None) -> str:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,16 @@ def test_a_log_has_plain_dense_lines() -> None:
     assert lines[6] == "finished"
     assert lines[-1] == "  next           accel-train predict runs/" + "x" * 70  # one line, to be copied
     assert done.stderr == "accel-train: warning: careful\n"
+
+
+@pytest.mark.parametrize("log", ["| head -n 1", ">/dev/full"])
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, log: str) -> None:
+    words = f"train digits --epochs 1 --output-dir {tmp_path}/run"
+    line = f"set -o pipefail; {sys.executable} -m accel_train {words} {log}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "result.json").exists()
 
 
 def test_only_the_process_that_speaks_prints() -> None:
