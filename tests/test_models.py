@@ -24,7 +24,7 @@ from accel_train.models import (
     set_train_mode,
 )
 
-OWN = {"digits_cnn": 8, "mnist_cnn": 28, "alexnet_bn": 64, "resnet18_cifar": 32, "vit_s16_plain": 32}
+OWN = {"digits_cnn": 8, "mnist_cnn": 28, "alexnet_bn": 64, "resnet9": 32, "resnet18_cifar": 32, "vit_s16_plain": 32}
 
 TIMM = {  # a family each, and the smallest image that suits it
     "resnet18": 32,
