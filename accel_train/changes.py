@@ -6,10 +6,12 @@ about it:
 | key | why it may change |
 |---|---|
 | micro-batch-size, data.workers | how an update is computed, not what it is; like the number of processes |
+| data.placement | the same: where the pixels lie, not what they are |
 | model.gradient-checkpointing | the same |
 | data.root | the same data may lie elsewhere on the next machine |
 | eval-batch-size, log-every-updates, trackers, checkpoint.* | only what is measured, shown or kept |
-| on-nonfinite, hang-timeout-seconds | what is done about a failure; whoever goes on after one may choose anew |
+| share-gpus | where it is computed |
+| on-nonfinite, …-timeout-seconds | what is done about a failure; whoever goes on after one may choose anew |
 | eval-every-epochs | the same; but the plateau schedule counts evaluations: not with that one |
 | epochs | a run may go on for longer; but cosine and poly end at the last epoch: not with these |
 | recipe, output-dir, resume, allow-change, config-only, traceback | of this start only; not noted |
@@ -31,8 +33,9 @@ from accel_train.errors import UserError, nearest
 
 OF_THIS_START = ("recipe", "output-dir", "resume", "allow-change", "config-only", "traceback")
 NOTED = (
-    "micro-batch-size", "data.workers", "model.gradient-checkpointing", "data.root", "eval-batch-size",
-    "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "hang-timeout-seconds",
+    "micro-batch-size", "data.workers", "data.placement", "model.gradient-checkpointing", "data.root",
+    "eval-batch-size", "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "rendezvous-timeout-seconds",
+    "start-timeout-seconds", "hang-timeout-seconds", "share-gpus",
 )  # fmt: skip
 UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", "poly")}
 

@@ -52,6 +52,9 @@ class TrainState:
     epoch_correct: int = 0
     epoch_count: int = 0
     train_seconds: float = 0.0
+    """Time of training, without the first update of each start (see `meter.Stopwatch`)."""
+    timed_samples: int = 0
+    """The samples trained in it."""
     left_out: list[int] = dataclasses.field(default_factory=list)
     """The updates, counted from 1, that were not finite and are left out; see `nonfinite`."""
 

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from accel_train import __version__
+from accel_train import __version__, signals
 from accel_train.errors import UserError, nearest
 from accel_train.launch import prepare_environment
 
@@ -17,11 +17,13 @@ COMMANDS = {
     "train": "train a model as a recipe says, or go on with a run",
     "evaluate": "evaluate a run's model over a split",
     "predict": "classify images with a run's model",
+    "bench": "measure how near the trainer comes to the limit of the device",
     "recipes": "list the recipes, or print one",
     "check-data": "find the unreadable images of a data set",
+    "cache-data": "write a data set's images, made ready, into one file",
     "scaling": "compare the speed of finished runs on different numbers of processes",
 }
-RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PBS_NODENUM")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,13 +63,17 @@ def _run(words: list[str]) -> int:
     if command not in COMMANDS:
         raise UserError(f"unknown command {command!r}.{nearest(command, COMMANDS)} See accel-train --help.")
     if command == "train":
-        from accel_train import options
+        with signals.noting():
+            from accel_train import options
 
-        config = options.parse(rest)
-        launch = prepare_environment()  # before torch is imported, which reads some of it
-        from accel_train.train import train
+            config = options.parse(rest)
+            launch = prepare_environment()  # before torch is imported, which reads some of it
+            from accel_train.accelerator import end_world
+            from accel_train.train import train
 
-        return train(config, launch)
+            code = train(config, launch)
+            end_world()
+            return code
 
     from accel_train import commands
 
@@ -78,7 +84,9 @@ def _run(words: list[str]) -> int:
     function = {
         "evaluate": commands.evaluate,
         "predict": commands.predict,
+        "bench": commands.bench,
         "check-data": commands.check_data,
+        "cache-data": commands.cache_data,
         "scaling": commands.scaling,
     }
     return function[command](rest)

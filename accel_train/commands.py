@@ -1,4 +1,4 @@
-"""What stands on the command lines of evaluate, predict, check-data and recipes."""
+"""What stands on the command lines of evaluate, predict, bench, check-data, cache-data, scaling and recipes."""
 
 from __future__ import annotations
 
@@ -55,6 +55,27 @@ class Predict:
 
 
 @dataclass(frozen=True)
+class Bench:
+    """Measure how near a recipe's training comes to the limit of the device, and where the rest of the time goes.
+
+    In turns: a bare loop on tensors that lie on the device, the input alone, and the trainer with everything on.
+    Options of train (--batch-size, --data.root, …) change the recipe. With several processes: accelerate launch …
+    -m accel_train bench RECIPE. The exit code says nothing of the speed.
+    """
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    """A recipe, as for train."""
+    synthetic: bool = False
+    """Take synthetic images of the same size, number and classes (of folders: as many as data.classes says)."""
+    rounds: int = 5
+    """How often all is measured, in turns."""
+    updates: int | None = None
+    """Updates of each measurement; default: as many as the bare loop does in 5 seconds, at least 20."""
+    output: Path | None = None
+    """File of all figures, in JSON; default: bench-RECIPE.json. The runs lie beside it as long as they are needed."""
+
+
+@dataclass(frozen=True)
 class Scaling:
     """Compare finished runs of one recipe on different numbers of processes: speed-up and efficiency.
 
@@ -78,6 +99,32 @@ class CheckData:
     """Folder of the data, as in --data.root."""
     output: Path = Path("unreadable.txt")
     """The list that is written: one path a line."""
+    processes: int | None = None
+    """Processes that decode; default: all cores."""
+
+
+@dataclass(frozen=True)
+class CacheData:
+    """Write the images of a data set, decoded and made smaller, into one file that is read many times faster.
+
+    Train on it with --data.name cache --data.root FILE. After a kill the same command goes on where it was. The exit
+    code is 1 if images cannot be read: they are listed, and what is done is kept.
+    """
+
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    """Name of the data: folder, or another one as in --data.name."""
+    output: Path | None = None
+    """The file that is written (to be given)."""
+    root: Path = Path("data")
+    """Folder of the data, as in --data.root."""
+    short_side: int = 256
+    """The short side of larger images becomes so many pixels; the shape is kept, and all of the image."""
+    encoding: Literal["raw", "jpeg"] = "raw"
+    """raw: pixels, the fastest to read; jpeg (quality 90): about a tenth of the room."""
+    channels: int = 3
+    """3 or 1, as in --data.channels: 1 makes them grey."""
+    skip_unreadable: Path | None = None
+    """Leave out the images that this list names, as in --data.skip-unreadable."""
     processes: int | None = None
     """Processes that decode; default: all cores."""
 
@@ -112,6 +159,29 @@ def predict(arguments: Sequence[str]) -> int:
     return predict(launch, found.run, found.images, top_k=found.top_k, output=found.output, batch_size=found.batch_size)
 
 
+def bench(arguments: Sequence[str]) -> int:
+    prog = "accel-train bench"
+    found, overrides = options.parse_command(Bench, arguments, prog, positional=("recipe",), others=("",))
+    _at_least_one("rounds", found.rounds)
+    if found.updates is not None:
+        _at_least_one("updates", found.updates)
+    config = options.parse([found.recipe, *overrides], prog)
+    for key in ("output-dir", "config-only"):
+        if configuration.value(config, key):
+            raise UserError(f"--{key}: an option of train; bench writes only the file that --output names.")
+    output = found.output or Path(f"bench-{config.recipe}.json")
+    if output.is_dir():
+        raise UserError(f"--output: {output} is a folder; name a file in it.")
+
+    launch = prepare_environment()
+    from accel_train.accelerator import end_world
+    from accel_train.bench import bench
+
+    code = bench(config, launch, output, synthetic=found.synthetic, rounds=found.rounds, updates=found.updates)
+    end_world()
+    return code
+
+
 def check_data(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
     cores = available_cores()
@@ -121,6 +191,27 @@ def check_data(arguments: Sequence[str]) -> int:
     from accel_train.data import check
 
     unreadable = check.check_data(configuration.Data(name=found.name, root=found.root), found.output, processes)
+    return 1 if unreadable else 0
+
+
+def cache_data(arguments: Sequence[str]) -> int:
+    found, _ = options.parse_command(CacheData, arguments, "accel-train cache-data", positional=("name",))
+    processes = available_cores() if found.processes is None else found.processes
+    _at_least_one("processes", processes)
+    _at_least_one("short-side", found.short_side)
+    if found.output is None:
+        raise UserError("accel-train cache-data: --output is missing: name the file to be written.")
+    if found.channels not in (1, 3):
+        raise UserError(f"--channels: expected 1 or 3, found {found.channels}.")
+    data = configuration.Data(
+        name=found.name, root=found.root, channels=found.channels, skip_unreadable=found.skip_unreadable
+    )
+
+    from accel_train.data.cache_writer import write_cache
+
+    unreadable = write_cache(
+        data, found.output, short_side=found.short_side, encoding=found.encoding, processes=processes
+    )
     return 1 if unreadable else 0
 
 

@@ -18,9 +18,9 @@ from typing import Any, Literal
 @dataclass(frozen=True)
 class Data:
     name: str = "digits"
-    """digits, mnist, fashion_mnist, cifar10, cifar100, folder, synthetic, tar, hfds/NAME, wds, tfds/NAME."""
+    """digits, mnist, fashion_mnist, cifar10, cifar100, folder, cache, synthetic, tar, hfds/NAME, wds, tfds/NAME."""
     root: Path = Path("data")
-    """Folder of the data: where torchvision's sets lie or are downloaded to, or the image tree itself."""
+    """Folder of the data: where torchvision's sets lie or are downloaded to, or the image tree or cache itself."""
     val_fraction: float = 0.0
     """Share of the training samples set aside for validation, if the data has no such split of its own."""
     test_fraction: float = 0.0
@@ -33,6 +33,8 @@ class Data:
     """Leave out the samples of an epoch that do not fill a whole batch, rather than make a smaller update of them."""
     skip_unreadable: Path | None = None
     """Leave out the images that this list (written by `accel-train check-data`) names."""
+    placement: Literal["auto", "device", "host", "disk"] = "auto"
+    """Where pixels lie: in the device's or the host's memory, or where they are stored; auto: as fast as they fit."""
     workers: int | None = None
     """Worker processes that load images, for each process; default: none for data in memory, else all cores."""
     image_size: int = 32
@@ -84,7 +86,7 @@ class Augment:
 @dataclass(frozen=True)
 class Model:
     name: str = "mnist_cnn"
-    """A name of timm's, torchvision/NAME, or ours: digits_cnn, mnist_cnn, alexnet_bn, resnet18_cifar, vit_s16_plain."""
+    """A name of timm's, torchvision/NAME, or ours: digits_cnn, mnist_cnn, alexnet_bn, resnet9, resnet18_cifar, …"""
     pretrained: bool = False
     """Start from published weights (the last layer is made new if the number of classes differs)."""
     image_size: int | None = None
@@ -205,8 +207,14 @@ class Config:
     """Keys of the configuration (optim.lr, or a group: optim) that may differ from the checkpoint's at resume."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
     """A loss or gradient that is not finite: stop; skip this update; or rewind and leave it out."""
+    rendezvous_timeout_seconds: float = 600.0
+    """How long the processes wait for one another at the start, before the missing ones are named."""
+    start_timeout_seconds: float = 3600.0
+    """As hang_timeout_seconds, until this start's first update is done: downloads, compilation; 0: never."""
     hang_timeout_seconds: float = 1800.0
-    """End the run, all stacks written down, after so long without progress (twice until the first update); 0: never."""
+    """End the run, all stacks written down, after so long without progress; 0: never."""
+    share_gpus: bool = False
+    """Let several processes of a node use one GPU: to try things out, for it is slow (gloo instead of NCCL)."""
     trackers: tuple[str, ...] = ()
     """Trackers of Accelerate's to log to: tensorboard, wandb, mlflow, …"""
     config_only: bool = False
@@ -228,11 +236,12 @@ POSITIVE = (
     "data.train-limit", "data.test-limit", "data.image-size", "data.train-images", "data.test-images",
     "augment.resize", "augment.randaugment-ops", "model.image-size", "schedule.step-epochs", "checkpoint.every-epochs",
     "checkpoint.every-updates", "checkpoint.keep", "checkpoint.milestone-epochs", "optim.clip", "optim.eps",
+    "rendezvous-timeout-seconds",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "data.workers", "augment.pad", "augment.mixup", "augment.cutmix", "optim.lr", "optim.weight-decay",
     "schedule.warmup-epochs", "schedule.warmup-lr", "schedule.min-lr", "schedule.patience-epochs",
-    "checkpoint.every-seconds", "schedule.power", "hang-timeout-seconds",
+    "checkpoint.every-seconds", "schedule.power", "start-timeout-seconds", "hang-timeout-seconds",
 )  # fmt: skip
 SHARES = (  # probabilities and fractions: 0 <= x <= 1
     "augment.flip", "augment.erase", "augment.mix-probability", "optim.momentum", "optim.layer-decay",

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_train import options
+from accel_train import options, tuning
+from accel_train.accelerator import create_accelerator
 from accel_train.agreement import decided_by_main
 from accel_train.config import as_dict
 from accel_train.data.loading import create_feed
@@ -25,7 +26,7 @@ from accel_train.data.sources import Source, Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import Evaluation, evaluate, evaluation_batch_size
 from accel_train.files import write_whole
-from accel_train.launch import Launch, create_accelerator
+from accel_train.launch import Launch
 from accel_train.signature import Signature, read_signature
 from accel_train.table import print_table
 from accel_train.trained import find_weights, load_model
@@ -52,16 +53,16 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     source = _source(splits, split, config.data.name)
     _check_fit(splits, signature, run)
     order = EvaluationOrder(len(source), evaluation_batch_size(config, launch.world_size))
-    feed = create_feed(config, splits, source, order, accelerator, size=signature.image_size)
+    tuning.set_defaults(accelerator.device)
+    models = {name: load_model(config.model, signature, file).to(accelerator.device) for name, file in weights.items()}
+    layout = tuning.memory_format(accelerator, next(iter(models.values())))
+    feed = create_feed(config, splits, source, order, accelerator, size=signature.image_size, memory_format=layout)
     if accelerator.is_main_process:
         processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)} on {accelerator.device.type}"
         print(
             f"{run}: {config.model.name} on {config.data.name} {split}, {len(source):,} images, {processes}", flush=True
         )
-    found = {
-        name: evaluate(accelerator, load_model(config.model, signature, file).to(accelerator.device), feed)
-        for name, file in weights.items()
-    }
+    found = {name: evaluate(accelerator, model.to(memory_format=layout), feed) for name, model in models.items()}
     accelerator.end_training()
     if not accelerator.is_main_process:
         return 0

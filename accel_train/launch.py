@@ -1,4 +1,4 @@
-"""From what the launcher promised to one `Accelerator`, or to a clear error.
+"""What the launcher promised: its variables, mapped to those that Accelerate reads, or a clear error.
 
 Accelerate reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun
 and `accelerate launch` set. Slurm's and MPI's tasks bring other names; they are mapped here, before torch is
@@ -7,22 +7,17 @@ imported. The failure to fear is N processes that each train alone: nothing erro
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import subprocess
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from accel_train.cores import available_cores
 from accel_train.errors import UserError
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -65,22 +60,14 @@ def prepare_environment() -> Launch:
         gpus = len([gpu for gpu in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
         env["LOCAL_RANK"] = str(launch.local_rank % gpus if gpus else launch.local_rank)
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin steal the cores of a busy neighbour
+    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: of 4 KB each, a large tensor's cost more than its sums
     if "OMP_NUM_THREADS" not in env or _only_launcher_set("OMP_NUM_THREADS", "num_cpu_threads_per_process"):
         env["OMP_NUM_THREADS"] = str(_threads(launch, env))
     return launch
 
 
 def _detect(env: Mapping[str, str]) -> Launch:
-    def number(name: str, default: str = "") -> int:
-        value = env.get(name, default)
-        if not value.isdigit():
-            raise UserError(
-                f"The launcher should set {name} to a number, but it is {value!r}: start the program with "
-                "accelerate launch, torchrun, srun or mpirun; or unset RANK for a single process.",
-                every_process=False,
-            )
-        return int(value)
-
+    number = partial(_number, env)
     accelerate = "ACCELERATE_MIXED_PRECISION" in env
     if "RANK" in env:  # a launcher within a task of srun's or mpirun's has the last word
         name = "accelerate" if accelerate else "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
@@ -98,7 +85,43 @@ def _detect(env: Mapping[str, str]) -> Launch:
             counts += [int(count)] * int(repeats or 1)
         local = counts[number("SLURM_NODEID")]
         return Launch("srun", number("SLURM_PROCID"), tasks, number("SLURM_LOCALID"), local)
-    return Launch("accelerate" if accelerate else "none")
+    return _pbs_task(env) or Launch("accelerate" if accelerate else "none")
+
+
+def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
+    value = env.get(name, default)
+    if not value.isdigit():
+        raise UserError(
+            f"The launcher should set {name} to a number, but it is {value!r}: start the program with "
+            "accelerate launch, torchrun, srun or mpirun; or unset RANK for a single process.",
+            every_process=False,
+        )
+    return int(value)
+
+
+def _pbs_task(env: Mapping[str, str]) -> Launch | None:
+    """What pbsdsh has started: a process for each line of the node file. None for the job script and what it runs."""
+    node = _number(env, "PBS_NODENUM", "0")  # which host
+    if node == 0 and _number(env, "PBS_TASKNUM", "1") == 1:
+        return None
+    file = env.get("PBS_NODEFILE", "")
+    try:
+        lines = Path(file).read_text().split()
+    except OSError:
+        raise UserError(
+            f"pbsdsh started this process, but PBS_NODEFILE ({file!r}) cannot be read on this host: copy that file "
+            "to a folder that all nodes see, and set PBS_NODEFILE to the copy in what pbsdsh starts.",
+            every_process=False,
+        ) from None
+    if "PBS_VNODENUM" not in env and len(set(lines)) < len(lines):  # Torque has it
+        raise UserError(
+            f"pbsdsh started {len(lines)} processes on {len(set(lines))} hosts, and PBS does not tell those of one "
+            "host apart: ask for mpiprocs=1, or use pbs/train.pbs or mpirun.",
+            every_process=False,
+        )
+    rank = _number(env, "PBS_VNODENUM", str(node))
+    host = lines[rank] if rank < len(lines) else ""
+    return Launch("pbsdsh", rank, len(lines), lines[:rank].count(host), lines.count(host)) if len(lines) > 1 else None
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
@@ -181,16 +204,18 @@ def _threads(launch: Launch, env: Mapping[str, str]) -> int:
 def _only_launcher_set(variable: str, option: str | None = None) -> bool:
     """Whether accelerate launch or torchrun set a variable to a default of its own (OMP_NUM_THREADS=1, say).
 
-    That is so if our parent is such a launcher and was started without it, and without `option` in its command line.
+    That is so if our parent (slurm/rank.sh may stand between) is such a launcher and was started without it, and
+    without `option` in its command line.
     """
     if variable not in os.environ or not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
         return False
     parent = Path(f"/proc/{os.getppid()}")
     try:
-        before, line = (
-            (parent / "environ").read_text(errors="replace"),
-            (parent / "cmdline").read_text(errors="replace"),
-        )
+        line = (parent / "cmdline").read_text(errors="replace")
+        if "slurm/rank.sh\0" in line:
+            parent = Path(f"/proc/{(parent / 'stat').read_text().rpartition(')')[2].split()[1]}")
+            line = (parent / "cmdline").read_text(errors="replace")
+        before = (parent / "environ").read_text(errors="replace")
     except PermissionError:  # not a launcher of ours, but a daemon of the batch system
         return False
     except OSError:  # not Linux
@@ -198,67 +223,3 @@ def _only_launcher_set(variable: str, option: str | None = None) -> bool:
     words = {Path(word).name for word in line.split("\0")}
     is_launcher = bool(words & LAUNCHERS)  # a job script, too, may set what accelerate launch sets
     return is_launcher and f"\0{variable}=" not in f"\0{before}" and (option is None or option not in line)
-
-
-def create_accelerator(
-    launch: Launch,
-    *,
-    gradient_accumulation_steps: int = 1,
-    log_with: Iterable[Any] = (),
-    project_dir: Path | None = None,
-    kwargs_handlers: Iterable[Any] = (),
-    rendezvous_seconds: float = 600.0,
-    collective_seconds: float = 1800.0,
-) -> Accelerator:
-    """Make the Accelerator of the world that `launch` promises; the precision is what the launcher was told.
-
-    `rendezvous_seconds` is how long the first processes wait for the last one; `collective_seconds` is how
-    long a collective may take until `rendezvous.set_collective_timeout` shortens it: downloads and
-    compilation lie in between.
-
-    Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one.
-    """
-    import torch
-    from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
-
-    from accel_train.rendezvous import roll_call
-
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
-    # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
-    cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
-    store = roll_call(launch, "" if cpu else _device_id(device), rendezvous_seconds)
-    accelerator = Accelerator(
-        cpu=cpu,
-        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        # A plugin, because a mere number gives way to ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
-        log_with=list(log_with) or None,
-        project_dir=project_dir,
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=collective_seconds)),
-            *kwargs_handlers,
-        ],
-    )
-    del store  # rank 0 served it until the process group had it
-    if cpu:  # a gloo group that is still open at the interpreter's end may abort it, whatever the exit code was
-        atexit.register(accelerator.state.destroy_process_group)
-    if (accelerator.num_processes, accelerator.process_index) != (launch.world_size, launch.rank):
-        raise UserError(
-            f"The launcher ({launch.launcher}) promised process {launch.rank} of {launch.world_size}, but "
-            f"Accelerate made process {accelerator.process_index} of {accelerator.num_processes}: each would "
-            "train alone. Compare the launcher's config file with those in accelerate_configs/.",
-            every_process=False,
-        )
-    return accelerator
-
-
-def _device_id(device: Any) -> str:
-    """What tells one GPU of a host from another, also where each process sees only its own, as number 0."""
-    import torch
-
-    if device.type not in ("cuda", "xpu"):
-        return ""
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
-    return str(getattr(getattr(torch, device.type).get_device_properties(index), "uuid", ""))

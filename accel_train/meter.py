@@ -77,11 +77,16 @@ class Meter:
 
 
 class Stopwatch:
-    """Time of training, and the share of it that went by waiting for data. Stands still between `stop` and `start`."""
+    """Time of training, the samples trained in it, and the share of it that went by waiting for data.
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
+    It stands still between `stop` and `start`. The first update of a start is not in it: that one compiles, looks for
+    the fastest kernels and starts workers, and would be the figure of a short run.
+    """
+
+    def __init__(self, seconds: float = 0.0, samples: int = 0) -> None:
+        self.seconds, self.samples = seconds, samples
         self.waiting = 0.0
+        self.warm_up: float | None = None  # seconds of the first update, once it is done
         self._since: float | None = None
 
     def start(self) -> None:
@@ -98,6 +103,15 @@ class Stopwatch:
             self.seconds += now - self._since
             self._since = now
         return self.seconds
+
+    def trained(self, samples: int) -> None:
+        """An update of so many samples is done."""
+        if self.warm_up is not None:
+            self.samples += samples
+            return
+        before = self.seconds
+        self.warm_up = self.lap() - before
+        self.seconds, self.waiting = before, 0.0
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches; the time until each is there is counted as waiting."""

@@ -137,9 +137,7 @@ class Guard:
         if scaler is None or scaler.get_scale() < 1:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-            # The largest absolute value: a NaN wins, and unlike a sum of squares it cannot overflow by itself.
-            largest = nn.utils.get_total_norm([each for each in local if each.numel()], norm_type=math.inf)
-            finite = finite & largest.to(finite.device).isfinite()
+            finite = finite & _largest([each for each in local if each.numel()]).to(finite.device).isfinite()
         bad = 1 - finite.float()
         if self.accelerator.num_processes > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
@@ -211,3 +209,10 @@ class Guard:
         except OSError as error:
             self.report.console.warn(f"the samples of update {window.number} cannot be written: {error}")
         return str(folder)
+
+
+def _largest(gradients: list[Tensor]) -> Tensor:
+    """Not finite if a value of any of the gradients is not: extremes, for a sum of squares may overflow by itself."""
+    if gradients and gradients[0].device.type == "cpu":  # where torch's infinity norm takes 15 times as long
+        return torch.stack([torch.stack(torch.aminmax(each)) for each in gradients]).abs().max()
+    return nn.utils.get_total_norm(gradients, norm_type=math.inf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRSchedu
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from accel_train import config
@@ -24,8 +25,8 @@ FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-def create_optimizer(optim: config.Optim, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of those parameters of `model` that require gradients.
+def create_optimizer(optim: config.Optim, model: nn.Module, *, sharded: bool = False) -> torch.optim.Optimizer:
+    """The optimizer of those parameters of `model` that require gradients; `sharded`: FSDP2 will split them.
 
     The parameter groups are timm's: no weight decay on biases, norms and what the model itself excludes (with
     optim.decay_all only the latter), and with optim.layer_decay a group for each layer, with its factor
@@ -50,7 +51,9 @@ def create_optimizer(optim: config.Optim, model: nn.Module) -> torch.optim.Optim
         options["eps"] = optim.eps
     try:
         devices = {parameter.device.type for parameter in model.parameters()}
-        if get_optimizer_class(optim.name, bind_defaults=False) in FUSED and devices <= set(FUSED_DEVICES):
+        kind = get_optimizer_class(optim.name, bind_defaults=False)
+        has_kernel = kind in FUSED and not (sharded and kind is torch.optim.SGD)  # Adam's takes split tensors, too
+        if has_kernel and devices <= set(FUSED_DEVICES):
             options["fused"] = True
         optimizer = create_optimizer_v2(
             model,
@@ -175,10 +178,35 @@ def create_schedule(
 def create_ema(ema: config.Ema, model: nn.Module) -> ModelEmaV3 | None:
     """The running mean of the weights and buffers of `model` (unwrapped, on its device), if it is wanted.
 
-    After each update call `.update(unwrapped_model, step=n)`, n counting the updates made, from 1: at 1 the
-    mean is the weights themselves. Its `.module` is the averaged model.
+    After each update call `update_ema`. Its `.module` is the averaged model.
     """
     return ModelEmaV3(model, decay=ema.decay, use_warmup=ema.warmup) if ema.enabled else None
+
+
+def update_ema(ema: ModelEmaV3, model: nn.Module, updates: int) -> None:
+    """Move the running mean towards the weights of `model` (unwrapped); after the first update it is these themselves.
+
+    The mean is whole on every process, also under FSDP2, which splits the model: then all processes must call this.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        ema.foreach = False  # one tensor after the other: never all of them whole at once
+        ema.update(_Whole(model), step=updates)
+    else:
+        ema.update(model, step=updates)
+
+
+class _Whole:
+    """What the running mean asks of a model, with its split tensors made whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> _Whole:
+        return self
+
+    def values(self) -> Iterator[Tensor]:
+        for tensor in self.model.state_dict().values():
+            yield tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def share_buffers(model: nn.Module) -> None:

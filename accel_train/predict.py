@@ -22,13 +22,14 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from accel_train import config, options
+from accel_train.accelerator import create_accelerator
 from accel_train.cores import available_cores
 from accel_train.data.augment import BatchTransform
 from accel_train.data.images import ImageError, decode, find_images
 from accel_train.data.transform import ImageTransform
 from accel_train.errors import UserError
 from accel_train.files import write_whole
-from accel_train.launch import Launch, create_accelerator
+from accel_train.launch import Launch
 from accel_train.signature import Signature, read_signature
 from accel_train.table import print_table
 from accel_train.trained import find_weights, load_model

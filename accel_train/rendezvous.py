@@ -22,8 +22,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import distributed
 
+from accel_train import signals
 from accel_train.errors import UserError
 from accel_train.launch import Launch, allocated_hosts
+
+AFTER_SIGTERM_SECONDS = 15.0  # launchers send SIGKILL 30 s after it
+RESOLVE_SECONDS = 20.0  # for a name service that is slow to know a new host
 
 
 def roll_call(launch: Launch, device_id: str, seconds: float) -> Any:
@@ -57,10 +61,7 @@ def _meet(store: Any, launch: Launch, device_id: str, seconds: float) -> None:
         )
     keys = [f"accel_train/{attempt}/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], json.dumps([hostname(), device_id, launch.world_size]))
-    try:
-        store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:
-        raise UserError(_missing(store, keys, seconds)) from None
+    _wait(store, keys, seconds)
     users = defaultdict(list)
     for rank, record in enumerate(store.multi_get(keys)):
         host, device, world_size = json.loads(record)
@@ -75,12 +76,29 @@ def _meet(store: Any, launch: Launch, device_id: str, seconds: float) -> None:
         if device and len(ranks) > 1:
             raise UserError(
                 f"Ranks {_ranges(ranks)} on {host} share one GPU ({device}): start one process for each GPU, "
-                "and let each see its own, or all of them see all; ACCELERATE_USE_CPU=true trains on the CPU."
+                "and let each see its own, or all of them see all. --share-gpus true allows it, slowly; "
+                "ACCELERATE_USE_CPU=true trains on the CPU."
             )
+
+
+def _wait(store: Any, keys: list[str], seconds: float) -> None:
+    """Wait until all `keys` are there; not much longer once SIGTERM has come, which a launcher sends to the others when
+    one of its processes has failed. (`store.wait` could not be told of that, and complains about each time-out.)"""
+    began = time.monotonic()
+    deadline = began + seconds
+    for first in range(0, len(keys), 64):  # so that a thousand processes do not ask for a thousand keys at each look
+        while not store.check(keys[first : first + 64]):
+            now = time.monotonic()
+            if signals.noted() == "SIGTERM":
+                deadline = min(deadline, now + AFTER_SIGTERM_SECONDS)
+            if now > deadline:
+                raise UserError(_missing(store, keys, now - began))
+            time.sleep(0.1)
 
 
 def _connect(launch: Launch, seconds: float) -> Any:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _resolve(launch, address, min(seconds, RESOLVE_SECONDS))
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:  # multi_tenant: the process group's own store joins the server of this one
         return distributed.TCPStore(  # type: ignore[attr-defined]
@@ -92,13 +110,32 @@ def _connect(launch: Launch, seconds: float) -> Any:
             multi_tenant=True,
         )
     except RuntimeError as error:
-        if serves:
+        if serves and "client socket" in str(error):
+            reason = f"does not reach itself at {address}:{port}: is MASTER_ADDR another host's name?"
+        elif serves:
             reason = f"cannot listen on port {port}: if another program has it, set MASTER_PORT to a free one"
             reason += f" ({_first_line(error)})"
         else:
             reason = f"found nobody at {address}:{port} within {seconds:.0f} s: rank 0 should be there. Is its "
             reason += "node up, did its process end, is MASTER_ADDR its name, does a firewall stand between?"
         raise UserError(f"Rank {launch.rank} on {hostname()} {reason}", every_process=False) from None
+
+
+def _resolve(launch: Launch, address: str, seconds: float) -> None:
+    """A name that nobody knows (a wrong list of nodes, say) is not waited for as long as a process that is late."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"Rank {launch.rank} on {hostname()} is to find rank 0 at MASTER_ADDR={address}, but no host of "
+                    f"that name is known here ({error}): give the first node's name as the nodes know it.",
+                    every_process=False,
+                ) from None
+        time.sleep(1)
 
 
 def _missing(store: Any, keys: list[str], seconds: float) -> str:
@@ -109,6 +146,7 @@ def _missing(store: Any, keys: list[str], seconds: float) -> str:
         f"{len(present)} of {len(keys)} processes met within {seconds:.0f} s, on {', '.join(sorted(hosts))}. "
         f"Missing: ranks {_ranges(set(range(len(keys))) - present)}"
         + (f", and every process of the nodes {', '.join(silent)}." if silent else ".")
+        + (" SIGTERM came meanwhile: has one of them failed? See its message." if signals.noted() == "SIGTERM" else "")
     )
 
 

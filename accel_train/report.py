@@ -1,26 +1,24 @@
-"""What a run tells: each figure goes to the console, metrics.jsonl, status.json and the trackers alike."""
+"""What a run tells while it goes on: each figure to the console, metrics.jsonl, status.json and the trackers alike."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 
 from accel_train.checkpoint import Checkpoints, TrainState
-from accel_train.config import Config, to_yaml
+from accel_train.config import Config
 from accel_train.console import Console
 from accel_train.data.order import Plan
-from accel_train.data.sources import Splits, load_splits
-from accel_train.errors import UserError
+from accel_train.data.placement import Placement
+from accel_train.data.sources import Splits
 from accel_train.evaluate import Evaluation
 from accel_train.meter import Count, Stopwatch
 from accel_train.run import RunDirectory
+from accel_train.summary import describe, next_steps, result_of, typed_program
 from accel_train.tracking import track
 
 MARKER = "REQUEUE"  # its presence in the run's folder asks the job script to start the run again
@@ -34,14 +32,22 @@ class Report:
     ) -> None:
         self.config, self.plan = config, plan
         self.accelerator, self.run, self.console = accelerator, run, console
-        self._seconds = self._waiting = 0.0  # of the stopwatch, at the last line
+        self._seconds, self._samples, self._waiting = 0.0, 0, 0.0  # on the stopwatch, at the last line
         self._last = time.monotonic()  # when the last epoch's or evaluation's line was written
         self._failures = 0  # of checkpoints, made known so far
 
     def begin(
-        self, state: TrainState, *, resumed: bool, splits: Splits, model: nn.Module, notes: Sequence[str]
+        self,
+        state: TrainState,
+        *,
+        resumed: bool,
+        splits: Splits,
+        model: nn.Module,
+        placement: Placement,
+        notes: Sequence[str],
     ) -> None:
-        self.console.say(describe(self.config, self.plan, self.accelerator, splits, model))
+        self._seconds, self._samples = state.train_seconds, state.timed_samples
+        self.console.say(describe(self.config, self.plan, self.accelerator, splits, model, placement))
         (self.run.path / MARKER).unlink(missing_ok=True)
         for note in notes:
             self.warn(note)
@@ -75,19 +81,21 @@ class Report:
 
     def trained(self, state: TrainState, count: Count, lr: float, watch: Stopwatch) -> None:
         """The line of the updates since the last one: `count` is of all processes; `lr` that of the last update."""
-        seconds = watch.lap() - self._seconds
+        seconds, samples = watch.lap() - self._seconds, watch.samples - self._samples
         waiting = watch.waiting - self._waiting
-        self._seconds, self._waiting = watch.seconds, watch.waiting
+        self._seconds, self._samples, self._waiting = watch.seconds, watch.samples, watch.waiting
+        if samples == 0 and watch.warm_up:  # a line of the first update alone: there is no other rate yet
+            seconds, samples = watch.warm_up, count.samples
         figures: dict[str, Any] = {
             "loss": count.loss,
             "accuracy": count.accuracy,
             "lr": lr,
-            "images_per_second": count.samples / max(seconds, 1e-9),
+            "images_per_second": samples / max(seconds, 1e-9),
             "data_wait_fraction": min(1.0, waiting / max(seconds, 1e-9)),
         }
         epoch = state.epoch + 1
         self.console.train(state.update, epoch, **figures)
-        self.run.log("train", epoch=epoch, update=state.update, **figures)
+        self.run.log("train", epoch=epoch, update=state.update, seconds=seconds, **figures)
         self.run.status("training", epoch=epoch, update=state.update, eta_seconds=self.console.eta_seconds, **figures)
         track(self.accelerator, "train", figures, state.update)
 
@@ -164,106 +172,22 @@ class Report:
         self.console.finish("The final weights could not be saved: the run is not finished.", {"run": str(run)}, again)
         return 1
 
-    def finished(self, state: TrainState, last: dict[str, Evaluation], wall_seconds: float) -> None:
+    def finished(self, state: TrainState, last: dict[str, Evaluation], watch: Stopwatch, wall_seconds: float) -> None:
         """result.json and the last screen. `last` has the final evaluations: "test", "test (ema)", "val", …"""
         config, run = self.config, self.run
-        result = result_of(config, self.plan, state, last, wall_seconds)
+        result = result_of(config, self.plan, state, last) | {
+            "warm_up_seconds": watch.warm_up,  # of the last start, as is the next
+            "wall_seconds": wall_seconds,
+        }
         run.result(result)
         run.status("finished", force=True, epoch=config.epochs, update=state.update, eta_seconds=0)
         figures = {f"{name} accuracy": f"{found.accuracy:.2%}" for name, found in last.items()}
-        if state.train_seconds:
+        if state.timed_samples:
             figures["speed"] = f"{result['images_per_second']:,.0f} images/s, {state.train_seconds:.1f} s of training"
+            if watch.warm_up is not None and watch.warm_up > 1:  # compilation, say
+                figures["speed"] += f" after {watch.warm_up:.1f} s of the first update"
         if state.left_out:
             figures["left out"] = f"{len(state.left_out)} updates that were not finite"
         figures["run"] = str(run.path)
         title = f"{config.recipe}: {config.epochs} epoch{'s' * (config.epochs > 1)}, {state.update} updates"
         self.console.finish(title, figures, next_steps(run.path))
-
-
-def describe(config: Config, plan: Plan, accelerator: Accelerator, splits: Splits, model: nn.Module) -> str:
-    """The first lines of a run: what is trained, where, and how a batch is shared."""
-    sizes = {"training": splits.train, "validation": splits.validation, "test": splits.test}
-    images = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
-    left_out = f", {splits.left_out} unreadable left out" if splits.left_out else ""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    world = f"{plan.processes} process{'es' * (plan.processes > 1)}"
-    precision = accelerator.mixed_precision.replace("no", "fp32")
-    lines = {
-        "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
-        "data": f"{config.data.name}: {images} images of {len(splits.classes)} classes{left_out}",
-        "model": f"{config.model.name}, {parameters:,} parameters",
-        "device": f"{world} on {accelerator.device.type}, {precision}",
-        "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images; "
-        f"{plan.updates_per_epoch} updates an epoch",
-        "run": str(config.output_dir),
-    }
-    return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
-
-
-def plan_text(config: Config, processes: int, accumulation: int) -> str:
-    """What --config-only prints: the resolved configuration, then, as comments, what follows from it.
-
-    Nothing is downloaded for it; without the data, the number of updates is not known.
-    """
-    lines = [
-        f"# processes: {processes}",
-        f"# accumulation: {accumulation}",
-        f"# samples of a process in one forward pass: {config.batch_size // (processes * accumulation)}",
-    ]
-    try:
-        samples = len(load_splits(config.data, config.seed, download=False).train)
-        plan = Plan(samples, config.batch_size, processes, accumulation, config.data.drop_last)
-        lines += [
-            f"# training samples: {plan.samples}",
-            f"# updates an epoch: {plan.updates_per_epoch}",
-            f"# samples of an epoch's last update: {plan.real_samples(plan.updates_per_epoch - 1)}",
-            f"# updates in all: {plan.updates_per_epoch * config.epochs}",
-        ]
-    except UserError as error:
-        lines.append(f"# updates: not known ({error})")
-    return to_yaml(config) + "\n".join(lines)
-
-
-def result_of(
-    config: Config, plan: Plan, state: TrainState, last: dict[str, Evaluation], wall_seconds: float
-) -> dict[str, Any]:
-    """The contents of result.json."""
-    test, ema = last.get("test"), last.get("test (ema)")
-    result: dict[str, Any] = {
-        "recipe": config.recipe,
-        "epochs": config.epochs,
-        "updates": state.update,
-        "left_out_updates": len(state.left_out),
-        "world_size": plan.processes,
-        "train_images": plan.samples,
-        "test_images": test.count if test else 0,
-        "test_loss": test.loss if test else None,
-        "test_accuracy": test.accuracy if test else None,
-        "test_top5_accuracy": test.top5_accuracy if test else None,
-        "ema_test_loss": ema.loss if ema else None,
-        "ema_test_accuracy": ema.accuracy if ema else None,
-        "best_val_accuracy": state.best_accuracy,
-        "best_update": state.best_update,
-        "images_per_second": state.samples_seen / state.train_seconds if state.train_seconds else None,
-        "train_seconds": state.train_seconds,
-        "wall_seconds": wall_seconds,  # of the last start
-    }
-    if test:
-        result |= {"class_accuracy": test.class_accuracy, "confusion": test.confusion}
-    return result
-
-
-def next_steps(run: Path) -> dict[str, str]:
-    program = typed_program()
-    return {
-        "evaluate": f"{program} evaluate {run}",
-        "predict": f"{program} predict {run} IMAGE…",
-        "other recipes": f"{program} recipes",
-    }
-
-
-def typed_program() -> str:
-    """What a person types to start this program: after `make train` it is not on their path yet."""
-    if shutil.which("accel-train"):
-        return "accel-train"
-    return sys.argv[0] if Path(sys.argv[0]).name == "accel-train" else f"{sys.executable} -m accel_train"

@@ -8,9 +8,11 @@ for a GPU, and the decision is everybody's one update later.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel_train import signals
+
 Batch = TypeVar("Batch")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, *signals.WARNINGS)
 LOOK_SECONDS = 1.0  # between two looks for the files STOP and SAVE
 ECHO_SECONDS = 1.0  # one Ctrl-C comes twice: from the terminal, and from the launcher that hands it on
 
@@ -34,7 +38,7 @@ class Stopping:
     """Gathers wishes to save or to stop. A context manager: on leaving it, the signals mean what they did before.
 
     Enter it as early as possible: a signal that comes while the program is setting itself up is obeyed at the first
-    update, instead of losing the job its place.
+    update, instead of losing the job its place. So is one that `signals.noting` has noted before.
     """
 
     def __init__(self) -> None:
@@ -52,6 +56,7 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self.reason = self.reason or signals.noted()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,9 +67,11 @@ class Stopping:
         """Training begins; all processes must call it. `run`, on the main process only, is the folder in which a
         person may put a file STOP or SAVE; `save_every_seconds` of 0 is never."""
         self.run, self.save_every_seconds, self._began = run, save_every_seconds, True
-        self.last_save = self.last_look = time.monotonic()
+        self.last_save = time.monotonic()
+        self.last_look = -math.inf  # a file STOP that is there already counts, however short the training is
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+            # Its own time-out would strike with an error that says nothing: the watchdog ends what hangs.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
 
     def end(self) -> None:
         """Training has ended on all processes; what they last agreed on no longer matters."""
@@ -78,6 +85,8 @@ class Stopping:
             if not self._began or (self.reason == "SIGINT" and now - self._interrupted_at > ECHO_SECONDS):
                 raise KeyboardInterrupt  # asked for twice, or nothing to save yet: at once
             self._interrupted_at = now
+        else:
+            signals.note(number)
         self.reason = signal.Signals(number).name
 
     def agreed(self) -> tuple[bool, bool]:

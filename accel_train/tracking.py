@@ -38,3 +38,9 @@ def track(accelerator: Accelerator, prefix: str, values: Mapping[str, Any], upda
     if accelerator.trackers:
         numbers = {f"{prefix}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
         accelerator.log(numbers, step=update)
+
+
+def end_trackers(accelerator: Accelerator) -> None:
+    """Let them write what they still hold. Accelerate's `end_training` would end the process group, too."""
+    for tracker in accelerator.trackers:
+        tracker.finish()

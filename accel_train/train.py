@@ -26,12 +26,14 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from accelerate.utils import gather_object
 from timm.layers import convert_sync_batchnorm
 
-from accel_train import models, optim
+from accel_train import models, optim, tuning
+from accel_train.accelerator import create_accelerator
 from accel_train.agreement import decided_by_main
 from accel_train.buckets import settle_buckets
 from accel_train.changes import digest
@@ -43,16 +45,17 @@ from accel_train.data.loading import create_feed, normalization
 from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder, accumulation_steps
 from accel_train.data.sources import load_splits
 from accel_train.evaluate import Batch, Evaluation, evaluate, evaluation_batch_size
-from accel_train.launch import Launch, create_accelerator
+from accel_train.launch import Launch
 from accel_train.meter import Meter, Stopwatch
 from accel_train.nonfinite import Guard
 from accel_train.rendezvous import check_agreement, check_shared_directory
-from accel_train.report import Report, plan_text
+from accel_train.report import Report
 from accel_train.run import RunDirectory, default_output_dir
 from accel_train.signature import Signature
 from accel_train.stopping import StopAskedError, Stopping
-from accel_train.tracking import check_trackers, start_trackers
-from accel_train.watchdog import Watchdog
+from accel_train.summary import plan_text
+from accel_train.tracking import check_trackers, end_trackers, start_trackers
+from accel_train.watchdog import Watchdog, collective_seconds
 
 
 def train(config: Config, launch: Launch) -> int:
@@ -70,9 +73,16 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     accumulation = accumulation_steps(config.batch_size, launch.world_size, config.micro_batch_size, pairs=mixes)
     directory = config.output_dir or default_output_dir(config.recipe)
     accelerator = create_accelerator(
-        launch, gradient_accumulation_steps=accumulation, log_with=config.trackers, project_dir=directory
+        launch,
+        gradient_accumulation_steps=accumulation,
+        log_with=config.trackers,
+        project_dir=directory,
+        rendezvous_seconds=config.rendezvous_timeout_seconds,
+        collective_seconds=collective_seconds(config.start_timeout_seconds),
+        share_gpus=config.share_gpus,
     )
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
+    tuning.set_defaults(device)
     if config.config_only:
         if main:
             print(plan_text(config, launch.world_size, accumulation))
@@ -91,13 +101,6 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     plan = Plan(len(splits.train), config.batch_size, launch.world_size, accumulation, config.data.drop_last)
     order = TrainingOrder(plan, config.seed)
     size = models.input_size(config.model, splits.image_size)
-    training = create_feed(config, splits, splits.train, order, accelerator, size=size)
-    at_once = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
-    held_out = {
-        split: create_feed(config, splits, source, EvaluationOrder(len(source), at_once), accelerator, size=size)
-        for split, source in (("val", splits.validation), ("test", splits.test))
-        if source is not None
-    }
     check_agreement(
         accelerator, configuration=digest(config), samples=str(plan.samples), classes=" ".join(splits.classes)
     )
@@ -112,18 +115,32 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     synchronises = config.model.sync_batchnorm and device.type == "cuda"  # torch has it for GPUs only
     if synchronises:
         model = convert_sync_batchnorm(model)
+    layout = tuning.memory_format(accelerator, model)
+    model = model.to(memory_format=layout)
     ema = optim.create_ema(config.ema, model)
-    optimizer = optim.create_optimizer(config.optim, model)
+    optimizer = optim.create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
     schedule = optim.create_schedule(
         config.schedule, optimizer, epochs=config.epochs, updates_per_epoch=plan.updates_per_epoch
     )
     balanced = config.loss.class_weights == "balanced"
     weights = optim.balanced_class_weights(splits.train.labels, len(splits.classes)).to(device) if balanced else None
     criterion = optim.create_loss(config.loss, weights)
-    clipped = optim.parameters_to_clip(config.optim, model)
     # The schedule is not prepared: it is a function of the update's number, and Accelerate would count otherwise.
     model, optimizer = accelerator.prepare(model, optimizer)
-    settle_buckets(accelerator, model, torch.zeros(plan.micro_batch, splits.channels, size, size, device=device))
+    clipped = optim.parameters_to_clip(config.optim, accelerator.unwrap_model(model))  # FSDP2 has made new ones
+    optimizer = tuning.stepping(optimizer)
+    shape = plan.micro_batch, splits.channels, size, size
+    settle_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=layout))
+
+    # The way of a sample from its source to the model.
+    feed = partial(create_feed, config, splits, accelerator=accelerator, size=size, memory_format=layout)
+    training = feed(splits.train, order)
+    at_once = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
+    held_out = {
+        split: feed(source, EvaluationOrder(len(source), at_once))
+        for split, source in (("val", splits.validation), ("test", splits.test))
+        if source is not None
+    }
 
     # The run: from its beginning, or from its newest checkpoint.
     decided_by_main(accelerator, lambda: bool(RunDirectory(directory, writes=True)))  # its error is everybody's
@@ -140,9 +157,9 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     run.begin(config, signature, world_size=launch.world_size, devices=gather_object([str(device)]))
     start_trackers(config, accelerator)
     stopping.begin(directory if main else None, config.checkpoint.every_seconds)
-    meter, watch = Meter(accelerator), Stopwatch(state.train_seconds)
+    meter, watch = Meter(accelerator), Stopwatch(state.train_seconds, state.timed_samples)
     last: dict[str, Evaluation] = {}  # the newest of each split: "val", "test", and of EMA's weights "test (ema)"
-    watchdog = Watchdog(accelerator, run, stopping, config.hang_timeout_seconds)
+    watchdog = Watchdog(accelerator, run, stopping, config.start_timeout_seconds, config.hang_timeout_seconds)
     console = Console(
         speaks=main,
         total_updates=config.epochs * plan.updates_per_epoch,
@@ -155,7 +172,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
 
     def save(*, wait: bool = False) -> None:
         watchdog.note("saves a checkpoint")
-        state.train_seconds = watch.lap()
+        state.train_seconds, state.timed_samples = watch.lap(), watch.samples
         checkpoints.save(state, wait=wait)
         stopping.saved()
         report.saved(state, checkpoints)
@@ -183,7 +200,14 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
                 report.evaluated(name, state, last[name])
 
     with watchdog, console:
-        report.begin(state, resumed=restored is not None, splits=splits, model=model, notes=checkpoints.notes)
+        report.begin(
+            state,
+            resumed=restored is not None,
+            splits=splits,
+            model=model,
+            placement=training.placement,
+            notes=checkpoints.notes,
+        )
         if config.model.sync_batchnorm and not synchronises and launch.world_size > 1:
             report.warn(f"model.sync_batchnorm: {device.type} has none; each process normalises by its own samples")
         if config.on_nonfinite == "rewind" and decided_by_main(accelerator, lambda: checkpoints.last_saved is None):
@@ -201,7 +225,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
                     samples = plan.real_samples(state.update - epoch * plan.updates_per_epoch)
                     with accelerator.accumulate(model):
                         # Dropout's masks follow from the position: a restart draws the same again.
-                        torch.manual_seed(key(config.seed, "dropout", state.update, rank, micro_batch))
+                        tuning.seed(device, key(config.seed, "dropout", state.update, rank, micro_batch))
                         inputs, targets = training.transform(batch)
                         logits = model(inputs)
                         losses = criterion(logits, targets) * batch["weights"]
@@ -210,16 +234,17 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
                         accelerator.backward(losses.sum() * (launch.world_size * accumulation / samples))
                         guard.add(batch, losses)
                         meter.add(logits, targets, losses.detach(), batch["weights"])
-                        if accelerator.sync_gradients and (passed := guard.passes(state)):
-                            if config.optim.clip is not None:
-                                accelerator.unscale_gradients(optimizer)
-                                optim.clip_gradients(config.optim, clipped)
-                            optimizer.step()
-                        optimizer.zero_grad()
-                    if micro_batch + 1 < accumulation:
+                    if not accelerator.sync_gradients:
                         continue
 
-                    # An update is done, or left out because it was not finite.
+                    if passed := guard.passes(state):
+                        if config.optim.clip is not None:
+                            accelerator.unscale_gradients(optimizer)
+                            optim.clip_gradients(config.optim, clipped)
+                        optimizer.step()
+                    optimizer.zero_grad()
+
+                    # The update is done, or left out because it was not finite.
                     rate = optimizer.param_groups[0]["lr"]
                     state.update += 1
                     schedule.step_update(state.update)
@@ -227,9 +252,10 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
                         meter.keep()
                         state.samples_seen += samples
                         if ema is not None:
-                            ema.update(accelerator.unwrap_model(model), step=state.update)
+                            optim.update_ema(ema, accelerator.unwrap_model(model), state.update)
                     else:
                         meter.drop()
+                    watch.trained(samples)
                     report.advanced(state, checkpoints.last_saved)
                     watchdog.advance(state.update)
                     stop, wanted = stopping.agreed()
@@ -282,9 +308,9 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
             return 1 if checkpoints.failures else 0
         checkpoints.publish(state.update)
         stopping.end()
-        accelerator.end_training()
+        end_trackers(accelerator)
         report.failed(checkpoints)
         if main and checkpoints.last_saved != state.update:
             return report.unsaved()
-        report.finished(state, last, time.monotonic() - began)
+        report.finished(state, last, watch, time.monotonic() - began)
         return 1 if checkpoints.failures or run.failures else 0

@@ -4,7 +4,8 @@ While one process waits for its disk, all others wait for it in a collective, an
 process counts what it does (a batch asked for, a batch there, an update, a checkpoint), and its thread lays count and
 words into the process group's store every few seconds. Then
 
-* a process whose count stands still for --hang-timeout-seconds ends the run. All processes write the stacks of all
+* a process whose count stands still for --hang-timeout-seconds (until the first update: --start-timeout-seconds, for
+  downloads and compilation take long) ends the run. All processes write the stacks of all
   their threads to RUN/hang/rank-K.txt, and the slow one is named: it does not answer at all, or has counted least;
 * a process that has not been heard of for 45 s was killed, or its node is lost: the others end;
 * a process that fails says why, before it leaves. The others then end for that reason, not for "connection closed".
@@ -47,17 +48,22 @@ DUMP_SECONDS = 10.0  # for the others to write their stacks
 LEAVE_SECONDS = 20.0  # for a process to end by itself, once it is known that all have to
 
 
+def collective_seconds(limit: float) -> float:
+    """The time-out of collectives where a process may stand still for `limit` seconds: its stacks come first."""
+    return limit + 60 if limit else timedelta(days=365).total_seconds()
+
+
 class Watchdog:
     """A context manager around the training; the errors that pass through it are made known to all processes."""
 
     def __init__(
-        self, accelerator: Accelerator, run: RunDirectory, stopping: Stopping, hang_timeout_seconds: float
+        self, accelerator: Accelerator, run: RunDirectory, stopping: Stopping, start_seconds: float, hang_seconds: float
     ) -> None:
-        """`hang_timeout_seconds`: 0 is never. Until the first update (compilation, first data) it is twice as long."""
-        self.run, self.stopping, self.timeout = run, stopping, hang_timeout_seconds
+        """How long nothing may happen: `start_seconds` until the first update, then `hang_seconds`; 0 is never."""
+        self.run, self.stopping, self.start_seconds, self.hang_seconds = run, stopping, start_seconds, hang_seconds
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
-        self.tick = min(TICK_SECONDS, hang_timeout_seconds / 4) if hang_timeout_seconds else TICK_SECONDS
+        self.tick = min([TICK_SECONDS, *(limit / 4 for limit in (start_seconds, hang_seconds) if limit)])
         self._count, self._doing, self._update, self._advanced = 0, "begins", 0, False
         self._beat = 0
         self._heard: dict[int, tuple[int, int]] = {}  # rank: its last beat, and ours when it came
@@ -73,8 +79,8 @@ class Watchdog:
             store = distributed.distributed_c10d._get_default_store().clone()
             self._store = distributed.distributed_c10d.PrefixStore(f"accel_train/watchdog/{attempt}", store)
             self._store.set_timeout(timedelta(seconds=10))
-            if self.timeout:
-                set_collective_timeout(2 * self.timeout + 60)  # the stacks come first
+            set_collective_timeout(collective_seconds(self.start_seconds))
+            self._publish()  # so that one that hangs before its thread's first tick has a name, too
         # Workers are forked later and inherit the handler, which needs no Python to run in them.
         self._worker_stacks = tempfile.TemporaryFile()
         faulthandler.register(signal.SIGUSR2, self._worker_stacks, all_threads=True)
@@ -99,6 +105,8 @@ class Watchdog:
 
     def advance(self, update: int) -> None:
         """`update` updates of the run are done."""
+        if not self._advanced:
+            set_collective_timeout(collective_seconds(self.hang_seconds))
         self._update, self._advanced = update, True
         self.note("ends an update")
 
@@ -125,7 +133,11 @@ class Watchdog:
             if seen[0] != self._count:
                 seen = (self._count, self._beat)
             idle = (self._beat - seen[1]) * self.tick
-            limit = self.timeout * (1 if self._advanced else 2)
+            limit, option = (
+                (self.hang_seconds, "--hang-timeout-seconds")
+                if self._advanced
+                else (self.start_seconds, "--start-timeout-seconds")
+            )
             if limit:
                 # If Python's lock is never given back, this thread stands still, too. faulthandler's does not.
                 faulthandler.dump_traceback_later(limit + 60, exit=True, file=2)
@@ -140,7 +152,7 @@ class Watchdog:
                 # So a launcher ends the others of a process that died, and we may be killed before we know of it.
                 self.run.fail(f"SIGTERM came, and no step ended in {idle:.0f} s: has another process died? See the log")
             if limit and idle >= limit:
-                self._end(f"No progress for {idle:.0f} s (--hang-timeout-seconds).")
+                self._end(f"No progress for {idle:.0f} s ({option}).")
 
     def _publish(self, *, left: bool = False) -> None:
         if self._store is not None:
@@ -230,6 +242,9 @@ class Watchdog:
     def _names(self, ranks: list[int]) -> str:
         names = []
         for rank in ranks[:4]:
+            if not self._store.check([f"rank/{rank}"]):
+                names.append(f"rank {rank}, which has not begun to train")
+                continue
             _, _, update, doing, host, _ = json.loads(self._store.get(f"rank/{rank}"))
             names.append(f"rank {rank} on {host}, which {doing}, after update {update}")
         return "; ".join(names) + (f"; and {len(ranks) - 4} more" if len(ranks) > 4 else "")

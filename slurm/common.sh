@@ -50,7 +50,7 @@ begin_run() {
         say "$RUN is finished"
         exit 0
     fi
-    rm -f "$RUN/REQUEUE"
+    rm -f "$RUN/REQUEUE" "$RUN/slurm/exit-code"
     ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-$ACCEL_TRAIN_ROOT/accelerate_configs/multi_node.yaml}
     [[ -f $ACCELERATE_CONFIG ]] || fail "no accelerate config $ACCELERATE_CONFIG: submit from the repository"
     MASTER_PORT=${MASTER_PORT:-$((20000 + ${JOB%%[!0-9]*} % 10000))}
@@ -60,7 +60,7 @@ begin_run() {
     mkdir -p "$RUN/slurm/nccl"
     # How long a save may take after SIGTERM is for Slurm to say (KillWait, GraceTime), not for the launcher's 30 s.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
-    export ACCEL_TRAIN_ROOT ACCELERATE_CONFIG MASTER_PORT RUN
+    export ACCEL_TRAIN_ROOT ACCELERATE_CONFIG MASTER_PORT RUN JOB
     say "job $JOB, start ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-$HOSTNAME}: $RUN"
 }
 
@@ -109,11 +109,13 @@ launch_node() {
     local nodes=$1 node=$2 processes=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
     shift 2
     if ((nodes * processes == 1)); then # without a launcher, which does not hand on signals to a single process
+        unset PBS_NODENUM PBS_TASKNUM # pbsdsh starts one process, not one for each line of the node file
         become_rank "$@"
     fi
     exec "${container[@]}" accelerate launch --config_file "$ACCELERATE_CONFIG" \
         --num_machines "$nodes" --num_processes $((nodes * processes)) --machine_rank "$node" \
-        --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" "$@"
+        --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" \
+        --no_python bash "$ACCEL_TRAIN_ROOT/slurm/rank.sh" "$@"
 }
 
 on_rank() { # PROGRAM...: one task a rank; the program finds its number in Slurm's variables
@@ -125,7 +127,7 @@ become_rank() { # what accelerate launch would tell a rank: the precision. The r
     ACCELERATE_MIXED_PRECISION=$(sed -n 's/^mixed_precision: *"\{0,1\}\([a-z0-9]*\).*/\1/p' "$ACCELERATE_CONFIG")
     export ACCELERATE_MIXED_PRECISION
     unset MASTER_ADDR
-    exec "${container[@]}" python "$@"
+    exec "${container[@]}" bash "$ACCEL_TRAIN_ROOT/slurm/rank.sh" "$@"
 }
 
 # end_run CODE: requeue the job if its ranks have saved and asked for it; else end it with the code of its ranks
@@ -135,8 +137,12 @@ end_run() {
         exit 143
     fi
     if [[ ! -f $RUN/REQUEUE ]]; then
-        if (($1 != 0)); then explain_failure "$1"; fi
-        exit "$1"
+        local code=$1
+        if ((code != 0)); then
+            code=$(cat "$RUN/slurm/exit-code" 2>/dev/null) || code=$1 # of the first rank that failed
+            explain_failure "$code"
+        fi
+        exit "$code"
     fi
     local update stops
     update=$(<"$RUN/REQUEUE")
@@ -167,7 +173,8 @@ explain_failure() {
     if ((${#absent[@]} > 0)); then
         say "no task could write to $RUN on ${absent[*]}: are these nodes up, do they see that directory?" >&2
     fi
-    say "failed with exit code $1; the first error above counts. To go on with the run: scontrol requeue $JOB" >&2
+    say "failed with exit code $1; the first error above counts, each rank's own are in $RUN/logs." \
+        "To go on with the run: scontrol requeue $JOB" >&2
 }
 
 warn_of_short_lead() { # was there time to save between the warning and the time limit?

@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from accel_train.accelerator import create_accelerator
 from accel_train.errors import UserError
-from accel_train.launch import create_accelerator, prepare_environment
+from accel_train.launch import prepare_environment
 
 
 def main() -> None:

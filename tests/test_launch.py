@@ -105,6 +105,53 @@ def test_what_launchers_set_is_understood(env: dict[str, str], expected: Launch)
     _check_promise(found, env)
 
 
+PBS_SCRIPT = {"PBS_JOBID": "123.server", "PBS_NODENUM": "0", "PBS_TASKNUM": "1", "PBS_ENVIRONMENT": "PBS_BATCH"}
+
+
+def test_what_pbsdsh_sets_is_understood(tmp_path: Path) -> None:
+    def found(lines: str, **env: str) -> Launch:
+        (tmp_path / "nodes").write_text(lines.replace(" ", "\n") + "\n")
+        env = PBS_SCRIPT | {"PBS_NODEFILE": str(tmp_path / "nodes")} | env
+        launch = _detect(env)
+        _check_promise(launch, env)
+        if launch.launcher == "pbsdsh":
+            assert _rendezvous_address(launch, env) == (lines.split()[0], 20123)
+        return launch
+
+    assert found("a b") == Launch()  # the job script itself
+    # OpenPBS: the number of the host, and of the task within the job
+    assert found("a b", PBS_TASKNUM="2") == Launch("pbsdsh", 0, 2, 0, 1)
+    assert found("a b", PBS_NODENUM="1") == Launch("pbsdsh", 1, 2, 0, 1)
+    assert found("a", PBS_TASKNUM="2") == Launch()
+    # Torque: of the line, too
+    assert found("a a b b", PBS_NODENUM="1", PBS_VNODENUM="3") == Launch("pbsdsh", 3, 4, 1, 2)
+    # a launcher, or mpirun, that pbsdsh or mpirun itself has started so
+    assert found("a a", PBS_TASKNUM="2", **TORCHRUN).launcher == "torchrun"
+    assert found("a b", PBS_TASKNUM="2", **OPEN_MPI).launcher == "Open MPI"
+    with pytest.raises(UserError, match="4 processes on 2 hosts, and PBS does not tell those of one host apart"):
+        found("a a b b", PBS_NODENUM="1")
+    with pytest.raises(UserError, match=r"PBS_NODEFILE \('/nowhere'\) cannot be read on this host"):
+        found("a b", PBS_NODENUM="1", PBS_NODEFILE="/nowhere")
+
+
+def test_pbsdsh_makes_one_world(tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("127.0.0.1\n127.0.0.2\n")
+    file, job = str(tmp_path / "nodes"), f"{free_port()}.server"
+    hosts = [
+        start(
+            sys.executable, PROGRAM, PBS_JOBID=job, PBS_NODEFILE=file, PBS_NODENUM=str(host), PBS_TASKNUM="2",
+            OMP_NUM_THREADS="1",
+        )
+        for host in range(2)
+    ]  # fmt: skip
+    codes, worlds, text = finish(*hosts)
+    assert codes == [0, 0], text
+    assert [(w["launcher"], w["rank"], w["sum"], w["local"]) for w in worlds] == [
+        ("pbsdsh", 0, 2, [0, 1]),
+        ("pbsdsh", 1, 2, [0, 1]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("env", "message"),
     [
@@ -201,11 +248,11 @@ def test_mpirun_makes_one_world() -> None:
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_two_launchers_make_one_world(rendezvous: str) -> None:
-    """Two "nodes", as over ssh."""
+    """Two "hosts", as over ssh, the first of which is called 127.0.0.2."""
     port = free_port()
     processes = []
     for rank in range(2):
-        options = f"--num_machines=2 --num_processes=2 --machine_rank={rank} --main_process_ip=127.0.0.1"
+        options = f"--num_machines=2 --num_processes=2 --machine_rank={rank} --main_process_ip=127.0.0.2"
         options += f" --main_process_port={port} --rdzv_backend={rendezvous} --multi_gpu"
         config = str(ROOT / "accelerate_configs" / "multi_node.yaml")
         line = ["accelerate", "launch", "--config_file", config, *options.split(), PROGRAM]
@@ -219,7 +266,7 @@ def test_two_launchers_make_one_world(rendezvous: str) -> None:
 
 def wait_for_listener(port: str) -> None:
     for _ in range(600):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), timeout=1):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.2", int(port)), timeout=1):
             return
         time.sleep(0.1)
     raise AssertionError(f"nobody listens on port {port}")
@@ -264,6 +311,32 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
         assert codes == [2, 2, 2] and not worlds and "Rank 1 exists twice" in text
         codes, worlds, text = finish(*unlike[:2], unlike[2])
         assert codes[0] == 2 and not worlds and "was told of 2 processes, rank 1" in text
+
+
+def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -> None:
+    """The meeting alone, which needs no GPU: processes say which one they have, and are told to end while they wait."""
+    program = (
+        "import os, signal, sys, threading; from accel_train import launch, rendezvous, signals\n"
+        "from accel_train.errors import UserError\n"
+        "rendezvous.AFTER_SIGTERM_SECONDS = 1.0\n"
+        "if len(sys.argv) > 2: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "with signals.noting():\n"
+        "    try: store = rendezvous.roll_call(launch.prepare_environment(), sys.argv[1], 60)\n"
+        "    except UserError as error: print(error)\n"
+    )
+
+    def meet(rank: int, port: str, *words: str) -> "subprocess.Popen[str]":
+        return start(
+            sys.executable, "-c", program, *words, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+        )  # fmt: skip
+
+    port = free_port()
+    told = meet(0, free_port(), "GPU-1", "and SIGTERM")
+    _, _, text = finish(*(meet(rank, port, "GPU-1") for rank in range(2)))
+    assert "Ranks 0-1 on " in text and "share one GPU (GPU-1)" in text and "--share-gpus true" in text
+    _, _, text = finish(told)
+    assert "1 of 2 processes met within " in text and "Missing: ranks 1. SIGTERM came meanwhile" in text
 
 
 def test_accelerate_that_starts_one_process_instead_of_several_is_an_error() -> None:

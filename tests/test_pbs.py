@@ -39,12 +39,12 @@ def train(directory: Path, *, walltime: str = "01:00:00", **variables: str) -> "
 
 
 def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> None:
-    # the time limit is so near that STOP is asked for at once
+    # the time limit is so near that STOP is laid while the program starts: the first update obeys it
     first = train(tmp_path, TRAIN="digits --epochs 2", walltime="00:00:12", LEAD_SECONDS="11")
     run = tmp_path / "runs" / "digits" / "job-123.server"
     log = (tmp_path / "log").read_text().splitlines()
     assert first.returncode == 0, first.stdout + first.stderr
-    assert log[:2] == ["pbsdsh 0", "pbsdsh 2"]
+    assert sorted(log[:2]) == ["pbsdsh 0", "pbsdsh 2"]
     assert log[2].startswith("qsub -v TRAIN,CONTINUE,") and log[2].endswith("pbs/train.pbs TRAIN=digits --epochs 2")
     assert not (run / "result.json").exists()
     # what qsub starts
@@ -53,5 +53,18 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     result = json.loads((run / "result.json").read_text())
     assert (result["world_size"], result["updates"]) == (2, 60)
     assert "going on after update" in second.stdout
+    # each rank's own log, of both starts
+    logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
+    assert sorted(logs) == ["rank-0.log", "rank-1.log"]
+    assert "Stopped by the file STOP" in logs["rank-0.log"] and "going on after update" in logs["rank-0.log"]
+    assert logs["rank-1.log"].count("rank 1 on ") == 2
     # once more: nothing is left to do
     assert f"{run} is finished" in train(tmp_path, TRAIN="digits --epochs 2", CONTINUE=str(run)).stdout
+
+
+def test_the_exit_code_is_the_trainers_and_a_short_walltime_is_refused(tmp_path: Path) -> None:
+    wrong = train(tmp_path, TRAIN="digits --epochs nonsense")
+    assert wrong.returncode == 2, wrong.stdout + wrong.stderr
+    assert "failed with exit code 2" in wrong.stderr
+    short = train(tmp_path, TRAIN="digits", walltime="00:01:00")
+    assert short.returncode == 2 and "a walltime of 60 s is over before STOP would be laid" in short.stderr

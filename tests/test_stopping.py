@@ -6,10 +6,13 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import helpers
+import pytest
 from helpers import started
 
 from accel_train import checkpoint, commit
@@ -27,7 +30,7 @@ def assert_interrupted(run: helpers.Started) -> None:
 
 
 def test_signal_to_every_process_of_a_job_with_data_workers(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, "--data.workers", 2) as run:
+    with started(tmp_path / "run", *LONG, "--data.placement", "disk", "--data.workers", 2) as run:
         run.until_trained(5)
         family = helpers._family(run.popen.pid)
         assert len(family) >= 3  # the trainer and its workers
@@ -68,6 +71,53 @@ def test_files_save_and_stop(tmp_path: Path) -> None:
         assert run.ended() == 0, run.output
         assert_interrupted(run)
         assert not (run.run / "STOP").exists()  # the next start is not stopped by it
+
+
+def test_file_stop_that_is_there_already_counts_at_the_first_update(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    with started(tmp_path / "run", *LONG) as run:
+        assert run.ended() == 0, run.output
+        assert_interrupted(run)
+        assert run.status["update"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signal_while_torch_is_being_imported(tmp_path: Path, number: signal.Signals) -> None:
+    """A warning is kept until there is something to save, even where it was ignored before; Ctrl-C ends at once."""
+    ignored = "import os, signal, sys; signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
+    torch = tmp_path / "early" / "torch.py"  # found first: tells that the import has begun, lasts, then is the real one
+    torch.parent.mkdir()
+    torch.write_text(
+        "import pathlib, sys, time\n"
+        f"sys.path.remove({str(torch.parent)!r})\n"
+        f"pathlib.Path({str(tmp_path / 'importing')!r}).touch()\n"
+        "time.sleep(1)\n"
+        "del sys.modules['torch']\n"
+        "import torch\n"
+    )
+    line = helpers.command(*LONG, "--output-dir", tmp_path / "run")
+    popen = subprocess.Popen(
+        [sys.executable, "-c", f"{ignored} os.execv({sys.executable!r}, {line!r})"],
+        env=helpers.environment(PYTHONPATH=str(torch.parent)),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    run = helpers.Started(popen, tmp_path / "run", tmp_path / "run.log")
+    try:
+        while not (tmp_path / "importing").exists():
+            assert popen.poll() is None
+            time.sleep(0.01)
+        popen.send_signal(number)
+        output, _ = popen.communicate(timeout=90)
+    finally:
+        popen.kill()
+    (tmp_path / "run.log").write_text(output)
+    if number == signal.SIGINT:
+        assert (popen.returncode, output) == (130, "") and not (tmp_path / "run").exists()
+        return
+    assert popen.returncode == 0, output
+    assert_interrupted(run)
+    assert run.status["update"] == 1 and f"Stopped by {number.name}" in output
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:

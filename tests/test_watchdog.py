@@ -30,7 +30,7 @@ def test_stopped_process_is_named_and_the_run_ended(tmp_path: Path) -> None:
 
 
 def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_path: Path) -> None:
-    words = (*LONG, "--data.workers", 1, "--hang-timeout-seconds", 4)
+    words = (*LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4)
     with started(tmp_path / "run", *words, processes=2) as run:
         run.until_trained(5)
         workers = [child for child in helpers._family(run.pids()[1])[1:] if "python" in _command(child)]
@@ -52,7 +52,9 @@ def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_pat
 
 
 def test_single_process_that_hangs(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, "--data.workers", 1, "--hang-timeout-seconds", 4) as run:
+    with started(
+        tmp_path / "run", *LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4
+    ) as run:
         run.until_trained(5)
         for worker in helpers._family(run.popen.pid)[1:]:
             os.kill(worker, signal.SIGSTOP)
@@ -60,6 +62,21 @@ def test_single_process_that_hangs(tmp_path: Path) -> None:
         assert run.status["state"] == "failed"
         assert "waits for a batch" in run.status["reason"]
         assert "in _train" in (run.run / "hang" / "rank-0.txt").read_text()
+
+
+def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
+    long_update = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
+    long_update += ("--data.train-images", 4000, "--batch-size", 4000, "--micro-batch-size", 1)
+    words = ("--hang-timeout-seconds", 1, "--start-timeout-seconds", 5)
+    with started(tmp_path / "run", "digits", *long_update, *words, processes=2) as run:
+        run.until(lambda: run.status.get("state") == "training")
+        stopped = run.pids()[1]
+        os.kill(stopped, signal.SIGSTOP)
+        run.until(lambda: run.status["state"] == "failed")
+        os.kill(stopped, signal.SIGCONT)  # else the launcher gives it 30 s to end by SIGTERM
+        assert run.ended() != 0
+        assert "(--start-timeout-seconds)" in run.status["reason"], run.status
+        assert "after update 0" in run.status["reason"]
 
 
 def test_killed_process_is_named_first(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ are the pairs, and a slice of even size holds both of each, whatever the number 
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from enum import IntEnum, auto
 
 import torch
@@ -18,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train import config
-from accel_train.data.keyed import uniform
+from accel_train.data.keyed import uniform, uniforms
+
+SMALL_BATCH = 1 << 20  # values: 256 coloured images of 32x32 and a little more
 
 
 class Stream(IntEnum):
@@ -37,6 +41,9 @@ class Stream(IntEnum):
     MIX_SHARE = auto()
     MIX_TOP = auto()
     MIX_LEFT = auto()
+    RESIZED_TOP = auto()
+    RESIZED_LEFT = auto()
+    RESIZED = 1000  # and on: area and ratio of each try
 
 
 class BatchTransform:
@@ -53,16 +60,21 @@ class BatchTransform:
         training: bool,
         per_image: bool,
         device: torch.device,
+        memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
-        """`mean` and `std`: of each channel, in 0..1. `size`: height and width of the model's input, in pixels.
-        `per_image`: transform.py has cropped and resized already."""
+        """`mean` and `std`: of each channel, in 0..1. `size` (height and width, in pixels) and `memory_format`: of the
+        model's input. `per_image`: transform.py has resized, cropped and flipped already."""
         self.augment = augment
         self.size = size
         self.num_classes = num_classes
         self.training = training
         self.per_image = per_image
-        self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1) * 255
-        self.std = torch.tensor(std, device=device).view(1, -1, 1, 1) * 255
+        self.memory_format = memory_format
+        # In the input's layout, so that the arithmetic runs along its memory: [C, 1, 1], or a row of it, [size, C].
+        self.mean, self.std = (
+            values.view(-1, 1, 1) if memory_format == torch.contiguous_format else values.repeat(size, 1)
+            for values in (torch.tensor(given, device=device) * 255 for given in (mean, std))
+        )
         # Quantiles of Beta(alpha, alpha): a uniform number is looked up in them, for torch cannot draw one from a key.
         self.mixup_quantiles = beta_quantiles(augment.mixup).to(device)
         self.cutmix_quantiles = beta_quantiles(augment.cutmix).to(device)
@@ -74,16 +86,20 @@ class BatchTransform:
     def __call__(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """`batch`: images uint8 [b, C, H, W], labels int64 [b], keys int64 [b], weights float32 [b].
 
-        Returns the input, float32 [b, C, size, size], and the targets: labels int64 [b] or, mixed, shares
-        float32 [b, classes].
+        Returns the input, float32 [b, C, size, size] in `memory_format`, and the targets: labels int64 [b] or,
+        mixed, shares float32 [b, classes].
         """
+        images = batch["images"]
+        with one_thread(images.device, images.numel()):
+            return self._transformed(batch)
+
+    def _transformed(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         images, labels, keys = batch["images"], batch["labels"], batch["keys"]
         resize = self.augment.resize or self.size
         if not self.per_image and images.shape[-1] != resize:
             images = F.interpolate(images.float(), (resize, resize), mode="bilinear", antialias=True)
         images = self._crop_and_flip(images, keys)
-        # Two roundings on every device and for every batch size; one fused operation might make it one.
-        images = images.to(torch.float32, memory_format=torch.contiguous_format).sub_(self.mean).div_(self.std)
+        images = self._normalise(images)
         if not self.training:
             return images, labels
         if self.augment.erase:
@@ -95,25 +111,27 @@ class BatchTransform:
     def _crop_and_flip(self, images: Tensor, keys: Tensor) -> Tensor:
         """One window of size x size of each image, at random or in the middle, by chance mirrored."""
         random = self.training and self.augment.crop == "random" and not self.per_image
-        flips = self.training and self.augment.flip > 0
-        if random and self.augment.pad:
-            images = F.pad(images, [self.augment.pad] * 4)
-        (batch, _, height, width), size, device = images.shape, self.size, images.device
+        flips = self.training and self.augment.flip > 0 and not self.per_image
+        pad, size = self.augment.pad if random else 0, self.size
+        height, width = images.shape[2] + 2 * pad, images.shape[3] + 2 * pad
         top, left = (height - size) // 2, (width - size) // 2
         if not random and not flips:
             return images[:, :, top : top + size, left : left + size]
-        steps = torch.arange(size, device=device)
-        columns = steps.expand(batch, size)
-        if flips:
-            mirrored = uniform(keys, Stream.FLIP) < self.augment.flip
-            columns = torch.where(mirrored[:, None], size - 1 - columns, columns)
+
+        draws = uniforms(keys, (Stream.FLIP, Stream.TOP, Stream.LEFT))
         if random:
-            rows = (uniform(keys, Stream.TOP) * (height - size + 1)).long()[:, None] + steps
-            columns = (uniform(keys, Stream.LEFT) * (width - size + 1)).long()[:, None] + columns
+            tops, lefts = (draws[1] * (height - size + 1)).long(), (draws[2] * (width - size + 1)).long()
+            images = _windows(F.pad(images, [pad] * 4) if pad else images, tops, lefts, size)
         else:
-            rows, columns = (top + steps).expand(batch, size), left + columns
-        which = torch.arange(batch, device=device)[:, None, None]
-        return images[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+            images = images[:, :, top : top + size, left : left + size]
+        return _flipped(images, draws[0] < self.augment.flip) if flips else images
+
+    def _normalise(self, images: Tensor) -> Tensor:
+        images = images.to(torch.float32, memory_format=self.memory_format, copy=True)
+        rows = images if self.memory_format == torch.contiguous_format else images.permute(0, 2, 3, 1)
+        # Two roundings on every device and for every batch size; one fused operation might make it one.
+        rows.sub_(self.mean).div_(self.std)
+        return images
 
     def _erase(self, images: Tensor, keys: Tensor) -> Tensor:
         """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896), in the mean's colour."""
@@ -125,13 +143,13 @@ class BatchTransform:
         left = (uniform(keys, Stream.ERASE_LEFT) * (self.size - width + 1)).floor()
         erased = self._box(top, left, height, width)
         erased &= (uniform(keys, Stream.ERASE) < self.augment.erase)[:, None, None, None]
-        return images.masked_fill(erased, 0.0)
+        return images.masked_fill_(erased, 0.0)
 
     def _mix(self, images: Tensor, labels: Tensor, keys: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Mixup (Zhang et al., 2018, https://arxiv.org/abs/1710.09412) and CutMix (Yun et al., 2019,
         https://arxiv.org/abs/1905.04899) of neighbours. Both of a pair use the first one's key."""
         pair = torch.arange(len(keys), device=keys.device) // 2 * 2
-        keys, partner = keys[pair], _swapped(images)
+        keys, partner = keys[pair], _swapped(images).contiguous(memory_format=self.memory_format)
         # The last sample of an epoch may have padding for a neighbour: it stays as it is.
         mixed = (uniform(keys, Stream.MIX) < self.augment.mix_probability) & (_swapped(weights) > 0) & (weights > 0)
         both = self.augment.mixup > 0 and self.augment.cutmix > 0
@@ -152,6 +170,7 @@ class BatchTransform:
 
         blended = images * _per_image(share) + partner * _per_image(1 - share)
         images = torch.where(_per_image(cuts), torch.where(pasted, partner, images), blended)
+        images = images.contiguous(memory_format=self.memory_format)
         target = F.one_hot(labels, self.num_classes).to(torch.float32)
         return images, target * share[:, None] + _swapped(target) * (1 - share)[:, None]
 
@@ -161,6 +180,23 @@ class BatchTransform:
         rows = (steps >= top[:, None]) & (steps < (top + height)[:, None])
         columns = (steps >= left[:, None]) & (steps < (left + width)[:, None])
         return (rows[:, :, None] & columns[:, None, :])[:, None]
+
+
+@contextlib.contextmanager
+def one_thread(device: torch.device, values: int) -> Iterator[None]:
+    """Batches of few values are turned by one thread of a CPU.
+
+    To wait for a second one, which a busy neighbour may keep from its core for milliseconds, costs more than it brings.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or device.type != "cpu" or values > SMALL_BATCH:
+        yield
+        return
+    torch.set_num_threads(1)  # a fraction of a microsecond
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def beta_quantiles(alpha: float, count: int = 4097) -> Tensor:
@@ -173,6 +209,34 @@ def beta_quantiles(alpha: float, count: int = 4097) -> Tensor:
     from scipy.special import betaincinv  # scikit-learn brings scipy along
 
     return torch.from_numpy(betaincinv(alpha, alpha, torch.linspace(0, 1, count, dtype=torch.float64).numpy())).float()
+
+
+def _windows(images: Tensor, tops: Tensor, lefts: Tensor, size: int) -> Tensor:
+    """The window of size x size of each image that begins at its `tops` and `lefts` (int64 [b]).
+
+    A row of a window is a run of bytes, and so one index_select, which copies runs, fetches all of them.
+    """
+    channels_last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+    planes = images.permute(0, 2, 3, 1)[:, None] if channels_last else images[..., None].contiguous()
+    batch, count, height, width, values = planes.shape
+    flat, length = planes.reshape(-1), size * values
+    runs = flat.as_strided((len(flat) - length + 1, length), (1, 1))
+    plane = torch.arange(batch * count, device=images.device).view(batch, count)
+    row = (plane * height + tops[:, None])[:, :, None] + torch.arange(size, device=images.device)
+    starts = (row * width + lefts[:, None, None]) * values
+    windows = runs.index_select(0, starts.view(-1)).view(batch, count, size, size, values)
+    return windows[:, 0].permute(0, 3, 1, 2) if channels_last else windows[..., 0]
+
+
+def _flipped(images: Tensor, mirrored: Tensor) -> Tensor:
+    """The images, left and right exchanged where `mirrored` (bool [b]) is true."""
+    if images.device.type != "cpu":  # to know which ones they are, the host would wait for the device
+        return torch.where(mirrored[:, None, None, None], images.flip(3), images)
+    which = mirrored.nonzero()[:, 0]
+    if images.stride(1) == 1 and images.shape[1] > 1:  # rows of pixels, as they lie in memory
+        pixels = images.permute(0, 2, 3, 1)
+        return pixels.index_copy(0, which, pixels.index_select(0, which).flip(2)).permute(0, 3, 1, 2)
+    return images.index_copy(0, which, images.index_select(0, which).flip(3))
 
 
 def _looked_up(quantiles: Tensor, draw: Tensor) -> Tensor:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from accel_train.config import Data
 from accel_train.data.images import EncodedImages
+from accel_train.data.pool import Shown, in_processes, jobs_of
 from accel_train.data.sources import Source, load_splits
 from accel_train.errors import UserError
 
-CHUNK = 64  # images of one job
 SHOWN = 10  # unreadable images that are printed with their reason
 
 Unreadable = tuple[str, str]
@@ -43,16 +38,11 @@ def check_data(data: Data, output: Path, processes: int) -> int:
         console.print(f"The {total} images of '{data.name}' lie in memory: there is nothing to decode.")
         sources = []
     found: list[Unreadable] = []
-    with _Shown(console, total if sources else 0) as shown:
-        for count, unreadable in _decode_all(sources, processes):
-            found += unreadable
+    with Shown(console, "decod", total if sources else 0) as shown:
+        for count, bad in in_processes(unreadable, sources, jobs_of(sources), processes):
+            found += bad
             shown.advance(count, len(found))
-    found.sort()
-    _write(output, [name.removeprefix(f"{data.root}/") for name, _ in found])
-    for name, why in found[:SHOWN]:
-        console.print(f"  {name}: {why}")
-    if len(found) > SHOWN:
-        console.print(f"  … and {len(found) - SHOWN} more.")
+    write_list(output, data, found, console)
     if found:
         console.print(
             f"{len(found)} of {total} images cannot be read. They are listed in {output}; leave them out with"
@@ -64,51 +54,7 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     return len(found)
 
 
-class _Shown:
-    """The progress: a bar on a terminal, else a line for every tenth."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        self.console, self.total, self.done, self.printed = console, total, 0, 0
-        self.bar = Progress(
-            TextColumn("decoding"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[unreadable]} unreadable"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal or not total,
-        )
-        self.task = self.bar.add_task("", total=total, unreadable=0)
-
-    def __enter__(self) -> _Shown:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-    def advance(self, count: int, unreadable: int) -> None:
-        self.done += count
-        self.bar.update(self.task, completed=self.done, unreadable=unreadable)
-        tenth = 10 * self.done // self.total
-        if not self.console.is_terminal and tenth > self.printed:
-            self.printed = tenth
-            self.console.print(f"decoded {self.done} of {self.total} images, {unreadable} unreadable")
-
-
-_sources: list[Source] = []  # of a worker process
-
-
-def _start(sources: list[Source]) -> None:
-    torch.set_num_threads(1)
-    _sources[:] = sources
-
-
-def _check(number: int, first: int, last: int) -> tuple[int, list[Unreadable]]:
-    return _unreadable(_sources[number], first, last)
-
-
-def _unreadable(source: Source, first: int, last: int) -> tuple[int, list[Unreadable]]:
+def unreadable(source: Source, first: int, last: int) -> tuple[int, list[Unreadable]]:
     """(images tried, those of them that cannot be read) among images first..last-1."""
     found = []
     for id in range(first, last):
@@ -119,30 +65,14 @@ def _unreadable(source: Source, first: int, last: int) -> tuple[int, list[Unread
     return last - first, found
 
 
-def _decode_all(sources: list[Source], processes: int) -> Iterator[tuple[int, list[Unreadable]]]:
-    jobs = [
-        (number, first, min(first + CHUNK, len(source)))
-        for number, source in enumerate(sources)
-        for first in range(0, len(source), CHUNK)
-    ]
-    processes = min(processes, len(jobs))
-    if processes <= 1:
-        for number, first, last in jobs:
-            yield _unreadable(sources[number], first, last)
-        return
-    spawn = multiprocessing.get_context("spawn")  # forking a process that runs torch's threads is not safe
-    with ProcessPoolExecutor(processes, spawn, initializer=_start, initargs=(sources,)) as pool:
-        try:
-            pending = set()
-            for job in jobs:
-                pending.add(pool.submit(_check, *job))
-                if len(pending) >= 4 * processes:  # so that a million images do not lie in the queue
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
-            yield from (future.result() for future in pending)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+def write_list(output: Path, data: Data, found: list[Unreadable], console: Console) -> None:
+    """Write the sorted names of unreadable images, relative to data.root, one a line; print the first ones."""
+    found.sort()
+    _write(output, [name.removeprefix(f"{data.root}/") for name, _ in found])
+    for name, why in found[:SHOWN]:
+        console.print(f"  {name}: {why}")
+    if len(found) > SHOWN:
+        console.print(f"  … and {len(found) - SHOWN} more.")
 
 
 def _prepare(output: Path) -> None:

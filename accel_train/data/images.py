@@ -5,15 +5,17 @@ A damaged image is an error here, never a grey half or another image in its plac
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from accel_train.errors import UserError
@@ -64,25 +66,55 @@ def find_images(root: Path) -> tuple[list[str], list[str]]:
 
 
 def decode(data: bytes, channels: int) -> torch.Tensor:
-    """The image in `data`, as uint8 [channels, H, W]; channels: 3 (RGB) or 1 (grey).
+    """The image in `data`, as uint8 [channels, H, W]; see `Picture`. Raises ImageError."""
+    return Picture(data, channels).pixels()
+
+
+class Picture:
+    """An encoded image, whose size is known before its pixels are decoded.
 
     The format is found from the content, not from a file's name. Of 16 bits the upper 8 count; transparency
-    is dropped and the EXIF orientation not applied, as in torchvision's ImageFolder. Raises ImageError.
+    is dropped and the EXIF orientation not applied, as in torchvision's ImageFolder.
     """
-    from PIL import Image, UnidentifiedImageError
 
-    if not data:
-        raise ImageError("the file is empty")
+    def __init__(self, data: bytes, channels: int) -> None:
+        """channels: 3 (RGB) or 1 (grey). Raises ImageError."""
+        from PIL import Image
+
+        if not data:
+            raise ImageError("the file is empty")
+        self.data, self.channels = data, channels
+        with _strictly():
+            self.image = Image.open(io.BytesIO(data))
+        self.width, self.height = self.image.size
+
+    def pixels(self, reduction: int = 1) -> torch.Tensor:
+        """uint8 [channels, H, W]. Raises ImageError.
+
+        `reduction` (1, 2, 4 or 8) allows a JPEG to come smaller by up to this factor, each side rounded up, for less
+        work: its decoder leaves out the fine frequencies. The same pixels each time, but not those of a resize.
+        """
+        with _strictly(), self.image as image:
+            if image.format == "JPEG" and image.mode in ("RGB", "L"):
+                if reduction == 1:
+                    found = _decode_jpeg(self.data, self.channels)
+                    if found is not None:
+                        return found
+                else:
+                    image.draft(None, (self.width // reduction, self.height // reduction))
+            return _to_tensor(image, self.channels)
+
+
+@contextlib.contextmanager
+def _strictly() -> Iterator[None]:
+    """Whatever a reader does not understand becomes an ImageError."""
+    from PIL import UnidentifiedImageError
+
     with warnings.catch_warnings():
         # PIL warns of odd metadata, which do not matter here; torchvision of its decoders' future.
         warnings.simplefilter("ignore")
         try:
-            with Image.open(io.BytesIO(data)) as image:
-                if image.format == "JPEG" and image.mode in ("RGB", "L"):
-                    pixels = _decode_jpeg(data, channels)
-                    if pixels is not None:
-                        return pixels
-                return _to_tensor(image, channels)
+            yield
         except UnidentifiedImageError:
             raise ImageError("it is no image of a known format") from None
         except MemoryError:
@@ -113,7 +145,7 @@ def _to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
     if image.mode not in ("1", "L", "LA"):
         image = image.convert("RGB")
     pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
-    return torch.from_numpy(pixels if channels == 3 else pixels[..., None]).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(pixels if channels == 3 else pixels[..., None]).permute(2, 0, 1)
 
 
 class EncodedImages(ABC):
@@ -132,22 +164,45 @@ class EncodedImages(ABC):
     @abstractmethod
     def name(self, id: int) -> str: ...
 
+    def states(self) -> Iterable[str]:
+        """What is not the same after an image has been changed, such as sizes and times of files. Raises OSError."""
+        return ()
+
     def __len__(self) -> int:
         return len(self.labels)
 
     def fetch(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
-        return [self._decoded(int(id)) for id in ids]
+        return [self.open(int(id)).pixels() for id in ids]
 
-    def _decoded(self, id: int) -> torch.Tensor:
+    def open(self, id: int) -> Picture:
+        """An image of which only the size is known yet. Raises UserError, as do its `pixels`."""
         try:
-            return decode(self.read(id), self.channels)
+            return _SourcePicture(self, id)
         except (ImageError, OSError) as error:
-            why = (isinstance(error, OSError) and error.strerror) or str(error)
-            raise UserError(
-                f"{self.name(id)} cannot be read: {why}. `{self.check_command}` lists all such images; "
-                "--data.skip-unreadable LIST leaves them out.",
-                every_process=False,
-            ) from ImageError(why)
+            raise self.unreadable(id, error) from ImageError(_reason(error))
+
+    def unreadable(self, id: int, error: Exception) -> UserError:
+        return UserError(
+            f"{self.name(id)} cannot be read: {_reason(error)}. `{self.check_command}` lists all such images; "
+            "--data.skip-unreadable LIST leaves them out.",
+            every_process=False,
+        )
+
+
+class _SourcePicture(Picture):
+    def __init__(self, source: EncodedImages, id: int) -> None:
+        self.source, self.id = source, id
+        super().__init__(source.read(id), source.channels)
+
+    def pixels(self, reduction: int = 1) -> torch.Tensor:
+        try:
+            return super().pixels(reduction)
+        except ImageError as error:
+            raise self.source.unreadable(self.id, error) from error
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 class Names:
@@ -158,9 +213,25 @@ class Names:
         self.text = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         self.ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
 
+    @classmethod
+    def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> Names:
+        """Of the two arrays."""
+        names = cls([])
+        names.text, names.ends = text, ends
+        return names
+
     def __getitem__(self, id: int) -> str:
         start = self.ends[id - 1] if id else 0
         return self.text[start : self.ends[id]].tobytes().decode(errors="surrogateescape")
+
+
+def file_state(path: Path) -> str:
+    """Size and time of a file; "missing" without it."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return "missing"
+    return f"{found.st_size} {found.st_mtime_ns}"
 
 
 class FileImages(EncodedImages):
@@ -177,3 +248,6 @@ class FileImages(EncodedImages):
 
     def name(self, id: int) -> str:
         return f"{self.root}/{self.paths[id]}"
+
+    def states(self) -> Iterable[str]:
+        return (file_state(self.root / self.paths[id]) for id in range(len(self)))

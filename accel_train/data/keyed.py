@@ -9,6 +9,8 @@ splittable pseudorandom number generators", OOPSLA 2014; the constants are its `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -61,7 +63,13 @@ def uniform(keys: Tensor, stream: int) -> Tensor:
 
     `keys` is int64 of any shape; returns float32 of that shape with 24 random bits each, exact on every device.
     """
-    return shift(scramble(keys + signed((stream + 1) * GOLDEN)), 40).to(torch.float32) * 2.0**-24
+    return uniforms(keys, (stream,))[0]
+
+
+def uniforms(keys: Tensor, streams: Sequence[int]) -> Tensor:
+    """Several numbers of each key's sequence, `uniform` of each of `streams`, in one go; float32 [streams, *keys]."""
+    words = torch.stack([keys + signed((stream + 1) * GOLDEN) for stream in streams])
+    return shift(scramble(words), 40).to(torch.float32) * 2.0**-24
 
 
 def permuted(positions: Tensor, size: int, word: int) -> Tensor:

@@ -7,9 +7,9 @@ import dataclasses
 import multiprocessing.util
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -20,9 +20,12 @@ from accel_train import models
 from accel_train.config import Augment, Config
 from accel_train.cores import available_cores
 from accel_train.data.augment import BatchTransform
+from accel_train.data.images import EncodedImages
 from accel_train.data.keyed import hashed, key
+from accel_train.data.memory import MemoryLoader
 from accel_train.data.order import Draw, EvaluationOrder, TrainingOrder
-from accel_train.data.sources import Source, Splits
+from accel_train.data.placement import Placement, choose_place
+from accel_train.data.splits import Source, Splits, owner
 from accel_train.data.transform import ImageTransform
 from accel_train.errors import UserError
 
@@ -38,6 +41,7 @@ class BatchedSet(Dataset[dict[str, Tensor]]):
 
     def __init__(self, source: Source, transform: ImageTransform | None, seed: int) -> None:
         self.source = source
+        self.held, self.held_ids = owner(source)
         self.transform = transform
         self.seed = seed
 
@@ -57,9 +61,14 @@ class BatchedSet(Dataset[dict[str, Tensor]]):
 
     def _fetch(self, draw: Draw) -> dict[str, Tensor]:
         keys = hashed(key(self.seed, draw.epoch, "augment"), draw.ids)
-        images = self.source.fetch(draw.ids.tolist())
-        if self.transform is not None:
-            images = self.transform(list(images), keys)
+        images: Tensor | Sequence[Tensor]
+        if self.transform is None:
+            images = self.source.fetch(draw.ids.tolist())
+        elif isinstance(self.held, EncodedImages):  # what is not needed of an image is not decoded
+            ids = draw.ids if self.held_ids is None else self.held_ids[draw.ids]
+            images = self.transform([self.held.open(id) for id in ids.tolist()], keys)
+        else:
+            images = self.transform(list(self.source.fetch(draw.ids.tolist())), keys)
         assert isinstance(images, Tensor), "images of different sizes need an ImageTransform"
         return {
             "images": images,
@@ -126,13 +135,20 @@ def _end_workers() -> None:
 atexit.register(_end_workers)  # what is registered last runs first: before multiprocessing.util's, imported above
 
 
+class Loader(Protocol):
+    """This process's slices of the micro-batches, on its device: Accelerate's, or that of a set in memory."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]: ...
+
+
 @dataclass(frozen=True)
 class Feed:
     """One split on its way into the model."""
 
-    loader: DataLoader[dict[str, Tensor]]  # prepared by Accelerate: this process's slices, on its device
+    loader: Loader
     transform: BatchTransform
     samples: int  # of the split, on all processes
+    placement: Placement
 
     @property
     def batches(self) -> Iterator[dict[str, Tensor]]:
@@ -151,10 +167,13 @@ def create_feed(
     accelerator: Accelerator,
     *,
     size: int,
+    memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Feed:
-    """The prepared loader of `source` and what the device does to its batches; `size` is of the model's input.
+    """The loader of `source` and what the device does to its batches; `size` and `memory_format` are of the model's
+    input. To be called on all processes at once, for they agree where the images are to lie.
 
-    Raises UserError if the settings of `config.augment` do not fit the images or the input.
+    Raises UserError if the settings of `config.augment` do not fit the images or the input, or if they cannot lie
+    where `config.data.placement` says.
     """
     training = isinstance(order, TrainingOrder)
     if config.augment.resize is not None and config.augment.resize < size:
@@ -162,16 +181,36 @@ def create_feed(
             f"--augment.resize: found {config.augment.resize}; the model's input has {size}: {size} or more."
         )
     mean, std = normalization(config, splits)
-    loader = create_loader(
-        source,
-        order,
-        config.augment,
-        size=size,
-        seed=config.seed,
-        workers=config.data.workers,
-        local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        device=accelerator.device,
-    )
+    device = accelerator.device
+    each = transforms_each_image(source, config.augment, training=training)
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    place, size_bytes = choose_place(config.data, source, accelerator, per_image=each, local_processes=local_processes)
+    loader: Loader
+    if place == "disk" or each:
+        made = create_loader(
+            source,
+            order,
+            config.augment,
+            size=size,
+            seed=config.seed,
+            workers=config.data.workers,
+            local_processes=local_processes,
+            device=device,
+        )
+        workers, ahead = made.num_workers, made.prefetch_factor or 0
+        loader = accelerator.prepare_data_loader(made)
+    else:
+        workers = ahead = 0
+        loader = MemoryLoader(
+            source,
+            order,
+            seed=config.seed,
+            process=accelerator.process_index,
+            processes=accelerator.num_processes,
+            device=device,
+            pixels_device=device if place == "device" else torch.device("cpu"),
+            memory_format=memory_format,
+        )
     transform = BatchTransform(
         config.augment,
         size=size,
@@ -179,10 +218,11 @@ def create_feed(
         std=std,
         num_classes=len(splits.classes),
         training=training,
-        per_image=transforms_each_image(source, config.augment, training=training),
-        device=accelerator.device,
+        per_image=each,
+        device=device,
+        memory_format=memory_format,
     )
-    return Feed(accelerator.prepare_data_loader(loader), transform, len(source))
+    return Feed(loader, transform, len(source), Placement(place, size_bytes, workers, ahead))
 
 
 def normalization(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -117,7 +117,8 @@ class TrainingOrder(Sampler[Draw]):
     def __len__(self) -> int:
         return (self.plan.updates_per_epoch - self.first_update) * self.plan.accumulation
 
-    def __iter__(self) -> Iterator[Draw]:
+    def stretches(self) -> Iterator[Draw]:
+        """Many whole global micro-batches at once, one after the other."""
         plan, epoch = self.plan, self.epoch
         word = key(self.seed, epoch, "order")
         first, last = self.first_update * plan.batch_size, plan.updates_per_epoch * plan.batch_size
@@ -126,10 +127,12 @@ class TrainingOrder(Sampler[Draw]):
             positions = torch.arange(start, min(start + step, last))
             weights = (positions < plan.samples).to(torch.float32)
             # Padding repeats samples from the start of the order, which are there in any case; it weighs nothing.
-            ids = permuted(positions % plan.samples, plan.samples, word)
-            for at in range(0, len(ids), self.batch_size):
-                micro_batch = slice(at, at + self.batch_size)
-                yield Draw(epoch, ids[micro_batch], weights[micro_batch])
+            yield Draw(epoch, permuted(positions % plan.samples, plan.samples, word), weights)
+
+    def __iter__(self) -> Iterator[Draw]:
+        for stretch in self.stretches():
+            for at in range(0, len(stretch), self.batch_size):
+                yield stretch[at : at + self.batch_size]
 
 
 class EvaluationOrder(Sampler[Draw]):
@@ -143,7 +146,12 @@ class EvaluationOrder(Sampler[Draw]):
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
+    def stretches(self) -> Iterator[Draw]:
+        """All batches at once."""
+        positions = torch.arange(len(self) * self.batch_size)
+        yield Draw(0, positions % self.samples, (positions < self.samples).to(torch.float32))
+
     def __iter__(self) -> Iterator[Draw]:
-        for start in range(0, self.samples, self.batch_size):
-            positions = torch.arange(start, start + self.batch_size)
-            yield Draw(0, positions % self.samples, (positions < self.samples).to(torch.float32))
+        for stretch in self.stretches():
+            for at in range(0, len(stretch), self.batch_size):
+                yield stretch[at : at + self.batch_size]

@@ -9,7 +9,7 @@ from accel_train.errors import UserError, nearest
 __all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits"]
 
 ARRAYS = ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")
-NAMES = ("digits", *ARRAYS, "folder", "synthetic", "tar", "wds")
+NAMES = ("digits", *ARRAYS, "folder", "cache", "synthetic", "tar", "wds")
 PREFIXES = ("hfds/", "hfids/", "wds/", "tfds/", "torch/")
 
 
@@ -43,6 +43,10 @@ def _load(data: Data, download: bool) -> Splits:
         from accel_train.data.folder import folder
 
         return folder(data)
+    if name == "cache":
+        from accel_train.data.cache import cache
+
+        return cache(data)
     if name == "synthetic":
         from accel_train.data.synthetic import synthetic
 

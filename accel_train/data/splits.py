@@ -88,6 +88,11 @@ class Subset:
         return self.source.name(int(self.ids[id]))
 
 
+def owner(source: Source) -> tuple[Source, torch.Tensor | None]:
+    """What holds the samples of `source`, and their numbers there (int64 [n]; None: the same)."""
+    return (source.source, source.ids) if isinstance(source, Subset) else (source, None)
+
+
 def subset(source: Source, chosen: npt.NDArray[np.bool_]) -> Source:
     """The samples of `source` for which `chosen` (bool [n]) is true, in their order."""
     ids = torch.from_numpy(np.flatnonzero(chosen))
@@ -168,14 +173,25 @@ def _check(splits: Splits, data: Data) -> None:
             )
 
 
-def _skip(splits: Splits, data: Data, path: Path) -> Splits:
-    command = f"`accel-train check-data {data.name} --root {data.root}` writes it"
+def listed_names(data: Data) -> set[str]:
+    """The images that --data.skip-unreadable lists, relative to data.root. Raises UserError."""
+    assert data.skip_unreadable is not None
     try:
-        with path.open(encoding="utf-8", errors="surrogateescape") as file:
-            listed = {line.rstrip("\r\n") for line in file} - {""}
+        with data.skip_unreadable.open(encoding="utf-8", errors="surrogateescape") as file:
+            return {line.rstrip("\r\n") for line in file} - {""}
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"--data.skip-unreadable: {path} cannot be read ({reason}): {command}.") from error
+        raise UserError(
+            f"--data.skip-unreadable: {data.skip_unreadable} cannot be read ({reason}): {_check_command(data)}."
+        ) from error
+
+
+def _check_command(data: Data) -> str:
+    return f"`accel-train check-data {data.name} --root {data.root}` writes it"
+
+
+def _skip(splits: Splits, data: Data, path: Path) -> Splits:
+    listed, command = listed_names(data), _check_command(data)
     left_out = 0
     for split in ("train", "validation", "test"):
         source: Source | None = getattr(splits, split)

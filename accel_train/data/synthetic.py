@@ -44,10 +44,10 @@ class Synthetic:
         field = torch.arange(self.size) * GRID // self.size
         images = self.patterns[self.labels[torch.as_tensor(ids, dtype=torch.int64)]]
         images = images.index_select(2, field).index_select(3, field)  # a copy: [b, C, H, W]
-        for image, id in zip(images, ids, strict=True):
-            for noise, period in ((self.noise_a, NOISE_A), (self.noise_b, NOISE_B)):
-                start = (self.first + int(id)) * STRIDE % period
-                image += noise[start : start + image.numel()].view(image.shape)
+        numbers = self.first + torch.as_tensor(ids, dtype=torch.int64)
+        for noise, period in ((self.noise_a, NOISE_A), (self.noise_b, NOISE_B)):
+            places = noise.unfold(0, self.channels * self.size**2, 1)  # a view: the noise from each place on
+            images += places.index_select(0, numbers * STRIDE % period).view(images.shape)
         return images
 
     def name(self, id: int) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from accel_train.config import Data
 from accel_train.data.folder import arrange
-from accel_train.data.images import EncodedImages, Names, is_image, normalisation
+from accel_train.data.images import EncodedImages, Names, file_state, is_image, normalisation
 from accel_train.data.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 
@@ -63,6 +63,9 @@ class TarImages(EncodedImages):
     def name(self, id: int) -> str:
         tar = self.tars[int(self.places[id, 0])]
         return "/".join(part for part in (str(self.root), tar, self.names[id]) if part)
+
+    def states(self) -> Iterable[str]:
+        return (file_state(self.root / tar if tar else self.root) for tar in self.tars)
 
 
 def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Palmetto 2 (Clemson University). Copy to slurm/site.sh; `source slurm/site.sh` before sbatch, which reads the SBATCH_
-# variables. The jobs source it too. Nodes of owners preempt: their jobs come back to the queue by themselves.
+# variables. The jobs source it too. An example: compare partition (`sinfo`), GPUs and modules (`module spider anaconda`)
+# with the site's pages. Nodes of owners preempt: their jobs come back to the queue by themselves.
 export SBATCH_PARTITION=work1
 export SBATCH_GPUS_PER_NODE=a100:2
 site_environment() {

@@ -1,6 +1,7 @@
 """Transforms of single images are functions of each image's key, in any batch and in any worker process."""
 
 import dataclasses
+import io
 import random
 
 import numpy as np
@@ -8,15 +9,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
+from scipy.stats import ks_2samp
+from torchvision.transforms import v2
 
+from accel_train.accelerator import create_accelerator
 from accel_train.config import Augment, Config, Data
+from accel_train.data.images import ImageError, Picture
 from accel_train.data.keyed import hashed, key
 from accel_train.data.loading import create_feed, create_loader
 from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
 from accel_train.data.sources import Source, load_splits
-from accel_train.data.transform import ImageTransform, resize_default
+from accel_train.data.transform import ImageTransform, crop_boxes, resize_default
 from accel_train.errors import UserError
-from accel_train.launch import Launch, create_accelerator
+from accel_train.launch import Launch
 
 NUMBERS = torch.Generator().manual_seed(0)
 SHAPES = [(3, 40, 40), (3, 31, 57), (3, 64, 33), (3, 20, 90)] * 6
@@ -24,6 +30,7 @@ IMAGES = [torch.randint(256, shape, generator=NUMBERS, dtype=torch.uint8) for sh
 KEYS = hashed(key(1, 0, "augment"), torch.arange(len(IMAGES)))
 
 POLICIES = {
+    "flipped": Augment(crop="resized", flip=0.5),
     "resized": Augment(crop="resized"),
     "random": Augment(crop="random", pad=3, resize=28),
     "randaugment": Augment(crop="resized", policy="randaugment"),
@@ -63,6 +70,95 @@ class TestTraining:
             assert random.getstate() == before[1]
             assert (np.random.get_state()[1] == before[2]).all()
         assert torch.equal(*looks)
+
+
+class TestResizedCrop:
+    SIZES = ((300, 400), (333, 250), (100, 1000), (900, 90), (64, 64))
+
+    @staticmethod
+    def boxes(height: int, width: int, count: int = 20_000, **bounds: tuple[float, float]) -> torch.Tensor:
+        bounds = {"scale": (0.08, 1.0), "ratio": (0.75, 4 / 3), **bounds}
+        keys = hashed(key(9), torch.arange(count))
+        return crop_boxes(keys, torch.full((count,), height), torch.full((count,), width), **bounds)
+
+    @pytest.mark.parametrize(("height", "width"), SIZES)
+    def test_boxes_are_distributed_as_torchvisions(self, height: int, width: int) -> None:
+        count = 4000
+        top, left, h, w = self.boxes(height, width, count).double().T
+        assert (h >= 1).all() and (w >= 1).all() and (top >= 0).all() and (left >= 0).all()
+        assert (top + h <= height).all() and (left + w <= width).all()
+        torch.manual_seed(0)
+        image = torch.empty(1, height, width)
+        theirs = [v2.RandomResizedCrop(10).make_params([image]) for _ in range(count)]
+        expected = {name: np.array([each[name] for each in theirs]) for name in ("top", "left", "height", "width")}
+        found = {"top": top, "left": left, "height": h, "width": w}
+        for name, values in found.items():
+            assert ks_2samp(values.numpy(), expected[name]).pvalue > 1e-4, name
+        assert ks_2samp((h * w).numpy(), expected["height"] * expected["width"]).pvalue > 1e-4
+
+    def test_a_box_that_never_fits_is_the_middle(self) -> None:
+        wide = self.boxes(10, 1000, 200, ratio=(0.75, 4 / 3), scale=(0.9, 1.0))
+        assert torch.equal(wide, torch.tensor([0, (1000 - 13) // 2, 10, 13]).expand(200, 4))
+        high = self.boxes(1000, 10, 200, ratio=(0.75, 4 / 3), scale=(0.9, 1.0))
+        assert torch.equal(high, torch.tensor([(1000 - 13) // 2, 0, 13, 10]).expand(200, 4))
+
+    def test_a_box_depends_on_its_own_key_and_image_alone(self) -> None:
+        keys, sizes = hashed(key(9), torch.arange(100)), torch.randint(20, 500, (2, 100), generator=NUMBERS)
+        whole = crop_boxes(keys, *sizes, (0.08, 1.0), (0.75, 4 / 3))
+        for at in range(0, 100, 7):
+            part = slice(at, at + 3)
+            assert torch.equal(crop_boxes(keys[part], *sizes[:, part], (0.08, 1.0), (0.75, 4 / 3)), whole[part])
+
+    def test_pixels_are_those_of_torchvisions_resized_crop(self) -> None:
+        found = ImageTransform(POLICIES["resized"], 24, training=True)(IMAGES, KEYS)
+        heights, widths = torch.tensor([image.shape[1:] for image in IMAGES]).T
+        boxes = crop_boxes(KEYS, heights, widths, (0.08, 1.0), (0.75, 4 / 3)).tolist()
+        for image, box, turned in zip(IMAGES, boxes, found, strict=True):
+            expected = v2.functional.resized_crop(image, *box, [24, 24], antialias=True)
+            assert (turned.float() - expected.float()).abs().max() <= 1
+
+
+class TestDecodedSmaller:
+    """A JPEG of more than twice the size is decoded to a smaller one, in training alone."""
+
+    @staticmethod
+    def encoded(width: int, height: int, format: str = "JPEG") -> bytes:
+        coarse = np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(file, format)
+        return file.getvalue()
+
+    @pytest.mark.parametrize("augment", [Augment(crop="resized"), Augment(crop="random"), Augment()])
+    @pytest.mark.parametrize(("width", "height"), [(640, 480), (641, 483), (200, 150), (31, 33)])
+    def test_looks_like_the_full_one(self, augment: Augment, width: int, height: int) -> None:
+        data, size = self.encoded(width, height), 24
+        keys = hashed(key(3), torch.arange(12))
+        for training in (True, False):
+            transform = ImageTransform(augment, size, training=training)
+            smaller = transform([Picture(data, 3) for _ in keys], keys)
+            full = transform([Picture(data, 3).pixels() for _ in keys], keys)
+            if training and width > 100:
+                assert not torch.equal(smaller, full)
+                assert (smaller.float() - full.float()).abs().mean() < 6
+                again = transform([Picture(data, 3)], keys[:1])
+                assert torch.equal(again, smaller[:1])
+            elif not training:
+                assert torch.equal(smaller, full)
+
+    def test_other_formats_come_as_they_are(self) -> None:
+        data, keys = self.encoded(640, 480, "PNG"), hashed(key(3), torch.arange(12))
+        transform = ImageTransform(Augment(crop="resized"), 24, training=True)
+        pictures = transform([Picture(data, 3) for _ in keys], keys)
+        assert torch.equal(pictures, transform([Picture(data, 3).pixels() for _ in keys], keys))
+
+    def test_sizes_and_damage(self) -> None:
+        data = self.encoded(641, 483)
+        for reduction in (1, 2, 4, 8):
+            shape = Picture(data, 3).pixels(reduction).shape
+            assert shape == (3, -(-483 // reduction), -(-641 // reduction))
+            with pytest.raises(ImageError):
+                Picture(data[:-200], 3).pixels(reduction)
+        assert Picture(data, 1).pixels(4).shape == (1, 121, 161)
 
 
 @given(st.integers(8, 40), st.none() | st.integers(0, 20))

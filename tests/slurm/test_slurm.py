@@ -120,7 +120,7 @@ class Job:
                 line = (process / "cmdline").read_bytes().split(b"\0")
                 pairs = (process / "environ").read_text(errors="replace").split("\0")
                 environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-                is_python = b"-m" in line[1:3] and b"accel_train.train" in line[2:4]  # not srun, not the launcher
+                is_python = line[1:3] == [b"-m", b"accel_train.train"]  # not srun, not a shell, not the launcher
                 if is_python and environment.get("SLURM_JOB_ID") == self.number:
                     found[int(environment.get("RANK", environment["SLURM_PROCID"]))] = int(process.name)
         return found
@@ -177,10 +177,14 @@ def test_each_script_makes_the_same_run(jobs: dict[str, Job]) -> None:
     assert losses(jobs["four"]) == losses(jobs["tasks"])
     assert jobs["four"].weights() == jobs["tasks"].weights()
     assert four["test_accuracy"] == pytest.approx(alone["test_accuracy"], abs=0.01)
+    for name, ranks in (("short", 1), ("four", 4), ("tasks", 4)):
+        logs = [(jobs[name].run / "logs" / f"rank-{rank}.log").read_text() for rank in range(ranks)]
+        assert [log.count(f"rank {rank} on 127.0.0.1") for rank, log in enumerate(logs)] == [1] * ranks
+        assert "test accuracy" in logs[0] and "test accuracy" in jobs[name].log()
 
 
 def test_a_run_survives_everything(cluster: Cluster, jobs: dict[str, Job]) -> None:
-    """Signals, requeues, preemption, a killed rank and a lost node: it ends with an uninterrupted run's weights."""
+    """Signals, requeues, preemption and a killed rank: it ends with an uninterrupted run's weights."""
     job = cluster.submit("multi_node.sbatch", *LONG, options="--nodes=2", PROCESSES_PER_NODE="1")
     # what scancel sends to the processes when a user asks for a stop
     job.trains_on()
@@ -202,18 +206,24 @@ def test_a_run_survives_everything(cluster: Cluster, jobs: dict[str, Job]) -> No
     assert "failed with exit code" in job.log() and not job.ranks()
     cluster.command("scontrol", "requeue", job.number)
     job.restarted(4)
-    # a node goes down
-    job.trains_on()
-    cluster.command("scontrol", "update", "nodename=127.0.0.12", "state=down", "reason=test")
-    job.until(lambda: job.field("JobState") in ("PENDING", "REQUEUED"))
-    job.until(lambda: not job.ranks())  # Slurm does not wait for what is left on a node that it has given up
-    time.sleep(2)
-    cluster.command("scontrol", "update", "nodename=127.0.0.12", "state=resume")
-    job.restarted(5)
     assert job.result()["world_size"] == jobs["pair"].result()["world_size"] == 2
     expected, found = ({line["update"]: line["loss"] for line in lines(one)} for one in (jobs["pair"], job))
     assert [update for update in expected if expected[update] != found.get(update, expected[update])] == []
     assert job.weights() == jobs["pair"].weights()
+
+
+def test_a_lost_node_is_noticed_and_the_job_goes_on(cluster: Cluster, jobs: dict[str, Job]) -> None:
+    job = cluster.submit("tasks.sbatch", *LONG, options=TWO_NODES)
+    job.trains_on()
+    lost = job.ranks()[1]
+    os.kill(lost, signal.SIGSTOP)
+    os.kill(int(Path(f"{cluster.daemons}/slurmd-127.0.0.12.pid").read_text()), signal.SIGKILL)
+    job.until(lambda: job.field("JobState") in ("PENDING", "REQUEUED"))  # after SlurmdTimeout
+    os.kill(lost, signal.SIGKILL)
+    job.until(lambda: not job.ranks())
+    cluster.command("slurmd", "-N", "127.0.0.12")  # the node comes back
+    job.restarted(1)
+    assert job.result()["world_size"] == 2 and job.weights() == jobs["pair"].weights()
 
 
 def test_the_interrupted_single_process_ends_as_the_uninterrupted(jobs: dict[str, Job]) -> None:
@@ -252,9 +262,15 @@ def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
         port = str(listener.getsockname()[1])
         taken = cluster.submit("tasks.sbatch", "digits", options=TWO_NODES, MASTER_PORT=port)
         unlike = cluster.submit("tasks.sbatch", "digits", options=TWO_NODES, WORLD_SIZE="8")
+        wrong = cluster.submit("multi_node.sbatch", "digits", "--data.root", "/nowhere", "--data.name", "folder")
         usage = cluster.submit("single_node.sbatch")
-        assert [job.ended(60) for job in (taken, unlike, usage)] == ["FAILED"] * 3
-    assert usage.field("ExitCode") == "2:0"
+        by_hand = f"export MASTER_ADDR=no-such-node; srun {sys.executable} -m accel_train.train digits"
+        script = f"--wrap={by_hand} --rendezvous-timeout-seconds 3"
+        unknown = cluster.command("sbatch", "--parsable", *TWO_NODES.split(), "--output=%x-%j.log", script)
+        failed = [taken, unlike, wrong, usage, Job(cluster, unknown, ())]
+        assert [(job.ended(60), job.field("ExitCode")) for job in failed] == [("FAILED", "2:0")] * len(failed)
+    assert "MASTER_ADDR=no-such-node, but no host of that name is known here" in failed[-1].log()
+    assert "error: " in wrong.log() and "exit code 2; the first error above counts" in wrong.log()
     assert f"cannot listen on port {port}" in taken.log()
     assert "WORLD_SIZE is 8, but this is process" in unlike.log()
     assert "usage: sbatch" in usage.log()

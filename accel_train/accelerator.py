@@ -1,0 +1,86 @@
+"""The one `Accelerator` of the world that the launcher promised, or a clear error."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+
+from accel_train.errors import UserError
+from accel_train.launch import Launch
+from accel_train.rendezvous import roll_call
+
+
+def create_accelerator(
+    launch: Launch,
+    *,
+    gradient_accumulation_steps: int = 1,
+    log_with: Iterable[Any] = (),
+    project_dir: Path | None = None,
+    kwargs_handlers: Iterable[Any] = (),
+    rendezvous_seconds: float = 600.0,
+    collective_seconds: float = 1800.0,
+    share_gpus: bool = False,
+) -> Accelerator:
+    """Make the Accelerator of the world that `launch` promises; the precision is what the launcher was told.
+
+    `rendezvous_seconds` is how long the first processes wait for the last one; `collective_seconds` is how
+    long a collective may take until `rendezvous.set_collective_timeout` changes that: downloads lie in
+    between. With `share_gpus` several processes of a node may use one GPU, which gloo bears and NCCL does not.
+
+    Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one.
+    """
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
+    cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
+    # In a process that trains several times the group of the first time is still there.
+    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    store = None if known else roll_call(launch, "" if cpu or share_gpus else _device_id(device), rendezvous_seconds)
+    group: dict[str, Any] = {"timeout": timedelta(seconds=collective_seconds)}
+    if share_gpus and device is not None and not cpu and launch.world_size > 1:
+        # Accelerate and DDP take LOCAL_RANK for a device's index.
+        os.environ["LOCAL_RANK"] = str(launch.local_rank % torch.accelerator.device_count())
+        if device.type == "cuda":
+            group["backend"] = "gloo"
+    accelerator = Accelerator(
+        cpu=cpu,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        # A plugin, because a mere number gives way to ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
+        log_with=list(log_with) or None,
+        project_dir=project_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(**group), *kwargs_handlers],
+    )
+    del store  # rank 0 served it until the process group had it
+    if cpu and not known:  # a gloo group that is still open at the interpreter's end may abort it, with its own code
+        atexit.register(accelerator.state.destroy_process_group)
+    if (accelerator.num_processes, accelerator.process_index) != (launch.world_size, launch.rank):
+        raise UserError(
+            f"The launcher ({launch.launcher}) promised process {launch.rank} of {launch.world_size}, but "
+            f"Accelerate made process {accelerator.process_index} of {accelerator.num_processes}: each would "
+            "train alone. Compare the launcher's config file with those in accelerate_configs/.",
+            every_process=False,
+        )
+    return accelerator
+
+
+def end_world() -> None:
+    """Leave the process group, if there is one: the last thing that a program does which has come to its end."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _device_id(device: Any) -> str:
+    """What tells one GPU of a host from another, also where each process sees only its own, as number 0."""
+    if device.type not in ("cuda", "xpu"):
+        return ""
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    return str(getattr(getattr(torch, device.type).get_device_properties(index), "uuid", ""))

@@ -1,0 +1,81 @@
+"""What makes an update fast on each kind of device. None of it changes what is learned.
+
+The fused optimizers are chosen in optim.py, the threads in launch.py; the precision is the launcher's. See PyTorch's
+Performance Tuning Guide (https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+CHANNELS_LAST_DEVICES = ("cpu", "cuda", "xpu")
+
+
+def set_defaults(device: torch.device) -> None:
+    """Settings of the whole process, before the first forward pass."""
+    if device.type == "cpu":
+        _keep_freed_memory()
+    if device.type == "cuda":
+        # All windows have one shape (see data/order.py), so that the fastest convolutions are looked for once.
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")  # TF32 where a float32 product is left; convolutions have it already
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what an update frees for the next one.
+
+    It gives large blocks back to the system at once, which maps and zeroes them anew, page by page: 5 to 20 % of an
+    update of a small net. What the user's environment says of it stays.
+    """
+    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
+        mallopt(mmap_threshold, 1 << 25)  # the most that it takes
+        mallopt(trim_threshold, 1 << 30)
+
+
+def memory_format(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
+    """The layout of images and of convolutions' weights in which `model` (not yet prepared) is the fastest.
+
+    Channels last for nets of convolutions; a transformer has only the one that cuts its patches. FSDP shards
+    contiguous weights only.
+    """
+    convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
+    if (
+        convolutions > 1
+        and accelerator.device.type in CHANNELS_LAST_DEVICES
+        and accelerator.distributed_type != DistributedType.FSDP
+    ):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def seed(device: torch.device, word: int) -> None:
+    """Seed the generators that dropout and stochastic depth draw from: the CPU's and that of `device`.
+
+    `torch.manual_seed` seeds those of all kinds of devices, present or not: 0.1 to 0.4 ms, as long as the update of a
+    small net on a GPU.
+    """
+    torch.default_generator.manual_seed(word)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(word)
+
+
+def stepping(optimizer: Any) -> Any:
+    """The optimizer to call `step` and `zero_grad` of, for one that Accelerate prepared.
+
+    Accelerate's own does more only for fp16's loss scaler and on XLA; elsewhere it looks twice a step for a package
+    that is not installed, in all folders of Python's path.
+    """
+    needed = optimizer.scaler is not None or optimizer.accelerator_state.distributed_type == DistributedType.XLA
+    return optimizer if needed else optimizer.optimizer

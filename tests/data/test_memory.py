@@ -1,0 +1,235 @@
+"""Sets in memory: the same batches as those that are fetched image by image, wherever the pixels lie."""
+
+import dataclasses
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from accel_train.accelerator import create_accelerator
+from accel_train.config import Augment, Config, Data
+from accel_train.data import placement
+from accel_train.data.arrays import Arrays
+from accel_train.data.loading import Feed, create_feed
+from accel_train.data.memory import MemoryLoader
+from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.placement import Placement, choose_place
+from accel_train.data.sources import load_splits
+from accel_train.data.splits import Splits, subset
+from accel_train.errors import UserError
+from accel_train.launch import Launch
+from accel_train.summary import describe
+
+GENERATOR = torch.Generator().manual_seed(0)
+PIXELS = torch.randint(256, (157, 3, 12, 12), generator=GENERATOR, dtype=torch.uint8)
+ARRAYS = Arrays("colours", PIXELS, torch.arange(157) % 4)
+SPLITS = Splits(tuple("abcd"), 3, 12, (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), ARRAYS, None, ARRAYS)
+TURNED = Augment(crop="random", pad=2, flip=0.5, erase=0.3)
+MIXED = dataclasses.replace(TURNED, mixup=0.4, cutmix=1.0)
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+def feed_of(splits: Splits = SPLITS, *, training: bool = True, layout: str = "contiguous", **settings: object) -> Feed:
+    settings = {"augment": TURNED, "batch_size": 24, **settings}
+    config = Config(seed=5, **settings)
+    source = splits.train
+    order = TrainingOrder(Plan(len(source), 24, 1, 2), 5) if training else EvaluationOrder(len(source), 50)
+    accelerator = create_accelerator(Launch())
+    return create_feed(config, splits, source, order, accelerator, size=10, memory_format=LAYOUTS[layout])
+
+
+def seen(feed: Feed) -> list[dict[str, torch.Tensor]]:
+    batches = []
+    for batch in feed.batches:
+        inputs, targets = feed.transform(batch)
+        batches.append({**batch, "inputs": inputs, "targets": targets})
+    return batches
+
+
+def same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "augment", [TURNED, MIXED, Augment(flip=0.5), Augment(resize=14)], ids=["turned", "mixed", "flipped", "resized"]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_host_memory_gives_the_batches_of_the_loader(augment: Augment, layout: str) -> None:
+    expected = seen(feed_of(augment=augment, data=Data(placement="disk")))
+    feed = feed_of(augment=augment, layout=layout)
+    assert isinstance(feed.loader, MemoryLoader) and feed.placement.place == "host"
+    found = seen(feed)
+    same(found, expected)
+    assert len(found) == 14 and found[-1]["weights"].sum() == 1
+    assert all(batch["inputs"].is_contiguous(memory_format=LAYOUTS[layout]) for batch in found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluation(layout: str) -> None:
+    expected = seen(feed_of(training=False, data=Data(placement="disk")))
+    found = seen(feed_of(training=False, layout=layout))
+    same(found, expected)
+    ids = torch.cat([batch["ids"][batch["weights"] > 0] for batch in found])
+    assert torch.equal(ids, torch.arange(157))
+    assert all(batch["inputs"].is_contiguous(memory_format=LAYOUTS[layout]) for batch in found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_part_of_a_set(layout: str) -> None:
+    part = subset(ARRAYS, (torch.arange(157) % 3 != 0).numpy())
+    splits = dataclasses.replace(SPLITS, train=part)
+    expected = seen(feed_of(splits, data=Data(placement="disk")))
+    found = seen(feed_of(splits, layout=layout))
+    same(found, expected)
+    labels = torch.cat([batch["labels"] for batch in found])
+    assert torch.equal(labels, part.labels[torch.cat([batch["ids"] for batch in found])])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_process_takes_its_slice_from_any_update_on(layout: str) -> None:
+    def batches(process: int, processes: int, update: int) -> list[dict[str, torch.Tensor]]:
+        order = TrainingOrder(Plan(157, 24, processes, 2), 5)
+        order.seek(3, update)
+        cpu = torch.device("cpu")
+        loader = MemoryLoader(
+            ARRAYS, order, seed=5, process=process, processes=processes, device=cpu, pixels_device=cpu,
+            memory_format=LAYOUTS[layout],
+        )  # fmt: skip
+        return list(loader)
+
+    whole = batches(0, 1, 0)
+    assert len(whole) == 14
+    for processes in (2, 3):
+        parts = [batches(process, processes, 0) for process in range(processes)]
+        joined = [{name: torch.cat([part[name] for part in step]) for name in step[0]} for step in zip(*parts)]  # noqa: B905
+        same(joined, whole)
+    same(batches(0, 1, 4), whole[8:])
+
+
+def test_synthetic_images_are_laid_out_or_made_when_asked_for() -> None:
+    data = Data(name="synthetic", image_size=12, train_images=157, classes=4)
+    splits = load_splits(data, 0)
+    found, expected = (feed_of(splits, data=dataclasses.replace(data, placement=place)) for place in ("auto", "disk"))
+    assert isinstance(found.loader, MemoryLoader) and not isinstance(expected.loader, MemoryLoader)
+    assert found.placement.bytes == 157 * 3 * 144
+    same(seen(found), seen(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpu_sees_the_cpus_pixels(place: str, layout: str) -> None:
+    found = feed_of(layout=layout, data=Data(placement=place))
+    assert found.placement.place == place
+    expected = feed_of(data=Data(placement="disk"))
+    transform = expected.transform
+    for name, value in vars(transform).items():
+        if isinstance(value, torch.Tensor):
+            setattr(transform, name, value.cpu())
+    for batch in found.batches:
+        inputs, targets = found.transform(batch)
+        assert inputs.device.type == "cuda" and inputs.is_contiguous(memory_format=LAYOUTS[layout])
+        on_cpu, labels = transform({name: values.cpu().contiguous() for name, values in batch.items()})
+        assert torch.equal(targets.cpu(), labels)
+        assert torch.allclose(inputs.cpu(), on_cpu, atol=1e-6)
+        assert torch.equal(inputs.cpu() == 0, on_cpu == 0)  # the same places erased
+
+
+class TestPlacement:
+    """The decision, with devices that are not here."""
+
+    @staticmethod
+    def place(
+        monkeypatch: pytest.MonkeyPatch,
+        asked: str,
+        device: str,
+        free: int = 10**9,
+        host: int = 10**9,
+        **options: object,
+    ) -> str:
+        monkeypatch.setattr(placement, "free_device_bytes", lambda _: free)
+        monkeypatch.setattr(placement, "free_host_bytes", lambda: host)
+        accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
+        settings = {"per_image": False, "local_processes": 1, "source": ARRAYS, **options}
+        return choose_place(Data(placement=asked), accelerator=accelerator, **settings)[0]  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("asked", "device", "free", "found"),
+        [
+            ("auto", "cpu", 0, "host"),
+            ("auto", "cuda", 4 * PIXELS.numel(), "device"),
+            ("auto", "cuda", 4 * PIXELS.numel() - 1, "host"),
+            ("auto", "xpu", 10**9, "device"),
+            ("device", "cuda", PIXELS.numel(), "device"),
+            ("device", "cpu", 0, "host"),
+            ("host", "cuda", 10**9, "host"),
+            ("disk", "cuda", 10**9, "disk"),
+        ],
+    )
+    def test_where(self, monkeypatch: pytest.MonkeyPatch, asked: str, device: str, free: int, found: str) -> None:
+        assert self.place(monkeypatch, asked, device, free) == found
+
+    def test_what_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(UserError, match=r"--data\.placement device: the images take 0\.1 MB.*choose host or auto"):
+            self.place(monkeypatch, "device", "cuda", PIXELS.numel() - 1)
+        source = load_splits(Data(name="synthetic"), 0).train
+        needed = 2048 * 3 * 32 * 32
+        fits = {"source": source, "local_processes": 3}
+        assert self.place(monkeypatch, "auto", "cpu", host=6 * needed, **fits) == "host"
+        assert self.place(monkeypatch, "auto", "cpu", host=6 * needed - 6, **fits) == "disk"
+        with pytest.raises(UserError, match=r"--data\.placement host: the images take 6\.3 MB in each process"):
+            self.place(monkeypatch, "host", "cpu", host=6 * needed - 6, **fits)
+
+    def test_one_process_without_room_decides_for_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("free_device_bytes", "free_host_bytes"):
+            monkeypatch.setattr(placement, name, lambda *_: 10**9)
+        others = torch.tensor([False])
+        accelerator = SimpleNamespace(
+            device=torch.device("cpu"), num_processes=2, gather=lambda own: torch.cat([own, others])
+        )
+        assert not placement.all_agree(accelerator, True)  # type: ignore[arg-type]
+        others = torch.tensor([True])
+        assert placement.all_agree(accelerator, True)  # type: ignore[arg-type]
+        assert not placement.all_agree(accelerator, False)  # type: ignore[arg-type]
+
+    def test_a_policy_needs_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.place(monkeypatch, "auto", "cuda", per_image=True) == "host"
+        with pytest.raises(UserError, match="each image by itself"):
+            self.place(monkeypatch, "device", "cuda", per_image=True)
+
+    def test_what_a_run_says(self) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        found = Placement("host", 47_040_000, 0, 0)
+        plan, model = Plan(157, 24, 1, 2), torch.nn.Linear(1, 1)
+        lines = describe(Config(), plan, create_accelerator(Launch()), SPLITS, model, found).splitlines()
+        assert "input   47.0 MB in host memory, no workers, 1 thread" in lines
+        torch.set_num_threads(threads)
+        assert str(Placement("disk", None, 2, 2)).startswith("on disk, 2 workers, each 2 batches ahead, ")
+        assert str(Placement("device", 3 * 10**9, 0, 0)).startswith("3.0 GB on the device, no workers")
+
+
+def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> None:
+    script = (
+        "import torch\n"
+        "from accel_train.config import Augment, Data\n"
+        "from accel_train.data.loading import create_loader\n"
+        "from accel_train.data.order import Plan, TrainingOrder\n"
+        "from accel_train.data.sources import load_splits\n"
+        "source = load_splits(Data(), 0).train\n"
+        "order = TrainingOrder(Plan(len(source), 32, 1, 1), 0)\n"
+        "loader = create_loader(source, order, Augment(policy='trivialaugment'), size=8, seed=0, workers=2,\n"
+        "                       local_processes=1, device=torch.device('cpu'))\n"
+        "batches = iter(loader)\n"
+        "next(batches)\n"
+        "import builtins; builtins.kept = batches  # outlives this module\n"
+        "print('done', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr

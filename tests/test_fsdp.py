@@ -1,0 +1,62 @@
+"""FSDP2 through the whole program: the same run as under DDP, and the same checkpoints, there and back."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+# A transformer of timm's with two blocks, SGD with momentum, clipping and a running mean: all that sees the parameters.
+RUN = """
+    digits --model.name test_vit --model.image-size 32 --data.name synthetic --data.image-size 32
+    --data.train-images 192 --data.test-images 64 --batch-size 16 --optim.clip 1 --ema.enabled true --ema.decay 0.8
+    --epochs 1 --log-every-updates 1
+"""
+# Small enough that each of the model's parts is split by itself; float32, to be compared.
+FSDP = "--config_file accelerate_configs/fsdp2.yaml --fsdp_min_num_params 20000 --mixed_precision no"
+
+
+def fsdp(run: Path, *words: str, launch: tuple[str, ...] = ()) -> str:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *FSDP.split(), *launch, "tests/fsdp_worker.py"]
+    line = [*launcher, *RUN.split(), *words, "--output-dir", str(run)]
+    done = subprocess.run(line, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def ddp(run: Path) -> None:
+    done = helpers.run(*RUN.split(), "--output-dir", run, processes=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["update"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
+def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    ddp(one)
+    other.mkdir()
+    (other / "STOP").touch()
+    told = fsdp(other, "--model.gradient-checkpointing", "true")
+    assert int(re.search(r"sharded (\d+), 0 anew", told)[1]) > 10  # type: ignore[index]
+    (other / "STOP").touch()
+    ddp(other)
+    told = fsdp(other, launch=("--fsdp_activation_checkpointing", "true"))
+    assert "going on after update 4" in told
+    assert int(re.search(r"(\d+) anew", told)[1]) > 10  # type: ignore[index]
+    expected, found = losses(one), losses(other)
+    assert list(found) == list(expected) == list(range(1, 13))
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    for name in ("model.safetensors", "ema.safetensors"):
+        weights = load_file(other / name)
+        for key, array in load_file(one / name).items():
+            np.testing.assert_allclose(weights[key], array, rtol=1e-4, atol=1e-6)

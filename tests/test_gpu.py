@@ -1,0 +1,82 @@
+"""What only a GPU can show. `pytest -m gpu` on a machine with CUDA runs it; elsewhere it is skipped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from accel_train.cli import main
+from accel_train.meter import Stopwatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+AUGMENTED = """
+digits --augment.crop random --augment.pad 1 --augment.flip 0.5 --augment.erase 0.2 --augment.mixup 0.2
+--model.name resnet18_cifar --model.image-size 32 --optim.clip 1 --ema.enabled true
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each run begins as a program of its own would."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def result(run: Path) -> Any:
+    return json.loads((run / "result.json").read_text())
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    assert main(["train", "digits", "--output-dir", str(tmp_path / "run")]) == 0
+    assert result(tmp_path / "run")["test_accuracy"] > 0.97
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_the_host_never_waits_for_the_device_between_two_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    """From the 10th to the 60th update any call that makes the host wait raises."""
+    timed = Stopwatch.timed
+    guarded = 0
+
+    def guard(self: Stopwatch, batches: Iterable[Any]) -> Iterator[Any]:
+        nonlocal guarded
+        for update, batch in enumerate(timed(self, batches)):
+            torch.cuda.set_sync_debug_mode("error" if 10 <= update < 60 else "default")
+            guarded += 10 <= update < 60
+            yield batch
+        torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Stopwatch, "timed", guard)
+    words = ["--batch-size", "16", "--epochs", "1", "--log-every-updates", "1000", "--data.placement", placement]
+    try:
+        assert main(["train", *AUGMENTED, *words, "--output-dir", str(tmp_path / "run")]) == 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert guarded == 50
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Not bitwise: convolutions on a GPU may add in any order."""
+    words = ["train", "digits", "--schedule.name", "constant", "--optim.lr", "0.02"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for run, epochs in ((whole, 6), (parts, 3), (parts, 6)):
+        (run / "result.json").unlink(missing_ok=True)  # finished, it would stay as it is
+        assert main([*words, "--epochs", str(epochs), "--output-dir", str(run)]) == 0
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    assert result(parts)["updates"] == result(whole)["updates"] == 180
+    assert result(parts)["test_loss"] == pytest.approx(result(whole)["test_loss"], rel=0.1)

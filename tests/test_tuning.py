@@ -1,0 +1,77 @@
+"""What is done for speed changes no figure; and torch.compile, by the launcher's settings, changes nothing either."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from safetensors.torch import load_file
+from torch import nn
+
+from accel_train import config, models, tuning
+from accel_train.models.nets import Flatten
+
+
+def make(name: str, size: int) -> nn.Module:
+    torch.manual_seed(0)
+    return models.create_model(config.Model(name=name), num_classes=10, channels=1, image_size=size)
+
+
+def test_nets_of_convolutions_are_channels_last_and_transformers_are_not() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert tuning.memory_format(accelerator, make("mnist_cnn", 28)) == torch.channels_last
+    assert tuning.memory_format(accelerator, make("vit_s16_plain", 32)) == torch.contiguous_format
+
+
+@pytest.mark.parametrize(("name", "size"), [("digits_cnn", 8), ("mnist_cnn", 28), ("alexnet_bn", 64)])
+def test_the_memory_format_changes_no_result(name: str, size: int) -> None:
+    plain, last = make(name, size).eval(), make(name, size).eval().to(memory_format=torch.channels_last)
+    images = torch.rand(4, 1, size, size)
+    torch.testing.assert_close(plain(images), last(images.contiguous(memory_format=torch.channels_last)))
+
+
+def test_flatten_copies_nothing_of_channels_last_images() -> None:
+    images = torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    rows = Flatten()(images)
+    assert rows.data_ptr() == images.data_ptr()
+    assert rows.tolist() == images.permute(0, 2, 3, 1).reshape(2, -1).tolist()
+
+
+def test_seeds_give_the_masks_that_torch_gives() -> None:
+    torch.manual_seed(123)
+    expected = torch.nn.functional.dropout(torch.ones(100))
+    torch.manual_seed(7)
+    tuning.seed(torch.device("cpu"), 123)
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(100)), expected)
+
+
+def test_accelerates_optimizer_steps_only_where_a_scaler_needs_it() -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    Accelerator(cpu=True)  # the state that its optimizer reads
+    assert tuning.stepping(AcceleratedOptimizer(inner)) is inner
+    scaled = AcceleratedOptimizer(inner, scaler=torch.amp.GradScaler("cpu"))
+    assert tuning.stepping(scaled) is scaled
+
+
+def test_compiled_by_the_launchers_settings(tmp_path: Path) -> None:
+    """The same losses, checkpoints under plain names; and the run goes on without the compiler."""
+    words = ["digits", "--epochs", 2, "--log-every-updates", 10, "--ema.enabled", "true"]
+    compiled = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}  # as accelerate launch --dynamo_backend does
+    plain, other = tmp_path / "plain", tmp_path / "compiled"
+    assert helpers.run(*words, "--output-dir", plain).returncode == 0
+    done = helpers.run(*words, "--output-dir", other, **compiled)
+    assert done.returncode == 0, done.stderr
+    losses = [
+        [line["loss"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+        for run in (plain, other)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) > 6
+    assert load_file(plain / "model.safetensors").keys() == load_file(other / "model.safetensors").keys()
+    (other / "result.json").unlink()
+    more = helpers.run(*words, "--epochs", 3, "--allow-change", "epochs", "schedule", "--output-dir", other)
+    assert more.returncode == 0 and "going on after update 60" in more.stdout, more.stderr
