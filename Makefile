@@ -1,12 +1,13 @@
 # make train   everything from nothing: virtual environment, installation, a first real training run
 # make test    the same with what the tests need, then the tests (SLOW=1: the long ones, too)
 # make lint    formatting, lint, types
+# make bench   measure the trainer beside others, half an hour; the tables go into docs/benchmarks.md (ARGS: --data-root DIR)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: train test lint clean
+.PHONY: train test lint bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/accel-train train digits
@@ -19,6 +20,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/compare.py $(ARGS)
+	$(BIN)/python benchmarks/scaling.py $(ARGS)
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || echo "Making $(VENV) and installing into it: some minutes, the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,6 +32,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@$(PIP) -e '.[bench]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -2,19 +2,21 @@
 
 Prints a table and writes it, with a plot, as scaling.csv and scaling.svg beside the runs. The batch size is that of
 the recipe in all of them (strong scaling): what is learned is the same, and the share of a process gets smaller.
+benchmarks/scaling.py starts such runs itself, and others with a fixed batch a process (weak scaling).
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.errors import UserError
 
 WIDTH, HEIGHT, MARGIN = 480, 360, 50  # of the plot, in pixels
+COLOURS = ("#1668b0", "#c05621", "#2f7d3b", "#6b4ea0")  # of its curves, in turns
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ def measure(runs: Sequence[Path]) -> list[Point]:
         speeds[result["world_size"]] = result["images_per_second"]
     if not speeds:
         raise UserError("Name the directories of finished runs: accel-train scaling RUN…")
+    return speed_ups(speeds)
+
+
+def speed_ups(speeds: Mapping[int, float]) -> list[Point]:
+    """`speeds`: images a second of all processes together, by their number; at least one."""
     fewest = min(speeds)
     points = []
     for processes, speed in sorted(speeds.items()):
@@ -48,10 +55,14 @@ def measure(runs: Sequence[Path]) -> list[Point]:
     return points
 
 
-def plot(points: list[Point]) -> str:
-    """An SVG picture of the speed-up over the number of processes, with the line of linear growth."""
-    fewest, most = points[0].processes, points[-1].processes
-    top = max(most / fewest, *(point.speed_up for point in points))
+def plot(curves: Mapping[str, list[Point]]) -> str:
+    """An SVG picture of the speed-up over the number of processes, with the line of linear growth.
+
+    `curves`: by their names, which are shown if there are several; all begin with the same number of processes.
+    """
+    everything = [point for points in curves.values() for point in points]
+    fewest, most = min(point.processes for point in everything), max(point.processes for point in everything)
+    top = max(most / fewest, *(point.speed_up for point in everything))
 
     def place(processes: float, speed_up: float) -> tuple[float, float]:
         x = MARGIN + (WIDTH - 2 * MARGIN) * processes / most
@@ -60,12 +71,7 @@ def plot(points: list[Point]) -> str:
     def line(pairs: list[tuple[float, float]], style: str) -> str:
         return f'<polyline fill="none" {style} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in pairs)}"/>'
 
-    marks = []
-    for point in points:
-        x, y = place(point.processes, point.speed_up)
-        marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#1668b0"/>')
-        marks.append(f'<text x="{x:.1f}" y="{y - 9:.1f}">{point.speed_up:.2f}x ({point.efficiency:.0%})</text>')
-        marks.append(f'<text x="{x:.1f}" y="{HEIGHT - MARGIN + 18}">{point.processes}</text>')
+    ranked = sorted(everything, key=lambda point: -point.speed_up)
     left, bottom = place(0, 0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
@@ -73,13 +79,28 @@ def plot(points: list[Point]) -> str:
         '<rect width="100%" height="100%" fill="white"/>',
         line([(left, MARGIN), (left, bottom), (WIDTH - MARGIN, bottom)], 'stroke="black"'),
         line([place(0, 0), place(most, most / fewest)], 'stroke="grey" stroke-dasharray="4"'),
-        line([place(point.processes, point.speed_up) for point in points], 'stroke="#1668b0" stroke-width="2"'),
-        *marks,
         f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}">processes</text>',
         f'<text x="{WIDTH / 2}" y="20">speed-up over {fewest} process{"es" * (fewest > 1)} (efficiency)</text>',
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    for number, (name, points) in enumerate(curves.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        parts.append(
+            line([place(point.processes, point.speed_up) for point in points], f'stroke="{colour}" stroke-width="2"')
+        )
+        for point in points:
+            x, y = place(point.processes, point.speed_up)
+            highest = next(other for other in ranked if other.processes == point.processes)
+            label = y - 9 if point is highest else y + 18  # two curves' figures are not to lie on each other
+            figures = f"{point.speed_up:.2f}x ({point.efficiency:.0%})"
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
+            parts.append(f'<text x="{x:.1f}" y="{label:.1f}" fill="{colour}">{figures}</text>')
+        if len(curves) > 1:
+            parts.append(
+                f'<text x="{left + 10}" y="{50 + 16 * number}" text-anchor="start" fill="{colour}">{name}</text>'
+            )
+    for processes in sorted({point.processes for point in everything}):
+        parts.append(f'<text x="{place(processes, 0)[0]:.1f}" y="{HEIGHT - MARGIN + 18}">{processes}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def compare(runs: Sequence[Path]) -> int:
@@ -93,6 +114,6 @@ def compare(runs: Sequence[Path]) -> int:
         writer = csv.writer(file)
         writer.writerow(["processes", "images_per_second", "speed_up", "efficiency"])
         writer.writerows([p.processes, p.images_per_second, p.speed_up, p.efficiency] for p in points)
-    (folder / "scaling.svg").write_text(plot(points))
+    (folder / "scaling.svg").write_text(plot({"": points}))
     print(f"written: {folder / 'scaling.csv'}, {folder / 'scaling.svg'}")
     return 0

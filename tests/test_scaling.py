@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.cli import main
+from accel_train.scaling import plot, speed_ups
 
 
 def finished(run: Path, processes: int, speed: float) -> str:
@@ -38,3 +39,12 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     ):
         assert main(["scaling", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_several_curves_share_a_plot() -> None:
+    curves = {"strong": speed_ups({1: 100.0, 2: 150.0}), "weak": speed_ups({1: 100.0, 2: 200.0, 4: 300.0})}
+    picture = xml.etree.ElementTree.fromstring(plot(curves))
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"strong", "weak", "1.50x (75%)", "3.00x (75%)"} <= set(texts)
+    assert [text for text in texts if text in ("1", "2", "4")] == ["1", "2", "4"]
+    assert len(picture.findall("{http://www.w3.org/2000/svg}circle")) == 5

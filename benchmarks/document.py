@@ -1,0 +1,104 @@
+"""Where the figures of benchmarks go: docs/benchmarks.json for the next comparison, and tables in docs/benchmarks.md.
+
+Each table stands between `<!-- NAME -->` and `<!-- end of NAME -->`, and is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tasks
+
+from accel_train.cores import available_cores
+from accel_train.machine import device_name, processor_name
+from accel_train.spread import Spread, moved
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PACKAGES = ("torch", "torchvision", "accelerate", "timm", "lightning", "pillow")
+
+
+def circumstances(command: str) -> dict[str, Any]:
+    """What the figures stand on. `command`: what prints them again."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "command": command,
+        "date": date.today().isoformat(),
+        "commit": head.stdout.strip() or "unknown",
+        "processor": processor_name(),
+        "cores": available_cores(),
+        "device": device_name(tasks.best_device()),
+        "load": round(os.getloadavg()[0], 1),  # before the measurement: what else ran here
+        "python": sys.version.split()[0],
+        "versions": versions,
+    }
+
+
+def caption(found: dict[str, Any]) -> str:
+    """The line under a table."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return (
+        f"`{found['command']}`, {found['date']}, commit {found['commit']}; {found['processor']}, {found['cores']} "
+        f"cores, device {found['device']}; load average before {found['load']}; Python {found['python']}, {versions}."
+    )
+
+
+def write(name: str, table: str, figures: dict[str, Any], docs: Path = DOCS) -> list[str]:
+    """Put a table into docs/benchmarks.md and its figures into docs/benchmarks.json.
+
+    Returns a line for each figure that has moved since the last time by more than its spread.
+    """
+    page, store = docs / "benchmarks.md", docs / "benchmarks.json"
+    stored = json.loads(store.read_text()) if store.exists() else {}
+    differences = compare(stored.get(name, {}), figures)
+    store.write_text(json.dumps({**stored, name: figures}, indent=1) + "\n")
+    text = page.read_text()
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise SystemExit(f"{page}: expected one part from {begin} to {end}")
+    page.write_text(pattern.sub(lambda _: f"{begin}\n{table.strip()}\n{end}", text))
+    return differences
+
+
+def compare(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A line for each figure with a spread that has moved by more than it."""
+    old, lines = dict(_spreads(before)), []
+    for name, found in _spreads(now):
+        if name in old and moved(old[name], found):
+            was, now_is = old[name].median, found.median
+            lines.append(f"{name}: {was:,.4g} -> {now_is:,.4g} ({now_is / was - 1:+.1%})")
+    return lines
+
+
+def _spreads(figures: Any, path: str = "") -> Iterator[tuple[str, Spread]]:
+    """All that have a median and quartiles, with the keys that lead to them."""
+    if isinstance(figures, dict):
+        if {"median", "low", "high"} <= figures.keys():
+            yield path, Spread(figures["median"], figures["low"], figures["high"])
+        for key, value in figures.items():
+            yield from _spreads(value, f"{path} {key}".strip())
+
+
+def tell(name: str, differences: list[str]) -> None:
+    """Print what has moved."""
+    print(f"\n{name}: since the last table ", end="")
+    if not differences:
+        print("nothing has moved by more than its spread.")
+    else:
+        print("these have moved by more than their spread:", *differences, sep="\n  ")

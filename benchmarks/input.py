@@ -1,0 +1,234 @@
+"""Input alone: how fast images become the model's input, beside torchvision's transforms on PIL images.
+
+    python benchmarks/input.py
+    python benchmarks/input.py --data-root ~/data --rounds 15 --only mnist cifar10
+
+All lines of a table are measured in turns, in one process; the ratios are those of the same round. Sets in memory: the
+threads that training has, against a DataLoader without workers and with two, the better of which counts. Image files:
+one thread, no workers, so that the figures are of one core. Without --data-root the small images are synthetic; the
+files are always made for the purpose, JPEG of 500x375 pixels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from accel_train.launch import prepare_environment
+
+LAUNCH = prepare_environment()  # before torch is imported, which reads some of it
+
+import numpy as np  # noqa: E402
+import tasks  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
+from torchvision import transforms  # noqa: E402
+
+from accel_train.accelerator import create_accelerator  # noqa: E402
+from accel_train.config import Augment, Config, Data  # noqa: E402
+from accel_train.data.augment import BatchTransform  # noqa: E402
+from accel_train.data.cache_writer import write_cache  # noqa: E402
+from accel_train.data.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
+from accel_train.data.loading import create_feed, create_loader  # noqa: E402
+from accel_train.data.order import Plan, TrainingOrder  # noqa: E402
+from accel_train.data.sources import load_splits  # noqa: E402
+from accel_train.spread import ratio, spread  # noqa: E402
+from accel_train.table import print_table  # noqa: E402
+
+CROP_AND_FLIP = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+MEMORY = {  # task of tasks.py, its augmentation there and here
+    "mnist": ("mnist_cnn", [], Augment()),
+    "cifar10": ("cifar10_resnet18", CROP_AND_FLIP, Augment(crop="random", pad=4, flip=0.5)),
+}
+FILES, FILE_BATCH, SIZE = 128, 64, 224
+IDLE_SECONDS = 0.5  # after which workers are as far ahead as they go, and no longer disturb the next way
+Pass = Callable[[], float]
+"""Makes some input; returns images per second."""
+
+
+def in_memory(name: str, root: Path | None) -> dict[str, Pass]:
+    """torchvision's own set with PIL and a DataLoader; and a Feed as train.py makes it."""
+    task_name, augmentation, augment = MEMORY[name]
+    task = tasks.TASKS[task_name]
+    transform = transforms.Compose([*augmentation, *task.transform().transforms])
+    dataset = task.dataset(root, transform)
+    count = 20 * 256  # of images, in a pass of the DataLoader
+    ways: dict[str, Pass] = {}
+    for workers in (0, 2):
+        loader = DataLoader(
+            dataset, task.batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0, drop_last=True
+        )
+        ways[f"torchvision + PIL, {workers} workers"] = some_of(loader, count // task.batch_size, task.batch_size)
+
+    data = Data(name="synthetic", channels=task.channels, image_size=task.size, train_images=task.images)
+    if root is not None:
+        data = Data(name=name, root=root)
+    config = Config(batch_size=task.batch_size, augment=augment, data=data)
+    splits = load_splits(data, 0)
+    order = TrainingOrder(Plan(len(splits.train), task.batch_size, 1, 1), 0)
+    accelerator = create_accelerator(LAUNCH)
+    layout = torch.channels_last if task.channels > 1 else torch.contiguous_format
+    feed = create_feed(config, splits, splits.train, order, accelerator, size=task.size, memory_format=layout)
+    print(f"accel_train: {feed.placement}")
+    epochs = itertools.count()
+
+    def epoch() -> float:
+        order.seek(next(epochs))
+        start = time.perf_counter()
+        for batch in feed.batches:
+            feed.transform(batch)
+        if accelerator.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return len(splits.train) / (time.perf_counter() - start)
+
+    return {**ways, "accel_train": epoch}
+
+
+def some_of(loader: DataLoader[Any], batches: int, batch_size: int) -> Pass:
+    """`batches` at a time of an endless walk through the loader."""
+    endless: Iterator[Any] = itertools.chain.from_iterable(itertools.repeat(loader))
+    ahead = loader.num_workers * (loader.prefetch_factor or 0)
+
+    def walk() -> float:
+        for _ in itertools.islice(endless, ahead):  # made while nobody looked at the clock
+            pass
+        start = time.perf_counter()
+        for _ in itertools.islice(endless, batches):
+            pass
+        return batches * batch_size / (time.perf_counter() - start)
+
+    return walk
+
+
+class ImageFolder(Dataset[Any]):
+    """As tutorials read a folder: a PIL image each time one is asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.files = sorted((root / "train").rglob("*.jpg"))
+        self.transform = transforms.Compose(
+            [
+                transforms.RandomResizedCrop(SIZE),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        with Image.open(self.files[index]) as image:
+            return self.transform(image.convert("RGB")), 0
+
+
+def from_files(folder: Path) -> dict[str, Pass]:
+    """The folder by PIL and by accel_train, and accel_train's caches of it."""
+    root = folder / "photographs"
+    write_files(root)
+    data = {"accel_train, folder": Data(name="folder", root=root)}
+    for encoding in ("jpeg", "raw"):
+        with redirect_stdout(io.StringIO()):
+            write_cache(
+                Data(name="folder", root=root), folder / encoding, short_side=256, encoding=encoding, processes=1
+            )
+        data[f"accel_train, {encoding} cache"] = Data(name="cache", root=folder / encoding)
+    loader = DataLoader(ImageFolder(root), FILE_BATCH, shuffle=True)
+    ways = {"torchvision + PIL, folder": some_of(loader, FILES // FILE_BATCH, FILE_BATCH)}
+    return ways | {name: on_this_core(each) for name, each in data.items()}
+
+
+def on_this_core(data: Data) -> Pass:
+    """What a worker and the device do, one after the other."""
+    augment, cpu = Augment(crop="resized", flip=0.5), torch.device("cpu")
+    source = load_splits(data, 0).train
+    order = TrainingOrder(Plan(len(source), FILE_BATCH, 1, 1), 0)
+    loader = create_loader(source, order, augment, size=SIZE, seed=0, workers=0, local_processes=1, device=cpu)
+    transform = BatchTransform(
+        augment,
+        size=SIZE,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
+        num_classes=2,
+        training=True,
+        per_image=True,
+        device=cpu,
+        memory_format=torch.channels_last,
+    )
+    epochs = itertools.count()
+
+    def epoch() -> float:
+        order.seek(next(epochs))
+        start = time.perf_counter()
+        for batch in loader:
+            transform(batch)
+        return len(source) / (time.perf_counter() - start)
+
+    return epoch
+
+
+def write_files(root: Path) -> None:
+    """Photographs of nothing: smooth colours with some grain, about 60 kB each."""
+    numbers = np.random.default_rng(0)
+    for number in range(FILES):
+        coarse = Image.fromarray(numbers.integers(0, 256, (31, 42, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC)).astype(np.int16)
+        grain = numbers.normal(0, 6, smooth.shape).astype(np.int16)
+        path = root / "train" / str(number % 2) / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8)).save(path, quality=90)
+
+
+def measure(ways: dict[str, Pass], rounds: int) -> dict[str, list[float]]:
+    """Images per second of each way, in turns; the first round is a warm-up."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, one_pass in ways.items():
+            time.sleep(IDLE_SECONDS)
+            rate = one_pass()
+            if number:
+                found[name].append(rate)
+    return found
+
+
+def show(title: str, found: dict[str, list[float]], base: str) -> None:
+    print(f"\n{title}")
+    rows = []
+    for name, rates in found.items():
+        rate, times = spread(rates), ratio(rates, found[base])
+        quartiles = f"{times.low:.2f} to {times.high:.2f}"
+        rows.append([name, f"{rate.median:,.0f}", f"{times.median:.2f}", quartiles])
+    print_table(["input", "images/s", "ratio", "quartiles"], rows, numbers=["images/s", "ratio", "quartiles"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, help="folder of torchvision's sets; default: synthetic images")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", choices=[*MEMORY, "files"], default=[*MEMORY, "files"])
+    options = parser.parse_args()
+    threads = torch.get_num_threads()
+    for name in options.only:
+        if name == "files":
+            torch.set_num_threads(1)
+            with tempfile.TemporaryDirectory() as folder:
+                found = measure(from_files(Path(folder)), options.rounds)
+            show(f"JPEG of 500x375, RandomResizedCrop {SIZE} and flip, one core", found, "torchvision + PIL, folder")
+        else:
+            torch.set_num_threads(threads)
+            found = measure(in_memory(name, options.data_root), options.rounds)
+            baselines = [way for way in found if way != "accel_train"]
+            base = max(baselines, key=lambda way: spread(found[way]).median)
+            show(f"{name}, batches of {tasks.TASKS[MEMORY[name][0]].batch_size}, {threads} threads", found, base)
+
+
+if __name__ == "__main__":
+    main()

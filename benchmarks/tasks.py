@@ -1,0 +1,139 @@
+"""The work that is measured, as tutorials write it down: two tasks with data, net and optimizer, and a clock.
+
+Every script here takes the same options and prints one line of JSON, {"images_per_second": …}:
+
+    python benchmarks/tutorial.py mnist_cnn --data-root ~/data
+    python benchmarks/tutorial.py cifar10_resnet18 --workers 2 --updates 16 --warm-up 4
+
+Without --data-root the images are synthetic ones of the same shapes; each becomes a PIL image when it is asked for, as
+in torchvision's own MNIST and CIFAR10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset
+from torchvision import transforms
+
+from accel_train.config import Data
+from accel_train.data.synthetic import synthetic
+from accel_train.models.nets import mnist_cnn
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a recipe of accel_train learns, for scripts that do not know it."""
+
+    batch_size: int
+    updates: int
+    """That are measured: some seconds of them."""
+    warm_up: int
+    kind: Any
+    """The class in torchvision.datasets."""
+    channels: int
+    size: int
+    images: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def transform(self) -> transforms.Compose:
+        return transforms.Compose([transforms.ToTensor(), transforms.Normalize(self.mean, self.std)])
+
+    def dataset(self, root: Path | None, transform: Any) -> Dataset[Any]:
+        if root is None:
+            return Drawn(self, transform)
+        return self.kind(root, train=True, transform=transform)
+
+
+TASKS = {
+    "mnist_cnn": Task(64, 300, 50, torchvision.datasets.MNIST, 1, 28, 60_000, (0.1307,), (0.3081,)),
+    "cifar10_resnet18": Task(
+        256, 16, 4, torchvision.datasets.CIFAR10, 3, 32, 50_000, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    ),
+}
+
+
+class Drawn(Dataset[Any]):
+    """Synthetic images in the place of a published set: arrays in memory, a PIL image each time one is asked for."""
+
+    def __init__(self, task: Task, transform: Any) -> None:
+        data = Data(name="synthetic", channels=task.channels, image_size=task.size, train_images=task.images)
+        source = synthetic(data).train
+        pixels = source.fetch(range(task.images))
+        assert isinstance(pixels, torch.Tensor)
+        self.images = pixels.permute(0, 2, 3, 1).squeeze(-1).contiguous().numpy()
+        self.labels = source.labels.tolist()
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
+
+
+def net(name: str) -> nn.Module:
+    return mnist_cnn(10, 1, 28) if name == "mnist_cnn" else torchvision.models.resnet18(num_classes=10)
+
+
+def torch_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """As tutorials make it: torch's own, with the settings that it has by itself."""
+    if name == "mnist_cnn":
+        return torch.optim.Adadelta(model.parameters(), lr=1.0)
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+class Clock:
+    """Measures from the end of update `warm_up` to the end of update `warm_up + updates`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self) -> None:
+        self._wait()
+        self._since = time.perf_counter()
+
+    def stop(self) -> float:
+        self._wait()
+        return time.perf_counter() - self._since
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def best_device() -> torch.device:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--data-root", type=Path, help="folder of torchvision's data set; default: synthetic images")
+    parser.add_argument("--workers", type=int, default=0, help="worker processes that load images (default: 0)")
+    parser.add_argument("--updates", type=int, help="updates that are measured")
+    parser.add_argument("--warm-up", type=int, help="updates before them")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Task]:
+    found = parser.parse_args()
+    task = TASKS[found.task]
+    found.updates = found.updates or task.updates
+    found.warm_up = task.warm_up if found.warm_up is None else found.warm_up
+    return found, task
+
+
+def tell(**figures: float) -> None:
+    print(json.dumps(figures), flush=True)

@@ -1,0 +1,54 @@
+"""The same training with timm's loader, optimizer factory and the loop of its train.py (no augmentation, as the tasks
+have none): images by worker processes as uint8, normalised on the device by its PrefetchLoader.
+
+    python benchmarks/timm_loader.py mnist_cnn --workers 2
+"""
+
+from __future__ import annotations
+
+from itertools import chain, islice, repeat
+
+import tasks
+from timm.data import create_loader
+from timm.optim import create_optimizer_v2
+from timm.utils import AverageMeter
+from torch import nn
+
+
+def main() -> None:
+    options, task = tasks.parse(tasks.arguments(__doc__ or ""))
+    device = tasks.best_device()
+    loader = create_loader(
+        task.dataset(options.data_root, None),  # the loader sets its transform
+        input_size=(task.channels, task.size, task.size),
+        batch_size=task.batch_size,
+        is_training=True,
+        no_aug=True,
+        mean=task.mean,
+        std=task.std,
+        num_workers=options.workers,
+        persistent_workers=options.workers > 0,
+        device=device,
+    )
+    model = tasks.net(options.task).to(device)
+    if options.task == "mnist_cnn":
+        optimizer = create_optimizer_v2(model, opt="adadelta", lr=1.0)
+    else:
+        optimizer = create_optimizer_v2(model, opt="momentum", lr=1e-3, momentum=0.9)
+    criterion = nn.CrossEntropyLoss()
+    clock, last, losses = tasks.Clock(device), options.warm_up + options.updates, AverageMeter()
+    model.train()
+    epochs = chain.from_iterable(repeat(loader))
+    for number, (images, labels) in enumerate(islice(epochs, last)):
+        if number == options.warm_up:
+            clock.start()
+        loss = criterion(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.update(loss.item(), images.size(0))
+    tasks.tell(images_per_second=options.updates * task.batch_size / clock.stop())
+
+
+if __name__ == "__main__":
+    main()

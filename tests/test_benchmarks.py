@@ -1,0 +1,84 @@
+"""benchmarks/: where its figures go, and that the scripts run. No test asserts a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+
+BENCHMARKS = helpers.ROOT / "benchmarks"
+
+
+@pytest.fixture
+def document(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import document
+
+    return document
+
+
+def figures(median: float, low: float, high: float) -> dict[str, Any]:
+    return {"tasks": {"digits": {"trainer": {"median": median, "low": low, "high": high}, "updates": 3}}}
+
+
+def test_a_table_replaces_the_last_one_and_is_compared_with_it(tmp_path: Path, document: Any) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text("before\n<!-- one -->\nold\n<!-- end of one -->\nbetween\n<!-- two --><!-- end of two -->\nafter\n")
+    assert document.write("one", "| a\\1 |", figures(100.0, 99.0, 101.0), tmp_path) == []
+    assert document.write("two", "x", figures(1.0, 1.0, 1.0), tmp_path) == []
+    assert page.read_text() == (
+        "before\n<!-- one -->\n| a\\1 |\n<!-- end of one -->\nbetween\n<!-- two -->\nx\n<!-- end of two -->\nafter\n"
+    )
+    assert document.write("one", "new", figures(101.5, 101.0, 102.0), tmp_path) == []  # within the spread
+    moved = document.write("one", "newer", figures(110.0, 109.0, 111.0), tmp_path)
+    assert moved == ["tasks digits trainer: 101.5 -> 110 (+8.4%)"]
+    stored = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert stored == {"one": figures(110.0, 109.0, 111.0), "two": figures(1.0, 1.0, 1.0)}
+
+
+def test_a_page_without_a_place_for_the_table_is_an_error(tmp_path: Path, document: Any) -> None:
+    (tmp_path / "benchmarks.md").write_text("nothing\n")
+    with pytest.raises(SystemExit, match="expected one part"):
+        document.write("one", "table", {}, tmp_path)
+
+
+def test_the_page_has_a_place_for_each_table() -> None:
+    page = (helpers.ROOT / "docs" / "benchmarks.md").read_text()
+    for name in ("compare", "scaling"):
+        assert page.count(f"<!-- {name} -->") == page.count(f"<!-- end of {name} -->") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(620)
+@pytest.mark.parametrize("script", ["compare.py", "scaling.py"])
+def test_a_quick_run_prints_its_table_and_writes_nothing(script: str) -> None:
+    def state() -> dict[Path, float]:
+        return {path: path.stat().st_mtime for path in (helpers.ROOT / "docs").iterdir()}
+
+    before = state()
+    line = [sys.executable, str(BENCHMARKS / script), "--quick"]
+    done = subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    expected = ["accel_train, all on", "tutorial script"] if script == "compare.py" else ["fixed global batch", "100%"]
+    assert all(text in done.stdout for text in expected)
+    assert state() == before
+
+
+@pytest.mark.parametrize("script", ["tutorial.py", "timm_loader.py", "lightning_script.py"])
+def test_each_of_the_others_runs(script: str) -> None:
+    if script == "lightning_script.py":
+        pytest.importorskip("lightning")
+    words = ["mnist_cnn", "--updates", "2", "--warm-up", "1"]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *words],
+        env=helpers.environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["images_per_second"] > 0
+    assert found.get("with_second_pass", 0) < found["images_per_second"]  # more work for as many images
