@@ -52,7 +52,7 @@ def main() -> None:
     figures: dict[str, Any] = {"circumstances": document.circumstances(command), "rounds": rounds}
     measured = {}
     for name, task in tasks.TASKS.items():
-        root = options.data_root if options.data_root and _is_there(task, options.data_root) else None
+        root = task.root(options.data_root)
         updates, warm_up = (8, 2) if options.quick else (task.updates, task.warm_up)
         measured[name] = _measure(name, task, root, rounds, updates, warm_up)
         measured[name]["data"] = "synthetic" if root is None else "real"
@@ -62,14 +62,6 @@ def main() -> None:
         return
     plot(measured, document.DOCS / "benchmarks.svg")
     document.tell("compare", document.write("compare", markdown(figures), figures))
-
-
-def _is_there(task: tasks.Task, root: Path) -> bool:
-    try:
-        task.kind(root, train=True)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, updates: int, warm_up: int) -> dict[str, Any]:

@@ -1,17 +1,18 @@
 """Input alone: how fast images become the model's input, beside torchvision's transforms on PIL images.
 
-    python benchmarks/input.py
-    python benchmarks/input.py --data-root ~/data --rounds 15 --only mnist cifar10
+    python benchmarks/input.py --data-root ~/data      # `make bench` does so, too
+    python benchmarks/input.py --only files            # a part of it; writes nothing
 
 All lines of a table are measured in turns, in one process; the ratios are those of the same round. Sets in memory: the
 threads that training has, against a DataLoader without workers and with two, the better of which counts. Image files:
 one thread, no workers, so that the figures are of one core. Without --data-root the small images are synthetic; the
-files are always made for the purpose, JPEG of 500x375 pixels.
+files are always made for the purpose, JPEG of 500x375 pixels. The tables go into docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import itertools
 import tempfile
@@ -25,6 +26,7 @@ from accel_train.launch import prepare_environment
 
 LAUNCH = prepare_environment()  # before torch is imported, which reads some of it
 
+import document  # noqa: E402
 import numpy as np  # noqa: E402
 import tasks  # noqa: E402
 import torch  # noqa: E402
@@ -58,6 +60,7 @@ def in_memory(name: str, root: Path | None) -> dict[str, Pass]:
     """torchvision's own set with PIL and a DataLoader; and a Feed as train.py makes it."""
     task_name, augmentation, augment = MEMORY[name]
     task = tasks.TASKS[task_name]
+    root = task.root(root)
     transform = transforms.Compose([*augmentation, *task.transform().transforms])
     dataset = task.dataset(root, transform)
     count = 20 * 256  # of images, in a pass of the DataLoader
@@ -199,35 +202,46 @@ def measure(ways: dict[str, Pass], rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def show(title: str, found: dict[str, list[float]], base: str) -> None:
-    print(f"\n{title}")
-    rows = []
+def rows(found: dict[str, list[float]], base: str) -> list[list[str]]:
+    table = []
     for name, rates in found.items():
         rate, times = spread(rates), ratio(rates, found[base])
-        quartiles = f"{times.low:.2f} to {times.high:.2f}"
-        rows.append([name, f"{rate.median:,.0f}", f"{times.median:.2f}", quartiles])
-    print_table(["input", "images/s", "ratio", "quartiles"], rows, numbers=["images/s", "ratio", "quartiles"])
+        table.append([name, f"{rate.median:,.0f}", f"{times.median:.2f}", f"{times.low:.2f} to {times.high:.2f}"])
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, help="folder of torchvision's sets; default: synthetic images")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="+", choices=[*MEMORY, "files"], default=[*MEMORY, "files"])
+    parser.add_argument("--only", nargs="+", choices=[*MEMORY, "files"])
     options = parser.parse_args()
+    command = "python benchmarks/input.py" + " --data-root DIR" * bool(options.data_root)
+    figures: dict[str, Any] = {"circumstances": document.circumstances(command), "rounds": options.rounds}
     threads = torch.get_num_threads()
-    for name in options.only:
+    parts = []
+    for name in options.only or [*MEMORY, "files"]:
         if name == "files":
             torch.set_num_threads(1)
             with tempfile.TemporaryDirectory() as folder:
                 found = measure(from_files(Path(folder)), options.rounds)
-            show(f"JPEG of 500x375, RandomResizedCrop {SIZE} and flip, one core", found, "torchvision + PIL, folder")
+            title, base = f"JPEG of 500x375, RandomResizedCrop {SIZE} and flip, one core", "torchvision + PIL, folder"
         else:
             torch.set_num_threads(threads)
             found = measure(in_memory(name, options.data_root), options.rounds)
-            baselines = [way for way in found if way != "accel_train"]
-            base = max(baselines, key=lambda way: spread(found[way]).median)
-            show(f"{name}, batches of {tasks.TASKS[MEMORY[name][0]].batch_size}, {threads} threads", found, base)
+            task = tasks.TASKS[MEMORY[name][0]]
+            kind = "real" if task.root(options.data_root) else "synthetic"
+            title = f"{name} ({kind} images), batches of {task.batch_size}, {threads} threads"
+            base = max((way for way in found if way != "accel_train"), key=lambda way: spread(found[way]).median)
+        head, table = [title, "images/s", "ratio", "quartiles"], rows(found, base)
+        print()
+        print_table(head, table, numbers=head[1:])
+        figures[name] = {way: dataclasses.asdict(ratio(rates, found[base])) for way, rates in found.items()}
+        parts += ["", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *table))]
+    if not options.only:
+        note = f"Medians of {options.rounds} rounds; ratios to the better line of torchvision and PIL."
+        page = "\n".join([*parts, "", note, document.caption(figures["circumstances"])])
+        document.tell("input", document.write("input", page, figures))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from torchvision import transforms
 
 from accel_train.config import Data
 from accel_train.data.synthetic import synthetic
-from accel_train.models.nets import mnist_cnn
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,14 @@ class Task:
 
     def transform(self) -> transforms.Compose:
         return transforms.Compose([transforms.ToTensor(), transforms.Normalize(self.mean, self.std)])
+
+    def root(self, folder: Path | None) -> Path | None:
+        """`folder`, if the published set lies in it; else its images are synthetic."""
+        try:
+            self.kind(folder, train=True)
+        except (RuntimeError, TypeError):  # TypeError: no folder
+            return None
+        return folder
 
     def dataset(self, root: Path | None, transform: Any) -> Dataset[Any]:
         if root is None:
@@ -83,7 +90,22 @@ class Drawn(Dataset[Any]):
 
 
 def net(name: str) -> nn.Module:
-    return mnist_cnn(10, 1, 28) if name == "mnist_cnn" else torchvision.models.resnet18(num_classes=10)
+    """As tutorials write it: PyTorch's basic MNIST example, torchvision's ResNet-18."""
+    if name == "cifar10_resnet18":
+        return torchvision.models.resnet18(num_classes=10)
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Linear(9216, 128),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(128, 10),
+    )
 
 
 def torch_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

@@ -233,10 +233,13 @@ def _flipped(images: Tensor, mirrored: Tensor) -> Tensor:
     if images.device.type != "cpu":  # to know which ones they are, the host would wait for the device
         return torch.where(mirrored[:, None, None, None], images.flip(3), images)
     which = mirrored.nonzero()[:, 0]
-    if images.stride(1) == 1 and images.shape[1] > 1:  # rows of pixels, as they lie in memory
-        pixels = images.permute(0, 2, 3, 1)
-        return pixels.index_copy(0, which, pixels.index_select(0, which).flip(2)).permute(0, 3, 1, 2)
-    return images.index_copy(0, which, images.index_select(0, which).flip(3))
+    by_pixel = images.stride(1) == 1 and images.shape[1] > 1  # rows of pixels, as they lie in memory
+    rows = images.permute(0, 2, 3, 1) if by_pixel else images
+    turned = rows.index_select(0, which).flip(2 if by_pixel else 3)
+    # The turned ones behind the others, then all in their order: index_select copies whole images, index_copy values.
+    places = torch.where(mirrored, len(rows) - 1 + mirrored.cumsum(0), torch.arange(len(rows)))
+    rows = torch.cat([rows, turned]).index_select(0, places)
+    return rows.permute(0, 3, 1, 2) if by_pixel else rows
 
 
 def _looked_up(quantiles: Tensor, draw: Tensor) -> Tensor:
