@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from accel_train.accelerator import create_accelerator
 from accel_train.errors import UserError
 from accel_train.launch import prepare_environment
 
@@ -20,7 +19,9 @@ MEBIBYTES, REPEATS = 100, 5  # about the gradients of a ResNet-50 in float32
 def main(arguments: list[str]) -> int:
     """Prints one line for each process and one for all; returns the exit code: 2 if a check fails."""
     try:
-        launch = prepare_environment()
+        launch = prepare_environment()  # before torch is imported, which reads some of it
+        from accel_train.accelerator import create_accelerator
+
         accelerator = create_accelerator(launch, rendezvous_seconds=120, collective_seconds=120)
         import accelerate
         import torch

@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-from accel_train.accelerator import create_accelerator
 from accel_train.errors import UserError
 from accel_train.launch import prepare_environment
 
@@ -20,6 +19,8 @@ def main() -> None:
         raise SystemExit("failing on purpose, to be restarted")
     if os.environ.get("LATE_RANK") == str(launch.rank):
         time.sleep(1)
+    from accel_train.accelerator import create_accelerator  # imports torch, which reads what is prepared above
+
     seconds = float(os.environ.get("RENDEZVOUS_SECONDS", "60"))
     accelerator = create_accelerator(launch, gradient_accumulation_steps=3, rendezvous_seconds=seconds)
 

@@ -102,8 +102,8 @@ SHORT, LONG = pytest.mark.timeout(600), (pytest.mark.slow, pytest.mark.timeout(7
 @pytest.mark.parametrize(
     ("processes", "kills", "epochs"),
     [
-        pytest.param(1, 3, 4, marks=SHORT),
-        pytest.param(2, 2, 4, marks=SHORT),
+        pytest.param(1, 2, 3, marks=SHORT),
+        pytest.param(2, 2, 3, marks=SHORT),
         pytest.param(4, 6, 6, marks=LONG),
         pytest.param(1, 50, 40, marks=LONG),
         pytest.param(2, 50, 40, marks=LONG),
@@ -158,7 +158,8 @@ def test_two_processes_then_one_then_four(tmp_path: Path) -> None:
     found, expected = lines(run, "train"), lines(whole, "train")
     assert [line["update"] for line in found] == list(range(1, 121))
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
-    assert found[0]["loss"] > found[-1]["loss"] + 0.5  # it learns
+    first, last = (sum(line["loss"] for line in part) / 20 for part in (found[:20], found[-20:]))
+    assert first > last + 0.1  # it learns
     epochs = [line for line in lines(run, "eval") if line["split"] == "train"]
     assert [line["count"] for line in epochs] == [1438, 1438]  # each sample once, and none lost
     results = [json.loads((folder / "result.json").read_text()) for folder in (run, whole)]

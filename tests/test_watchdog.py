@@ -64,6 +64,7 @@ def test_single_process_that_hangs(tmp_path: Path) -> None:
         assert "in _train" in (run.run / "hang" / "rank-0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
     long_update = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
     long_update += ("--data.train-images", 4000, "--batch-size", 4000, "--micro-batch-size", 1)
