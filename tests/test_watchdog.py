@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import helpers
+import pytest
 from helpers import started
 from PIL import Image
 
