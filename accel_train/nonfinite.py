@@ -132,12 +132,13 @@ class Guard:
 
     def _find_bad(self) -> Tensor:
         """1 if a loss or gradient of any process is not finite, else 0; float32 [] on the device, the same on all."""
-        finite = torch.stack([losses.sum() for losses in self._window.losses]).isfinite().all()
+        values = [losses.sum() for losses in self._window.losses]
         scaler = self.accelerator.scaler
         if scaler is None or scaler.get_scale() < 1:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-            finite = finite & _largest([each for each in local if each.numel()]).to(finite.device).isfinite()
+            values += _largest([each for each in local if each.numel()])
+        finite = torch.stack([value.to(values[0]) for value in values]).isfinite().all()
         bad = 1 - finite.float()
         if self.accelerator.num_processes > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
@@ -211,8 +212,8 @@ class Guard:
         return str(folder)
 
 
-def _largest(gradients: list[Tensor]) -> Tensor:
-    """Not finite if a value of any of the gradients is not: extremes, for a sum of squares may overflow by itself."""
+def _largest(gradients: list[Tensor]) -> list[Tensor]:
+    """Some are not finite if a value of any of the gradients is not. Extremes, for a sum of squares may overflow."""
     if gradients and gradients[0].device.type == "cpu":  # where torch's infinity norm takes 15 times as long
-        return torch.stack([torch.stack(torch.aminmax(each)) for each in gradients]).abs().max()
-    return nn.utils.get_total_norm(gradients, norm_type=math.inf)
+        return [extreme for each in gradients for extreme in torch.aminmax(each)]
+    return [nn.utils.get_total_norm(gradients, norm_type=math.inf)]
