@@ -178,9 +178,9 @@ def plot(measured: dict[str, Any], path: Path) -> None:
         shares = [rate["median"] / limit for rate in rates.values()]
         below = [(rate["median"] - rate["low"]) / limit for rate in rates.values()]
         above = [(rate["high"] - rate["median"]) / limit for rate in rates.values()]
-        colours = ["#1668b0" if key == "trainer" else "#b0b8c0" for key in rates]
+        colours = ["#6aaee6" if key == "trainer" else "#b0b8c0" for key in rates]
         bars = axis.barh(list(rates), shares, xerr=[below, above], color=colours)
-        axis.bar_label(bars, [f" {share:.0%}" for share in shares], padding=8)
+        axis.bar_label(bars, [f"{share:.0%}" for share in shares], label_type="center")
         axis.axvline(1, color="black", linewidth=1, linestyle="--")
         axis.set(title=f"{name}, batch {found['batch_size']}", xlabel="share of the limit", xlim=(0, 1.25))
         axis.invert_yaxis()

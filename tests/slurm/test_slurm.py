@@ -186,18 +186,19 @@ def test_each_script_makes_the_same_run(jobs: dict[str, Job]) -> None:
 def test_a_run_survives_everything(cluster: Cluster, jobs: dict[str, Job]) -> None:
     """Signals, requeues, preemption and a killed rank: it ends with an uninterrupted run's weights."""
     job = cluster.submit("multi_node.sbatch", *LONG, options="--nodes=2", PROCESSES_PER_NODE="1")
-    # what scancel sends to the processes when a user asks for a stop
-    job.trains_on()
-    cluster.command("scancel", "--signal=TERM", job.number)
-    job.restarted(1)
+    # the warning before the time limit, as --signal=USR1@… sends it to the processes; and a user who asks for a stop
+    for start, warning in enumerate(("USR1", "TERM"), 1):
+        job.trains_on()
+        cluster.command("scancel", f"--signal={warning}", job.number)
+        job.restarted(start)
     # an administrator
     job.trains_on()
     cluster.command("scontrol", "requeue", job.number)
-    job.restarted(2)
+    job.restarted(3)
     # a job of a higher partition that wants both nodes
     job.trains_on()
     urgent = cluster.command("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "--wrap=true", "-o/dev/null")
-    job.restarted(3)
+    job.restarted(4)
     assert "JobState=COMPLETED" in cluster.command("scontrol", "show", "job", urgent)
     # the operating system kills one process: the job fails, soon and clearly
     job.trains_on()
@@ -205,7 +206,7 @@ def test_a_run_survives_everything(cluster: Cluster, jobs: dict[str, Job]) -> No
     assert job.ended(60) == "FAILED"
     assert "failed with exit code" in job.log() and not job.ranks()
     cluster.command("scontrol", "requeue", job.number)
-    job.restarted(4)
+    job.restarted(5)
     assert job.result()["world_size"] == jobs["pair"].result()["world_size"] == 2
     expected, found = ({line["update"]: line["loss"] for line in lines(one)} for one in (jobs["pair"], job))
     assert [update for update in expected if expected[update] != found.get(update, expected[update])] == []
