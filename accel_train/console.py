@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from typing import TextIO
 
@@ -170,9 +172,26 @@ def _print(text: str, stream: TextIO | None = None) -> None:
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # or the interpreter fails at its end
-    except OSError:
-        pass
+        _to_nowhere(stream)
+    except OSError:  # a disk may have space again for the next line
+        _give_up_at_the_end(stream)
+
+
+@cache
+def _give_up_at_the_end(stream: TextIO) -> None:
+    """The interpreter tries once more to write what could not be written, and would fail for it (exit code 120)."""
+
+    def last_try() -> None:
+        try:
+            stream.flush()
+        except OSError:
+            _to_nowhere(stream)
+
+    atexit.register(last_try)
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _duration(seconds: float | None) -> str:

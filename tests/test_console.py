@@ -95,7 +95,7 @@ def test_a_log_has_plain_dense_lines() -> None:
 def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, log: str) -> None:
     words = f"train digits --epochs 1 --output-dir {tmp_path}/run"
     line = f"set -o pipefail; {sys.executable} -m accel_train {words} {log}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}  # else nothing is left unwritten
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "result.json").exists()
