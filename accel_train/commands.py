@@ -184,9 +184,7 @@ def bench(arguments: Sequence[str]) -> int:
 
 def check_data(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
-    cores = available_cores()
-    processes = cores if found.processes is None else found.processes
-    _at_least_one("processes", processes)
+    processes = _processes(found.processes)
 
     from accel_train.data import check
 
@@ -196,8 +194,7 @@ def check_data(arguments: Sequence[str]) -> int:
 
 def cache_data(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(CacheData, arguments, "accel-train cache-data", positional=("name",))
-    processes = available_cores() if found.processes is None else found.processes
-    _at_least_one("processes", processes)
+    processes = _processes(found.processes)
     _at_least_one("short-side", found.short_side)
     if found.output is None:
         raise UserError("accel-train cache-data: --output is missing: name the file to be written.")
@@ -251,6 +248,12 @@ def _recipe_rows() -> list[list[str]]:
 def _at_least_one(key: str, value: int) -> None:
     if value < 1:
         raise UserError(f"--{key}: expected at least 1, found {value}.")
+
+
+def _processes(asked: int | None) -> int:
+    processes = available_cores() if asked is None else asked
+    _at_least_one("processes", processes)
+    return processes
 
 
 def _check_run(run: Path) -> None:

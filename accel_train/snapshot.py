@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import pickle
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -110,12 +111,12 @@ def check_fit(targets: dict[str, Tensor], values: dict[str, Tensor], path: Path)
             raise UserError(f"{path} is of another model: {name} is {found} there and {wanted} in this model.")
 
 
-def versions() -> dict[str, str]:
-    """The versions of what computes a run."""
+def versions(packages: Iterable[str] = PACKAGES, missing: str = "unknown") -> dict[str, str]:
+    """The versions of Python and of what computes a run; `missing` for a package that is not installed."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # a source tree that is not installed
-            found[name] = "unknown"
+        except PackageNotFoundError:
+            found[name] = missing
     return found

@@ -127,7 +127,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     criterion = optim.create_loss(config.loss, weights)
     # The schedule is not prepared: it is a function of the update's number, and Accelerate would count otherwise.
     model, optimizer = accelerator.prepare(model, optimizer)
-    clipped = optim.parameters_to_clip(config.optim, accelerator.unwrap_model(model))  # FSDP2 has made new ones
+    plain = accelerator.unwrap_model(model)
+    clipped = optim.parameters_to_clip(config.optim, plain)  # FSDP2 has made new parameters
     optimizer = tuning.stepping(optimizer)
     shape = plan.micro_batch, splits.channels, size, size
     settle_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=layout))
@@ -252,7 +253,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
                         meter.keep()
                         state.samples_seen += samples
                         if ema is not None:
-                            optim.update_ema(ema, accelerator.unwrap_model(model), state.update)
+                            optim.update_ema(ema, plain, state.update)
                     else:
                         meter.drop()
                     watch.trained(samples)
@@ -276,7 +277,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
                     if wanted and not ends_epoch:
                         save()
                 if guard.rewinds(state, due=True):
-                    training.loader.end()  # type: ignore[attr-defined]  # Accelerate's: it was left in its middle
+                    training.loader.end()  # it was left in its middle
                     state = go_back()
                     continue
 

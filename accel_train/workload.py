@@ -5,7 +5,6 @@ Model, optimizer and input are made as train.py makes them, but none of the rest
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import cycle
@@ -19,7 +18,9 @@ from torch import Tensor
 
 from accel_train import models, optim, tuning
 from accel_train.accelerator import create_accelerator
+from accel_train.agreement import decided_by_main
 from accel_train.checkpoint import TrainState
+from accel_train.clock import Clock
 from accel_train.config import Config
 from accel_train.console import Console
 from accel_train.data.loading import create_feed
@@ -81,6 +82,10 @@ class Workload:
         self.batches = list(self._raw(-(-KINDS // self.accumulation)))[:KINDS]
         self.examples = [self.feed.transform(batch) for batch in self.batches]
 
+    def _clock(self) -> Clock:
+        """Of work that all processes do: from when the last one begins until the last one's device has ended."""
+        return Clock(self.device, self.accelerator.wait_for_everyone)
+
     def _raw(self, updates: int) -> Iterator[dict[str, Tensor]]:
         """The micro-batches of `updates` updates. Each epoch begins late enough to be iterated to its end."""
         epoch = 0
@@ -92,7 +97,7 @@ class Workload:
 
     def input_seconds(self, updates: int, warm_up: int) -> float:
         """For the input of `updates` updates alone: loaded, moved to the device and transformed."""
-        clock = Clock(self.accelerator)
+        clock = self._clock()
         for number, batch in enumerate(self._raw(warm_up + updates)):
             if number == warm_up * self.accumulation:
                 clock.start()
@@ -101,7 +106,7 @@ class Workload:
 
     def bare_seconds(self, updates: int, warm_up: int) -> float:
         """For `updates` updates of the bare loop: forward, backward, step, on tensors that lie on the device."""
-        clock = Clock(self.accelerator)
+        clock = self._clock()
         examples = cycle(self.examples)
         for number in range(warm_up + updates):
             if number == warm_up:
@@ -150,45 +155,15 @@ class Workload:
         return {**found, "optimizer": self._mean_seconds(self.optimizer.step)}
 
     def _mean_seconds(self, piece: Callable[[], Any]) -> float:
-        clock = Clock(self.accelerator)
+        clock = self._clock()
         for times in (2, 5):  # the first ones are a warm-up
             clock.start()
             for _ in range(times):
                 piece()
             seconds = clock.stop() / times
-        times = min(1000, max(5, round(PIECE_SECONDS / max(seconds, 1e-9))))
-        times = clock.agreed(times)
+        wanted = min(1000, max(5, round(PIECE_SECONDS / max(seconds, 1e-9))))
+        times = decided_by_main(self.accelerator, lambda: wanted)
         clock.start()
         for _ in range(times):
             piece()
         return clock.stop() / times
-
-
-class Clock:
-    """Time of work that all processes do: from when the last one begins until the last one's device has ended."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self._since = 0.0
-
-    def start(self) -> None:
-        self._wait()
-        self._since = time.perf_counter()
-
-    def stop(self) -> float:
-        """Seconds since `start`."""
-        self._wait()
-        return time.perf_counter() - self._since
-
-    def agreed(self, number: int) -> int:
-        """The main process's number, on all processes."""
-        if self.accelerator.num_processes == 1:
-            return number
-        shared = torch.tensor([number], device=self.accelerator.device)
-        torch.distributed.broadcast(shared, 0)
-        return int(shared.item())
-
-    def _wait(self) -> None:
-        if self.accelerator.device.type != "cpu":
-            torch.accelerator.synchronize()
-        self.accelerator.wait_for_everyone()

@@ -9,10 +9,8 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import tasks
 
 from accel_train.cores import available_cores
 from accel_train.machine import device_name, processor_name
+from accel_train.snapshot import versions
 from accel_train.spread import Spread, moved
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,12 +28,7 @@ PACKAGES = ("torch", "torchvision", "accelerate", "timm", "lightning", "pillow")
 
 def circumstances(command: str) -> dict[str, Any]:
     """What the figures stand on. `command`: what prints them again."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+    found = versions(PACKAGES, missing="not installed")
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "command": command,
@@ -44,8 +38,8 @@ def circumstances(command: str) -> dict[str, Any]:
         "cores": available_cores(),
         "device": device_name(tasks.best_device()),
         "load": round(os.getloadavg()[0], 1),  # before the measurement: what else ran here
-        "python": sys.version.split()[0],
-        "versions": versions,
+        "python": found.pop("python"),
+        "versions": found,
     }
 
 

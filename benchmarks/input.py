@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
 from accel_train.accelerator import create_accelerator  # noqa: E402
+from accel_train.clock import Clock  # noqa: E402
 from accel_train.config import Augment, Config, Data  # noqa: E402
 from accel_train.data.augment import BatchTransform  # noqa: E402
 from accel_train.data.cache_writer import write_cache  # noqa: E402
@@ -81,16 +82,14 @@ def in_memory(name: str, root: Path | None) -> dict[str, Pass]:
     layout = torch.channels_last if task.channels > 1 else torch.contiguous_format
     feed = create_feed(config, splits, splits.train, order, accelerator, size=task.size, memory_format=layout)
     print(f"accel_train: {feed.placement}")
-    epochs = itertools.count()
+    epochs, clock = itertools.count(), Clock(accelerator.device)
 
     def epoch() -> float:
         order.seek(next(epochs))
-        start = time.perf_counter()
+        clock.start()
         for batch in feed.batches:
             feed.transform(batch)
-        if accelerator.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return len(splits.train) / (time.perf_counter() - start)
+        return len(splits.train) / clock.stop()
 
     return {**ways, "accel_train": epoch}
 

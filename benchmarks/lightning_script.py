@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from accel_train.clock import Clock
+
 try:
     import lightning
 except ImportError:
@@ -41,7 +43,7 @@ class Classifier(lightning.LightningModule):
 class Stopwatch(lightning.Callback):
     def __init__(self, warm_up: int, last: int) -> None:
         self.warm_up, self.last = warm_up, last
-        self.clock = tasks.Clock(tasks.best_device())
+        self.clock = Clock(tasks.best_device())
         self.seconds = 0.0
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:

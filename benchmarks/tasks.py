@@ -1,4 +1,4 @@
-"""The work that is measured, as tutorials write it down: two tasks with data, net and optimizer, and a clock.
+"""The work that is measured, as tutorials write it down: two tasks with data, net and optimizer.
 
 Every script here takes the same options and prints one line of JSON, {"images_per_second": …}:
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,25 +112,6 @@ def torch_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "mnist_cnn":
         return torch.optim.Adadelta(model.parameters(), lr=1.0)
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-
-class Clock:
-    """Measures from the end of update `warm_up` to the end of update `warm_up + updates`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def start(self) -> None:
-        self._wait()
-        self._since = time.perf_counter()
-
-    def stop(self) -> float:
-        self._wait()
-        return time.perf_counter() - self._since
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
 
 def best_device() -> torch.device:

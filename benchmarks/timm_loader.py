@@ -14,6 +14,8 @@ from timm.optim import create_optimizer_v2
 from timm.utils import AverageMeter
 from torch import nn
 
+from accel_train.clock import Clock
+
 
 def main() -> None:
     options, task = tasks.parse(tasks.arguments(__doc__ or ""))
@@ -36,7 +38,7 @@ def main() -> None:
     else:
         optimizer = create_optimizer_v2(model, opt="momentum", lr=1e-3, momentum=0.9)
     criterion = nn.CrossEntropyLoss()
-    clock, last, losses = tasks.Clock(device), options.warm_up + options.updates, AverageMeter()
+    clock, last, losses = Clock(device), options.warm_up + options.updates, AverageMeter()
     model.train()
     epochs = chain.from_iterable(repeat(loader))
     for number, (images, labels) in enumerate(islice(epochs, last)):

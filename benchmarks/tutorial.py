@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
+from accel_train.clock import Clock
+
 
 def main() -> None:
     options, task = tasks.parse(tasks.arguments(__doc__ or ""))
@@ -41,7 +43,7 @@ def main() -> None:
         model = DistributedDataParallel(model)
     optimizer = tasks.torch_optimizer(options.task, model)
     criterion = nn.CrossEntropyLoss()
-    clock, updates, last = tasks.Clock(device), options.updates, options.warm_up + options.updates
+    clock, updates, last = Clock(device), options.updates, options.warm_up + options.updates
 
     def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         epoch = 0

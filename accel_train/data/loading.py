@@ -140,6 +140,9 @@ class Loader(Protocol):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]: ...
 
+    def end(self) -> None:
+        """To be called if a pass was left in its middle."""
+
 
 @dataclass(frozen=True)
 class Feed:
