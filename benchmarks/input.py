@@ -34,6 +34,7 @@ from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
+from accel_train import tuning  # noqa: E402
 from accel_train.accelerator import create_accelerator  # noqa: E402
 from accel_train.clock import Clock  # noqa: E402
 from accel_train.config import Augment, Config, Data  # noqa: E402
@@ -217,6 +218,7 @@ def main() -> None:
     options = parser.parse_args()
     command = "python benchmarks/input.py" + " --data-root DIR" * bool(options.data_root)
     figures: dict[str, Any] = {"circumstances": document.circumstances(command), "rounds": options.rounds}
+    tuning.set_defaults(tasks.best_device())  # for all ways alike
     threads = torch.get_num_threads()
     parts = []
     for name in options.only or [*MEMORY, "files"]:

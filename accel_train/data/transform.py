@@ -85,8 +85,7 @@ class ImageTransform:
         if pixels.shape[1] == image.height:
             return pixels
         # To the size that the full image would get, lest the rounding of its sides show in where it is cropped.
-        height, width = (int(self.short_side * side / short) for side in (image.height, image.width))
-        return _resized(pixels, height, width)
+        return resized(pixels, *sides(image.height, image.width, self.short_side))
 
     def _resized_crop(self, image: Tensor | Picture, top: int, left: int, height: int, width: int) -> Tensor:
         """The box of the image, brought to size x size: cropped first, so that no pixel is resized in vain."""
@@ -101,7 +100,7 @@ class ImageTransform:
         box = whole[:, top : top + height, left : left + width]
         if box.shape[1:] == (self.size, self.size):
             return box
-        return _resized(box, self.size, self.size)
+        return resized(box, self.size, self.size)
 
 
 def crop_boxes(
@@ -138,8 +137,20 @@ def _size(image: Tensor | Picture) -> tuple[int, int]:
     return (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
 
 
-def _resized(image: Tensor, height: int, width: int) -> Tensor:
-    return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True)[0]
+def sides(height: int, width: int, short_side: int) -> tuple[int, int]:
+    """Height and width of an image that is brought to this short side; rounded as torchvision's Resize does."""
+    short = min(height, width)
+    return int(short_side * height / short), int(short_side * width / short)
+
+
+def resized(image: Tensor, height: int, width: int) -> Tensor:
+    """`image`, uint8 [C, H, W], brought to uint8 [C, height, width]: bilinear, with antialiasing."""
+    # image[None] would not be known as channels last, and its pixels be taken apart and put together again.
+    batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    if image.device.type != "cpu":  # which alone resizes uint8
+        values = F.interpolate(batch.float(), (height, width), mode="bilinear", antialias=True)[0]
+        return values.round_().to(torch.uint8)
+    return F.interpolate(batch, (height, width), mode="bilinear", antialias=True)[0]
 
 
 def _reduction(side: int, needed: int) -> int:
