@@ -35,6 +35,8 @@ class Data:
     """Leave out the images that this list (written by `accel-train check-data`) names."""
     placement: Literal["auto", "device", "host", "disk"] = "auto"
     """Where pixels lie: in the device's or the host's memory, or where they are stored; auto: as fast as they fit."""
+    decode_on: Literal["host", "device"] = "host"
+    """Where JPEG files are decoded: by worker processes, or by a CUDA device, a batch at once."""
     workers: int | None = None
     """Worker processes that load images, for each process; default: none for data in memory, else all cores."""
     image_size: int = 32

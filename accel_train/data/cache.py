@@ -145,6 +145,9 @@ class _RawPicture(Picture):
     def __init__(self, data: memoryview, height: int, width: int) -> None:
         self.bytes, self.height, self.width = data, height, width
 
+    def whole_jpeg(self) -> None:
+        return None
+
     def pixels(self, reduction: int = 1) -> torch.Tensor:
         found = torch.frombuffer(self.bytes, dtype=torch.uint8)  # no copy: what is cropped away is not read
         return found.view(self.height, self.width, -1).permute(2, 0, 1)

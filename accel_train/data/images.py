@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """As torchvision's ImageFolder has them: other files (Thumbs.db, notes) are no images."""
 
+END_OF_JPEG = b"\xff\xd9"
+
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -87,6 +89,11 @@ class Picture:
         with _strictly():
             self.image = Image.open(io.BytesIO(data))
         self.width, self.height = self.image.size
+
+    def whole_jpeg(self) -> bytes | None:
+        """The file, if it is a JPEG as GPUs decode them: coloured or grey, not CMYK, and with its end."""
+        usual = self.image.format == "JPEG" and self.image.mode in ("RGB", "L")
+        return self.data if usual and self.data.endswith(END_OF_JPEG) else None
 
     def pixels(self, reduction: int = 1) -> torch.Tensor:
         """uint8 [channels, H, W]. Raises ImageError.

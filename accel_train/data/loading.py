@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +20,7 @@ from accel_train import models
 from accel_train.config import Augment, Config
 from accel_train.cores import available_cores
 from accel_train.data.augment import BatchTransform
+from accel_train.data.device_decoding import DeviceDecoder, Reading, Undecoded, check_device_decoding
 from accel_train.data.images import EncodedImages
 from accel_train.data.keyed import hashed, key
 from accel_train.data.memory import MemoryLoader
@@ -35,11 +36,11 @@ def transforms_each_image(source: Source, augment: Augment, *, training: bool) -
     return not source.in_memory or (training and (augment.crop == "resized" or augment.policy != "none"))
 
 
-class BatchedSet(Dataset[dict[str, Tensor]]):
+class BatchedSet(Dataset[dict[str, Any]]):
     """Fetches a whole draw at once. Holds no state: epoch and keys come with each draw, so that a worker process
     that outlives an epoch never works with the last one's."""
 
-    def __init__(self, source: Source, transform: ImageTransform | None, seed: int) -> None:
+    def __init__(self, source: Source, transform: ImageTransform | Reading | None, seed: int) -> None:
         self.source = source
         self.held, self.held_ids = owner(source)
         self.transform = transform
@@ -48,8 +49,8 @@ class BatchedSet(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, draw: Draw) -> dict[str, Tensor] | UserError:
-        """images uint8 [b, C, H, W]; labels, ids and keys int64 [b]; weights float32 [b].
+    def __getitems__(self, draw: Draw) -> dict[str, Any] | UserError:
+        """images uint8 [b, C, H, W], or yet Undecoded; labels, ids and keys int64 [b]; weights float32 [b].
 
         An unreadable image's error is handed out in place of the batch: raised in a worker process, it would reach
         the user wrapped in torch's traceback.
@@ -59,17 +60,18 @@ class BatchedSet(Dataset[dict[str, Tensor]]):
         except UserError as error:
             return error
 
-    def _fetch(self, draw: Draw) -> dict[str, Tensor]:
+    def _fetch(self, draw: Draw) -> dict[str, Any]:
         keys = hashed(key(self.seed, draw.epoch, "augment"), draw.ids)
-        images: Tensor | Sequence[Tensor]
+        images: Tensor | Sequence[Tensor] | Undecoded
         if self.transform is None:
             images = self.source.fetch(draw.ids.tolist())
         elif isinstance(self.held, EncodedImages):  # what is not needed of an image is not decoded
             ids = draw.ids if self.held_ids is None else self.held_ids[draw.ids]
             images = self.transform([self.held.open(id) for id in ids.tolist()], keys)
         else:
+            assert isinstance(self.transform, ImageTransform)
             images = self.transform(list(self.source.fetch(draw.ids.tolist())), keys)
-        assert isinstance(images, Tensor), "images of different sizes need an ImageTransform"
+        assert isinstance(images, Tensor | Undecoded), "images of different sizes need an ImageTransform"
         return {
             "images": images,
             "labels": self.source.labels[draw.ids],
@@ -89,6 +91,7 @@ def create_loader(
     workers: int | None,
     local_processes: int,
     device: torch.device,
+    decode_on: Literal["host", "device"] = "host",
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
@@ -101,8 +104,12 @@ def create_loader(
         workers = max(1, available_cores() // local_processes) if each else 0
     if source.in_memory:  # as augment.py does: evaluation and training see the images at the same scale
         augment = dataclasses.replace(augment, resize=augment.resize or size)
+    transform: ImageTransform | Reading | None = None
+    if each:
+        kind = Reading if decode_on == "device" else ImageTransform
+        transform = kind(augment, size, training=training)
     return DataLoader(
-        BatchedSet(source, ImageTransform(augment, size, training=training) if each else None, seed),
+        BatchedSet(source, transform, seed),
         batch_sampler=order,  # type: ignore[arg-type]  # a Draw stands for a list of indices
         collate_fn=_as_it_is,
         num_workers=workers,
@@ -152,6 +159,7 @@ class Feed:
     transform: BatchTransform
     samples: int  # of the split, on all processes
     placement: Placement
+    decoder: DeviceDecoder | None = None
 
     @property
     def batches(self) -> Iterator[dict[str, Tensor]]:
@@ -159,6 +167,8 @@ class Feed:
         for batch in self.loader:
             if isinstance(batch, UserError):
                 raise batch
+            if self.decoder is not None:
+                batch["images"] = self.decoder(cast(Undecoded, batch["images"]), batch["ids"])
             yield batch
 
 
@@ -188,6 +198,10 @@ def create_feed(
     each = transforms_each_image(source, config.augment, training=training)
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     place, size_bytes = choose_place(config.data, source, accelerator, per_image=each, local_processes=local_processes)
+    decoder = None
+    if config.data.decode_on == "device":
+        check_device_decoding(source, config.augment, device, training=training)
+        decoder = DeviceDecoder(source, size=size, channels=splits.channels, device=device)
     loader: Loader
     if place == "disk" or each:
         made = create_loader(
@@ -199,6 +213,7 @@ def create_feed(
             workers=config.data.workers,
             local_processes=local_processes,
             device=device,
+            decode_on=config.data.decode_on,
         )
         workers, ahead = made.num_workers, made.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(made)
@@ -225,7 +240,7 @@ def create_feed(
         device=device,
         memory_format=memory_format,
     )
-    return Feed(loader, transform, len(source), Placement(place, size_bytes, workers, ahead))
+    return Feed(loader, transform, len(source), Placement(place, size_bytes, workers, ahead), decoder)
 
 
 def normalization(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
