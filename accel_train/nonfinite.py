@@ -137,7 +137,7 @@ class Guard:
         if scaler is None or scaler.get_scale() < 1:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-            values += _largest([each for each in local if each.numel()])
+            values += _extremes([each for each in local if each.numel()])
         finite = torch.stack([value.to(values[0]) for value in values]).isfinite().all()
         bad = 1 - finite.float()
         if self.accelerator.num_processes > 1:
@@ -212,8 +212,11 @@ class Guard:
         return str(folder)
 
 
-def _largest(gradients: list[Tensor]) -> list[Tensor]:
-    """Some are not finite if a value of any of the gradients is not. Extremes, for a sum of squares may overflow."""
+def _extremes(gradients: list[Tensor]) -> list[Tensor]:
+    """Numbers that are all finite if all values of the gradients are, and only then."""
     if gradients and gradients[0].device.type == "cpu":  # where torch's infinity norm takes 15 times as long
-        return [extreme for each in gradients for extreme in torch.aminmax(each)]
+        norm = nn.utils.get_total_norm(gradients)
+        if norm.isfinite():
+            return [norm]
+        return [extreme for each in gradients for extreme in torch.aminmax(each)]  # squares of finite ones may overflow
     return [nn.utils.get_total_norm(gradients, norm_type=math.inf)]

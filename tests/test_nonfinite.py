@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from accel_train import checkpoint, commit, optim
 from accel_train.config import Optim
+from accel_train.nonfinite import _extremes
 
 BATCH, UPDATES = 8, 5  # of an epoch
 # A net with BatchNorm, whose statistics the forward pass of a bad update spoils, and a mean of the weights.
@@ -164,3 +166,13 @@ def test_a_model_that_is_broken_is_not_skipped_for_ever(tmp_path: Path) -> None:
     assert "so were the 10 before it" in broken.stderr
     actions = [event.get("action") for event in events(tmp_path / "run")]
     assert actions == ["skip"] * 10 + ["stop"]
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0])
+def test_one_value_among_many_is_found(value: float, place: int) -> None:
+    """And no finite one is taken for it, though its square is infinite."""
+    gradients = [torch.randn(70_000), torch.randn(3, 5, 3, 3).to(memory_format=torch.channels_last), torch.randn(1)]
+    gradients[place][(-1,) * gradients[place].dim()] = value
+    found = torch.stack(_extremes(gradients)).isfinite().all()
+    assert bool(found) == math.isfinite(value)

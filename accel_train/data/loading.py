@@ -240,7 +240,8 @@ def create_feed(
         device=device,
         memory_format=memory_format,
     )
-    return Feed(loader, transform, len(source), Placement(place, size_bytes, workers, ahead), decoder)
+    placement = Placement(place, size_bytes, workers, ahead, config.data.decode_on)
+    return Feed(loader, transform, len(source), placement, decoder)
 
 
 def normalization(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
