@@ -25,6 +25,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
 from accel_train.agreement import decided_by_main
 from accel_train.bench_report import Round, Trained, figures_of, print_figures
@@ -71,6 +72,7 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
         warm_up = max(1, min(config.log_every_updates, updates // 4))
         flops = training_flops(config.model, splits, workload.size, plan.micro_batch)
         del workload, splits
+        _clear(accelerator)
         measured = []
         for number in range(1, rounds + 1):
             measured.append(_round(config, launch, folder / f"round-{number}", updates, warm_up))
@@ -175,17 +177,19 @@ def _load(config: Config, synthetic: bool) -> Splits:
 
 
 def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int) -> Round:
-    """Each of the three once, with a model and data of its own: nothing of the others is in memory then."""
-    torch.compiler.reset()  # torch compiles a net's code for a few models only, then no longer
+    """Each of the three, with a model and data of its own: nothing of the others is in memory then.
+
+    The limit is measured one half before the trainer and one after it: machines that are fast for some seconds, and
+    those that others begin to use, would favour one of the two.
+    """
     workload = Workload(config, launch, load_splits(config.data, config.seed))
     accelerator, plan, images = workload.accelerator, workload.plan, config.batch_size * updates
-    limit = images / workload.bare_seconds(updates, warm_up)
+    half = -(-updates // 2)
+    bare_seconds = workload.bare_seconds(half, warm_up)
     alone = images / workload.input_seconds(updates, warm_up)
     pieces = workload.piece_seconds()
     del workload
-    accelerator.free_memory()
-    gc.collect()
-    torch.compiler.reset()
+    _clear(accelerator)
 
     reset_peaks(accelerator.device)
     short = dataclasses.replace(shortened(config, plan, warm_up + updates, warm_up), output_dir=run)
@@ -197,7 +201,19 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
         raise KeyboardInterrupt
     trained = decided_by_main(accelerator, lambda: read_run(run, config, plan, warm_up))
     memory = host_peak_bytes(), device_peak_bytes(accelerator.device)
+    _clear(accelerator)
+
+    workload = Workload(config, launch, load_splits(config.data, config.seed))
+    limit = config.batch_size * 2 * half / (bare_seconds + workload.bare_seconds(half, warm_up))
+    del workload
+    _clear(accelerator)
     return Round(limit, alone, Trained(*trained, *memory), pieces)
+
+
+def _clear(accelerator: Accelerator) -> None:
+    accelerator.free_memory()
+    gc.collect()
+    torch.compiler.reset()  # torch compiles a net's code for a few models only, then no longer
 
 
 def temporary_folder(output: Path) -> Path:
