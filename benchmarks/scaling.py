@@ -65,6 +65,7 @@ def main() -> None:
     if options.quick:
         return
     words = [options.recipe, "--batch-size", options.batch_size, "--processes", *options.processes]
+    words += ["--data-root DIR"] if options.data_root else []
     command = " ".join(["python benchmarks/scaling.py", *map(str, words)])
     figures: dict[str, Any] = {
         "circumstances": document.circumstances(command),
@@ -78,7 +79,7 @@ def main() -> None:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
     note = (
         f"{options.recipe}, batch {options.batch_size} on {fewest} process{'es' * (fewest > 1)}, "
-        f"{'real' if options.data_root else 'synthetic'} images; medians of {rounds} rounds. "
+        f"{'real' if options.data_root else 'synthetic'} images; medians of {rounds} rounds."
     )
     text = "\n".join([*lines, "", note, document.caption(figures["circumstances"]), "", "![](scaling.svg)"])
     document.tell("scaling", document.write("scaling", text, figures))
