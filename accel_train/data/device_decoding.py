@@ -10,12 +10,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from accel_train import config
 from accel_train.data.augment import Stream
@@ -86,10 +86,18 @@ class DeviceDecoder:
     """What the device does with the images that a Reading has read."""
 
     def __init__(self, source: Source, *, size: int, channels: int, device: torch.device) -> None:
-        """`size`: of the model's input, in pixels; `channels`: 3 (RGB) or 1 (grey)."""
+        """`size`: of the model's input, in pixels; `channels`: 3 (RGB) or 1 (grey).
+
+        Raises UserError if torchvision has no decoder: it is to leave it for TorchCodec some day.
+        """
+        try:
+            from torchvision.io import ImageReadMode, decode_jpeg
+        except ImportError as error:
+            raise UserError("--data.decode-on device: this torchvision decodes no JPEG: leave it host.") from error
+        mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
+        self.decode_jpeg = partial(decode_jpeg, mode=mode, device=device)
         self.source = source
         self.size, self.channels, self.device = size, channels, device
-        self.mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
         # torchvision's CUDA decoder writes on a stream of its own, into memory that kernels queued on the current
         # stream may still be reading (https://github.com/pytorch/vision/pull/9606). Training's kernels are out of its
         # reach if nothing but decoding uses the current stream's memory, and its own have ended before each call.
@@ -127,7 +135,7 @@ class DeviceDecoder:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its decoders' future
             try:
-                found: list[Tensor] = decode_jpeg(files, mode=self.mode, device=self.device)
+                found: list[Tensor] = self.decode_jpeg(files)
             except RuntimeError:  # it does not say which one: the host's decoders have the last word, one by one
                 return [self._on_host(file, ids, place) for file, place in zip(files, places, strict=True)]
         return found
