@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from accel_train import config
-from accel_train.data.augment import Stream
-from accel_train.data.images import EncodedImages, ImageError, Picture, decode
-from accel_train.data.keyed import uniform
+from accel_train.data.images import EncodedImages, ImageError, Picture, as_tensor, decode
 from accel_train.data.splits import Source, owner
-from accel_train.data.transform import crop_boxes, resize_default, resized, sides
+from accel_train.data.transform import drawn_boxes, drawn_flips, resize_default, resized, sides
 from accel_train.errors import UserError
 
 DEVICES = ("cuda", "cpu")  # the CPU for whoever wants to see what would be done
@@ -59,12 +57,9 @@ class Reading:
 
     def __call__(self, pictures: Sequence[Picture], keys: Tensor) -> Undecoded:
         """`keys`: int64 [b]. Draws what an ImageTransform would draw. Raises UserError."""
-        heights, widths = (torch.tensor([getattr(each, name) for each in pictures]) for name in ("height", "width"))
-        mirrored = [False] * len(pictures)
-        if self.training and self.augment.flip:
-            mirrored = (uniform(keys, Stream.FLIP) < self.augment.flip).tolist()
+        mirrored = drawn_flips(keys, self.augment, training=self.training)
         if self.training and self.augment.crop == "resized":
-            boxes = crop_boxes(keys, heights, widths, self.augment.scale, self.augment.ratio).tolist()
+            boxes = drawn_boxes(pictures, keys, self.augment)
             targets = [(self.size, self.size)] * len(pictures)
         else:
             boxes = [[0, 0, each.height, each.width] for each in pictures]
@@ -73,10 +68,7 @@ class Reading:
         cuts: list[Cut] = []
         for picture, box, target, mirror in zip(pictures, boxes, targets, mirrored, strict=True):
             file = picture.whole_jpeg()
-            data = (
-                picture.pixels().reshape(-1) if file is None else torch.frombuffer(bytearray(file), dtype=torch.uint8)
-            )
-            pieces.append(data)
+            pieces.append(picture.pixels().flatten() if file is None else as_tensor(file))
             cuts.append(Cut(file is not None, picture.height, picture.width, tuple(box), target, mirror))
         ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
         return Undecoded(torch.cat(pieces), ends, cuts)
@@ -144,12 +136,10 @@ class DeviceDecoder:
         try:
             return decode(file.numpy().tobytes(), self.channels)
         except ImageError as error:
-            raise self._unreadable(int(ids[place]), error) from error
-
-    def _unreadable(self, id: int, error: ImageError) -> UserError:
-        held, ids = owner(self.source)
-        assert isinstance(held, EncodedImages)
-        return held.unreadable(id if ids is None else int(ids[id]), error)
+            held, held_ids = owner(self.source)
+            assert isinstance(held, EncodedImages)
+            id = int(ids[place])
+            raise held.unreadable(id if held_ids is None else int(held_ids[id]), error) from error
 
     def _cut(self, pixels: Tensor, cut: Cut) -> Tensor:
         top, left, height, width = cut.box

@@ -130,13 +130,18 @@ def _strictly() -> Iterator[None]:
             raise ImageError(str(error) or type(error).__name__) from error
 
 
+def as_tensor(file: bytes) -> torch.Tensor:
+    """Its bytes, uint8 [n]; a copy, for tensors may be written to."""
+    return torch.frombuffer(bytearray(file), dtype=torch.uint8)
+
+
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor | None:
     """With torchvision, faster than PIL and to the same pixels; None if it fails: PIL has the last word."""
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
 
-        encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        pixels: torch.Tensor = decode_jpeg(encoded, mode=ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB)
+        mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
+        pixels: torch.Tensor = decode_jpeg(as_tensor(data), mode=mode)
     except (ImportError, RuntimeError):
         return None
     return pixels

@@ -55,14 +55,11 @@ class ImageTransform:
     def __call__(self, images: Sequence[Tensor | Picture], keys: Tensor) -> Tensor:
         """`images`: uint8 [C, H, W] each, or yet to be decoded; `keys`: int64 [b]. Returns uint8 [b, C, size, size]."""
         if self.resized_crop:
-            sizes = torch.tensor([_size(image) for image in images])
-            boxes = crop_boxes(keys, sizes[:, 0], sizes[:, 1], self.augment.scale, self.augment.ratio).tolist()
+            boxes = drawn_boxes(images, keys, self.augment)
             turned = (self._resized_crop(image, *box) for image, box in zip(images, boxes, strict=True))
         else:
             turned = (self._whole(image) for image in images)
-        mirrored = [False] * len(images)
-        if self.training and self.augment.flip:
-            mirrored = (uniform(keys, Stream.FLIP) < self.augment.flip).tolist()
+        mirrored = drawn_flips(keys, self.augment, training=self.training)
         batch: Tensor | None = None
         # torchvision's own transforms draw from torch's CPU generator: it is seeded with the key, for this image only,
         # and put back as it was.
@@ -101,6 +98,21 @@ class ImageTransform:
         if box.shape[1:] == (self.size, self.size):
             return box
         return resized(box, self.size, self.size)
+
+
+def drawn_boxes(images: Sequence[Tensor | Picture], keys: Tensor, augment: config.Augment) -> list[list[int]]:
+    """Top, left, height and width of what crop=resized takes of each image, as its key (int64 [b]) says."""
+    sizes = torch.tensor([_size(image) for image in images])
+    boxes: list[list[int]] = crop_boxes(keys, sizes[:, 0], sizes[:, 1], augment.scale, augment.ratio).tolist()
+    return boxes
+
+
+def drawn_flips(keys: Tensor, augment: config.Augment, *, training: bool) -> list[bool]:
+    """Which images are mirrored, as their keys (int64 [b]) say."""
+    if not (training and augment.flip):
+        return [False] * len(keys)
+    flips: list[bool] = (uniform(keys, Stream.FLIP) < augment.flip).tolist()
+    return flips
 
 
 def crop_boxes(
@@ -147,10 +159,9 @@ def resized(image: Tensor, height: int, width: int) -> Tensor:
     """`image`, uint8 [C, H, W], brought to uint8 [C, height, width]: bilinear, with antialiasing."""
     # image[None] would not be known as channels last, and its pixels be taken apart and put together again.
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-    if image.device.type != "cpu":  # which alone resizes uint8
-        values = F.interpolate(batch.float(), (height, width), mode="bilinear", antialias=True)[0]
-        return values.round_().to(torch.uint8)
-    return F.interpolate(batch, (height, width), mode="bilinear", antialias=True)[0]
+    on_cpu = image.device.type == "cpu"  # which alone resizes uint8
+    found = F.interpolate(batch if on_cpu else batch.float(), (height, width), mode="bilinear", antialias=True)[0]
+    return found if on_cpu else found.round_().to(torch.uint8)
 
 
 def _reduction(side: int, needed: int) -> int:
