@@ -86,10 +86,13 @@ def permuted(positions: Tensor, size: int, word: int) -> Tensor:
         a += 1
     b = -(-size // a)
     rounds = _rounds(size)
-    numbers = _feistel(positions, a, b, word, rounds)
-    while bool((outside := numbers >= size).any()):
-        numbers = torch.where(outside, _feistel(numbers, a, b, word, rounds), numbers)
-    return numbers
+    numbers = _feistel(positions.reshape(-1), a, b, word, rounds)
+    outside = (numbers >= size).nonzero()[:, 0]
+    while len(outside):
+        walked = _feistel(numbers[outside], a, b, word, rounds)
+        numbers[outside] = walked
+        outside = outside[walked >= size]
+    return numbers.view(positions.shape)
 
 
 def _rounds(size: int) -> int:
