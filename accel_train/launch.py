@@ -26,6 +26,10 @@ MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("MVAPICH", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
 )
 LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
+# How often a thread of GNU's OpenMP, torch's on Linux, looks for its next work before it sleeps: some 50 us, the time
+# between two operations of a net, for to be woken takes longer. Threads that spin on, as by default for 3 ms, steal the
+# cores of a busy neighbour (docs/benchmarks.md).
+SPINS = "5000"
 READY_MADE = ("none", "accelerate", "torchrun", "environment")  # launchers that need no mapping
 
 
@@ -59,7 +63,9 @@ def prepare_environment() -> Launch:
         # For Accelerate and DDP this is the index of a device: 0 where each task sees one GPU, its own.
         gpus = len([gpu for gpu in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
         env["LOCAL_RANK"] = str(launch.local_rank % gpus if gpus else launch.local_rank)
-    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin steal the cores of a busy neighbour
+    if "OMP_WAIT_POLICY" not in env:
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+        env.setdefault("GOMP_SPINCOUNT", SPINS)
     env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: of 4 KB each, a large tensor's cost more than its sums
     if "OMP_NUM_THREADS" not in env or _only_launcher_set("OMP_NUM_THREADS", "num_cpu_threads_per_process"):
         env["OMP_NUM_THREADS"] = str(_threads(launch, env))

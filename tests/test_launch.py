@@ -197,16 +197,17 @@ def test_the_environment_is_prepared_without_torch() -> None:
         "import os, sys; from accel_train.launch import prepare_environment; prepare_environment()\n"
         "assert 'torch' not in sys.modules\n"
         "print(*(os.environ.get(name) for name in 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_PORT "
-        "OMP_NUM_THREADS OMP_WAIT_POLICY'.split()))"
+        "OMP_NUM_THREADS OMP_WAIT_POLICY GOMP_SPINCOUNT'.split()))"
     )
     for variables, expected in (
-        ({"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}, "None None None None None 5 ACTIVE"),
-        (STEP | {"OMP_NUM_THREADS": "1"}, "3 4 1 2 24711 1 PASSIVE"),
+        ({"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}, "None None None None None 5 ACTIVE None"),
+        ({"OMP_NUM_THREADS": "5", "GOMP_SPINCOUNT": "9"}, "None None None None None 5 PASSIVE 9"),
+        (STEP | {"OMP_NUM_THREADS": "1"}, "3 4 1 2 24711 1 PASSIVE 5000"),
         # set by a job script that also says the precision, with no launcher in between
-        (STEP | {"OMP_NUM_THREADS": "7", "ACCELERATE_MIXED_PRECISION": "no"}, "3 4 1 2 24711 7 PASSIVE"),
-        (STEP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}, "3 4 0 2 24711 1 PASSIVE"),
-        (STEP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "3 4 1 2 24711 1 PASSIVE"),
-        (STEP | {"OMP_NUM_THREADS": "1", "MASTER_PORT": "1234"}, "3 4 1 2 1234 1 PASSIVE"),
+        (STEP | {"OMP_NUM_THREADS": "7", "ACCELERATE_MIXED_PRECISION": "no"}, "3 4 1 2 24711 7 PASSIVE 5000"),
+        (STEP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}, "3 4 0 2 24711 1 PASSIVE 5000"),
+        (STEP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "3 4 1 2 24711 1 PASSIVE 5000"),
+        (STEP | {"OMP_NUM_THREADS": "1", "MASTER_PORT": "1234"}, "3 4 1 2 1234 1 PASSIVE 5000"),
     ):
         codes, _, text = finish(start(sys.executable, "-c", program, **variables))
         assert (codes, text.strip()) == ([0], expected)

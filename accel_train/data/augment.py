@@ -10,9 +10,7 @@ are the pairs, and a slice of even size holds both of each, whatever the number 
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from enum import IntEnum, auto
 
 import torch
@@ -21,8 +19,6 @@ from torch import Tensor
 
 from accel_train import config
 from accel_train.data.keyed import uniform, uniforms
-
-SMALL_BATCH = 1 << 20  # values: 256 coloured images of 32x32 and a little more
 
 
 class Stream(IntEnum):
@@ -89,11 +85,6 @@ class BatchTransform:
         Returns the input, float32 [b, C, size, size] in `memory_format`, and the targets: labels int64 [b] or,
         mixed, shares float32 [b, classes].
         """
-        images = batch["images"]
-        with one_thread(images.device, images.numel()):
-            return self._transformed(batch)
-
-    def _transformed(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         images, labels, keys = batch["images"], batch["labels"], batch["keys"]
         resize = self.augment.resize or self.size
         if not self.per_image and images.shape[-1] != resize:
@@ -119,12 +110,11 @@ class BatchTransform:
             return images[:, :, top : top + size, left : left + size]
 
         draws = uniforms(keys, (Stream.FLIP, Stream.TOP, Stream.LEFT))
+        tops, lefts = torch.full_like(keys, top), torch.full_like(keys, left)
         if random:
             tops, lefts = (draws[1] * (height - size + 1)).long(), (draws[2] * (width - size + 1)).long()
-            images = _windows(F.pad(images, [pad] * 4) if pad else images, tops, lefts, size)
-        else:
-            images = images[:, :, top : top + size, left : left + size]
-        return _flipped(images, draws[0] < self.augment.flip) if flips else images
+        mirrored = draws[0] < (self.augment.flip if flips else 0)
+        return _windows(images, pad, tops, lefts, mirrored, size)
 
     def _normalise(self, images: Tensor) -> Tensor:
         images = images.to(torch.float32, memory_format=self.memory_format, copy=True)
@@ -182,23 +172,6 @@ class BatchTransform:
         return (rows[:, :, None] & columns[:, None, :])[:, None]
 
 
-@contextlib.contextmanager
-def one_thread(device: torch.device, values: int) -> Iterator[None]:
-    """Batches of few values are turned by one thread of a CPU.
-
-    To wait for a second one, which a busy neighbour may keep from its core for milliseconds, costs more than it brings.
-    """
-    threads = torch.get_num_threads()
-    if threads == 1 or device.type != "cpu" or values > SMALL_BATCH:
-        yield
-        return
-    torch.set_num_threads(1)  # a fraction of a microsecond
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def beta_quantiles(alpha: float, count: int = 4097) -> Tensor:
     """Quantiles of Beta(alpha, alpha) at `count` evenly spaced probabilities from 0 to 1; float32 [count].
 
@@ -211,35 +184,35 @@ def beta_quantiles(alpha: float, count: int = 4097) -> Tensor:
     return torch.from_numpy(betaincinv(alpha, alpha, torch.linspace(0, 1, count, dtype=torch.float64).numpy())).float()
 
 
-def _windows(images: Tensor, tops: Tensor, lefts: Tensor, size: int) -> Tensor:
-    """The window of size x size of each image that begins at its `tops` and `lefts` (int64 [b]).
+def _windows(images: Tensor, pad: int, tops: Tensor, lefts: Tensor, mirrored: Tensor, size: int) -> Tensor:
+    """The window of size x size of each image, with `pad` black pixels around it, that begins at its `tops` and `lefts`
+    (int64 [b]); left and right are exchanged in it where `mirrored` (bool [b]) is true.
 
-    A row of a window is a run of bytes, and so one index_select, which copies runs, fetches all of them.
+    A row of a window is a run of bytes, and so one index_select, which copies runs, fetches all of them: from the
+    images or from the mirrored ones, which stand behind them.
     """
     channels_last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
-    planes = images.permute(0, 2, 3, 1)[:, None] if channels_last else images[..., None].contiguous()
-    batch, count, height, width, values = planes.shape
-    flat, length = planes.reshape(-1), size * values
+    planes = images.permute(0, 2, 3, 1)[:, None] if channels_last else images[..., None]
+    some = planes  # on a GPU all are mirrored: to know which ones need be, the host would wait for it
+    behind = torch.arange(len(planes), device=images.device)
+    number = torch.where(mirrored, len(planes) + behind, behind)
+    if images.device.type == "cpu":
+        some = planes.index_select(0, mirrored.nonzero()[:, 0])
+        number = torch.where(mirrored, len(planes) - 1 + mirrored.cumsum(0), behind)
+    _, count, height, width, values = planes.shape
+    height, width = height + 2 * pad, width + 2 * pad
+    padded = planes.new_zeros((len(planes) + len(some), count, height, width, values))
+    inner = padded[:, :, pad : height - pad, pad : width - pad]
+    inner[: len(planes)], inner[len(planes) :] = planes, some.flip(3)
+
+    flat, length = padded.view(-1), size * values
     runs = flat.as_strided((len(flat) - length + 1, length), (1, 1))
-    plane = torch.arange(batch * count, device=images.device).view(batch, count)
+    plane = number[:, None] * count + torch.arange(count, device=images.device)
     row = (plane * height + tops[:, None])[:, :, None] + torch.arange(size, device=images.device)
+    lefts = torch.where(mirrored, width - size - lefts, lefts)
     starts = (row * width + lefts[:, None, None]) * values
-    windows = runs.index_select(0, starts.view(-1)).view(batch, count, size, size, values)
+    windows = runs.index_select(0, starts.view(-1)).view(len(planes), count, size, size, values)
     return windows[:, 0].permute(0, 3, 1, 2) if channels_last else windows[..., 0]
-
-
-def _flipped(images: Tensor, mirrored: Tensor) -> Tensor:
-    """The images, left and right exchanged where `mirrored` (bool [b]) is true."""
-    if images.device.type != "cpu":  # to know which ones they are, the host would wait for the device
-        return torch.where(mirrored[:, None, None, None], images.flip(3), images)
-    which = mirrored.nonzero()[:, 0]
-    by_pixel = images.stride(1) == 1 and images.shape[1] > 1  # rows of pixels, as they lie in memory
-    rows = images.permute(0, 2, 3, 1) if by_pixel else images
-    turned = rows.index_select(0, which).flip(2 if by_pixel else 3)
-    # The turned ones behind the others, then all in their order: index_select copies whole images, index_copy values.
-    places = torch.where(mirrored, len(rows) - 1 + mirrored.cumsum(0), torch.arange(len(rows)))
-    rows = torch.cat([rows, turned]).index_select(0, places)
-    return rows.permute(0, 3, 1, 2) if by_pixel else rows
 
 
 def _looked_up(quantiles: Tensor, draw: Tensor) -> Tensor:

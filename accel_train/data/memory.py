@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from accel_train.data.arrays import Arrays
-from accel_train.data.augment import one_thread
 from accel_train.data.keyed import hashed, key
 from accel_train.data.order import EvaluationOrder, TrainingOrder
 from accel_train.data.splits import Source, owner
@@ -46,8 +45,7 @@ class Pixels:
 
     def at(self, places: Tensor) -> Tensor:
         """Images at `places`, on the device of the pixels: uint8 [b, C, H, W]."""
-        with one_thread(self.rows.device, len(places) * self.rows[0].numel()):
-            images = self.rows.index_select(0, places)
+        images = self.rows.index_select(0, places)
         return images.permute(0, 3, 1, 2) if self.channels_last else images
 
 
