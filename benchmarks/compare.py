@@ -24,7 +24,6 @@ from typing import Any
 import document
 import tasks
 
-from accel_train.cores import available_cores
 from accel_train.spread import ratio, spread
 from accel_train.table import print_table
 
@@ -112,10 +111,10 @@ def _script(script: str, *words: object) -> dict[str, float]:
 
 
 def _run(*words: object) -> str:
-    # Threads that sleep while they wait, for all: else a busy neighbour decides who is faster.
-    threads = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(available_cores())}
+    # As its users start it: how many threads it has, and how they wait, is its own affair.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     line = [sys.executable, *map(str, words)]
-    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | threads)
+    done = subprocess.run(line, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(line)} failed:\n{done.stderr[-2000:]}")
     return done.stdout
