@@ -55,14 +55,14 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     order = EvaluationOrder(len(source), evaluation_batch_size(config, launch.world_size))
     tuning.set_defaults(accelerator.device)
     models = {name: load_model(config.model, signature, file).to(accelerator.device) for name, file in weights.items()}
-    layout = tuning.memory_format(accelerator, next(iter(models.values())))
+    *_, layout = (tuning.lay_out(accelerator, model) for model in models.values())  # of one kind: one layout
     feed = create_feed(config, splits, source, order, accelerator, size=signature.image_size, memory_format=layout)
     if accelerator.is_main_process:
         processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)} on {accelerator.device.type}"
         print(
             f"{run}: {config.model.name} on {config.data.name} {split}, {len(source):,} images, {processes}", flush=True
         )
-    found = {name: evaluate(accelerator, model.to(memory_format=layout), feed) for name, model in models.items()}
+    found = {name: evaluate(accelerator, model, feed) for name, model in models.items()}
     accelerator.end_training()
     if not accelerator.is_main_process:
         return 0

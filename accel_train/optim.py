@@ -53,8 +53,7 @@ def create_optimizer(optim: config.Optim, model: nn.Module, *, sharded: bool = F
         devices = {parameter.device.type for parameter in model.parameters()}
         kind = get_optimizer_class(optim.name, bind_defaults=False)
         # Only Adam's kernel takes split tensors.
-        has_kernel = kind in FUSED and not (kind is torch.optim.SGD and (sharded or _fused_sgd_copies(model)))
-        if has_kernel and devices <= set(FUSED_DEVICES):
+        if kind in FUSED and devices <= set(FUSED_DEVICES) and not (sharded and kind is torch.optim.SGD):
             options["fused"] = True
         optimizer = create_optimizer_v2(
             model,
@@ -71,13 +70,6 @@ def create_optimizer(optim: config.Optim, model: nn.Module, *, sharded: bool = F
     except ValueError as error:  # a value out of the optimizer's own range
         raise UserError(f"optim: {optim.name} refuses its settings: {error}") from error
     return cast(torch.optim.Optimizer, optimizer)
-
-
-def _fused_sgd_copies(model: nn.Module) -> bool:
-    """Whether torch's fused SGD is slower than its plain loop: on a CPU it first copies each gradient that lies
-    channels last, for nothing (torch 2.15); Adam's does, too, but stays the faster."""
-    copied = [each for each in model.parameters() if each.device.type == "cpu" and not each.is_contiguous()]
-    return sum(each.numel() for each in copied) > 1 << 20  # fewer of them stay in the caches
 
 
 class PlateauScheduler(Scheduler):  # type: ignore[misc]

@@ -115,8 +115,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     synchronises = config.model.sync_batchnorm and device.type == "cuda"  # torch has it for GPUs only
     if synchronises:
         model = convert_sync_batchnorm(model)
-    layout = tuning.memory_format(accelerator, model)
-    model = model.to(memory_format=layout)
+    layout = tuning.lay_out(accelerator, model)
     ema = optim.create_ema(config.ema, model)
     optimizer = optim.create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
     schedule = optim.create_schedule(

@@ -66,8 +66,7 @@ class Workload:
         ).to(self.device)
         if config.model.sync_batchnorm and self.device.type == "cuda":
             model = convert_sync_batchnorm(model)
-        layout = tuning.memory_format(self.accelerator, model)
-        model = model.to(memory_format=layout)
+        layout = tuning.lay_out(self.accelerator, model)
         optimizer = optim.create_optimizer(config.optim, model, sharded=self.accelerator.is_fsdp2)
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # a step costs the same, and the weights stay: nothing can diverge

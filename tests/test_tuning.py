@@ -24,8 +24,10 @@ def make(name: str, size: int) -> nn.Module:
 
 def test_nets_of_convolutions_are_channels_last_and_transformers_are_not() -> None:
     accelerator = Accelerator(cpu=True)
-    assert tuning.memory_format(accelerator, make("mnist_cnn", 28)) == torch.channels_last
-    assert tuning.memory_format(accelerator, make("vit_s16_plain", 32)) == torch.contiguous_format
+    net = make("mnist_cnn", 28)
+    assert tuning.lay_out(accelerator, net) == torch.channels_last
+    assert all(weights.is_contiguous() for weights in net.parameters())  # on a CPU
+    assert tuning.lay_out(accelerator, make("vit_s16_plain", 32)) == torch.contiguous_format
 
 
 @pytest.mark.parametrize(("name", "size"), [("digits_cnn", 8), ("mnist_cnn", 28), ("alexnet_bn", 64)])
