@@ -21,9 +21,7 @@ import faulthandler
 import json
 import multiprocessing
 import os
-import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -37,6 +35,7 @@ from torch import distributed
 from accel_train.errors import UserError
 from accel_train.rendezvous import hostname, set_collective_timeout
 from accel_train.run import RunDirectory
+from accel_train.stacks import Stacks
 from accel_train.stopping import Stopping
 
 Batch = TypeVar("Batch")
@@ -70,7 +69,6 @@ class Watchdog:
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._store: Any = None
-        self._worker_stacks: Any = None
 
     def __enter__(self) -> Watchdog:
         if self.world_size > 1:
@@ -81,9 +79,7 @@ class Watchdog:
             self._store.set_timeout(timedelta(seconds=10))
             set_collective_timeout(collective_seconds(self.start_seconds))
             self._publish()  # so that one that hangs before its thread's first tick has a name, too
-        # Workers are forked later and inherit the handler, which needs no Python to run in them.
-        self._worker_stacks = tempfile.TemporaryFile()
-        faulthandler.register(signal.SIGUSR2, self._worker_stacks, all_threads=True)
+        self._stacks = Stacks()
         self._thread.start()
         return self
 
@@ -251,23 +247,8 @@ class Watchdog:
 
     def _dump(self, text: str) -> None:
         """The stacks of all threads of this process and of its data workers, into the run's folder."""
-        try:
-            (self.run.path / "hang").mkdir(exist_ok=True)
-            with (self.run.path / "hang" / f"rank-{self.rank}.txt").open("w") as file:
-                file.write(f"{text}\nrank {self.rank} on {hostname()}, process {os.getpid()}: ")
-                file.write(f"{self._doing}, after update {self._update}\n\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-                for worker in multiprocessing.active_children():
-                    if worker.pid is not None:
-                        os.kill(worker.pid, signal.SIGUSR2)
-                        time.sleep(0.2)
-                        self._worker_stacks.seek(0)
-                        file.write(f"\n\ndata worker, process {worker.pid}\n\n{self._worker_stacks.read().decode()}")
-                        self._worker_stacks.seek(0)
-                        self._worker_stacks.truncate()
-        except OSError as error:
-            print(f"accel-train: warning: no stacks can be written: {error}", file=sys.__stderr__)
+        who = f"rank {self.rank} on {hostname()}, process {os.getpid()}: {self._doing}, after update {self._update}"
+        self._stacks.write(self.run.path / "hang" / f"rank-{self.rank}.txt", f"{text}\n{who}")
 
     # And this in the main thread.
 
