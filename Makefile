@@ -23,6 +23,7 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/compare.py $(ARGS)
 	$(BIN)/python benchmarks/input.py $(ARGS)
+	$(BIN)/python benchmarks/waiting.py
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -1,0 +1,136 @@
+"""How OpenMP's threads wait for their next work, on a CPU: updates of a task's net with each way, in turns.
+
+    python benchmarks/waiting.py                  # both tasks; `make bench` does so, too
+    python benchmarks/waiting.py mnist_cnn --rounds 5
+
+Measured alone, and beside a busy neighbour: a process that keeps one core busy. The table goes into docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import document
+import tasks
+import torch
+from torch import nn
+
+from accel_train import tuning
+from accel_train.launch import SPINS
+from accel_train.spread import ratio, spread
+from accel_train.table import print_table
+
+ASLEEP = "sleep at once"
+WAYS = {  # what a thread does when it has no work, and the environment that says so
+    ASLEEP: {"OMP_WAIT_POLICY": "PASSIVE"},
+    f"accel_train: look {SPINS} times, then sleep": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS},
+    "torch by itself: look for 3 ms, then sleep": {},
+}
+UPDATES = {"mnist_cnn": 20, "cifar10_resnet18": 2}  # of a turn: half a second
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", nargs="*", help=f"of {', '.join(UPDATES)}; default: all")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--serve", choices=UPDATES, help=argparse.SUPPRESS)  # one of the processes that are compared
+    options = parser.parse_args()
+    if unknown := [task for task in options.task if task not in UPDATES]:
+        parser.error(f"no task {unknown[0]!r}: choose from {', '.join(UPDATES)}")
+    if options.serve:
+        serve(options.serve)
+        return
+    figures: dict[str, Any] = {
+        "circumstances": document.circumstances("python benchmarks/waiting.py"),
+        "rounds": options.rounds,
+    }
+    head, table = ["threads", "net", "alone: ms an update", "times", "beside a neighbour: ms", "times"], []
+    for task in options.task or UPDATES:
+        alone = measure(task, options.rounds)
+        with neighbour():
+            beside = measure(task, options.rounds)
+        for way in WAYS:
+            row = [way, task]
+            for found in (alone, beside):
+                times = ratio(found[way], found[ASLEEP])
+                row.append(f"{spread(found[way]).median * 1e3:.1f}")
+                row.append(f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})")
+            table.append(row)
+        figures[task] = {
+            name: {way: dataclasses.asdict(ratio(found[way], found[ASLEEP])) for way in WAYS}
+            for name, found in (("alone", alone), ("beside a neighbour", beside))
+        }
+    print_table(head, table)
+    if options.task:
+        return
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *table)]
+    note = f"Medians of {options.rounds} rounds; times: of the update with threads that sleep at once, with quartiles."
+    text = "\n".join([*lines, "", note, document.caption(figures["circumstances"])])
+    document.tell("waiting", document.write("waiting", text, figures))
+
+
+def measure(task: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of an update with each way, a process each, which take turns."""
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    with contextlib.ExitStack() as stack:
+        processes = {}
+        for way, environment in WAYS.items():
+            line = [sys.executable, __file__, "--serve", task]
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            processes[way] = stack.enter_context(subprocess.Popen(line, env=clean | environment, **pipes))
+        for number in range(rounds + 1):
+            for way in random.sample(list(WAYS), len(WAYS)):
+                time.sleep(0.03)  # until the last one's threads sleep
+                print(file=processes[way].stdin, flush=True)
+                seconds = float(processes[way].stdout.readline())
+                if number:  # the first round is a warm-up
+                    found[way].append(seconds)
+    return found
+
+
+def serve(task: str) -> None:
+    """For each line of standard input some updates of a bare loop; prints the seconds of one."""
+    tuning.set_defaults(torch.device("cpu"))
+    description = tasks.TASKS[task]
+    model = tasks.net(task)
+    optimizer, criterion = tasks.torch_optimizer(task, model), nn.CrossEntropyLoss()
+    images = torch.randn(description.batch_size, description.channels, description.size, description.size)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(10, (description.batch_size,))
+
+    def update() -> None:
+        optimizer.zero_grad()
+        criterion(model(images), labels).backward()
+        optimizer.step()
+
+    for _ in sys.stdin:
+        update()
+        start = time.perf_counter()
+        for _ in range(UPDATES[task]):
+            update()
+        print((time.perf_counter() - start) / UPDATES[task], flush=True)
+
+
+@contextlib.contextmanager
+def neighbour() -> Iterator[None]:
+    """A process that keeps one core busy meanwhile."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()
