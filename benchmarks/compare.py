@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -111,10 +110,8 @@ def _script(script: str, *words: object) -> dict[str, float]:
 
 
 def _run(*words: object) -> str:
-    # As its users start it: how many threads it has, and how they wait, is its own affair.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     line = [sys.executable, *map(str, words)]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment)
+    done = subprocess.run(line, capture_output=True, text=True, env=tasks.environment())
     if done.returncode:
         raise SystemExit(f"{' '.join(line)} failed:\n{done.stderr[-2000:]}")
     return done.stdout

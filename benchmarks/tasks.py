@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,11 @@ def torch_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def best_device() -> torch.device:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found or torch.device("cpu")
+
+
+def environment() -> dict[str, str]:
+    """As users start a program: how many threads it has, and how they wait, is its own affair."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import random
 import subprocess
 import sys
@@ -81,13 +80,12 @@ def main() -> None:
 def measure(task: str, rounds: int) -> dict[str, list[float]]:
     """Seconds of an update with each way, a process each, which take turns."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     with contextlib.ExitStack() as stack:
         processes = {}
         for way, environment in WAYS.items():
             line = [sys.executable, __file__, "--serve", task]
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            processes[way] = stack.enter_context(subprocess.Popen(line, env=clean | environment, **pipes))
+            processes[way] = stack.enter_context(subprocess.Popen(line, env=tasks.environment() | environment, **pipes))
         for number in range(rounds + 1):
             for way in random.sample(list(WAYS), len(WAYS)):
                 time.sleep(0.03)  # until the last one's threads sleep
