@@ -38,37 +38,50 @@ class Count:
 class Meter:
     """Sums this process's losses and hits on the device; `read` adds up all processes' and starts anew.
 
-    An update's micro-batches count once it is done: `keep` them, or `drop` them if the update is left out.
+    An update's micro-batches count once it is done: `keep` them, or `drop` them if the update is left out. What is kept
+    is summed for many micro-batches at once: a dozen small operations of each would take longer than they have work.
     """
+
+    AT_ONCE = 64  # micro-batches
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._losses = torch.zeros((), device=accelerator.device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=accelerator.device)  # hits, samples
-        self._update: list[tuple[Tensor, Tensor]] = []  # the same of each micro-batch of the update under way
+        # Predictions, labels, losses and weights [b] of each micro-batch: of the update under way, and of those done.
+        self._update: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     @torch.no_grad()
     def add(self, logits: Tensor, targets: Tensor, weighted_losses: Tensor, weights: Tensor) -> None:
         """`logits` [b, classes]; `targets` labels int64 [b] or shares [b, classes], of which the largest counts as
         the label; `weighted_losses` float32 [b], already times `weights`; `weights` float32 [b], 0 for padding."""
         labels = targets if targets.ndim == 1 else targets.argmax(1)
-        real = weights > 0
-        hits = ((logits.argmax(1) == labels) & real).sum()
-        self._update.append((weighted_losses.sum(), torch.stack([hits, real.sum()])))
+        self._update.append((logits.argmax(1), labels, weighted_losses, weights))
 
     def keep(self) -> None:
         """The update is done: its micro-batches count."""
-        for losses, counts in self._update:
-            self._losses += losses
-            self._counts += counts
+        self._kept += self._update
         self._update.clear()
+        if len(self._kept) >= self.AT_ONCE:
+            self._sum()
 
     def drop(self) -> None:
         """The update is left out: its micro-batches do not count."""
         self._update.clear()
 
+    def _sum(self) -> None:
+        if not self._kept:
+            return
+        predictions, labels, losses, weights = (torch.cat(values) for values in zip(*self._kept, strict=True))
+        self._kept.clear()
+        real = weights > 0
+        self._losses += losses.sum()
+        self._counts += torch.stack([((predictions == labels) & real).sum(), real.sum()])
+
     def read(self) -> Count:
         """The sums since the last `read`, over all processes (which must all call it). Waits for the device."""
+        self._sum()
         losses, counts = self.accelerator.reduce([self._losses, self._counts], reduction="sum")
         count = Count(losses.item(), *counts.tolist())
         self._losses.zero_()

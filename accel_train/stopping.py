@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from accel_train import signals
 
@@ -93,14 +92,15 @@ class Stopping:
         """Call at each update's end, on every process. Returns (stop, save) as all processes wanted them when the
         update before ended; without other processes, as wanted now."""
         self._look_around()
-        mine = torch.tensor([int(bool(self.reason)), self.saves_asked])
         if self._group is None:
-            return self._decide(mine)
+            return self._decide(bool(self.reason), self.saves_asked)
+        mine = torch.tensor([int(bool(self.reason)), self.saves_asked])
         if self._reduction is not None:
             self._reduction.wait()
         wishes, self._wishes = self._wishes, mine
         self._reduction = dist.all_reduce(self._wishes, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return self._decide(wishes)
+        stop, saves = wishes.tolist()
+        return self._decide(bool(stop), saves)
 
     def heeded(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches of an evaluation, as many on each process; raises StopAskedError once all agree to stop.
@@ -118,11 +118,10 @@ class Stopping:
         """A checkpoint was made: the clock for the next begins."""
         self.last_save = time.monotonic()
 
-    def _decide(self, wishes: Tensor) -> tuple[bool, bool]:
-        stop, saves = wishes.tolist()
+    def _decide(self, stop: bool, saves: int) -> tuple[bool, bool]:
         save = saves > self.saves_done or self._owes_save
         self.saves_done, self._owes_save = max(saves, self.saves_done), False
-        return bool(stop), save
+        return stop, save
 
     def _look_around(self) -> None:
         """What only the main process sees: the clock, and files laid into the run's folder."""

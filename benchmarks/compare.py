@@ -1,11 +1,12 @@
 """The trainer beside others that do the same work: measured in turns, in one table.
 
-    python benchmarks/compare.py --data-root ~/data      # `make bench` adds benchmarks/scaling.py
+    python benchmarks/compare.py --data-root ~/data      # `make bench` does so, too
     python benchmarks/compare.py --quick                 # to see that all runs; writes nothing
 
-Each round starts every contestant once, in a process of its own, and leaves its first updates out. Which of 0 and 2
-workers is better for the others is found in the first round. Without --data-root the images are synthetic ones of the
-same shapes. The table goes into docs/benchmarks.md, the figures into docs/benchmarks.json, the plot beside them.
+Every contestant is a process of its own, started as its users start it. Round by round each goes on for half a second
+while the others stand still (turns.py); ratios are taken within a round. Which of 0 and 2 workers is better for the
+others is found first. Without --data-root the images are synthetic ones of the same shapes. The table goes into
+docs/benchmarks.md, the figures into docs/benchmarks.json, the plot beside them.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
-import subprocess
-import sys
-import tempfile
+import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import document
 import tasks
+import turns
 
 from accel_train.spread import ratio, spread
 from accel_train.table import print_table
 
 HERE = Path(__file__).parent
-OTHERS = {"tutorial": "tutorial.py", "timm": "timm_loader.py", "Lightning": "lightning_script.py"}
+SECOND_PASS = "tutorial's second pass"
+OTHERS = {  # each with 0 and 2 workers
+    "tutorial": ["tutorial.py"],
+    SECOND_PASS: ["tutorial.py", "--second-pass"],
+    "timm": ["timm_loader.py"],
+    "Lightning": ["lightning_script.py"],
+}
 NAMES = {  # in the order of the table
     "limit": "limit: a bare loop on tensors in memory",
     "trainer": "accel_train, all on",
@@ -35,24 +42,23 @@ NAMES = {  # in the order of the table
     "tutorial, second pass": "tutorial script, second pass included",
     "timm": "timm's loader and loop",
     "Lightning": "Lightning",
-    "input": "(accel_train's input alone)",
 }
+TRIALS = 5  # rounds that choose the number of workers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, help="folder of MNIST and CIFAR10, as torchvision has them")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round of few updates; nothing is written")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--quick", action="store_true", help="two rounds of few updates; nothing is written")
     options = parser.parse_args()
-    rounds = 1 if options.quick else options.rounds
     command = "python benchmarks/compare.py" + " --data-root DIR" * bool(options.data_root)
+    rounds = 2 if options.quick else options.rounds
     figures: dict[str, Any] = {"circumstances": document.circumstances(command), "rounds": rounds}
     measured = {}
     for name, task in tasks.TASKS.items():
         root = task.root(options.data_root)
-        updates, warm_up = (8, 2) if options.quick else (task.updates, task.warm_up)
-        measured[name] = _measure(name, task, root, rounds, updates, warm_up)
+        measured[name] = _measure(name, task, root, rounds, 2 if options.quick else tasks.turn(task))
         measured[name]["data"] = "synthetic" if root is None else "real"
     figures["tasks"] = measured
     show(measured)
@@ -62,59 +68,65 @@ def main() -> None:
     document.tell("compare", document.write("compare", markdown(figures), figures))
 
 
-def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, updates: int, warm_up: int) -> dict[str, Any]:
+def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, updates: int) -> dict[str, Any]:
     """Rates of all contestants, and the trainer's ratio to each, with their spreads."""
-    others = {other: script for other, script in OTHERS.items() if other != "Lightning" or _has_lightning()}
-    workers = {other: [0, 2] for other in others}
+    starts: dict[str, Callable[[Path], turns.Contestant]] = {
+        "limit": partial(_script, ["limit.py"], name, task, root, updates),
+        "trainer": partial(_trainer, name, task, root, updates),
+    }
+    others = [other for other in OTHERS if other != "Lightning" or _has_lightning()]
+    for other in others:
+        for workers in (0, 2):
+            words = [*OTHERS[other], "--workers", workers]
+            starts[f"{other} {workers}"] = partial(_script, words, name, task, root, updates)
     rates: dict[str, list[float]] = {}
-    for number in range(rounds):
-        found = _bench(name, task, root, updates)
-        for other, script in others.items():
-            options = ["--updates", updates, "--warm-up", warm_up, *(["--data-root", root] if root else [])]
-            tried = {count: _script(script, name, *options, "--workers", count) for count in workers[other]}
-            best = max(tried, key=lambda count: tried[count]["images_per_second"])
-            workers[other] = [best]
-            found[other] = tried[best]["images_per_second"]
-            if "with_second_pass" in tried[best]:
-                found[f"{other}, second pass"] = tried[best]["with_second_pass"]
-        for contestant, rate in found.items():
-            rates.setdefault(contestant, []).append(rate)
-        shown = ", ".join(f"{contestant} {rate:,.0f}" for contestant, rate in found.items())
-        print(f"{name}, round {number + 1} of {rounds}: {shown}", flush=True)
+    with turns.contest(starts) as contestants:
+        trials = list(turns.rounds(contestants, TRIALS))
+        workers_of = {}
+        for other in others:
+            median = {workers: statistics.median(trial[f"{other} {workers}"] for trial in trials) for workers in (0, 2)}
+            best = workers_of[other] = max(median, key=lambda workers: median[workers])
+            contestants[other] = contestants.pop(f"{other} {best}")
+            contestants.pop(f"{other} {2 - best}").end()
+        for number, found in enumerate(turns.rounds(contestants, rounds), 1):
+            found["tutorial, second pass"] = 1 / (1 / found["tutorial"] + 1 / found.pop(SECOND_PASS))
+            for contestant, rate in found.items():
+                rates.setdefault(contestant, []).append(rate)
+            shown = ", ".join(f"{contestant} {rate:,.0f}" for contestant, rate in found.items())
+            print(f"{name}, round {number} of {rounds}: {shown}", flush=True)
     return {
         "batch_size": task.batch_size,
         "updates": updates,
-        "workers": {other: counts[0] for other, counts in workers.items()},
+        "workers": workers_of,
         "images_per_second": {key: dataclasses.asdict(spread(rates[key])) for key in NAMES if key in rates},
         "trainer divided by": {
             key: dataclasses.asdict(ratio(rates["trainer"], rates[key]))
             for key in NAMES
-            if key in rates and key not in ("trainer", "input")
+            if key in rates and key != "trainer"
         },
     }
 
 
-def _bench(name: str, task: tasks.Task, root: Path | None, updates: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "bench.json"
-        data = ["--data.root", root] if root else ["--synthetic"]
-        words = ["--batch-size", task.batch_size, "--rounds", 1, "--updates", updates, "--output", output]
-        _run("-m", "accel_train", "bench", name, *words, *data)
-        rates = json.loads(output.read_text())["images_per_second"]
-    return {key: rates[key]["median"] for key in ("limit", "input", "trainer")}
+def _script(
+    words: list[object], name: str, task: tasks.Task, root: Path | None, updates: int, folder: Path
+) -> turns.Contestant:
+    script, *options = words
+    data = ["--data-root", root] if root else []
+    line = [HERE / str(script), name, *options, "--every", updates, *data]
+    return turns.Contestant(line, folder / "log", updates=updates, images=task.batch_size)
 
 
-def _script(script: str, *words: object) -> dict[str, float]:
-    found: dict[str, float] = json.loads(_run(HERE / script, *words).splitlines()[-1])
-    return found
+def _trainer(name: str, task: tasks.Task, root: Path | None, updates: int, folder: Path) -> turns.Contestant:
+    """`accel-train train` with the recipe, but that it logs at the end of each turn, and evaluates at none.
 
-
-def _run(*words: object) -> str:
-    line = [sys.executable, *map(str, words)]
-    done = subprocess.run(line, capture_output=True, text=True, env=tasks.environment())
-    if done.returncode:
-        raise SystemExit(f"{' '.join(line)} failed:\n{done.stderr[-2000:]}")
-    return done.stdout
+    Evaluations are no part of a speed, and the others have none.
+    """
+    run = folder / "run"
+    words = ["--epochs", 10_000, "--log-every-updates", updates, "--eval-every-epochs", 10_000]
+    line = ["-m", "accel_train", "train", name, "--output-dir", run, *task.words(root), *words]
+    return turns.Contestant(
+        line, folder / "log", updates=updates, images=task.batch_size, progress=run / "metrics.jsonl"
+    )
 
 
 def _has_lightning() -> bool:
@@ -169,7 +181,7 @@ def plot(measured: dict[str, Any], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(measured), figsize=(5 * len(measured), 3.2), layout="constrained")
     for axis, (name, found) in zip(axes, measured.items(), strict=True):
-        rates = {key: rate for key, rate in found["images_per_second"].items() if key not in ("limit", "input")}
+        rates = {key: rate for key, rate in found["images_per_second"].items() if key != "limit"}
         limit = found["images_per_second"]["limit"]["median"]
         shares = [rate["median"] / limit for rate in rates.values()]
         below = [(rate["median"] - rate["low"]) / limit for rate in rates.values()]

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accel_train.clock import Clock
-
 try:
     import lightning
 except ImportError:
@@ -40,24 +38,17 @@ class Classifier(lightning.LightningModule):
         return tasks.torch_optimizer(self.name, self)
 
 
-class Stopwatch(lightning.Callback):
-    def __init__(self, warm_up: int, last: int) -> None:
-        self.warm_up, self.last = warm_up, last
-        self.clock = Clock(tasks.best_device())
-        self.seconds = 0.0
+class Report(lightning.Callback):
+    def __init__(self, progress: tasks.Progress) -> None:
+        self.progress = progress
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.warm_up:
-            self.clock.start()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.last:
-            self.seconds = self.clock.stop()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.progress.advance()
 
 
 def main() -> None:
     options, task = tasks.parse(tasks.arguments(__doc__ or ""))
-    stopwatch = Stopwatch(options.warm_up, options.warm_up + options.updates)
+    report = Report(tasks.Progress(task, options.every))
     loader = DataLoader(
         task.dataset(options.data_root, task.transform()),
         task.batch_size,
@@ -66,9 +57,10 @@ def main() -> None:
         persistent_workers=options.workers > 0,
     )
     with tempfile.TemporaryDirectory() as folder:
-        trainer = lightning.Trainer(max_steps=stopwatch.last, devices=1, default_root_dir=folder, callbacks=[stopwatch])
+        trainer = lightning.Trainer(
+            max_epochs=-1, max_steps=options.updates or -1, devices=1, default_root_dir=folder, callbacks=[report]
+        )
         trainer.fit(Classifier(options.task), loader)
-    tasks.tell(images_per_second=options.updates * task.batch_size / stopwatch.seconds)
 
 
 if __name__ == "__main__":

@@ -5,29 +5,31 @@ with the same batch for each (weak scaling).
     python benchmarks/scaling.py cifar10_resnet18_sota --processes 1 2 4 8 --batch-size 1024 \\
         --config-file accelerate_configs/multi_gpu.yaml
 
-Each point is the trainer's speed as `accel-train bench` finds it under accelerate's launcher, in turns. The table goes
-into docs/benchmarks.md, the figures into docs/benchmarks.json, the plot beside them.
+Each point is `accel-train train` under accelerate's launcher. They take turns: the processes of one go on for about a
+second, those of all others stand still (turns.py). The table goes into docs/benchmarks.md, the figures into
+docs/benchmarks.json, the plot beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import document
+import turns
 
+from accel_train.bench import with_synthetic_data
+from accel_train.options import parse
 from accel_train.scaling import Point, plot, speed_ups
 from accel_train.spread import spread
 from accel_train.table import print_table
 
+WARM_UP = 3  # rounds
 STRONG, WEAK = "fixed global batch", "fixed batch a process"
 CPU = document.ROOT / "accelerate_configs" / "multi_cpu.yaml"
 
@@ -39,23 +41,29 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--config-file", type=Path, default=CPU, help="of accelerate")
     parser.add_argument("--data-root", type=Path, help="folder of the data; default: synthetic images")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--updates", type=int, default=80)
-    parser.add_argument("--quick", action="store_true", help="one round of few updates; nothing is written")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--updates", type=int, default=5, help="of a turn: about a second of them")
+    parser.add_argument("--quick", action="store_true", help="two rounds of few updates; nothing is written")
     options = parser.parse_args()
-    rounds, updates = (1, 8) if options.quick else (options.rounds, options.updates)
+    rounds, updates = (2, 2) if options.quick else (options.rounds, options.updates)
 
     fewest = min(options.processes)
-    rates: dict[str, dict[int, list[float]]] = {mode: {} for mode in (STRONG, WEAK)}
-    for number in range(rounds):
-        for processes in sorted(options.processes):
-            for mode, of_each in rates.items():
-                if mode == WEAK and processes == fewest:  # the same work
-                    of_each.setdefault(processes, []).append(rates[STRONG][processes][-1])
-                    continue
-                batch_size = options.batch_size * (processes if mode == WEAK else fewest) // fewest
-                of_each.setdefault(processes, []).append(_rate(options, processes, batch_size, updates))
-        print(f"round {number + 1} of {rounds} is done", flush=True)
+    points = {}  # mode and processes: where both modes have the same work, one is enough
+    for processes in sorted(options.processes):
+        points[STRONG, processes] = options.batch_size
+        if processes > fewest:
+            points[WEAK, processes] = options.batch_size * processes // fewest
+    starts: dict[str, Callable[[Path], turns.Contestant]] = {
+        f"{mode}, {processes}": partial(_trainer, options, processes, batch_size, updates)
+        for (mode, processes), batch_size in points.items()
+    }
+    with turns.contest(starts) as contestants:
+        list(turns.rounds(contestants, WARM_UP))
+        measured = list(turns.rounds(contestants, rounds))
+    rates: dict[str, dict[int, list[float]]] = {STRONG: {}, WEAK: {}}
+    for mode, processes in points:
+        rates[mode][processes] = [found[f"{mode}, {processes}"] for found in measured]
+    rates[WEAK] = {fewest: rates[STRONG][fewest], **rates[WEAK]}
 
     curves = {
         mode: speed_ups({processes: statistics.median(found) for processes, found in of_each.items()})
@@ -95,21 +103,23 @@ def table(curves: dict[str, list[Point]]) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def _rate(options: argparse.Namespace, processes: int, batch_size: int, updates: int) -> float:
-    """The trainer's images a second, of all processes together."""
+def _trainer(
+    options: argparse.Namespace, processes: int, batch_size: int, updates: int, folder: Path
+) -> turns.Contestant:
+    """The recipe, but that it logs at the end of each turn, and evaluates and saves at none."""
+    if options.data_root:
+        data: list[object] = ["--data.root", options.data_root]
+    else:
+        found = with_synthetic_data(parse([options.recipe])).data
+        data = ["--data.name", found.name, "--data.image-size", found.image_size, "--data.channels", found.channels]
+        data += ["--data.classes", found.classes, "--data.train-images", found.train_images]
     launcher = ["-m", "accelerate.commands.launch", "--config_file", options.config_file, "--num_processes", processes]
     start = [*launcher, "-m", "accel_train"] if processes > 1 else ["-m", "accel_train"]
-    data = ["--data.root", options.data_root] if options.data_root else ["--synthetic"]
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "bench.json"
-        words = ["--batch-size", batch_size, "--rounds", 1, "--updates", updates, "--output", output, *data]
-        line = [sys.executable, *map(str, [*start, "bench", options.recipe, *words])]
-        done = subprocess.run(line, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(line)} failed:\n{done.stderr[-2000:]}")
-        rate: float = json.loads(output.read_text())["images_per_second"]["trainer"]["median"]
-    return rate
+    run = folder / "run"
+    words = ["--output-dir", run, "--batch-size", batch_size, "--epochs", 10_000, "--log-every-updates", updates]
+    words += ["--eval-every-epochs", 10_000, "--checkpoint.every-epochs", 10_000]
+    line = [*start, "train", options.recipe, *words, *data]
+    return turns.Contestant(line, folder / "log", updates=updates, images=batch_size, progress=run / "metrics.jsonl")
 
 
 if __name__ == "__main__":

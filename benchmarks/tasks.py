@@ -1,9 +1,9 @@
 """The work that is measured, as tutorials write it down: two tasks with data, net and optimizer.
 
-Every script here takes the same options and prints one line of JSON, {"images_per_second": …}:
+Every script here takes the same options and prints a line of JSON every so many updates, until it is stopped:
 
     python benchmarks/tutorial.py mnist_cnn --data-root ~/data
-    python benchmarks/tutorial.py cifar10_resnet18 --workers 2 --updates 16 --warm-up 4
+    python benchmarks/tutorial.py cifar10_resnet18 --workers 2 --every 4 --updates 16
 
 Without --data-root the images are synthetic ones of the same shapes; each becomes a PIL image when it is asked for, as
 in torchvision's own MNIST and CIFAR10.
@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from torchvision import transforms
 
+from accel_train.clock import Clock
 from accel_train.config import Data
 from accel_train.data.synthetic import synthetic
 
@@ -34,9 +35,8 @@ class Task:
     """What a recipe of accel_train learns, for scripts that do not know it."""
 
     batch_size: int
-    updates: int
-    """That are measured: some seconds of them."""
-    warm_up: int
+    every: tuple[int, int]
+    """So many updates are a turn: half a second of them on two CPU cores, and on a GPU."""
     kind: Any
     """The class in torchvision.datasets."""
     channels: int
@@ -56,6 +56,14 @@ class Task:
             return None
         return folder
 
+    def words(self, root: Path | None) -> list[str]:
+        """Options that give accel_train's recipe the same data and batch."""
+        data: list[object] = ["--data.root", root]
+        if root is None:
+            data = ["--data.name", "synthetic", "--data.channels", self.channels, "--data.image-size", self.size]
+            data += ["--data.train-images", self.images]
+        return [str(word) for word in ("--batch-size", self.batch_size, *data)]
+
     def dataset(self, root: Path | None, transform: Any) -> Dataset[Any]:
         if root is None:
             return Drawn(self, transform)
@@ -63,9 +71,9 @@ class Task:
 
 
 TASKS = {
-    "mnist_cnn": Task(64, 300, 50, torchvision.datasets.MNIST, 1, 28, 60_000, (0.1307,), (0.3081,)),
+    "mnist_cnn": Task(64, (10, 500), torchvision.datasets.MNIST, 1, 28, 60_000, (0.1307,), (0.3081,)),
     "cifar10_resnet18": Task(
-        256, 16, 4, torchvision.datasets.CIFAR10, 3, 32, 50_000, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+        256, (2, 50), torchvision.datasets.CIFAR10, 3, 32, 50_000, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     ),
 }
 
@@ -125,23 +133,39 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
 
 
+def turn(task: Task) -> int:
+    """The updates of a turn on this machine."""
+    return task.every[best_device().type != "cpu"]
+
+
 def arguments(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--data-root", type=Path, help="folder of torchvision's data set; default: synthetic images")
     parser.add_argument("--workers", type=int, default=0, help="worker processes that load images (default: 0)")
-    parser.add_argument("--updates", type=int, help="updates that are measured")
-    parser.add_argument("--warm-up", type=int, help="updates before them")
+    parser.add_argument("--every", type=int, help="updates between two lines (default: half a second of them)")
+    parser.add_argument("--updates", type=int, help="updates before the end (default: it goes on until it is stopped)")
     return parser
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Task]:
     found = parser.parse_args()
     task = TASKS[found.task]
-    found.updates = found.updates or task.updates
-    found.warm_up = task.warm_up if found.warm_up is None else found.warm_up
+    found.every = found.every or turn(task)
     return found, task
 
 
-def tell(**figures: float) -> None:
-    print(json.dumps(figures), flush=True)
+class Progress:
+    """A line of JSON for each `every` updates: {"update": how many, "images_per_second": since the last line}."""
+
+    def __init__(self, task: Task, every: int) -> None:
+        self.images, self.every, self.update = every * task.batch_size, every, 0
+        self.clock = Clock(best_device())
+        self.clock.start()
+
+    def advance(self, updates: int = 1) -> None:
+        self.update += updates
+        if self.update % self.every == 0:
+            rate = self.images / self.clock.stop()
+            print(json.dumps({"update": self.update, "images_per_second": round(rate, 1)}), flush=True)
+            self.clock.start()

@@ -14,8 +14,6 @@ from timm.optim import create_optimizer_v2
 from timm.utils import AverageMeter
 from torch import nn
 
-from accel_train.clock import Clock
-
 
 def main() -> None:
     options, task = tasks.parse(tasks.arguments(__doc__ or ""))
@@ -38,18 +36,16 @@ def main() -> None:
     else:
         optimizer = create_optimizer_v2(model, opt="momentum", lr=1e-3, momentum=0.9)
     criterion = nn.CrossEntropyLoss()
-    clock, last, losses = Clock(device), options.warm_up + options.updates, AverageMeter()
+    progress, losses = tasks.Progress(task, options.every), AverageMeter()
     model.train()
     epochs = chain.from_iterable(repeat(loader))
-    for number, (images, labels) in enumerate(islice(epochs, last)):
-        if number == options.warm_up:
-            clock.start()
+    for images, labels in islice(epochs, options.updates):
         loss = criterion(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.update(loss.item(), images.size(0))
-    tasks.tell(images_per_second=options.updates * task.batch_size / clock.stop())
+        progress.advance()
 
 
 if __name__ == "__main__":

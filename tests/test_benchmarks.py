@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import helpers
+import psutil
 import pytest
 
 BENCHMARKS = helpers.ROOT / "benchmarks"
@@ -20,6 +24,14 @@ def document(monkeypatch: pytest.MonkeyPatch) -> Any:
     import document
 
     return document
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import turns
+
+    return turns
 
 
 def figures(median: float, low: float, high: float) -> dict[str, Any]:
@@ -69,16 +81,62 @@ def test_a_quick_run_prints_its_table_and_writes_nothing(script: str) -> None:
     assert state() == before
 
 
-@pytest.mark.parametrize("script", ["tutorial.py", "timm_loader.py", "lightning_script.py"])
-def test_each_of_the_others_runs(script: str) -> None:
-    if script == "lightning_script.py":
+@pytest.mark.parametrize(
+    "script",
+    [("tutorial.py",), ("tutorial.py", "--second-pass"), ("timm_loader.py",), ("lightning_script.py",), ("limit.py",)],
+)
+def test_each_contestant_tells_how_far_it_is(script: tuple[str, ...]) -> None:
+    if script[0] == "lightning_script.py":
         pytest.importorskip("lightning")
-    words = ["mnist_cnn", "--updates", "2", "--warm-up", "1"]
+    words = ["mnist_cnn", *script[1:], "--updates", "4", "--every", "2"]
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *words],
+        [sys.executable, str(BENCHMARKS / script[0]), *words],
         env=helpers.environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["images_per_second"] > 0
-    assert found.get("with_second_pass", 0) < found["images_per_second"]  # more work for as many images
+    lines = [json.loads(found) for found in re.findall(r'\{"update".*\}', done.stdout)]
+    assert [line["update"] for line in lines] == [2, 4]
+    assert all(line["images_per_second"] > 0 for line in lines)
+
+
+COUNTER = """
+import json, subprocess, sys, time
+if len(sys.argv) > 1:  # a process that it starts, as data workers are
+    while True:
+        print(json.dumps({"worker": True}), flush=True)
+        time.sleep(0.01)
+subprocess.Popen([sys.executable, __file__, "worker"])
+for number in range(1, 10**6):
+    time.sleep(0.01)
+    print(json.dumps({"update": number}), flush=True)
+    if number == int(open("last").read()):
+        sys.exit("no more")
+"""
+
+
+def test_who_has_no_turn_stands_still_and_so_do_its_processes(tmp_path: Path, turns: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "counter.py").write_text(COUNTER)
+    (tmp_path / "last").write_text("26")
+    starts = {
+        name: lambda folder: turns.Contestant([tmp_path / "counter.py"], folder / "log", updates=5, images=4)
+        for name in ("a", "b")
+    }
+    with turns.contest(starts) as contestants:
+        found = list(turns.rounds(contestants, 3))
+        assert all(rate > 0 for each in found for rate in each.values())
+        a, b = contestants["a"], contestants["b"]
+        assert a.goal == b.goal == 20  # a first turn to warm up, and three
+        before = a.log.read_bytes()
+        b.turn()
+        time.sleep(0.1)
+        assert a.log.read_bytes() == before
+        family = [*a.family, *b.family]
+        assert len(family) == 4
+        a.turn()
+        with pytest.raises(SystemExit, match=r"has ended(.|\n)*no more"):
+            a.turn()
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.wait(10)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)

@@ -1,4 +1,4 @@
-"""Batches of a set that lies in memory as uint8, the host's or the device's: one index_select each, no workers."""
+"""Batches of a set that lies in memory as uint8, the host's or the device's: by index_select, without workers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from accel_train.data.order import EvaluationOrder, TrainingOrder
 from accel_train.data.splits import Source, owner
 
 AT_ONCE = 1024  # images that are fetched at a time when a set is laid out
+FETCHED_BYTES = 1 << 20  # of images that are fetched at a time when batches are made: many batches of small images
 
 
 class Pixels:
@@ -88,9 +89,12 @@ class MemoryLoader:
             }
             columns = {name: self._sent(values, self.device) for name, values in columns.items()}
             places = self._sent(self.pixels.places(ids), self.pixels.rows.device)
-            for at in range(0, len(ids), share):
-                images = self._sent(self.pixels.at(places[at : at + share]), self.device)
-                yield {"images": images, **{name: values[at : at + share] for name, values in columns.items()}}
+            some = max(1, FETCHED_BYTES // (share * self.pixels.rows[0].numel())) * share
+            for start in range(0, len(ids), some):
+                images = self._sent(self.pixels.at(places[start : start + some]), self.device)
+                for at in range(0, len(images), share):
+                    batch = {name: values[start + at : start + at + share] for name, values in columns.items()}
+                    yield {"images": images[at : at + share], **batch}
 
     @staticmethod
     def _sent(values: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,31 @@
+"""The limit of the device: a bare loop of the recipe's forward, backward and step on tensors that already lie there.
+
+python benchmarks/limit.py mnist_cnn
+"""
+
+from __future__ import annotations
+
+from accel_train.launch import prepare_environment
+
+LAUNCH = prepare_environment()  # before torch is imported, which reads some of it
+
+import tasks  # noqa: E402
+
+from accel_train.data.sources import load_splits  # noqa: E402
+from accel_train.options import parse  # noqa: E402
+from accel_train.workload import Workload  # noqa: E402
+
+
+def main() -> None:
+    options, task = tasks.parse(tasks.arguments(__doc__ or ""))
+    config = parse([options.task, *task.words(options.data_root)])
+    workload = Workload(config, LAUNCH, load_splits(config.data, config.seed))
+    progress, done = tasks.Progress(task, options.every), 0
+    while options.updates is None or done < options.updates:
+        workload.bare_seconds(options.every, warm_up=0)
+        progress.advance(options.every)
+        done += options.every
+
+
+if __name__ == "__main__":
+    main()
