@@ -49,7 +49,8 @@ def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
 
     Channels last for nets of convolutions; a transformer has only the one that cuts its patches. FSDP shards
     contiguous weights only. On a CPU oneDNN brings weights into blocks of its own in any case, and the optimizers'
-    fused kernels copy gradients that are not contiguous: there only images are channels last.
+    fused kernels copy gradients that are not contiguous: there only images are channels last. Kernels of 1x1 or with
+    one channel lie the same way in both; their gradients come with the strides of channels last, which DDP compares.
     """
     convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
     if (
@@ -59,6 +60,9 @@ def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
     ):
         if accelerator.device.type != "cpu":
             model.to(memory_format=torch.channels_last)
+        for weight in model.parameters():
+            if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
+                weight.data = weight.data.to(memory_format=torch.channels_last)  # the strides; nothing is moved
         return torch.channels_last
     return torch.contiguous_format
 

@@ -30,6 +30,17 @@ def test_nets_of_convolutions_are_channels_last_and_transformers_are_not() -> No
     assert tuning.lay_out(accelerator, make("vit_s16_plain", 32)) == torch.contiguous_format
 
 
+@pytest.mark.parametrize(("name", "size", "batch"), [("mnist_cnn", 28, 128), ("torchvision/resnet18", 32, 4)])
+def test_gradients_lie_as_their_weights_do(name: str, size: int, batch: int) -> None:
+    """Else DDP warns of each, and copies it, and so do fused optimizers."""
+    net = make(name, size)
+    layout = tuning.lay_out(Accelerator(cpu=True), net)
+    net(torch.rand(batch, 1, size, size).to(memory_format=layout, copy=True)).sum().backward()  # as augment.py does
+    for weight in net.parameters():
+        assert weight.grad is not None
+        assert weight.grad.stride() == weight.stride(), weight.shape
+
+
 @pytest.mark.parametrize(("name", "size"), [("digits_cnn", 8), ("mnist_cnn", 28), ("alexnet_bn", 64)])
 def test_the_memory_format_changes_no_result(name: str, size: int) -> None:
     plain, last = make(name, size).eval(), make(name, size).eval().to(memory_format=torch.channels_last)
