@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import tasks
@@ -27,18 +28,26 @@ class Contestant:
     """A program that tells in a file how far it is: in JSON lines, with "update": their number. It stands still now.
 
     words: of python's command line; log: where its output goes; progress: the file (its output, if None);
-    updates: of a turn; images: of an update.
+    updates: of a turn; images: of an update; variables: of its environment.
     """
 
     def __init__(
-        self, words: Sequence[object], log: Path, *, updates: int, images: int, progress: Path | None = None
+        self,
+        words: Sequence[object],
+        log: Path,
+        *,
+        updates: int,
+        images: int,
+        progress: Path | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.line = [sys.executable, *map(str, words)]
         self.log, self.progress, self.updates, self.images = log, progress or log, updates, images
         self.goal = 0
+        environment = {**tasks.environment(), **variables}
         with log.open("wb") as output:
             self.process = psutil.Popen(
-                self.line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=tasks.environment()
+                self.line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
             )
         self.family: list[psutil.Process] = [self.process]
         self.turn()  # until it has started and is warm

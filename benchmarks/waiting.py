@@ -11,16 +11,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 import document
 import tasks
 import torch
+import turns
 from torch import nn
 
 from accel_train import tuning
@@ -41,13 +42,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", nargs="*", help=f"of {', '.join(UPDATES)}; default: all")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--serve", choices=UPDATES, help=argparse.SUPPRESS)  # one of the processes that are compared
+    parser.add_argument("--loop", choices=UPDATES, help=argparse.SUPPRESS)  # one of the processes that are compared
     options = parser.parse_args()
     if unknown := [task for task in options.task if task not in UPDATES]:
         parser.error(f"no task {unknown[0]!r}: choose from {', '.join(UPDATES)}")
-    if options.serve:
-        serve(options.serve)
-        return
+    if options.loop:
+        loop(options.loop)
     figures: dict[str, Any] = {
         "circumstances": document.circumstances("python benchmarks/waiting.py"),
         "rounds": options.rounds,
@@ -78,26 +78,20 @@ def main() -> None:
 
 
 def measure(task: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of an update with each way, a process each, which take turns."""
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
-    with contextlib.ExitStack() as stack:
-        processes = {}
-        for way, environment in WAYS.items():
-            line = [sys.executable, __file__, "--serve", task]
-            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            processes[way] = stack.enter_context(subprocess.Popen(line, env=tasks.environment() | environment, **pipes))
-        for number in range(rounds + 1):
-            for way in random.sample(list(WAYS), len(WAYS)):
-                time.sleep(0.03)  # until the last one's threads sleep
-                print(file=processes[way].stdin, flush=True)
-                seconds = float(processes[way].stdout.readline())
-                if number:  # the first round is a warm-up
-                    found[way].append(seconds)
-    return found
+    """Seconds of an update with each way, in turns."""
+
+    def start(variables: dict[str, str], folder: Path) -> turns.Contestant:
+        line = [__file__, "--loop", task]
+        images = tasks.TASKS[task].batch_size
+        return turns.Contestant(line, folder / "log", updates=UPDATES[task], images=images, variables=variables)
+
+    with turns.contest({way: partial(start, variables) for way, variables in WAYS.items()}) as contestants:
+        measured = list(turns.rounds(contestants, rounds))
+    return {way: [tasks.TASKS[task].batch_size / found[way] for found in measured] for way in WAYS}
 
 
-def serve(task: str) -> None:
-    """For each line of standard input some updates of a bare loop; prints the seconds of one."""
+def loop(task: str) -> NoReturn:
+    """Updates of a bare loop, for ever."""
     tuning.set_defaults(torch.device("cpu"))
     description = tasks.TASKS[task]
     model = tasks.net(task)
@@ -105,18 +99,12 @@ def serve(task: str) -> None:
     images = torch.randn(description.batch_size, description.channels, description.size, description.size)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(10, (description.batch_size,))
-
-    def update() -> None:
+    progress = tasks.Progress(description, UPDATES[task])
+    while True:
         optimizer.zero_grad()
         criterion(model(images), labels).backward()
         optimizer.step()
-
-    for _ in sys.stdin:
-        update()
-        start = time.perf_counter()
-        for _ in range(UPDATES[task]):
-            update()
-        print((time.perf_counter() - start) / UPDATES[task], flush=True)
+        progress.advance()
 
 
 @contextlib.contextmanager
