@@ -16,6 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from accel_train.models.padding import leave_out_padding
+
 CHANNELS_LAST_DEVICES = ("cpu", "cuda", "xpu")
 
 
@@ -51,6 +53,7 @@ def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
     contiguous weights only. On a CPU oneDNN brings weights into blocks of its own in any case, and the optimizers'
     fused kernels copy gradients that are not contiguous: there only images are channels last. Kernels of 1x1 or with
     one channel lie the same way in both; their gradients come with the strides of channels last, which DDP compares.
+    What of a kernel sees nothing but padding is left out there, too (models/padding.py).
     """
     convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
     if (
@@ -58,7 +61,9 @@ def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
         and accelerator.device.type in CHANNELS_LAST_DEVICES
         and accelerator.distributed_type != DistributedType.FSDP
     ):
-        if accelerator.device.type != "cpu":
+        if accelerator.device.type == "cpu":
+            leave_out_padding(model)
+        else:
             model.to(memory_format=torch.channels_last)
         for weight in model.parameters():
             if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
