@@ -50,7 +50,11 @@ class Contestant:
                 self.line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
             )
         self.family: list[psutil.Process] = [self.process]
-        self.turn()  # until it has started and is warm
+        try:
+            self.turn()  # until it has started and is warm
+        except BaseException:
+            self.end()
+            raise
 
     def turn(self) -> float:
         """Let it do its updates. Returns its images per second."""
@@ -75,7 +79,7 @@ class Contestant:
         """That it has told of."""
         try:
             with self.progress.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 10_000))
                 found = re.findall(rb'"update": (\d+)', file.read())
         except FileNotFoundError:
             return 0
