@@ -63,11 +63,11 @@ def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
     ):
         if accelerator.device.type == "cpu":
             leave_out_padding(model)
+            for weight in model.parameters():
+                if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
+                    weight.data = weight.data.to(memory_format=torch.channels_last)  # the strides; nothing is moved
         else:
             model.to(memory_format=torch.channels_last)
-        for weight in model.parameters():
-            if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
-                weight.data = weight.data.to(memory_format=torch.channels_last)  # the strides; nothing is moved
         return torch.channels_last
     return torch.contiguous_format
 

@@ -23,6 +23,7 @@ from typing import Any
 import document
 import tasks
 import turns
+from trainer import trainer
 
 from accel_train.spread import ratio, spread
 from accel_train.table import print_table
@@ -52,8 +53,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--quick", action="store_true", help="two rounds of few updates; nothing is written")
     options = parser.parse_args()
-    command = "python benchmarks/compare.py" + " --data-root DIR" * bool(options.data_root)
     rounds = 2 if options.quick else options.rounds
+    command = f"python benchmarks/compare.py --rounds {rounds}" + " --data-root DIR" * bool(options.data_root)
     figures: dict[str, Any] = {"circumstances": document.circumstances(command), "rounds": rounds}
     measured = {}
     for name, task in tasks.TASKS.items():
@@ -72,7 +73,7 @@ def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, update
     """Rates of all contestants, and the trainer's ratio to each, with their spreads."""
     starts: dict[str, Callable[[Path], turns.Contestant]] = {
         "limit": partial(_script, ["limit.py"], name, task, root, updates),
-        "trainer": partial(_trainer, name, task, root, updates),
+        "trainer": partial(trainer, name, root, batch_size=task.batch_size, updates=updates),
     }
     others = [other for other in OTHERS if other != "Lightning" or _has_lightning()]
     for other in others:
@@ -116,19 +117,6 @@ def _script(
     return turns.Contestant(line, folder / "log", updates=updates, images=task.batch_size)
 
 
-def _trainer(name: str, task: tasks.Task, root: Path | None, updates: int, folder: Path) -> turns.Contestant:
-    """`accel-train train` with the recipe, but that it logs at the end of each turn, and evaluates at none.
-
-    Evaluations are no part of a speed, and the others have none.
-    """
-    run = folder / "run"
-    words = ["--epochs", 10_000, "--log-every-updates", updates, "--eval-every-epochs", 10_000]
-    line = ["-m", "accel_train", "train", name, "--output-dir", run, *task.words(root), *words]
-    return turns.Contestant(
-        line, folder / "log", updates=updates, images=task.batch_size, progress=run / "metrics.jsonl"
-    )
-
-
 def _has_lightning() -> bool:
     if importlib.util.find_spec("lightning"):
         return True
@@ -164,11 +152,11 @@ def show(measured: dict[str, Any]) -> None:
 
 def markdown(figures: dict[str, Any]) -> str:
     head, table = rows(figures["tasks"])
-    lines = [" | ".join(["", *head, ""]).strip(), "|" + "---|" * len(head)]
-    lines += [f"| {' | '.join(row)} |" for row in table]
     data = ", ".join(f"{name}: {found['data']} images" for name, found in figures["tasks"].items())
     note = f"Medians of {figures['rounds']} rounds, in brackets their quartiles. {data}."
-    return "\n".join([*lines, "", note, document.caption(figures["circumstances"]), "", "![](benchmarks.svg)"])
+    return "\n".join(
+        [*document.table(head, table), "", note, document.caption(figures["circumstances"]), "", "![](benchmarks.svg)"]
+    )
 
 
 def plot(measured: dict[str, Any], path: Path) -> None:

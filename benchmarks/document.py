@@ -52,21 +52,26 @@ def caption(found: dict[str, Any]) -> str:
     )
 
 
-def write(name: str, table: str, figures: dict[str, Any], docs: Path = DOCS) -> list[str]:
-    """Put a table into docs/benchmarks.md and its figures into docs/benchmarks.json.
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def write(name: str, part: str, figures: dict[str, Any], docs: Path = DOCS) -> list[str]:
+    """Put a part (table, note, caption) into docs/benchmarks.md and its figures into docs/benchmarks.json.
 
     Returns a line for each figure that has moved since the last time by more than its spread.
     """
     page, store = docs / "benchmarks.md", docs / "benchmarks.json"
-    stored = json.loads(store.read_text()) if store.exists() else {}
-    differences = compare(stored.get(name, {}), figures)
-    store.write_text(json.dumps({**stored, name: figures}, indent=1) + "\n")
     text = page.read_text()
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:
         raise SystemExit(f"{page}: expected one part from {begin} to {end}")
-    page.write_text(pattern.sub(lambda _: f"{begin}\n{table.strip()}\n{end}", text))
+    stored = json.loads(store.read_text()) if store.exists() else {}
+    differences = compare(stored.get(name, {}), figures)
+    store.write_text(json.dumps({**stored, name: figures}, indent=1) + "\n")
+    page.write_text(pattern.sub(lambda _: f"{begin}\n{part.strip()}\n{end}", text))
     return differences
 
 

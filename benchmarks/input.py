@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=[*MEMORY, "files"])
     options = parser.parse_args()
-    command = "python benchmarks/input.py" + " --data-root DIR" * bool(options.data_root)
+    command = f"python benchmarks/input.py --rounds {options.rounds}" + " --data-root DIR" * bool(options.data_root)
     figures: dict[str, Any] = {"circumstances": document.circumstances(command), "rounds": options.rounds}
     tuning.set_defaults(tasks.best_device())  # for all ways alike
     threads = torch.get_num_threads()
@@ -238,7 +238,7 @@ def main() -> None:
         print()
         print_table(head, table, numbers=head[1:])
         figures[name] = {way: dataclasses.asdict(ratio(rates, found[base])) for way, rates in found.items()}
-        parts += ["", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *table))]
+        parts += ["", *document.table(head, table)]
     if not options.only:
         note = f"Medians of {options.rounds} rounds; ratios to the better line of torchvision and PIL."
         page = "\n".join([*parts, "", note, document.caption(figures["circumstances"])])

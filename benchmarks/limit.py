@@ -10,6 +10,7 @@ from accel_train.launch import prepare_environment
 LAUNCH = prepare_environment()  # before torch is imported, which reads some of it
 
 import tasks  # noqa: E402
+from trainer import data_words  # noqa: E402
 
 from accel_train.data.sources import load_splits  # noqa: E402
 from accel_train.options import parse  # noqa: E402
@@ -18,13 +19,13 @@ from accel_train.workload import Workload  # noqa: E402
 
 def main() -> None:
     options, task = tasks.parse(tasks.arguments(__doc__ or ""))
-    config = parse([options.task, *task.words(options.data_root)])
+    words = ["--batch-size", str(task.batch_size), *data_words(options.task, options.data_root)]
+    config = parse([options.task, *words])
     workload = Workload(config, LAUNCH, load_splits(config.data, config.seed))
-    progress, done = tasks.Progress(task, options.every), 0
-    while options.updates is None or done < options.updates:
+    progress = tasks.Progress(task, options.every)
+    while options.updates is None or progress.update < options.updates:
         workload.bare_seconds(options.every, warm_up=0)
         progress.advance(options.every)
-        done += options.every
 
 
 if __name__ == "__main__":

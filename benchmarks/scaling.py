@@ -22,9 +22,8 @@ from typing import Any
 
 import document
 import turns
+from trainer import trainer
 
-from accel_train.bench import with_synthetic_data
-from accel_train.options import parse
 from accel_train.scaling import Point, plot, speed_ups
 from accel_train.spread import spread
 from accel_train.table import print_table
@@ -54,7 +53,7 @@ def main() -> None:
         if processes > fewest:
             points[WEAK, processes] = options.batch_size * processes // fewest
     starts: dict[str, Callable[[Path], turns.Contestant]] = {
-        f"{mode}, {processes}": partial(_trainer, options, processes, batch_size, updates)
+        f"{mode}, {processes}": partial(_contestant, options, processes, batch_size, updates)
         for (mode, processes), batch_size in points.items()
     }
     with turns.contest(starts) as contestants:
@@ -72,7 +71,7 @@ def main() -> None:
     print_table(*table(curves))
     if options.quick:
         return
-    words = [options.recipe, "--batch-size", options.batch_size, "--processes", *options.processes]
+    words = [options.recipe, "--batch-size", options.batch_size, "--processes", *options.processes, "--rounds", rounds]
     words += ["--data-root DIR"] if options.data_root else []
     command = " ".join(["python benchmarks/scaling.py", *map(str, words)])
     figures: dict[str, Any] = {
@@ -83,13 +82,13 @@ def main() -> None:
         },
     }
     (document.DOCS / "scaling.svg").write_text(plot(curves))
-    head, rows = table(curves)
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
     note = (
         f"{options.recipe}, batch {options.batch_size} on {fewest} process{'es' * (fewest > 1)}, "
         f"{'real' if options.data_root else 'synthetic'} images; medians of {rounds} rounds."
     )
-    text = "\n".join([*lines, "", note, document.caption(figures["circumstances"]), "", "![](scaling.svg)"])
+    text = "\n".join(
+        [*document.table(*table(curves)), "", note, document.caption(figures["circumstances"]), "", "![](scaling.svg)"]
+    )
     document.tell("scaling", document.write("scaling", text, figures))
 
 
@@ -103,23 +102,23 @@ def table(curves: dict[str, list[Point]]) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def _trainer(
+def _contestant(
     options: argparse.Namespace, processes: int, batch_size: int, updates: int, folder: Path
 ) -> turns.Contestant:
-    """The recipe, but that it logs at the end of each turn, and evaluates and saves at none."""
-    if options.data_root:
-        data: list[object] = ["--data.root", options.data_root]
-    else:
-        found = with_synthetic_data(parse([options.recipe])).data
-        data = ["--data.name", found.name, "--data.image-size", found.image_size, "--data.channels", found.channels]
-        data += ["--data.classes", found.classes, "--data.train-images", found.train_images]
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", options.config_file, "--num_processes", processes]
-    start = [*launcher, "-m", "accel_train"] if processes > 1 else ["-m", "accel_train"]
-    run = folder / "run"
-    words = ["--output-dir", run, "--batch-size", batch_size, "--epochs", 10_000, "--log-every-updates", updates]
-    words += ["--eval-every-epochs", 10_000, "--checkpoint.every-epochs", 10_000]
-    line = [*start, "train", options.recipe, *words, *data]
-    return turns.Contestant(line, folder / "log", updates=updates, images=batch_size, progress=run / "metrics.jsonl")
+    """The trainer on so many processes; it saves at no turn's end."""
+    launcher: list[object] = []
+    if processes > 1:
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", options.config_file]
+        launcher += ["--num_processes", processes]
+    return trainer(
+        options.recipe,
+        options.data_root,
+        folder,
+        batch_size=batch_size,
+        updates=updates,
+        launcher=launcher,
+        words=["--checkpoint.every-epochs", 10_000],
+    )
 
 
 if __name__ == "__main__":

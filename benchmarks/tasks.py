@@ -56,14 +56,6 @@ class Task:
             return None
         return folder
 
-    def words(self, root: Path | None) -> list[str]:
-        """Options that give accel_train's recipe the same data and batch."""
-        data: list[object] = ["--data.root", root]
-        if root is None:
-            data = ["--data.name", "synthetic", "--data.channels", self.channels, "--data.image-size", self.size]
-            data += ["--data.train-images", self.images]
-        return [str(word) for word in ("--batch-size", self.batch_size, *data)]
-
     def dataset(self, root: Path | None, transform: Any) -> Dataset[Any]:
         if root is None:
             return Drawn(self, transform)

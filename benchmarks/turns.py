@@ -67,11 +67,12 @@ class Contestant:
             time.sleep(LOOK_SECONDS)
         self._send("suspend")
         seconds = time.perf_counter() - start
-        self._stop_all()
+        self._suspend_new()
         return self.updates * self.images / seconds
 
     def end(self) -> None:
-        self._stop_all()
+        self._send("suspend")
+        self._suspend_new()
         self._send("kill")
         self.process.wait()
 
@@ -85,13 +86,12 @@ class Contestant:
             return 0
         return int(found[-1]) if found else 0
 
-    def _stop_all(self) -> None:
-        """Data workers and launched processes, too, some of which are new."""
-        self._send("suspend")
+    def _suspend_new(self) -> None:
+        """Data workers and launched processes, too: also those that are new."""
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
             while new := [each for each in self.process.children(recursive=True) if each not in self.family]:
                 self.family += new
-                self._send("suspend")
+                self._send("suspend")  # so that they start no others
 
     def _send(self, what: str) -> None:
         for each in self.family:

@@ -49,7 +49,7 @@ def main() -> None:
     if options.loop:
         loop(options.loop)
     figures: dict[str, Any] = {
-        "circumstances": document.circumstances("python benchmarks/waiting.py"),
+        "circumstances": document.circumstances(f"python benchmarks/waiting.py --rounds {options.rounds}"),
         "rounds": options.rounds,
     }
     head, table = ["threads", "net", "alone: ms an update", "times", "beside a neighbour: ms", "times"], []
@@ -71,9 +71,8 @@ def main() -> None:
     print_table(head, table)
     if options.task:
         return
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *table)]
     note = f"Medians of {options.rounds} rounds; times: of the update with threads that sleep at once, with quartiles."
-    text = "\n".join([*lines, "", note, document.caption(figures["circumstances"])])
+    text = "\n".join([*document.table(head, table), "", note, document.caption(figures["circumstances"])])
     document.tell("waiting", document.write("waiting", text, figures))
 
 

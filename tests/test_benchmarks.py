@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import re
 import subprocess
@@ -21,17 +22,13 @@ BENCHMARKS = helpers.ROOT / "benchmarks"
 @pytest.fixture
 def document(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import document
-
-    return document
+    return importlib.import_module("document")
 
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import turns
-
-    return turns
+    return importlib.import_module("turns")
 
 
 def figures(median: float, low: float, high: float) -> dict[str, Any]:
@@ -57,11 +54,12 @@ def test_a_page_without_a_place_for_the_table_is_an_error(tmp_path: Path, docume
     (tmp_path / "benchmarks.md").write_text("nothing\n")
     with pytest.raises(SystemExit, match="expected one part"):
         document.write("one", "table", {}, tmp_path)
+    assert not (tmp_path / "benchmarks.json").exists()
 
 
 def test_the_page_has_a_place_for_each_table() -> None:
     page = (helpers.ROOT / "docs" / "benchmarks.md").read_text()
-    for name in ("compare", "scaling"):
+    for name in ("compare", "input", "waiting", "scaling"):
         assert page.count(f"<!-- {name} -->") == page.count(f"<!-- end of {name} -->") == 1
 
 
