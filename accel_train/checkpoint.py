@@ -28,35 +28,10 @@ from accel_train.commit import BrokenError
 from accel_train.config import Config, as_dict
 from accel_train.errors import UserError
 from accel_train.snapshot import Snapshot
+from accel_train.train_state import TrainState
 
 # The settings of an optimizer's parameter groups that follow from a key of another name.
 GROUP_SETTINGS = {"lr": ("lr", "initial_lr"), "weight-decay": ("weight_decay",), "layer-decay": ("lr_scale",)}
-
-
-@dataclass
-class TrainState:
-    """The position of a run and what it has counted. All numbers are of all processes together."""
-
-    epoch: int = 0
-    """The epoch that the next update belongs to."""
-    update: int = 0
-    """Updates done, in all; at an epoch's start a multiple of the updates of an epoch."""
-    samples_seen: int = 0
-    best_accuracy: float | None = None
-    """The best validation accuracy so far (0..1)."""
-    best_update: int | None = None
-    """The update after which it was found."""
-    epoch_loss_sum: float = 0.0
-    """With the next two, of the epoch under way: sums over its samples; exact training figures after a
-    resume."""
-    epoch_correct: int = 0
-    epoch_count: int = 0
-    train_seconds: float = 0.0
-    """Time of training, without the first update of each start (see `meter.Stopwatch`)."""
-    timed_samples: int = 0
-    """The samples trained in it."""
-    left_out: list[int] = dataclasses.field(default_factory=list)
-    """The updates, counted from 1, that were not finite and are left out; see `nonfinite`."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +199,7 @@ class Checkpoints:
         if "name" in changed:
             self.notes.append("the optimizer is not the checkpoint's: it starts anew")
             outline = None
-        return Decision(source.state, _position(source.state["train"], path), outline, keep)
+        return Decision(source.state, TrainState.from_saved(source.state["train"], path), outline, keep)
 
     def _choose(self, resume: str) -> tuple[Path, Snapshot] | None:
         """On the main process: the checkpoint to restore, or None for a new run. Raises OSError."""
@@ -336,13 +311,6 @@ def _named(path: Path) -> tuple[Path, Snapshot]:
         return found, snapshot.read(found)
     except BrokenError as error:
         raise UserError(f"--resume {path}: {error}. Take another checkpoint.") from None
-
-
-def _position(saved: dict[str, Any], path: Path) -> TrainState:
-    known = {field.name for field in dataclasses.fields(TrainState)}
-    if unknown := saved.keys() - known:
-        raise UserError(f"{path} was written by a newer accel-train, which counts {', '.join(sorted(unknown))}.")
-    return TrainState(**saved)
 
 
 def _epochs_done(checkpoint: Path) -> int | None:

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchvision.utils import save_image
 
-from accel_train.checkpoint import TrainState
 from accel_train.config import Config
 from accel_train.data.augment import BatchTransform
 from accel_train.errors import UserError
 from accel_train.report import Report
+from accel_train.train_state import TrainState
 
 MOST_IN_A_ROW = 10  # updates left out one after the other: then it is the model that is broken, not a sample
 

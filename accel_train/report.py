@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from accel_train.checkpoint import Checkpoints, TrainState
+from accel_train.checkpoint import Checkpoints
 from accel_train.config import Config
 from accel_train.console import Console
 from accel_train.data.order import Plan
@@ -20,6 +20,7 @@ from accel_train.meter import Count, Stopwatch
 from accel_train.run import RunDirectory
 from accel_train.summary import describe, next_steps, result_of, typed_program
 from accel_train.tracking import track
+from accel_train.train_state import TrainState
 
 MARKER = "REQUEUE"  # its presence in the run's folder asks the job script to start the run again
 

@@ -10,13 +10,13 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from accel_train.checkpoint import TrainState
 from accel_train.config import Config, to_yaml
 from accel_train.data.order import Plan
 from accel_train.data.placement import Placement
 from accel_train.data.sources import Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import Evaluation
+from accel_train.train_state import TrainState
 
 
 def describe(

@@ -37,7 +37,7 @@ from accel_train.accelerator import create_accelerator
 from accel_train.agreement import decided_by_main
 from accel_train.buckets import settle_buckets
 from accel_train.changes import digest
-from accel_train.checkpoint import Checkpoints, TrainState
+from accel_train.checkpoint import Checkpoints
 from accel_train.config import Config
 from accel_train.console import Console
 from accel_train.data.keyed import key
@@ -55,6 +55,7 @@ from accel_train.signature import Signature
 from accel_train.stopping import StopAskedError, Stopping
 from accel_train.summary import plan_text
 from accel_train.tracking import check_trackers, end_trackers, start_trackers
+from accel_train.train_state import TrainState
 from accel_train.watchdog import Watchdog, collective_seconds
 
 

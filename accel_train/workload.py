@@ -19,7 +19,6 @@ from torch import Tensor
 from accel_train import models, optim, tuning
 from accel_train.accelerator import create_accelerator
 from accel_train.agreement import decided_by_main
-from accel_train.checkpoint import TrainState
 from accel_train.clock import Clock
 from accel_train.config import Config
 from accel_train.console import Console
@@ -31,6 +30,7 @@ from accel_train.meter import Meter
 from accel_train.nonfinite import Guard
 from accel_train.report import Report
 from accel_train.run import RunDirectory
+from accel_train.train_state import TrainState
 
 KINDS = 4  # different micro-batches that the bare loop takes in turns
 PIECE_SECONDS = 0.5  # a piece is repeated for about so long

@@ -24,10 +24,11 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from accel_train import commit
-from accel_train.checkpoint import Checkpoints, TrainState, find, load_weights
+from accel_train.checkpoint import Checkpoints, find, load_weights
 from accel_train.config import Checkpoint, Config, Ema, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.snapshot import read
+from accel_train.train_state import TrainState
 
 WORKER = Path(checkpoint_worker.__file__)
 

@@ -15,20 +15,19 @@ import shlex
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
-from torch import Tensor
 
 from accel_train.commit import flush
 from accel_train.config import Data
 from accel_train.data.cache import COLUMNS, FOOTER, MAGIC, CacheFile, Description
-from accel_train.data.check import Unreadable, write_list
+from accel_train.data.check import write_list
+from accel_train.data.chunk import Chunk, encode
 from accel_train.data.images import EncodedImages, Names
 from accel_train.data.pool import Job, Shown, in_processes, jobs_of
 from accel_train.data.sources import Source, Splits, load_splits
@@ -36,21 +35,7 @@ from accel_train.data.splits import listed_names
 from accel_train.errors import UserError
 from accel_train.files import write_whole
 
-JPEG_QUALITY = 90
 SYNC_SECONDS = 10.0  # what a kill may cost
-
-
-@dataclass
-class Chunk:
-    """Some images, one after the other: `data` is theirs, the lists have an entry for each."""
-
-    data: bytes
-    sizes: list[int]
-    """Bytes; 0: it cannot be read."""
-    heights: list[int]
-    widths: list[int]
-    checksums: list[int]
-    unreadable: list[Unreadable]
 
 
 def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, processes: int) -> int:
@@ -217,45 +202,6 @@ def _encoded(
             last = time.monotonic()
         yield chunk
     note()
-
-
-def encode(source: Source, first: int, last: int, short_side: int, encoding: str) -> Chunk:
-    """Images first..last-1, made ready. An image is never enlarged."""
-    assert isinstance(source, EncodedImages)
-    found, chunk = [], Chunk(b"", [], [], [], [], [])
-    for id in range(first, last):
-        try:
-            image = _resized(source.open(id).pixels(), short_side)
-        except UserError as error:
-            chunk.unreadable.append((source.name(id), str(error.__cause__ or error)))
-            image = torch.empty(0, 0, 0)
-        found.append(b"" if not image.numel() else _bytes(image, encoding))
-        chunk.sizes.append(len(found[-1]))
-        chunk.heights.append(image.shape[1])
-        chunk.widths.append(image.shape[2])
-        chunk.checksums.append(zlib.crc32(found[-1]))
-    chunk.data = b"".join(found)
-    return chunk
-
-
-def _resized(image: Tensor, short_side: int) -> Tensor:
-    from torchvision.transforms.v2 import functional
-
-    if min(image.shape[1:]) <= short_side:
-        return image
-    resized: Tensor = functional.resize(image, [short_side], antialias=True)  # as transform.py does in evaluation
-    return resized
-
-
-def _bytes(image: Tensor, encoding: str) -> bytes:
-    from PIL import Image
-
-    pixels = image.permute(1, 2, 0).contiguous().numpy()
-    if encoding == "raw":
-        return pixels.tobytes()
-    file = io.BytesIO()
-    Image.fromarray(pixels.squeeze(-1) if len(image) == 1 else pixels).save(file, "JPEG", quality=JPEG_QUALITY)
-    return file.getvalue()
 
 
 def _finish(
