@@ -105,6 +105,11 @@ def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, update
             for key in NAMES
             if key in rates and key != "trainer"
         },
+        "share of the limit": {
+            key: dataclasses.asdict(ratio(rates[key], rates["limit"]))
+            for key in NAMES
+            if key in rates and key != "limit"
+        },
     }
 
 
@@ -169,14 +174,13 @@ def plot(measured: dict[str, Any], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(measured), figsize=(5 * len(measured), 3.2), layout="constrained")
     for axis, (name, found) in zip(axes, measured.items(), strict=True):
-        rates = {key: rate for key, rate in found["images_per_second"].items() if key != "limit"}
-        limit = found["images_per_second"]["limit"]["median"]
-        shares = [rate["median"] / limit for rate in rates.values()]
-        below = [(rate["median"] - rate["low"]) / limit for rate in rates.values()]
-        above = [(rate["high"] - rate["median"]) / limit for rate in rates.values()]
-        colours = ["#6aaee6" if key == "trainer" else "#b0b8c0" for key in rates]
-        bars = axis.barh(list(rates), shares, xerr=[below, above], color=colours)
-        axis.bar_label(bars, [f"{share:.0%}" for share in shares], label_type="center")
+        shares = found["share of the limit"]
+        medians = [share["median"] for share in shares.values()]
+        below = [share["median"] - share["low"] for share in shares.values()]
+        above = [share["high"] - share["median"] for share in shares.values()]
+        colours = ["#6aaee6" if key == "trainer" else "#b0b8c0" for key in shares]
+        bars = axis.barh(list(shares), medians, xerr=[below, above], color=colours)
+        axis.bar_label(bars, [f"{share:.0%}" for share in medians], label_type="center")
         axis.axvline(1, color="black", linewidth=1, linestyle="--")
         axis.set(title=f"{name}, batch {found['batch_size']}", xlabel="share of the limit", xlim=(0, 1.25))
         axis.invert_yaxis()
