@@ -105,11 +105,6 @@ def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, update
             for key in NAMES
             if key in rates and key != "trainer"
         },
-        "share of the limit": {
-            key: dataclasses.asdict(ratio(rates[key], rates["limit"]))
-            for key in NAMES
-            if key in rates and key != "limit"
-        },
     }
 
 
@@ -174,10 +169,11 @@ def plot(measured: dict[str, Any], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(measured), figsize=(5 * len(measured), 3.2), layout="constrained")
     for axis, (name, found) in zip(axes, measured.items(), strict=True):
-        shares = found["share of the limit"]
-        medians = [share["median"] for share in shares.values()]
-        below = [share["median"] - share["low"] for share in shares.values()]
-        above = [share["high"] - share["median"] for share in shares.values()]
+        rates = {key: rate["rounds"] for key, rate in found["images_per_second"].items()}
+        shares = {key: ratio(rates[key], rates["limit"]) for key in rates if key != "limit"}
+        medians = [share.median for share in shares.values()]
+        below = [share.median - share.low for share in shares.values()]
+        above = [share.high - share.median for share in shares.values()]
         colours = ["#6aaee6" if key == "trainer" else "#b0b8c0" for key in shares]
         bars = axis.barh(list(shares), medians, xerr=[below, above], color=colours)
         axis.bar_label(bars, [f"{share:.0%}" for share in medians], label_type="center")
