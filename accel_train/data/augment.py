@@ -66,10 +66,12 @@ class BatchTransform:
         self.training = training
         self.per_image = per_image
         self.memory_format = memory_format
-        # In the input's layout, so that the arithmetic runs along its memory: [C, 1, 1], or a row of it, [size, C].
-        self.mean, self.std = (
+        # A pixel becomes pixel / scale + shift. Both lie in the input's layout, so that the arithmetic runs along its
+        # memory: [C, 1, 1], or a row of it, [size, C].
+        means, stds = torch.tensor(mean, device=device), torch.tensor(std, device=device)
+        self.scale, self.shift = (
             values.view(-1, 1, 1) if memory_format == torch.contiguous_format else values.repeat(size, 1)
-            for values in (torch.tensor(given, device=device) * 255 for given in (mean, std))
+            for values in (stds * 255, -means / stds)
         )
         # Quantiles of Beta(alpha, alpha): a uniform number is looked up in them, for torch cannot draw one from a key.
         self.mixup_quantiles = beta_quantiles(augment.mixup).to(device)
@@ -110,17 +112,18 @@ class BatchTransform:
             return images[:, :, top : top + size, left : left + size]
 
         draws = uniforms(keys, (Stream.FLIP, Stream.TOP, Stream.LEFT))
-        tops, lefts = torch.full_like(keys, top), torch.full_like(keys, left)
         if random:
             tops, lefts = (draws[1] * (height - size + 1)).long(), (draws[2] * (width - size + 1)).long()
+        else:
+            tops, lefts = torch.full_like(keys, top), torch.full_like(keys, left)
         mirrored = draws[0] < (self.augment.flip if flips else 0)
         return _windows(images, pad, tops, lefts, mirrored, size)
 
     def _normalise(self, images: Tensor) -> Tensor:
         images = images.to(torch.float32, memory_format=self.memory_format, copy=True)
         rows = images if self.memory_format == torch.contiguous_format else images.permute(0, 2, 3, 1)
-        # Two roundings on every device and for every batch size; one fused operation might make it one.
-        rows.sub_(self.mean).div_(self.std)
+        # A quotient and a sum, each rounded on every device: a product before the sum might not be.
+        torch.addcdiv(self.shift, rows, self.scale, out=rows)
         return images
 
     def _erase(self, images: Tensor, keys: Tensor) -> Tensor:
@@ -207,11 +210,10 @@ def _windows(images: Tensor, pad: int, tops: Tensor, lefts: Tensor, mirrored: Te
 
     flat, length = padded.view(-1), size * values
     runs = flat.as_strided((len(flat) - length + 1, length), (1, 1))
-    plane = number[:, None] * count + torch.arange(count, device=images.device)
-    row = (plane * height + tops[:, None])[:, :, None] + torch.arange(size, device=images.device)
     lefts = torch.where(mirrored, width - size - lefts, lefts)
-    starts = (row * width + lefts[:, None, None]) * values
-    windows = runs.index_select(0, starts.view(-1)).view(len(planes), count, size, size, values)
+    first = ((number * (count * height) + tops) * width + lefts) * values  # of a window's values, in `flat`
+    rows = torch.arange(count * height, device=images.device).view(count, height)[:, :size] * (width * values)
+    windows = runs.index_select(0, (first[:, None, None] + rows).view(-1)).view(len(planes), count, size, size, values)
     return windows[:, 0].permute(0, 3, 1, 2) if channels_last else windows[..., 0]
 
 

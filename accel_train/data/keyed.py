@@ -43,14 +43,14 @@ def key(*parts: int | str) -> int:
 
 def shift(words: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64 `words` (torch's own copies the sign bit)."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def scramble(words: Tensor) -> Tensor:
     """SplitMix64's finaliser, a bijection of 64-bit words; int64 of any shape, returned in the same shape."""
-    words = (words ^ shift(words, 30)) * signed(MIX_1)
-    words = (words ^ shift(words, 27)) * signed(MIX_2)
-    return words ^ shift(words, 31)
+    words = shift(words, 30).bitwise_xor_(words).mul_(signed(MIX_1))  # in place: new memory costs more than the sums
+    words = shift(words, 27).bitwise_xor_(words).mul_(signed(MIX_2))
+    return shift(words, 31).bitwise_xor_(words)
 
 
 def hashed(word: int, numbers: Tensor) -> Tensor:

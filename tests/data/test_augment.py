@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta, kstest
+from torchvision.transforms import v2
 
 from accel_train.config import Augment
 from accel_train.data.augment import BatchTransform, Stream, beta_quantiles
@@ -32,7 +33,13 @@ def batch_of(which: torch.Tensor | slice = slice(None), padding: int = 0, epoch:
     return {"images": IMAGES[which], "labels": LABELS[which], "keys": keys, "weights": weights}
 
 
-def created(size: int = 12, training: bool = True, grey: bool = False, **augment: object) -> BatchTransform:
+def created(
+    size: int = 12,
+    training: bool = True,
+    grey: bool = False,
+    layout: torch.memory_format = torch.contiguous_format,
+    **augment: object,
+) -> BatchTransform:
     """`grey`: for images of one channel, whose pixels only become float32."""
     return BatchTransform(
         Augment(**augment),
@@ -43,13 +50,14 @@ def created(size: int = 12, training: bool = True, grey: bool = False, **augment
         training=training,
         per_image=False,
         device=torch.device("cpu"),
+        memory_format=layout,
     )
 
 
 def normalised(image: np.ndarray) -> np.ndarray:
     """[3, h, w] uint8 -> float32, as float32 arithmetic has it."""
-    mean, std = (np.array(values, np.float32)[:, None, None] * np.float32(255) for values in (MEAN, STD))
-    return (image.astype(np.float32) - mean) / std
+    mean, std = (np.array(values, np.float32)[:, None, None] for values in (MEAN, STD))
+    return image.astype(np.float32) / (std * np.float32(255)) - mean / std
 
 
 def reference(image: np.ndarray, word: torch.Tensor, size: int, pad: int, flip: float, crop: str) -> np.ndarray:
@@ -142,6 +150,15 @@ class TestCropAndFlip:
         found = created(size=2, grey=True, flip=probability)(batch)[0]
         flipped = int((found[:, 0, 0, 0] > found[:, 0, 0, 1]).sum())
         assert abs(flipped - count * probability) < 5 * math.sqrt(count * probability * (1 - probability))
+
+
+class TestNormalise:
+    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+    def test_as_torchvision_does(self, layout: torch.memory_format) -> None:
+        transform = created(training=False, layout=layout)
+        expected = v2.Normalize(MEAN, STD)(IMAGES / 255)
+        found = transform(batch_of())[0]
+        assert found.is_contiguous(memory_format=layout) and torch.allclose(found, expected, rtol=0, atol=2e-6)
 
 
 class TestResize:
