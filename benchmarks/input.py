@@ -3,10 +3,11 @@
     python benchmarks/input.py --data-root ~/data      # `make bench` does so, too
     python benchmarks/input.py --only files            # a part of it; writes nothing
 
-All lines of a table are measured in turns, in one process; the ratios are those of the same round. Sets in memory: the
-threads that training has, against a DataLoader without workers and with two, the better of which counts. Image files:
-one thread, no workers, so that the figures are of one core. Without --data-root the small images are synthetic; the
-files are always made for the purpose, JPEG of 500x375 pixels. The tables go into docs/benchmarks.md.
+All lines of a table are measured in turns, in one process; the ratios are those of the same round. Each turn lasts for
+half a second or a little longer, for whoever comes after a rest is slower at first. Sets in memory: the threads that
+training has, against a DataLoader without workers and with two, the better of which counts. Image files: one thread, no
+workers, so that the figures are of one core. Without --data-root the small images are synthetic; the files are always
+made for the purpose, JPEG of 500x375 pixels. The tables go into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import io
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -53,62 +54,52 @@ MEMORY = {  # task of tasks.py, its augmentation there and here
     "cifar10": ("cifar10_resnet18", CROP_AND_FLIP, Augment(crop="random", pad=4, flip=0.5)),
 }
 FILES, FILE_BATCH, SIZE = 128, 64, 224
+AHEAD = 4  # batches: of a DataLoader's workers two each
 IDLE_SECONDS = 0.5  # after which workers are as far ahead as they go, and no longer disturb the next way
-Pass = Callable[[], float]
-"""Makes some input; returns images per second."""
+TURN_SECONDS = 0.5
+Inputs = Iterator[int]
+"""Makes input for ever; tells of each batch how many images it has."""
 
 
-def in_memory(name: str, root: Path | None) -> dict[str, Pass]:
+def in_memory(name: str, root: Path | None) -> dict[str, Inputs]:
     """torchvision's own set with PIL and a DataLoader; and a Feed as train.py makes it."""
     task_name, augmentation, augment = MEMORY[name]
     task = tasks.TASKS[task_name]
     root = task.root(root)
     transform = transforms.Compose([*augmentation, *task.transform().transforms])
     dataset = task.dataset(root, transform)
-    count = 20 * 256  # of images, in a pass of the DataLoader
-    ways: dict[str, Pass] = {}
+    ways: dict[str, Inputs] = {}
     for workers in (0, 2):
         loader = DataLoader(
             dataset, task.batch_size, shuffle=True, num_workers=workers, persistent_workers=workers > 0, drop_last=True
         )
-        ways[f"torchvision + PIL, {workers} workers"] = some_of(loader, count // task.batch_size, task.batch_size)
+        ways[f"torchvision + PIL, {workers} workers"] = by_torchvision(loader)
 
     data = Data(name="synthetic", channels=task.channels, image_size=task.size, train_images=task.images)
     if root is not None:
         data = Data(name=name, root=root)
     config = Config(batch_size=task.batch_size, augment=augment, data=data)
     splits = load_splits(data, 0)
-    order = TrainingOrder(Plan(len(splits.train), task.batch_size, 1, 1), 0)
+    order = TrainingOrder(Plan(len(splits.train), task.batch_size, 1, 1, drop_last=True), 0)
     accelerator = create_accelerator(LAUNCH)
     layout = torch.channels_last if task.channels > 1 else torch.contiguous_format
     feed = create_feed(config, splits, splits.train, order, accelerator, size=task.size, memory_format=layout)
     print(f"accel_train: {feed.placement}")
-    epochs, clock = itertools.count(), Clock(accelerator.device)
-
-    def epoch() -> float:
-        order.seek(next(epochs))
-        clock.start()
-        for batch in feed.batches:
-            feed.transform(batch)
-        return len(splits.train) / clock.stop()
-
-    return {**ways, "accel_train": epoch}
+    return {**ways, "accel_train": by_accel_train(order, lambda: feed.batches, feed.transform)}
 
 
-def some_of(loader: DataLoader[Any], batches: int, batch_size: int) -> Pass:
-    """`batches` at a time of an endless walk through the loader."""
-    endless: Iterator[Any] = itertools.chain.from_iterable(itertools.repeat(loader))
-    ahead = loader.num_workers * (loader.prefetch_factor or 0)
+def by_torchvision(loader: DataLoader[Any]) -> Inputs:
+    while True:
+        for images, _ in loader:
+            yield len(images)
 
-    def walk() -> float:
-        for _ in itertools.islice(endless, ahead):  # made while nobody looked at the clock
-            pass
-        start = time.perf_counter()
-        for _ in itertools.islice(endless, batches):
-            pass
-        return batches * batch_size / (time.perf_counter() - start)
 
-    return walk
+def by_accel_train(order: TrainingOrder, batches: Callable[[], Iterable[Any]], transform: BatchTransform) -> Inputs:
+    for epoch in itertools.count():
+        order.seek(epoch)
+        for batch in batches():
+            images, _ = transform(batch)
+            yield len(images)
 
 
 class ImageFolder(Dataset[Any]):
@@ -133,7 +124,7 @@ class ImageFolder(Dataset[Any]):
             return self.transform(image.convert("RGB")), 0
 
 
-def from_files(folder: Path) -> dict[str, Pass]:
+def from_files(folder: Path) -> dict[str, Inputs]:
     """The folder by PIL and by accel_train, and accel_train's caches of it."""
     root = folder / "photographs"
     write_files(root)
@@ -145,11 +136,11 @@ def from_files(folder: Path) -> dict[str, Pass]:
             )
         data[f"accel_train, {encoding} cache"] = Data(name="cache", root=folder / encoding)
     loader = DataLoader(ImageFolder(root), FILE_BATCH, shuffle=True)
-    ways = {"torchvision + PIL, folder": some_of(loader, FILES // FILE_BATCH, FILE_BATCH)}
+    ways = {"torchvision + PIL, folder": by_torchvision(loader)}
     return ways | {name: on_this_core(each) for name, each in data.items()}
 
 
-def on_this_core(data: Data) -> Pass:
+def on_this_core(data: Data) -> Inputs:
     """What a worker and the device do, one after the other."""
     augment, cpu = Augment(crop="resized", flip=0.5), torch.device("cpu")
     source = load_splits(data, 0).train
@@ -166,16 +157,7 @@ def on_this_core(data: Data) -> Pass:
         device=cpu,
         memory_format=torch.channels_last,
     )
-    epochs = itertools.count()
-
-    def epoch() -> float:
-        order.seek(next(epochs))
-        start = time.perf_counter()
-        for batch in loader:
-            transform(batch)
-        return len(source) / (time.perf_counter() - start)
-
-    return epoch
+    return by_accel_train(order, lambda: loader, transform)
 
 
 def write_files(root: Path) -> None:
@@ -190,16 +172,28 @@ def write_files(root: Path) -> None:
         Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8)).save(path, quality=90)
 
 
-def measure(ways: dict[str, Pass], rounds: int) -> dict[str, list[float]]:
+def measure(ways: dict[str, Inputs], rounds: int) -> dict[str, list[float]]:
     """Images per second of each way, in turns; the first round is a warm-up."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
-        for name, one_pass in ways.items():
+        for name, inputs in ways.items():
             time.sleep(IDLE_SECONDS)
-            rate = one_pass()
+            rate = turn(inputs)
             if number:
                 found[name].append(rate)
     return found
+
+
+def turn(inputs: Inputs) -> float:
+    """Images per second of the next half second. What workers have made meanwhile, in their rest, is taken before."""
+    for _ in itertools.islice(inputs, AHEAD):
+        pass
+    clock, count = Clock(tasks.best_device()), 0
+    clock.start()
+    end = time.perf_counter() + TURN_SECONDS
+    while time.perf_counter() < end:
+        count += next(inputs)
+    return count / clock.stop()
 
 
 def rows(found: dict[str, list[float]], base: str) -> list[list[str]]:
