@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from accel_train import __version__, signals
 from accel_train.errors import UserError, nearest
+from accel_train.imports import importing
 from accel_train.launch import prepare_environment
 
 COMMANDS = {
@@ -68,8 +69,9 @@ def _run(words: list[str]) -> int:
 
             config = options.parse(rest)
             launch = prepare_environment()  # before torch is imported, which reads some of it
-            from accel_train.accelerator import end_world
-            from accel_train.train import train
+            with importing():
+                from accel_train.accelerator import end_world
+                from accel_train.train import train
 
             code = train(config, launch)
             end_world()

@@ -14,6 +14,7 @@ from accel_train import config as configuration
 from accel_train import options
 from accel_train.cores import available_cores
 from accel_train.errors import UserError
+from accel_train.imports import importing
 from accel_train.launch import prepare_environment
 from accel_train.recipe import read_recipe, recipe_names, recipe_text
 from accel_train.table import print_table
@@ -135,7 +136,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     _check_run(found.run)
 
     launch = prepare_environment()  # before torch is imported, which reads some of it
-    from accel_train.evaluate_run import evaluate_run
+    with importing():
+        from accel_train.evaluate_run import evaluate_run
 
     return evaluate_run(launch, found.run, split=found.split, checkpoint=found.checkpoint, overrides=overrides)
 
@@ -153,7 +155,8 @@ def predict(arguments: Sequence[str]) -> int:
             raise UserError(f"{image}: no such image or folder.")
 
     launch = prepare_environment()
-    from accel_train.predict import predict
+    with importing():
+        from accel_train.predict import predict
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
     return predict(launch, found.run, found.images, top_k=found.top_k, output=found.output, batch_size=found.batch_size)
@@ -174,8 +177,9 @@ def bench(arguments: Sequence[str]) -> int:
         raise UserError(f"--output: {output} is a folder; name a file in it.")
 
     launch = prepare_environment()
-    from accel_train.accelerator import end_world
-    from accel_train.bench import bench
+    with importing():
+        from accel_train.accelerator import end_world
+        from accel_train.bench import bench
 
     code = bench(config, launch, output, synthetic=found.synthetic, rounds=found.rounds, updates=found.updates)
     end_world()
@@ -186,7 +190,8 @@ def check_data(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
     processes = _processes(found.processes)
 
-    from accel_train.data import check
+    with importing():
+        from accel_train.data import check
 
     unreadable = check.check_data(configuration.Data(name=found.name, root=found.root), found.output, processes)
     return 1 if unreadable else 0
@@ -204,7 +209,8 @@ def cache_data(arguments: Sequence[str]) -> int:
         name=found.name, root=found.root, channels=found.channels, skip_unreadable=found.skip_unreadable
     )
 
-    from accel_train.data.cache_writer import write_cache
+    with importing():
+        from accel_train.data.cache_writer import write_cache
 
     unreadable = write_cache(
         data, found.output, short_side=found.short_side, encoding=found.encoding, processes=processes
@@ -215,7 +221,8 @@ def cache_data(arguments: Sequence[str]) -> int:
 def scaling(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(Scaling, arguments, "accel-train scaling", positional=("runs",))
 
-    from accel_train.scaling import compare
+    with importing():
+        from accel_train.scaling import compare
 
     return compare(found.runs)
 
