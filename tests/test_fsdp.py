@@ -41,6 +41,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["update"]: line["loss"] for line in lines if line["kind"] == "train"}
 
 
+@pytest.mark.slow
 def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     ddp(one)

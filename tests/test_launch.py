@@ -247,7 +247,7 @@ def test_mpirun_makes_one_world() -> None:
     ]
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_two_launchers_make_one_world(rendezvous: str) -> None:
     """Two "hosts", as over ssh, the first of which is called 127.0.0.2."""
     port = free_port()

@@ -114,7 +114,7 @@ def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path) -> None:
     assert json.loads((directory / "result.json").read_text())["left_out_updates"] == 2
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(
     recipe: Path, tmp_path: Path, processes: int
 ) -> None:

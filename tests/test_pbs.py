@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import test_launch
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,7 @@ def train(directory: Path, *, walltime: str = "01:00:00", **variables: str) -> "
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> None:
     # the time limit is so near that STOP is laid while the program starts: the first update obeys it
     first = train(tmp_path, TRAIN="digits --epochs 2", walltime="00:00:12", LEAD_SECONDS="11")

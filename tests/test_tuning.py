@@ -71,6 +71,7 @@ def test_accelerates_optimizer_steps_only_where_a_scaler_needs_it() -> None:
     assert tuning.stepping(scaled) is scaled
 
 
+@pytest.mark.slow
 def test_compiled_by_the_launchers_settings(tmp_path: Path) -> None:
     """The same losses, checkpoints under plain names; and the run goes on without the compiler."""
     words = ["digits", "--epochs", 2, "--log-every-updates", 10, "--ema.enabled", "true"]

@@ -52,6 +52,7 @@ def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_pat
         )
 
 
+@pytest.mark.slow
 def test_single_process_that_hangs(tmp_path: Path) -> None:
     with started(
         tmp_path / "run", *LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4
