@@ -15,7 +15,9 @@ from PIL import Image
 
 from accel_train.accelerator import create_accelerator
 from accel_train.cli import main
-from accel_train.config import Config, Data
+from accel_train.config import Augment, Config, Data
+from accel_train.data.augment import BatchTransform
+from accel_train.data.keyed import hashed
 from accel_train.data.loading import create_feed
 from accel_train.data.order import EvaluationOrder
 from accel_train.data.sources import load_splits
@@ -50,6 +52,29 @@ def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: s
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     assert main(["train", "digits", "--output-dir", str(tmp_path / "run")]) == 0
     assert result(tmp_path / "run")["test_accuracy"] > 0.97
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_cropped_flipped_and_normalised_pixels_are_bitwise_those_of_the_cpu(layout: torch.memory_format) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (300, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    batch = {"images": images.contiguous(memory_format=layout), "labels": torch.zeros(300, dtype=torch.int64)}
+    batch |= {"keys": hashed(7, torch.arange(300)), "weights": torch.ones(300)}
+    found = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        transform = BatchTransform(
+            Augment(crop="random", pad=4, flip=0.5),
+            size=32,
+            mean=(0.4914, 0.4822, 0.4465),
+            std=(0.2470, 0.2435, 0.2616),
+            num_classes=10,
+            training=True,
+            per_image=False,
+            device=device,
+            memory_format=layout,
+        )
+        found.append(transform({name: values.to(device) for name, values in batch.items()})[0].cpu())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
