@@ -68,6 +68,8 @@ def _run(words: list[str]) -> int:
             from accel_train import options
 
             config = options.parse(rest)
+            if config.config_only:
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… --config-only | head` ends quietly
             launch = prepare_environment()  # before torch is imported, which reads some of it
             with importing():
                 from accel_train.accelerator import end_world

@@ -161,6 +161,8 @@ def test_output_may_be_cut_short_and_the_locale_plain() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith("usage: accel-train train RECIPE")
     assert done.stderr == ""
+    command = f"{sys.executable} -m accel_train train digits --config-only | true"
+    assert subprocess.run(["bash", "-c", command], capture_output=True, text=True).stderr == ""
     code, out, err = accel_train("--help", PYTHONIOENCODING="latin-1", PYTHONUTF8="0")
     assert (code, err) == (0, "")
     assert "COMMAND ?" in out
