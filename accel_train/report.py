@@ -44,11 +44,12 @@ class Report:
         resumed: bool,
         splits: Splits,
         model: nn.Module,
+        size: int,
         placement: Placement,
         notes: Sequence[str],
     ) -> None:
         self._seconds, self._samples = state.train_seconds, state.timed_samples
-        self.console.say(describe(self.config, self.plan, self.accelerator, splits, model, placement))
+        self.console.say(describe(self.config, self.plan, self.accelerator, splits, model, size, placement))
         (self.run.path / MARKER).unlink(missing_ok=True)
         for note in notes:
             self.warn(note)

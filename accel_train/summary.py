@@ -25,9 +25,13 @@ def describe(
     accelerator: Accelerator,
     splits: Splits,
     model: nn.Module,
+    size: int,
     placement: Placement,
 ) -> str:
-    """The first lines of a run: what is trained, where, and how a batch is shared; `placement`: of training data."""
+    """The first lines of a run: what is trained, where, and how a batch is shared.
+
+    `size`: height and width of the model's input, in pixels; `placement`: of training data.
+    """
     sizes = {"training": splits.train, "validation": splits.validation, "test": splits.test}
     images = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
     left_out = f", {splits.left_out} unreadable left out" if splits.left_out else ""
@@ -38,7 +42,7 @@ def describe(
         "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
         "data": f"{config.data.name}: {images} images of {len(splits.classes)} classes{left_out}",
         "input": str(placement),
-        "model": f"{config.model.name}, {parameters:,} parameters",
+        "model": f"{config.model.name} for {size}x{size} pixels, {parameters:,} parameters",
         "device": f"{world} on {accelerator.device.type}, {precision}",
         "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images; "
         f"{plan.updates_per_epoch} updates an epoch",

@@ -206,6 +206,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
             resumed=restored is not None,
             splits=splits,
             model=model,
+            size=size,
             placement=training.placement,
             notes=checkpoints.notes,
         )

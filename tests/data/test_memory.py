@@ -208,8 +208,9 @@ class TestPlacement:
         torch.set_num_threads(1)
         found = Placement("host", 47_040_000, 0, 0)
         plan, model = Plan(157, 24, 1, 2), torch.nn.Linear(1, 1)
-        lines = describe(Config(), plan, create_accelerator(Launch()), SPLITS, model, found).splitlines()
+        lines = describe(Config(), plan, create_accelerator(Launch()), SPLITS, model, 8, found).splitlines()
         assert "input   47.0 MB in host memory, no workers, 1 thread" in lines
+        assert "model   mnist_cnn for 8x8 pixels, 2 parameters" in lines
         torch.set_num_threads(threads)
         assert str(Placement("disk", None, 2, 2)).startswith("on disk, 2 workers, each 2 batches ahead, ")
         assert str(Placement("device", 3 * 10**9, 0, 0)).startswith("3.0 GB on the device, no workers")
