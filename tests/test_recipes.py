@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from accel_train import config
+from accel_train.accelerator import create_accelerator
+from accel_train.data.loading import create_feed
+from accel_train.data.order import EvaluationOrder
+from accel_train.data.sources import load_splits
+from accel_train.launch import Launch
 from accel_train.models import create_model, input_size
 from accel_train.optim import create_optimizer, create_schedule
 from accel_train.options import parse
@@ -24,6 +30,7 @@ NAMES = (
     "cifar10_resnet18",
     "cats_dogs_alexnet",
     "cifar10_resnet18_sota",
+    "cifar10_fast",
     "imagenet_resnet50",
     "imagenet_vit_small",
 )
@@ -106,3 +113,26 @@ def test_a_recipe_can_be_made(name: str) -> None:
 
 def test_recipes_are_packaged() -> None:
     assert Path(config.__file__).parent in RECIPES.parents
+
+
+@pytest.mark.parametrize("name", ["cifar10_fast", "cifar10_resnet18", "cifar10_resnet18_sota"])
+def test_cifar10_as_a_folder_of_images_keeps_its_pixels(tmp_path: Path, name: str) -> None:
+    images = torch.randint(256, (2, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for split in ("train", "test"):
+        for label, image in zip(("cat", "dog"), images, strict=True):
+            (tmp_path / split / label).mkdir(parents=True)
+            Image.fromarray(image.numpy()).save(tmp_path / split / label / "0.png")
+    data = ["--data.name", "folder", "--data.root", str(tmp_path), "--data.workers", "0"]
+    settings = parse([name, *data, "--augment.mean", "0", "0", "0", "--augment.std", "1", "1", "1"])
+    splits = load_splits(settings.data, 0)
+    feed = create_feed(
+        settings,
+        splits,
+        splits.test,
+        EvaluationOrder(2, 2),
+        create_accelerator(Launch()),
+        size=input_size(settings.model, splits.image_size),
+        memory_format=torch.contiguous_format,
+    )
+    (batch,) = feed.batches
+    assert torch.equal((feed.transform(batch)[0] * 255).round().byte(), images.permute(0, 3, 1, 2))
