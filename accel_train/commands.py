@@ -221,8 +221,7 @@ def cache_data(arguments: Sequence[str]) -> int:
 def scaling(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(Scaling, arguments, "accel-train scaling", positional=("runs",))
 
-    with importing():
-        from accel_train.scaling import compare
+    from accel_train.scaling import compare
 
     return compare(found.runs)
 
