@@ -12,7 +12,7 @@ about it:
 | eval-batch-size, log-every-updates, trackers, checkpoint.* | only what is measured, shown or kept |
 | share-gpus | where it is computed |
 | on-nonfinite, …-timeout-seconds | what is done about a failure; whoever goes on after one may choose anew |
-| eval-every-epochs | the same; but the plateau schedule counts evaluations: not with that one |
+| eval-every-epochs | the same; but the plateau schedule follows the evaluations: not with that one |
 | epochs | a run may go on for longer; but cosine and poly end at the last epoch: not with these |
 | recipe, output-dir, resume, allow-change, config-only, traceback | of this start only; not noted |
 

@@ -148,7 +148,7 @@ class Schedule:
     power: float = 1.0
     """poly: exponent; 1 is a straight line to min_lr."""
     patience_epochs: int = 10
-    """plateau: epochs without a better validation accuracy that are let pass; at the next the learning rate decays."""
+    """plateau: the learning rate decays once more than this many epochs bring no better validation accuracy."""
 
 
 @dataclass(frozen=True)

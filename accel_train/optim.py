@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from accel_train import config
+from accel_train.data.splits import Splits
 from accel_train.errors import UserError, nearest
 from accel_train.models import classifier_names
 
@@ -75,9 +76,10 @@ def create_optimizer(optim: config.Optim, model: nn.Module, *, sharded: bool = F
 class PlateauScheduler(Scheduler):  # type: ignore[misc]
     """Decays the learning rate when the validation accuracy no longer rises.
 
-    timm's own does not save its counters and will be removed. This one's state is three numbers, from which
+    timm's own does not save its counters and will be removed. This one's state is a few numbers, from which
     the rate of any update follows. The rule is torch's ReduceLROnPlateau (mode max, threshold 0): the rate
-    decays at the end of the first epoch that makes more than `patience` in a row without a better accuracy.
+    decays after the first evaluation that makes more than `patience` epochs without a better accuracy, counted
+    from the best evaluation or from the last decay.
     """
 
     def __init__(
@@ -96,6 +98,9 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         self.best: float | None = None
         self.bad_epochs = 0
         self.decays = 0
+        # The epochs that were done at the last evaluation. None in a run whose checkpoint does not say so: earlier
+        # versions counted evaluations in place of epochs, and such a run goes on as it began.
+        self.epoch: int | None = 0
 
     def _get_lr(self, t: int) -> list[float]:
         if t < self.warmup_updates:
@@ -103,22 +108,33 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         return [max(base * self.decay**self.decays, min(base, self.min_lr)) for base in self.base_values]
 
     def step(self, epoch: int, metric: float | None = None) -> None:
-        """Note the validation accuracy `metric` at the end of an epoch; the next `step_update` acts on it."""
+        """Note the validation accuracy `metric` after `epoch` epochs; the next `step_update` acts on it."""
         if metric is None:
             return
         if self.best is None or metric > self.best:
             self.best, self.bad_epochs = metric, 0
         else:
-            self.bad_epochs += 1
+            self.bad_epochs += 1 if self.epoch is None else epoch - self.epoch
+        if self.epoch is not None:
+            self.epoch = epoch
         if self.bad_epochs > self.patience:
             self.decays, self.bad_epochs = self.decays + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "bad_epochs": self.bad_epochs, "decays": self.decays}
+        return {"best": self.best, "bad_epochs": self.bad_epochs, "decays": self.decays, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.bad_epochs = state_dict["best"], state_dict["bad_epochs"]
-        self.decays = state_dict["decays"]
+        self.decays, self.epoch = state_dict["decays"], state_dict.get("epoch")
+
+
+def check_schedule(schedule: config.Schedule, splits: Splits) -> None:
+    """Raise UserError if the schedule follows a validation accuracy that this data does not give."""
+    if schedule.name == "plateau" and splits.validation is None:
+        raise UserError(
+            "--schedule.name plateau: the learning rate follows the validation accuracy, but this data has no "
+            "validation split: set one aside with --data.val-fraction 0.1, or choose another schedule."
+        )
 
 
 def create_schedule(
@@ -127,8 +143,8 @@ def create_schedule(
     """The learning rates of a run: `step_update(n)` sets those of update n, counted from 0 over all epochs.
 
     Call it before each update. The rates are a function of n alone, so that nothing needs to be saved; only
-    plateau has a state (`state_dict`), which `step(epoch, validation_accuracy)` changes at the end of an
-    epoch.
+    plateau has a state (`state_dict`), which `step(epochs_done, validation_accuracy)` changes after an
+    evaluation.
 
     During the warm-up the rate rises in a straight line from warmup_lr (at update 0). step, multistep and
     plateau count their epochs from the start of the run; cosine and poly fall from the end of the warm-up to

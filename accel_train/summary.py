@@ -16,6 +16,7 @@ from accel_train.data.placement import Placement
 from accel_train.data.sources import Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import Evaluation
+from accel_train.optim import check_schedule
 from accel_train.train_state import TrainState
 
 
@@ -54,7 +55,8 @@ def describe(
 def plan_text(config: Config, processes: int, accumulation: int) -> str:
     """What --config-only prints: the resolved configuration, then, as comments, what follows from it.
 
-    Nothing is downloaded for it; without the data, the number of updates is not known.
+    Nothing is downloaded for it; without the data, the number of updates is not known. Raises UserError if the schedule
+    does not fit the data.
     """
     lines = [
         f"# processes: {processes}",
@@ -62,16 +64,18 @@ def plan_text(config: Config, processes: int, accumulation: int) -> str:
         f"# samples of a process in one forward pass: {config.batch_size // (processes * accumulation)}",
     ]
     try:
-        samples = len(load_splits(config.data, config.seed, download=False).train)
-        plan = Plan(samples, config.batch_size, processes, accumulation, config.data.drop_last)
+        splits = load_splits(config.data, config.seed, download=False)
+        plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last)
+    except UserError as error:
+        lines.append(f"# updates: not known ({error})")
+    else:
+        check_schedule(config.schedule, splits)
         lines += [
             f"# training samples: {plan.samples}",
             f"# updates an epoch: {plan.updates_per_epoch}",
             f"# samples of an epoch's last update: {plan.real_samples(plan.updates_per_epoch - 1)}",
             f"# updates in all: {plan.updates_per_epoch * config.epochs}",
         ]
-    except UserError as error:
-        lines.append(f"# updates: not known ({error})")
     return to_yaml(config) + "\n".join(lines)
 
 

@@ -99,6 +99,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
 
     # The data, and how an epoch of it becomes updates.
     splits = load_splits(config.data, config.seed)
+    optim.check_schedule(config.schedule, splits)
     plan = Plan(len(splits.train), config.batch_size, launch.world_size, accumulation, config.data.drop_last)
     order = TrainingOrder(plan, config.seed)
     size = models.input_size(config.model, splits.image_size)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.optim import list_optimizers
+from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -251,7 +253,7 @@ def test_plateau_decays_as_torchs_does_and_resumes_exactly() -> None:
         for update in range(3 * epoch, 3 * epoch + 3):
             made.step_update(update)
             assert optimizer.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"])
-        made.step(epoch, accuracy)
+        made.step(epoch + 1, accuracy)
         torchs.step(accuracy)
         state = made.state_dict()
         optimizer = one_weight()
@@ -259,6 +261,35 @@ def test_plateau_decays_as_torchs_does_and_resumes_exactly() -> None:
         made.load_state_dict(state)
     assert isinstance(made, PlateauScheduler)
     assert made.decays == 3
+
+
+def decays_after(made: Scheduler, evaluated: list[int]) -> list[int]:
+    """The evaluations, of those after `evaluated` epochs that find no better accuracy, after which the rate falls."""
+    found = []
+    for epoch in evaluated:
+        before = made.state_dict()["decays"]
+        made.step(epoch, 0.5)
+        found += [epoch] * (made.state_dict()["decays"] - before)
+        again = create_schedule(PATIENT, one_weight(), epochs=99, updates_per_epoch=3)
+        again.load_state_dict(made.state_dict())
+        made = again
+    return found
+
+
+PATIENT = config.Schedule(name="plateau", patience_epochs=10)
+
+
+def test_the_patience_of_plateau_counts_epochs_however_often_it_is_evaluated() -> None:
+    made = partial(create_schedule, PATIENT, one_weight(), epochs=99, updates_per_epoch=3)
+    assert decays_after(made(), list(range(1, 31))) == [12, 23]
+    assert decays_after(made(), list(range(2, 31, 2))) == [14, 26]  # 2 was the best: 12 epochs since, and 12 again
+    assert decays_after(made(), list(range(11, 50, 11))) == [22, 33, 44]
+
+
+def test_a_plateau_of_a_checkpoint_that_counted_evaluations_goes_on_as_it_began() -> None:
+    made = create_schedule(PATIENT, one_weight(), epochs=99, updates_per_epoch=3)
+    made.load_state_dict({"best": 0.5, "bad_epochs": 3, "decays": 1})
+    assert decays_after(made, list(range(10, 60, 2))) == [24, 46]
 
 
 # The mean of the weights
