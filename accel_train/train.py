@@ -131,6 +131,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     plain = accelerator.unwrap_model(model)
     clipped = optim.parameters_to_clip(config.optim, plain)  # FSDP2 has made new parameters
     optimizer = tuning.stepping(optimizer)
+    kept = models.prepare_recomputation(model, config.model)
     shape = plan.micro_batch, splits.channels, size, size
     settle_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=layout))
 
@@ -234,7 +235,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
                         losses = criterion(logits, targets) * batch["weights"]
                         # The mean over the samples that are really in the update. Later DDP takes the mean over the
                         # processes and Accelerate divides by the accumulation steps: both are undone beforehand.
-                        accelerator.backward(losses.sum() * (launch.world_size * accumulation / samples))
+                        with models.buffers_kept(kept):
+                            accelerator.backward(losses.sum() * (launch.world_size * accumulation / samples))
                         guard.add(batch, losses)
                         meter.add(logits, targets, losses.detach(), batch["weights"])
                     if not accelerator.sync_gradients:

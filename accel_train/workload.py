@@ -73,6 +73,7 @@ class Workload:
         self.criterion = optim.create_loss(config.loss, None)
         self.model, prepared = self.accelerator.prepare(model, optimizer)
         self.optimizer = tuning.stepping(prepared)
+        self.kept = models.prepare_recomputation(self.model, config.model)
         models.set_train_mode(self.model, config.model)
         self.feed = create_feed(
             config, splits, splits.train, self.order, self.accelerator, size=self.size, memory_format=layout
@@ -125,7 +126,8 @@ class Workload:
                 logits = self.model(inputs)
                 losses = self.criterion(logits, targets)
                 loss = losses.mean() / self.accumulation
-                (loss if scaler is None else scaler.scale(loss)).backward()
+                with models.buffers_kept(self.kept):
+                    (loss if scaler is None else scaler.scale(loss)).backward()
         return logits.detach(), losses.detach()
 
     def piece_seconds(self) -> dict[str, float]:

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-# A transformer of timm's with two blocks, SGD with momentum, clipping and a running mean: all that sees the parameters.
+# A transformer of timm's with two blocks, SGD with momentum, clipping and a running mean: all that sees the parameters;
+# stochastic depth, which whatever computes activations anew must draw again.
 RUN = """
-    digits --model.name test_vit --model.image-size 32 --data.name synthetic --data.image-size 32
+    digits --model.name test_vit --model.image-size 32 --model.drop-path 0.3 --data.name synthetic --data.image-size 32
     --data.train-images 192 --data.test-images 64 --batch-size 16 --optim.clip 1 --ema.enabled true --ema.decay 0.8
     --epochs 1 --log-every-updates 1
 """

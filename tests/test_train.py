@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from accel_train import config, models, tuning
 from accel_train.cli import main
 
 
@@ -37,3 +43,43 @@ def test_plateau_counts_epochs_where_not_every_one_is_evaluated(tmp_path: Path) 
     )
     rates = {line["epoch"]: line["lr"] for line in lines if line["kind"] == "train"}
     assert rates == pytest.approx({**dict.fromkeys([1, 2, 3, 4], 1e-9), **dict.fromkeys([5, 6], 1e-10)})
+
+
+TINY = (
+    "digits --data.name synthetic --data.train-images 48 --data.test-images 16 --data.image-size 32 --batch-size 16 "
+    "--epochs 1 --log-every-updates 1 --model.image-size 32"
+)
+
+
+def test_gradient_checkpointing_leaves_the_same_weights_and_statistics(tmp_path: Path) -> None:
+    net = "--model.name test_resnet --model.drop-path 0.5 --model.dropout 0.5 --micro-batch-size 8"
+    weights, losses = [], []
+    for on in ("false", "true"):
+        run = tmp_path / on
+        lines = trained(run, f"{TINY} {net} --model.gradient-checkpointing {on}")
+        losses.append([line["loss"] for line in lines if line["kind"] in ("train", "eval")])
+        weights.append(load_file(run / "model.safetensors"))
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    plain, again = weights
+    assert losses[0] == losses[1]
+    assert any("running_mean" in name for name in plain)
+    assert [name for name in plain if not torch.equal(plain[name], again[name])] == []
+
+
+def test_activation_checkpointing_of_accelerates_draws_the_same_masks_again() -> None:
+    def gradient(model: nn.Module) -> torch.Tensor:
+        kept = models.prepare_recomputation(model, config.Model())
+        tuning.seed(torch.device("cpu"), 7)
+        loss = model(torch.ones(4, 8)).square().sum()
+        with models.buffers_kept(kept):
+            loss.backward()
+        (found,) = [parameter.grad for name, parameter in model.named_parameters() if name.endswith("1.weight")]
+        assert found is not None
+        return found
+
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Dropout(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout())
+    wrapped = checkpoint_wrapper(copy.deepcopy(body), preserve_rng_state=False)  # as Accelerate's fsdp2_apply_ac
+    assert torch.equal(gradient(nn.Sequential(wrapped)), gradient(nn.Sequential(body)))
+    assert torch.equal(wrapped.get_buffer("2.running_mean"), body.get_buffer("2.running_mean"))

@@ -2,12 +2,15 @@
 
 from accel_train.models.factory import create_model, input_size, pretrained_normalization
 from accel_train.models.freezing import classifier_names, freeze_body, set_train_mode
+from accel_train.models.recomputation import buffers_kept, prepare_recomputation
 
 __all__ = [
+    "buffers_kept",
     "classifier_names",
     "create_model",
     "freeze_body",
     "input_size",
+    "prepare_recomputation",
     "pretrained_normalization",
     "set_train_mode",
 ]
