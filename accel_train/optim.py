@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_i
 from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3, dispatch_clip_grad
+from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -249,10 +250,42 @@ def parameters_to_clip(optim: config.Optim, model: nn.Module) -> list[nn.Paramet
     ]
 
 
-def clip_gradients(optim: config.Optim, parameters: Iterable[nn.Parameter]) -> None:
-    """Clip the gradients in place as optim.clip and clip_mode say; those of fp16 must be unscaled before."""
-    if optim.clip is not None:
+def clip_gradients(optim: config.Optim, parameters: Sequence[nn.Parameter]) -> None:
+    """Clip the gradients in place as optim.clip and clip_mode say; those of fp16 must be unscaled before.
+
+    Collective if FSDP2 has split the parameters.
+    """
+    if optim.clip is None:
+        return
+    if optim.clip_mode == "agc" and any(isinstance(parameter, DTensor) for parameter in parameters):
+        _clip_split_adaptively(parameters, optim.clip)
+    else:
         dispatch_clip_grad(parameters, optim.clip, mode=optim.clip_mode)
+
+
+def _clip_split_adaptively(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """timm's `adaptive_clip_grad`, which does not take the split tensors of FSDP2.
+
+    FSDP2 splits between rows, and AGC compares the norms of whole rows: each process clips its own. Biases and norms
+    are compared as a whole; the norms of all of them are summed up at once.
+    """
+    vectors: list[tuple[DTensor, DTensor]] = []
+    for parameter in parameters:
+        weight, gradient = parameter.detach(), parameter.grad
+        if not (isinstance(weight, DTensor) and isinstance(gradient, DTensor)):
+            adaptive_clip_grad(parameter, factor)
+        elif weight.ndim < 2:
+            vectors.append((weight, gradient))
+        else:
+            rows = weight.to_local()
+            rows.grad = gradient.to_local()
+            adaptive_clip_grad(rows, factor)
+    if vectors:
+        norms = cast(DTensor, torch.stack([each.norm() for pair in vectors for each in pair])).full_tensor()
+        limits, found = norms[0::2].clamp(min=1e-3) * factor, norms[1::2]  # 1e-3: timm's, as is the next number
+        scales = torch.where(found < limits, 1.0, limits / found.clamp(min=1e-6))
+        for (_, gradient), scale in zip(vectors, scales, strict=True):
+            gradient.to_local().mul_(scale)
 
 
 def create_loss(loss: config.Loss, class_weights: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:

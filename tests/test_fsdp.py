@@ -42,6 +42,19 @@ def losses(run: Path) -> dict[int, float]:
     return {line["update"]: line["loss"] for line in lines if line["kind"] == "train"}
 
 
+def test_fsdp2_clips_by_agc_as_one_process_does(tmp_path: Path) -> None:
+    agc = "--model.drop-path 0 --optim.clip 0.01 --optim.clip-mode agc --data.train-images 48 --data.test-images 16"
+    done = helpers.run(*RUN.split(), *agc.split(), "--output-dir", tmp_path / "one")
+    assert done.returncode == 0, done.stdout + done.stderr
+    fsdp(tmp_path / "two", *agc.split())
+    expected, found = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert list(found) == list(expected) == [1, 2, 3]
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    weights = load_file(tmp_path / "two" / "model.safetensors")
+    for key, array in load_file(tmp_path / "one" / "model.safetensors").items():
+        np.testing.assert_allclose(weights[key], array, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
