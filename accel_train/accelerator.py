@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import PartialState
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from accel_train.errors import UserError
@@ -37,18 +38,20 @@ def create_accelerator(
 
     Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one.
     """
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device: torch.device | None = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
     cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
     # In a process that trains several times the group of the first time is still there.
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
-    store = None if known else roll_call(launch, "" if cpu or share_gpus else _device_id(device), rendezvous_seconds)
+    own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
+    store = None if known else roll_call(launch, own_gpu, rendezvous_seconds)
     group: dict[str, Any] = {"timeout": timedelta(seconds=collective_seconds)}
-    if share_gpus and device is not None and not cpu and launch.world_size > 1:
-        # Accelerate and DDP take LOCAL_RANK for a device's index.
+    if device is not None and not cpu and launch.world_size > 1:
+        # Accelerate and DDP take LOCAL_RANK for a device's index. A process that sees only its own GPU (srun
+        # --gpus-per-task, a container, a cgroup) has number 0, whatever its own number on the node.
         os.environ["LOCAL_RANK"] = str(launch.local_rank % torch.accelerator.device_count())
-        if device.type == "cuda":
+        if share_gpus and device.type == "cuda":
             group["backend"] = "gloo"
     accelerator = Accelerator(
         cpu=cpu,
@@ -60,6 +63,7 @@ def create_accelerator(
         kwargs_handlers=[InitProcessGroupKwargs(**group), *kwargs_handlers],
     )
     del store  # rank 0 served it until the process group had it
+    _give_index(accelerator)
     if cpu and not known:  # a gloo group that is still open at the interpreter's end may abort it, with its own code
         atexit.register(accelerator.state.destroy_process_group)
     if (accelerator.num_processes, accelerator.process_index) != (launch.world_size, launch.rank):
@@ -78,9 +82,19 @@ def end_world() -> None:
         torch.distributed.destroy_process_group()
 
 
-def _device_id(device: Any) -> str:
+def _give_index(accelerator: Accelerator) -> None:
+    """Make the accelerator's device the one that its tensors have: "cuda:0", where a single process gets "cuda".
+
+    torch takes the two for different devices, and so would every comparison.
+    """
+    device = torch.empty(0, device=accelerator.device).device
+    for state in (PartialState(), accelerator.state):  # the second is a copy of the first
+        state.device = device
+
+
+def _device_id(device: torch.device, launch: Launch) -> str:
     """What tells one GPU of a host from another, also where each process sees only its own, as number 0."""
     if device.type not in ("cuda", "xpu"):
         return ""
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
-    return str(getattr(getattr(torch, device.type).get_device_properties(index), "uuid", ""))
+    index = launch.local_rank % torch.accelerator.device_count()
+    return str(getattr(torch.get_device_module(device).get_device_properties(index), "uuid", ""))

@@ -76,7 +76,7 @@ def _hugging_face(data: Data) -> Splits:
     from timm.data import create_dataset
 
     datasets: Any = importlib.import_module("datasets")
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0":
         datasets.disable_progress_bars()
     prefix, _, name = data.name.partition("/")
     root = str(data.root)  # downloaded sets are kept below it
