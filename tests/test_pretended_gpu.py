@@ -1,0 +1,260 @@
+"""What a GPU's user meets first, on a pretended one (pretend_cuda.py): no command may crash there, or wait unseen.
+
+Every command line here is carried out by one process that believes in a CUDA device. Whether kernels compute the same
+there, and how fast, only a GPU can show: test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from PIL import Image
+from pretend_cuda import Done, Pretended
+from safetensors.torch import load_file
+
+from accel_train.cli import main
+from accel_train.options import parse
+from accel_train.recipe import recipe_names
+
+# The one wait of an update: for the answer whether the update before was finite, by then long there.
+READ_LATER = {"nonfinite.py:_read event.synchronize": 1}
+# Where the answer must be known before the optimizer's step.
+READ_NOW = {"nonfinite.py:passes _local_scalar_dense": 1}
+# Under fp16 the loss scaler's scale must be known, too.
+SCALE = {"nonfinite.py:_find_bad _local_scalar_dense": 1}
+
+SMALL = "--epochs 1 --batch-size 16 --data.train-limit 96 --data.test-limit 24 --log-every-updates 6".split()  # noqa: SIM905
+ALL_AT_ONCE = """
+--augment.crop random --augment.pad 1 --augment.flip 0.5 --augment.erase 0.5 --augment.mixup 0.2 --augment.cutmix 1
+--optim.clip 1 --ema.enabled true
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Pretended]:
+    pretended = Pretended()
+    yield pretended
+    pretended.end()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of JPEGs and PNGs of many sizes, as train/ and val/."""
+    root = tmp_path_factory.mktemp("photos")
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 12), ("val", 4)):
+        for label in ("Cat", "Dog"):
+            (root / split / label).mkdir(parents=True)
+            for number in range(count):
+                height, width = torch.randint(40, 90, (2,), generator=generator).tolist()
+                pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
+                kind = "png" if number % 4 == 0 else "jpg"
+                Image.fromarray(pixels.numpy()).save(root / split / label / f"{number}.{kind}")
+    return root
+
+
+def succeeded(done: Done) -> Done:
+    assert done.code == 0, done.output
+    return done
+
+
+def quiet_updates(done: Done) -> list[dict[str, int]]:
+    """The waits of those updates that no line, checkpoint or epoch's end falls into, nor the start."""
+    return done.waits[2:5]
+
+
+WRONG = """
+import torch, pretend_cuda as pretended
+pretended.install()
+with pretended.PretendedCuda():
+    there, here = torch.arange(4.0, device="cuda"), torch.arange(4.0)
+    assert there.device == torch.device("cuda:0") != torch.device("cuda")
+    for wrong in (lambda: there + here, lambda: there.pin_memory(), lambda: there.numpy(), lambda: here.add_(there),
+                  lambda: torch.cat([here, there]), lambda: torch.nn.Linear(4, 1)(there)):
+        try:
+            wrong()
+        except (RuntimeError, TypeError):
+            continue
+        raise AssertionError("no error")
+    back = torch.empty(4, pin_memory=True).copy_(there, non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    assert not pretended.waits and not torch.equal(back, here)  # not yet there
+    event.synchronize()
+    assert torch.equal(back, here) and (there + 1)[1:].sum().item() == 9
+    here.to("cuda"), here.to("cuda", non_blocking=True), here.pin_memory().to("cuda", non_blocking=True)
+    there[there > 1]
+    assert sorted(map(lambda name: name.split(" ", 1)[1], pretended.waits)) == [
+        "_local_scalar_dense", "copy to the device", "copy to the device from memory that is not pinned",
+        "event.synchronize", "index by torch.bool on cuda:0"], pretended.waits
+"""
+
+
+def test_the_pretended_device_fails_and_waits_where_a_gpu_would() -> None:
+    done = subprocess.run([sys.executable, "-c", WRONG], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path, placement: str) -> None:
+    done = succeeded(
+        gpu("train", "digits", *SMALL, *ALL_AT_ONCE, "--data.placement", placement, "--output-dir", tmp_path / "run")
+    )
+    assert quiet_updates(done) == [READ_LATER] * 3
+
+
+def test_the_weights_are_those_of_the_cpu(gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("digits", *SMALL, *ALL_AT_ONCE)
+    succeeded(gpu("train", *words, "--output-dir", tmp_path / "gpu"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert main(["train", *map(str, words), "--output-dir", str(tmp_path / "cpu")]) == 0
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    for name in ("model", "ema"):
+        ours, theirs = (load_file(tmp_path / place / f"{name}.safetensors") for place in ("gpu", "cpu"))
+        for key, values in theirs.items():
+            torch.testing.assert_close(ours[key], values, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "augmentation",
+    [
+        "--augment.crop resized --augment.flip 0.5 --augment.mixup 0.2",
+        "--augment.crop center --augment.policy trivialaugment --augment.cutmix 1",
+        "--augment.crop random --augment.policy randaugment --augment.erase 1",
+        "--augment.resize 40 --augment.crop center --data.decode-on host",
+    ],
+)
+def test_image_files_that_workers_decode(gpu: Pretended, photos: Path, tmp_path: Path, augmentation: str) -> None:
+    model = "--model.name test_resnet --model.image-size 32 --data.name folder --data.workers 1 --optim.name adamw"
+    words = ("digits", *model.split(), "--data.root", photos, *augmentation.split())
+    done = succeeded(
+        gpu("train", *words, "--epochs", 1, "--batch-size", 4, "--output-dir", tmp_path / "run", precision="bf16")
+    )
+    assert len(done.waits) == 6
+    assert done.waits[2:5] == [READ_LATER] * 3
+
+
+def test_a_cache_of_images(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "photos.cache"
+    succeeded(gpu("cache-data", "folder", "--root", photos / "train", "--output", cache, "--short-side", 40))
+    words = ("--model.name", "test_resnet", "--model.image-size", 32, "--data.name", "cache", "--data.root", cache)
+    for placement in ("auto", "host"):
+        run_ = tmp_path / placement
+        shape = ("--batch-size", 4, "--epochs", 1, "--data.workers", 0, "--data.placement", placement)
+        done = succeeded(gpu("train", "digits", *words, *shape, "--output-dir", run_))
+        assert done.waits[2:5] == [READ_LATER] * 3
+
+
+RECIPE_DATA = {"mnist": (1, 28), "fashion_mnist": (1, 28), "cifar10": (3, 32)}
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str) -> None:
+    """With its own augmentation, optimizer, schedule and accumulation, on data of the shape that it is for."""
+    config = parse([recipe])
+    words = ["--epochs", "1", "--batch-size", "4", "--data.train-limit", "12", "--log-every-updates", "3"]
+    if config.micro_batch_size is not None:
+        words += ["--micro-batch-size", "2"]
+    if config.schedule.warmup_epochs:
+        words += ["--schedule.warmup-epochs", "0.5"]
+    if config.data.name == "folder":
+        words += ["--data.root", str(photos / "train" if config.data.test_fraction else photos), "--data.workers", "0"]
+        words += ["--model.image-size", "64", "--augment.resize", "72"]
+    elif config.data.name in RECIPE_DATA:
+        channels, size = RECIPE_DATA[config.data.name]
+        words += ["--data.name", "synthetic", "--data.channels", str(channels), "--data.image-size", str(size)]
+    if "alexnet" in config.model.name or "resnet50" in config.model.name:
+        words += ["--model.name", "test_resnet"]  # their many weights take long
+    words += ["--data.test-limit", "4", "--eval-batch-size", "4", "--output-dir", str(tmp_path / "run")]
+    done = succeeded(gpu("train", recipe, *words))
+    fused = config.optim.name in ("sgd", "momentum", "adam", "adamw")
+    assert done.waits[1] == (READ_LATER if fused else READ_NOW)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["updates"] == 3
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_waits_of_each_policy_and_precision(gpu: Pretended, tmp_path: Path, policy: str, precision: str) -> None:
+    words = ("--on-nonfinite", policy, "--output-dir", tmp_path / "run")
+    done = succeeded(gpu("train", "digits", *SMALL, *words, precision=precision))
+    named = READ_NOW | SCALE if precision == "fp16" else READ_NOW if policy == "skip" else READ_LATER
+    assert quiet_updates(done) == [named] * 3
+
+
+def exploding(folder: Path) -> Path:
+    """Forty black images but for a white one, which with this `std` is more than a float32 can hold."""
+    for split, count in (("train", 40), ("test", 4)):
+        for number in range(count):
+            path = folder / "images" / split / "ab"[number % 2] / f"{number:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), (255 * ((split, number) == ("train", 17)),) * 3).save(path)
+    text = f"""
+about: {{reproduces: nothing, accuracy: none, runs_on: anything}}
+epochs: 1
+batch_size: 8
+data: {{name: folder, root: {folder / "images"}, workers: 0}}
+augment: {{resize: 32, mean: [0.0, 0.0, 0.0], std: [1.0e-39, 1.0e-39, 1.0e-39]}}
+model: {{name: test_resnet, image_size: 32}}
+optim: {{name: adamw, lr: 0.01}}
+"""
+    path = folder / "exploding.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_updates_that_are_not_finite(gpu: Pretended, tmp_path: Path) -> None:
+    recipe = exploding(tmp_path)
+    stopped = gpu("train", recipe, "--output-dir", tmp_path / "stop")
+    assert stopped.code == 2 and "is not finite: the loss of" in stopped.output, stopped.output
+    for policy in ("skip", "rewind"):
+        succeeded(gpu("train", recipe, "--on-nonfinite", policy, "--output-dir", tmp_path / policy))
+        result = json.loads((tmp_path / policy / "result.json").read_text())
+        assert (result["updates"], result["left_out_updates"]) == (5, 1)
+    one, other = (load_file(tmp_path / policy / "model.safetensors") for policy in ("skip", "rewind"))
+    assert all(torch.equal(values, other[key]) for key, values in one.items())
+    broken = gpu("train", "digits", *SMALL, "--epochs", 2, "--optim.lr", "1e30", "--output-dir", tmp_path / "broken")
+    assert broken.code == 2 and "is not finite" in broken.output
+
+
+def test_it_goes_on_where_it_was_and_is_evaluated_and_used(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
+    words = ("digits", *SMALL, *ALL_AT_ONCE, "--checkpoint.every-updates", 2)
+    succeeded(gpu("train", *words, "--output-dir", tmp_path / "whole"))
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for stops in (True, True, False):
+        if stops:
+            (parts / "STOP").touch()
+        succeeded(gpu("train", *words, "--output-dir", parts))
+    for name in ("model", "ema"):
+        one, other = (load_file(tmp_path / place / f"{name}.safetensors") for place in ("whole", "parts"))
+        assert all(torch.equal(values, other[key]) for key, values in one.items())
+
+    done = succeeded(gpu("evaluate", parts, "--split", "test"))
+    found = json.loads((parts / "evaluation-test.json").read_text())
+    result = json.loads((parts / "result.json").read_text())
+    assert found["model"]["accuracy"] == result["test_accuracy"]
+    assert math.isclose(found["model"]["loss"], result["test_loss"], rel_tol=1e-5)
+    assert "on cuda" in done.output
+    done = succeeded(gpu("predict", parts, photos / "val", precision="bf16"))
+    assert done.output.count(".jpg") == 6 * 5  # the five most probable classes of each
+
+
+def test_preflight(gpu: Pretended, tmp_path: Path) -> None:
+    done = succeeded(gpu("preflight", tmp_path))
+    assert "cuda:0 (Pretended GPU)" in done.output
+
+
+def test_bench(gpu: Pretended, tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    succeeded(gpu("bench", "digits", "--synthetic", "--rounds", 1, "--updates", 4, "--output", output))
+    figures = json.loads(output.read_text())
+    assert figures["environment"]["devices"] == ["cuda:0"]
