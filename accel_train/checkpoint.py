@@ -89,6 +89,28 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
         self._source: tuple[Path, Snapshot] | None = None
 
+    def check_writable(self) -> None:
+        """Raise UserError if no checkpoint can be written here. Before training, on the main process."""
+        try:
+            commit.probe(self.folder)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(
+                f"{self.folder} is not a folder, so no checkpoint can be written. "
+                "Remove it, or give another --output-dir."
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"No checkpoint can be written in {self.folder} ({error.strerror}){self._free_space()}. "
+                "Make room there, or give another --output-dir."
+            ) from None
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint of this run, as far as the main process knows; None if there is none."""
+        if self.last_saved is None:
+            return None
+        path = commit.directory(self.folder, self.last_saved)
+        return path if path.is_dir() else None  # somebody may have moved it away
+
     def save(self, state: TrainState, *, wait: bool = False) -> None:
         """Save a checkpoint of `state`. Collective: all processes call it at the same update.
 

@@ -76,6 +76,23 @@ def commit(folder: Path, update: int, write: Callable[[Path], None]) -> Path:
     return place
 
 
+def probe(folder: Path) -> None:
+    """Write a directory and a file in it, as `commit` does, and remove them. Raises OSError if that cannot be done.
+
+    The folder is made, and stays.
+    """
+    folder.mkdir(exist_ok=True)
+    temporary = folder / ".update-probe.tmp"  # `tidy` would remove it
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        file = temporary / "probe"
+        file.write_bytes(bytes(4096))  # an empty file needs no room on a full disk
+        flush(file)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def verify(checkpoint: Path, only: str | None = None) -> None:
     """Raise BrokenError unless all files of `checkpoint` (or the `only` one named) are as they were
     committed.

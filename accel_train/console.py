@@ -97,7 +97,7 @@ class Console:
         if self.speaks and not self.is_live:
             figures = "  ".join(f"{name} {value}" for name, value in self._figures.items())
             position = f"epoch {epoch}/{self.epochs}  update {update}/{self.total_updates}"
-            _print(f"{position}  {figures}  eta {_duration(self.eta_seconds)}")
+            print_line(f"{position}  {figures}  eta {_duration(self.eta_seconds)}")
 
     def evaluated(self, split: str, epoch: int, *, loss: float, accuracy: float, seconds: float) -> None:
         """One line for an evaluation at the end of `epoch` (from 1)."""
@@ -109,14 +109,14 @@ class Console:
         if self.is_live:
             self._rich.print(Text(text), soft_wrap=True)
         elif self.speaks:
-            _print(text)
+            print_line(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning; in a log, on stderr."""
         if self.is_live:
             self._rich.print(Text(f"warning: {text}", style="bold yellow"), soft_wrap=True)
         elif self.speaks:
-            _print(f"accel-train: warning: {text}", sys.stderr)
+            print_line(f"accel-train: warning: {text}", sys.stderr)
 
     def finish(self, title: str, figures: Mapping[str, str], commands: Mapping[str, str]) -> None:
         """Ends the display and prints the last screen.
@@ -130,7 +130,7 @@ class Console:
         width = max(map(len, [*figures, *commands]), default=0)
         if not self.is_live:
             lines = [f"  {name:<{width}}  {text}" for name, text in [*figures.items(), *commands.items()]]
-            _print("\n".join([title, *lines]))
+            print_line("\n".join([title, *lines]))
             return
         table = Table.grid(padding=(0, 2))
         for name, value in figures.items():
@@ -166,7 +166,7 @@ class Console:
         return Group(bars, figures)
 
 
-def _print(text: str, stream: TextIO | None = None) -> None:
+def print_line(text: str, stream: TextIO | None = None) -> None:
     """A log that can no longer be written, for its reader has gone or its disk is full, does not end a run."""
     stream = stream or sys.stdout
     try:

@@ -17,12 +17,10 @@ from accel_train.data.placement import Placement
 from accel_train.data.sources import Splits
 from accel_train.evaluate import Evaluation
 from accel_train.meter import Count, Stopwatch
-from accel_train.run import RunDirectory
-from accel_train.summary import describe, next_steps, result_of, typed_program
+from accel_train.run import MARKER, RunDirectory
+from accel_train.summary import describe, next_steps, result_of
 from accel_train.tracking import track
 from accel_train.train_state import TrainState
-
-MARKER = "REQUEUE"  # its presence in the run's folder asks the job script to start the run again
 
 
 class Report:
@@ -36,6 +34,7 @@ class Report:
         self._seconds, self._samples, self._waiting = 0.0, 0, 0.0  # on the stopwatch, at the last line
         self._last = time.monotonic()  # when the last epoch's or evaluation's line was written
         self._failures = 0  # of checkpoints, made known so far
+        self._first_update = 0  # updates done by earlier starts of this run
 
     def begin(
         self,
@@ -49,6 +48,7 @@ class Report:
         notes: Sequence[str],
     ) -> None:
         self._seconds, self._samples = state.train_seconds, state.timed_samples
+        self._first_update = state.update
         self.console.say(describe(self.config, self.plan, self.accelerator, splits, model, size, placement))
         (self.run.path / MARKER).unlink(missing_ok=True)
         for note in notes:
@@ -155,24 +155,42 @@ class Report:
         self.console.say(f"going back to the checkpoint of update {state.update}")
         self.console.advance(state.update)
 
-    def interrupted(self, state: TrainState, reason: str) -> None:
-        self.run.event("interrupted", update=state.update, reason=reason)
-        self.run.status("interrupted", update=state.update, force=True)
-        if self.run.writes:
-            (self.run.path / MARKER).write_text(f"{state.update}\n")
-        self.console.finish(
-            f"Stopped by {reason} after update {state.update} of {self._updates}; nothing is lost.",
-            {"run": str(self.run.path)},
-            {"go on": f"{typed_program()} train {self.run.path}/config.yaml --output-dir {self.run.path}"},
-        )
+    def interrupted(self, state: TrainState, reason: str, checkpoints: Checkpoints, go_on: str) -> int:
+        """The run was asked to stop, and the last save has come to its end. `go_on`: the command for that.
 
-    def unsaved(self) -> int:
+        Returns the exit code: 1 if the save came to nothing, or anything else that was to be written.
+        """
+        reason = "Ctrl-C" if reason == "SIGINT" else reason
+        stopped = f"Stopped by {reason} after update {state.update} of {self._updates}"
+        self.run.event("interrupted", update=state.update, reason=reason)
+        newest, run = checkpoints.newest(), str(self.run.path)
+        if newest is not None and checkpoints.last_saved == state.update:
+            asked = self.run.ask_for_requeue(state.update)
+            self.run.status("interrupted", update=state.update, force=True)
+            title = f"{stopped}; nothing is lost."
+            if not asked:
+                title += f" But {MARKER} could not be written: a job script will not start the run again."
+        else:
+            title = f"{stopped}, but this could not be saved. {self._newest(checkpoints)}"
+            # Without any progress the next start would fare no better, and the one after it, for ever.
+            if newest is not None and (checkpoints.last_saved or 0) > self._first_update:
+                self.run.ask_for_requeue(checkpoints.last_saved or 0)
+            self.run.status("failed", update=state.update, reason=title, force=True)
+        self.console.finish(title, {"run": run}, {"go on": go_on})
+        return 1 if checkpoints.failures or self.run.failures else 0
+
+    def unsaved(self, checkpoints: Checkpoints, go_on: str) -> int:
         """All is trained, but the last checkpoint is not on the disk: the run is not finished. The exit code."""
-        run = self.run.path
-        self.run.fail("the final checkpoint could not be written")
-        again = {"once there is room": f"{typed_program()} train {run}/config.yaml --output-dir {run}"}
-        self.console.finish("The final weights could not be saved: the run is not finished.", {"run": str(run)}, again)
+        newest = self._newest(checkpoints)
+        self.run.fail(f"the final checkpoint could not be written. {newest}")
+        title = f"The final weights could not be saved: the run is not finished. {newest}"
+        self.console.finish(title, {"run": str(self.run.path)}, {"once there is room": go_on})
         return 1
+
+    def _newest(self, checkpoints: Checkpoints) -> str:
+        if checkpoints.newest() is None:
+            return "There is no checkpoint: all that this run has learned is lost."
+        return f"The newest whole checkpoint is that of update {checkpoints.last_saved}."
 
     def finished(self, state: TrainState, last: dict[str, Evaluation], watch: Stopwatch, wall_seconds: float) -> None:
         """result.json and the last screen. `last` has the final evaluations: "test", "test (ema)", "val", …"""

@@ -20,9 +20,11 @@ from typing import Any
 
 from accel_train import config as configuration
 from accel_train.config import Config
+from accel_train.console import print_line
 from accel_train.errors import UserError
 from accel_train.signature import FILE, Signature
 
+MARKER = "REQUEUE"  # its presence in the run's folder asks the job script to start the run again
 STATUS_SECONDS = 2.0  # status.json is not renewed more often than this
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "numpy", "pillow")
 LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "PBS_", "OMPI_COMM_", "PMI_", "NCCL_", "TORCHELASTIC_", "FSDP_")
@@ -146,6 +148,13 @@ class RunDirectory:
         """Writes result.json, which says that the run is finished."""
         self._replace("result.json", _json(values, indent=2) + "\n", durable=True)
 
+    def ask_for_requeue(self, update: int) -> bool:
+        """Lays the file that asks the job script to start the run again, from the checkpoint of `update`. Returns
+        whether it is there."""
+        failures = self.failures
+        self._replace(MARKER, f"{update}\n")  # never an empty one, as a full disk would leave it
+        return self.failures == failures
+
     def _replace(self, name: str, text: str, durable: bool = False) -> None:
         """The file is the old one or the new one at any moment, whole."""
 
@@ -173,10 +182,10 @@ class RunDirectory:
         except OSError as error:
             self.failures += 1
             if self.failures == 1:
-                print(
+                print_line(
                     f"accel-train: warning: {self.path / name} cannot be written ({error.strerror}); "
                     "training goes on, but its records have gaps.",
-                    file=sys.stderr,
+                    sys.stderr,
                 )
 
 

@@ -48,6 +48,7 @@ from accel_train.evaluate import Batch, Evaluation, evaluate, evaluation_batch_s
 from accel_train.launch import Launch
 from accel_train.meter import Meter, Stopwatch
 from accel_train.nonfinite import Guard
+from accel_train.relaunch import command_to_go_on
 from accel_train.rendezvous import check_agreement, check_shared_directory
 from accel_train.report import Report
 from accel_train.run import RunDirectory, default_output_dir
@@ -152,6 +153,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     checkpoints = Checkpoints(
         directory / "checkpoints", config, accelerator, model, optimizer, ema=ema and ema.module, schedule=schedule
     )
+    decided_by_main(accelerator, checkpoints.check_writable)
     restored = checkpoints.restore(config.resume, config.allow_change)
     state = restored or TrainState()
     schedule.step_update(state.update)
@@ -308,14 +310,15 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
         except StopAskedError:
             save(wait=True)
             stopping.end()
-            report.interrupted(state, stopping.reason or "another process's signal")
+            reason, go_on = stopping.reason or "another process's signal", command_to_go_on(launch, directory)
+            code = decided_by_main(accelerator, lambda: report.interrupted(state, reason, checkpoints, go_on))
             accelerator.wait_for_everyone()  # the first to leave would take the others along
-            return 1 if checkpoints.failures else 0
+            return code
         checkpoints.publish(state.update)
         stopping.end()
         end_trackers(accelerator)
         report.failed(checkpoints)
         if main and checkpoints.last_saved != state.update:
-            return report.unsaved()
+            return report.unsaved(checkpoints, command_to_go_on(launch, directory))
         report.finished(state, last, watch, time.monotonic() - began)
         return 1 if checkpoints.failures or run.failures else 0

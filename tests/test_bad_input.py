@@ -1,5 +1,6 @@
 """What a newcomer gets wrong: one line that helps, exit code 2, no traceback, and nothing half-written."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -67,6 +68,27 @@ def images(root: str, **classes: int) -> None:
 )
 def test_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert expected in refused(capsys, *arguments)
+
+
+def test_directory_that_cannot_have_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run/checkpoints").touch()
+    assert "run/checkpoints is not a folder" in refused(capsys, "digits", "--output-dir", "run")
+
+
+def test_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "run"], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a small file system can be mounted by root only: {made.stderr.strip()}")
+    try:
+        Path("run/checkpoints").mkdir()
+        with Path("run/rubbish").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        assert "No space left on device" in refused(capsys, "digits", "--output-dir", "run")
+    finally:
+        subprocess.run(["umount", "-l", "run"], check=True)
 
 
 def test_folders(capsys: pytest.CaptureFixture[str]) -> None:

@@ -412,8 +412,10 @@ def test_a_vanished_directory_does_not_stop_training(run):
     run.folder.parent.rename(away)
     assert "FileNotFoundError" in failing(run, 3)
     assert not run.folder.parent.exists()
+    assert run.checkpoints.newest() is None
     assert find(away).name == "update-00000002"
     away.rename(run.folder.parent)
+    assert run.checkpoints.newest().name == "update-00000002"
     run.save(4)
     assert find(run.folder.parent).name == "update-00000004"
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import helpers
@@ -158,3 +160,80 @@ def test_signal_during_an_evaluation(tmp_path: Path) -> None:
         assert evaluations(run) == ["train", "test"]
         assert json.loads((run.run / "result.json").read_text())["test_images"] == 20000
         assert not (run.run / "REQUEUE").exists()
+
+
+@pytest.mark.slow
+def test_directory_that_cannot_have_checkpoints_is_refused_by_all_processes(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    with started(tmp_path / "run", *LONG, processes=2) as run:
+        assert run.ended() != 0
+    assert run.output.count("checkpoints is not a folder, so no checkpoint can be written") == 1, run.output
+    assert run.output.count("exitcode  : 2") + run.output.count("exitcode: 2") >= 1, run.output
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
+def let_saves_fail(run: helpers.Started) -> None:
+    """Let the run write small files only: what a full disk does, without a disk."""
+    resource.prlimit(run.popen.pid, resource.RLIMIT_FSIZE, (65536, 65536))
+
+
+def test_last_save_that_fails_is_told_and_requeued_only_after_progress(tmp_path: Path) -> None:
+    with started(tmp_path / "run", *LONG) as run:
+        run.until(lambda: commit.updates(run.run / "checkpoints"))
+        let_saves_fail(run)
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.ended() == 1, run.output
+    newest = checkpoint.find(run.run)
+    assert newest is not None
+    update = int(newest.name.removeprefix("update-"))
+    assert run.status["state"] == "failed" and run.status["update"] > update
+    told = f"this could not be saved. The newest whole checkpoint is that of update {update}."
+    assert told in run.output and told in run.status["reason"]
+    assert "nothing is lost" not in run.output
+    assert (run.run / "REQUEUE").read_text().split() == [str(update)]
+
+    # A start that saves nothing: the next would not either.
+    with started(tmp_path / "run", *LONG, "--checkpoint.every-epochs", 1000) as run:
+        run.until_trained(update + 1)
+        let_saves_fail(run)
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.ended() == 1, run.output
+    assert told in run.output
+    assert not (run.run / "REQUEUE").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    place = tmp_path / "run"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a small file system can be mounted by root only: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "rubbish").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def make_read_only(disk: Path) -> None:
+    while subprocess.run(["mount", "-o", "remount,ro", disk], capture_output=True).returncode:
+        time.sleep(0.01)  # a file was open for writing
+
+
+@pytest.mark.parametrize(("break_it", "processes"), [(fill, 1), (make_read_only, 2)])
+def test_signal_where_nothing_can_be_written_any_more(small_disk: Path, break_it, processes: int) -> None:  # type: ignore[no-untyped-def]
+    with started(small_disk, *LONG, "--checkpoint.every-epochs", 1000, processes=processes) as run:
+        run.until_trained(5)
+        break_it(small_disk)
+        for process in run.pids():
+            os.kill(process, signal.SIGTERM)
+        assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by the launcher's patience
+    assert "this could not be saved. There is no checkpoint" in run.output
+    assert "Traceback" not in run.output.partition("ChildFailedError")[0].partition("torch/distributed")[0], run.output
+    assert not (small_disk / "REQUEUE").exists()
