@@ -14,7 +14,7 @@ about it:
 | on-nonfinite, …-timeout-seconds | what is done about a failure; whoever goes on after one may choose anew |
 | eval-every-epochs | the same; but the plateau schedule follows the evaluations: not with that one |
 | epochs | a run may go on for longer; but cosine and poly end at the last epoch: not with these |
-| recipe, output-dir, resume, allow-change, config-only, traceback | of this start only; not noted |
+| recipe, output-dir, resume, allow-change, take-over, config-only, traceback | of this start only; not noted |
 
 All others alter what is learned: seed, batch-size, data.* (another limit of the test samples gives another
 best), augment.*, model.* (`pretrained` also gives size, mean and standard deviation), optim.*, schedule.*,
@@ -31,7 +31,7 @@ from typing import Any
 from accel_train.config import Config, as_dict
 from accel_train.errors import UserError, nearest
 
-OF_THIS_START = ("recipe", "output-dir", "resume", "allow-change", "config-only", "traceback")
+OF_THIS_START = ("recipe", "output-dir", "resume", "allow-change", "take-over", "config-only", "traceback")
 NOTED = (
     "micro-batch-size", "data.workers", "data.placement", "model.gradient-checkpointing", "data.root",
     "eval-batch-size", "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "rendezvous-timeout-seconds",

@@ -27,6 +27,7 @@ from accel_train.agreement import decided_by_main
 from accel_train.commit import BrokenError
 from accel_train.config import Config, as_dict
 from accel_train.errors import UserError
+from accel_train.owner import Lease, LostError
 from accel_train.snapshot import Snapshot
 from accel_train.train_state import TrainState
 
@@ -68,16 +69,18 @@ class Checkpoints:
         *,
         ema: nn.Module | None = None,
         schedule: Stateful | None = None,
+        lease: Lease | None = None,
     ) -> None:
         """`folder`: where the checkpoints lie; its parent, the run's directory, must be there when one is
         saved.
 
         `model` and `optimizer` are as Accelerate prepared them. `ema`: timm's ModelEmaV3 around the same
         model, or the module in it. `schedule`: a learning rate that depends on more than the update's
-        number; its state must be fit for JSON.
+        number; its state must be fit for JSON. `lease`: looked at before anything is changed there.
         """
         self.folder, self.config, self.accelerator = folder, config, accelerator
         self.model = model
+        self.lease = lease or Lease(folder.parent, None)
         # All the others follow from the update's number, also if their settings are allowed to change.
         self.schedule = schedule if config.schedule.name == "plateau" else None
         self.ema: nn.Module | None = getattr(ema, "module", ema)
@@ -146,6 +149,7 @@ class Checkpoints:
         if not self.accelerator.is_main_process:
             return
         self.wait()
+        self._check_owner()
         try:
             for weights in sorted(commit.directory(self.folder, update).glob("*.safetensors")):
                 aside = self.folder.parent / f".{weights.name}.tmp"
@@ -225,6 +229,7 @@ class Checkpoints:
 
     def _choose(self, resume: str) -> tuple[Path, Snapshot] | None:
         """On the main process: the checkpoint to restore, or None for a new run. Raises OSError."""
+        self._check_owner()
         commit.tidy(self.folder)
         if resume == "never" and commit.updates(self.folder):
             raise UserError(f"{self.folder} has checkpoints, and --resume is never. Give another --output-dir.")
@@ -274,16 +279,23 @@ class Checkpoints:
         """In the thread: write a checkpoint, then delete those that need not be kept."""
         update, best = copy.state["train"]["update"], copy.state["train"]["best_update"]
         try:
-            commit.commit(self.folder, update, lambda folder: snapshot.write(folder, copy))
+            commit.commit(self.folder, update, lambda folder: snapshot.write(folder, copy), check=self._check_owner)
             self.last_saved = update
             self.last_seconds = time.perf_counter() - started
             found = {u: _epochs_done(commit.directory(self.folder, u)) for u in commit.updates(self.folder)}
             settings = self.config.checkpoint
             kept = commit.survivors(found, settings.keep, best, settings.milestone_epochs)
             for old in sorted(found.keys() - kept):
+                self._check_owner()
                 commit.delete(self.folder, old)
+        except LostError:
+            pass  # the main thread hears of it before its next write
         except Exception as error:  # for a full disk, safetensors and torch.save have errors of their own
             self.failures.append(f"checkpoint of update {update}: {type(error).__name__}: {error}{self._free_space()}")
+
+    def _check_owner(self) -> None:
+        """Raise LostError if another start has taken the run over."""
+        self.lease.check(fresh=True)
 
     def _free_space(self) -> str:
         """For the message of a failed save: torch.save's own does not say that the disk is full."""

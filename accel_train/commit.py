@@ -7,7 +7,7 @@ same backwards.
 
     update-00001234            whole, unless the disk or somebody altered it later: `verify` tells
     update-00001234.broken-1   `set_aside` found it altered; kept for whoever wants to know why
-    .update-00001234.tmp       being written        \\
+    .update-00001234.*.tmp     being written        \\
     .update-00001234.gone      being deleted         } left by a killed process: `tidy` clears them up
     .update-00001234.old       being replaced       /
 """
@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -43,17 +44,22 @@ def updates(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def commit(folder: Path, update: int, write: Callable[[Path], None]) -> Path:
+def commit(
+    folder: Path, update: int, write: Callable[[Path], None], *, check: Callable[[], None] = lambda: None
+) -> Path:
     """Let `write` fill a directory with files, and bring it to its place; return that.
+
+    `check` is called last of all before that, and raises what forbids it.
 
     An older checkpoint of the same update is replaced. Raises what `write` or the file system raises
     (OSError); then nothing has changed, but for what `tidy` removes. The folder is made, its parent is not:
     a mount that has gone must not be written to as if it were there.
     """
     place = directory(folder, update)
-    temporary, old = (folder / f".{place.name}{suffix}" for suffix in (".tmp", ".old"))
+    # A name that no other process takes: one that has lost the run to it may still be writing.
+    temporary = folder / f".{place.name}.{uuid.uuid4().hex[:8]}.tmp"
+    old = folder / f".{place.name}.old"
     folder.mkdir(exist_ok=True)
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
         write(temporary)
@@ -63,6 +69,7 @@ def commit(folder: Path, update: int, write: Callable[[Path], None]) -> Path:
         manifest.write_text(json.dumps({"files": entries}, indent=1) + "\n")
         for path in (*files, manifest, temporary):
             flush(path)
+        check()
         if place.exists():
             place.rename(old)
         temporary.rename(place)

@@ -207,6 +207,8 @@ class Config:
     """auto: go on from the newest checkpoint of the run's folder, if there is one; must; never; or a path."""
     allow_change: tuple[str, ...] = ()
     """Keys of the configuration (optim.lr, or a group: optim) that may differ from the checkpoint's at resume."""
+    take_over: bool = False
+    """Take the run from the start that owns it, alive or not; that one ends. For this start only."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
     """A loss or gradient that is not finite: stop; skip this update; or rewind and leave it out."""
     rendezvous_timeout_seconds: float = 600.0
@@ -309,7 +311,7 @@ def to_yaml(config: Config) -> str:
     import yaml
 
     settings = as_dict(config)
-    for key in ("recipe", "config_only", "traceback"):  # of this start, not of the run
+    for key in ("recipe", "take_over", "config_only", "traceback"):  # of this start, not of the run
         settings.pop(key)
     if config.recipe:  # the file is called config.yaml, and would be the recipe "config"
         settings = {"about": {"recipe": config.recipe}, **settings}

@@ -7,17 +7,21 @@ imported. The failure to fear is N processes that each train alone: nothing erro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from accel_train.cores import available_cores
 from accel_train.errors import UserError
+from accel_train.process import started
 
 MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -42,6 +46,8 @@ class Launch:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    agent: tuple[int, str] | None = field(default=None, compare=False, kw_only=True)
+    """The process of accelerate launch or torchrun that started this one: its number, and when it began."""
 
 
 def prepare_environment() -> Launch:
@@ -54,6 +60,7 @@ def prepare_environment() -> Launch:
     env = os.environ
     launch = _detect(env)
     _check_promise(launch, env)
+    launch = replace(launch, agent=_agent(launch))
     if launch.launcher not in READY_MADE:
         address, port = _rendezvous_address(launch, env)
         env.setdefault("MASTER_ADDR", address)
@@ -205,6 +212,21 @@ def _threads(launch: Launch, env: Mapping[str, str]) -> int:
     if launch.launcher not in READY_MADE and cores * launch.local_world_size <= node:
         return cores  # srun and mpirun may have bound each task to cores of its own
     return max(1, cores // launch.local_world_size)
+
+
+def _agent(launch: Launch) -> tuple[int, str] | None:
+    """The launcher's process if it is our parent (slurm/rank.sh may stand between), told by its command line."""
+    if launch.launcher not in ("accelerate", "torchrun"):
+        return None
+    parent = os.getppid()
+    with contextlib.suppress(psutil.Error, OSError):
+        line = psutil.Process(parent).cmdline()
+        if any(word.endswith("slurm/rank.sh") for word in line):
+            parent = psutil.Process(parent).ppid()
+            line = psutil.Process(parent).cmdline()
+        if {Path(word).name for word in line} & LAUNCHERS:
+            return parent, started(parent)
+    return None
 
 
 def _only_launcher_set(variable: str, option: str | None = None) -> bool:

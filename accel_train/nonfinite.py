@@ -196,6 +196,8 @@ class Guard:
         """The images as they were loaded and as the model saw them, a file a process; the ids of all in one."""
         folder = self.report.run.path / "nonfinite"
         name = f"update-{window.number:08d}"
+        if not self.report.run.lease.holds(fresh=True):
+            return str(folder)
         try:
             folder.mkdir(exist_ok=True)
             mine = folder / f"{name}-rank-{self.accelerator.process_index}"

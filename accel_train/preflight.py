@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
         from accelerate.utils import gather_object
 
         from accel_train import rendezvous
+        from accel_train.process import hostname
 
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         versions |= {"accelerate": accelerate.__version__, "cuda": str(torch.version.cuda)}
@@ -36,7 +37,7 @@ def main(arguments: list[str]) -> int:
             rendezvous.check_shared_directory(accelerator, Path(directory))
         device = accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        line = f"{rendezvous.hostname()}  {device} ({name})  {torch.get_num_threads()} threads"
+        line = f"{hostname()}  {device} ({name})  {torch.get_num_threads()} threads"
         lines = gather_object([line])
         gradients = torch.ones(MEBIBYTES * 2**18, device=device)
         seconds = []

@@ -25,6 +25,7 @@ from torch import distributed
 from accel_train import signals
 from accel_train.errors import UserError
 from accel_train.launch import Launch, allocated_hosts
+from accel_train.process import hostname
 
 AFTER_SIGTERM_SECONDS = 15.0  # launchers send SIGKILL 30 s after it
 RESOLVE_SECONDS = 20.0  # for a name service that is slow to know a new host
@@ -208,11 +209,6 @@ def set_collective_timeout(seconds: float) -> None:
     if distributed.is_initialized():
         before = distributed.distributed_c10d._set_pg_timeout  # its name until it became public
         getattr(distributed, "set_timeout", before)(timedelta(seconds=seconds), None)
-
-
-def hostname() -> str:
-    """This host as the batch system calls it."""
-    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
 
 def _first_line(error: Exception) -> str:

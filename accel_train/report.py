@@ -50,7 +50,6 @@ class Report:
         self._seconds, self._samples = state.train_seconds, state.timed_samples
         self._first_update = state.update
         self.console.say(describe(self.config, self.plan, self.accelerator, splits, model, size, placement))
-        (self.run.path / MARKER).unlink(missing_ok=True)
         for note in notes:
             self.warn(note)
         # A run that was killed before its first checkpoint has lines, too.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -21,7 +20,8 @@ from typing import Any
 from accel_train import config as configuration
 from accel_train.config import Config
 from accel_train.console import print_line
-from accel_train.errors import UserError
+from accel_train.folders import cannot_be_written, make_directory
+from accel_train.owner import Lease
 from accel_train.signature import FILE, Signature
 
 MARKER = "REQUEUE"  # its presence in the run's folder asks the job script to start the run again
@@ -35,46 +35,35 @@ LAUNCHER_NAMES = (
 SECRETS = ("TOKEN", "JWT", "KEY", "SECRET", "PASSWORD")
 
 
-def default_output_dir(recipe: str) -> Path:
-    """runs/RECIPE/YYYY-MM-DD_HH-MM-SS, the local time. Ask on one process, and tell the others."""
-    first = Path("runs") / recipe / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    path = first
-    for number in itertools.count(2):
-        if not path.exists():
-            break
-        path = first.with_name(f"{first.name}_{number}")
-    return path
-
-
 class RunDirectory:
     """Writes config.yaml, model.json, environment.json, metrics.jsonl, status.json and result.json.
 
-    A write that fails while the run goes on (disk full, mount gone) does not end it: it is counted in
-    `failures`, and the first one is told on stderr.
+    Before each write it looks whether this start still owns the run, and raises owner.LostError if not. A write that
+    fails while the run goes on (disk full, mount gone) does not end it: it is counted in `failures`, and the first one
+    is told on stderr.
     """
 
-    def __init__(self, path: Path, *, writes: bool) -> None:
+    def __init__(self, path: Path, *, writes: bool, lease: Lease | None = None) -> None:
         """Makes the folder. With `writes=False` (all processes but the main one) every method does nothing.
 
         Raises UserError if the folder cannot be made or written to.
         """
         self.path = path
         self.writes = writes
+        self.lease = lease or Lease(path, None)
         self.failures = 0
         self._status: dict[str, Any] = {}
         self._status_time = -math.inf
         if not writes:
             return
+        make_directory(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
             probe = path / f".write-test-{os.getpid()}"
             probe.touch()  # os.access() is wrong on network file systems and for root
             probe.unlink()
             _cut_torn_lines(self.metrics_path)
-        except FileExistsError:
-            raise UserError(f"--output-dir: {path} is a file, not a folder; name another one.") from None
         except OSError as error:
-            raise UserError(f"--output-dir: {path} cannot be written ({error.strerror}); name another one.") from error
+            raise cannot_be_written(path, error) from error
 
     @property
     def metrics_path(self) -> Path:
@@ -116,7 +105,7 @@ class RunDirectory:
         if self.writes and self.metrics_path.exists():
             lines = self.metrics_path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if not _is_after(json.loads(line), update, epochs)]
-            self._replace("metrics.jsonl", "".join(kept))
+            self._replace("metrics.jsonl", "".join(kept), fresh=True)
 
     def status(self, state: str, *, force: bool = False, **values: Any) -> None:
         """Renews status.json: state, time, pid, host and the latest value of all that was ever given.
@@ -136,6 +125,8 @@ class RunDirectory:
 
     def fail(self, reason: str) -> None:
         """Says in status.json that the run has failed. For any process and thread, also if it never `writes`."""
+        if not self.lease.holds(fresh=True):
+            return
         path = self.path / "status.json"
         aside = path.with_name(f".status.json.{platform.node()}-{threading.get_native_id()}.tmp")
         with contextlib.suppress(OSError, ValueError):
@@ -146,17 +137,17 @@ class RunDirectory:
 
     def result(self, values: Mapping[str, Any]) -> None:
         """Writes result.json, which says that the run is finished."""
-        self._replace("result.json", _json(values, indent=2) + "\n", durable=True)
+        self._replace("result.json", _json(values, indent=2) + "\n", durable=True, fresh=True)
 
     def ask_for_requeue(self, update: int) -> bool:
         """Lays the file that asks the job script to start the run again, from the checkpoint of `update`. Returns
         whether it is there."""
         failures = self.failures
-        self._replace(MARKER, f"{update}\n")  # never an empty one, as a full disk would leave it
+        self._replace(MARKER, f"{update}\n", fresh=True)  # never an empty one, as a full disk would leave it
         return self.failures == failures
 
-    def _replace(self, name: str, text: str, durable: bool = False) -> None:
-        """The file is the old one or the new one at any moment, whole."""
+    def _replace(self, name: str, text: str, *, durable: bool = False, fresh: bool = False) -> None:
+        """The file is the old one or the new one at any moment, whole. `fresh`: see `owner.Lease.holds`."""
 
         def replace() -> None:
             aside = self.path / f".{name}.tmp"
@@ -172,11 +163,12 @@ class RunDirectory:
                     aside.unlink()
                 raise
 
-        self._try(name, replace)
+        self._try(name, replace, fresh=fresh)
 
-    def _try(self, name: str, write: Callable[[], None]) -> None:
+    def _try(self, name: str, write: Callable[[], None], *, fresh: bool = False) -> None:
         if not self.writes:
             return
+        self.lease.check(fresh=fresh)
         try:
             write()
         except OSError as error:

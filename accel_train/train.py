@@ -25,11 +25,12 @@ if __name__ == "__main__":
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import ProjectConfiguration, gather_object
 from timm.layers import convert_sync_batchnorm
 
 from accel_train import models, optim, tuning
@@ -48,10 +49,11 @@ from accel_train.evaluate import Batch, Evaluation, evaluate, evaluation_batch_s
 from accel_train.launch import Launch
 from accel_train.meter import Meter, Stopwatch
 from accel_train.nonfinite import Guard
+from accel_train.owner import Claim, Lease
 from accel_train.relaunch import command_to_go_on
 from accel_train.rendezvous import check_agreement, check_shared_directory
 from accel_train.report import Report
-from accel_train.run import RunDirectory, default_output_dir
+from accel_train.run import MARKER, RunDirectory
 from accel_train.signature import Signature
 from accel_train.stopping import StopAskedError, Stopping
 from accel_train.summary import plan_text
@@ -62,23 +64,22 @@ from accel_train.watchdog import Watchdog, collective_seconds
 
 def train(config: Config, launch: Launch) -> int:
     """Train as `config` says, or go on with the run in its output directory. Returns the program's exit code."""
-    with Stopping() as stopping:  # from here on a signal asks for a checkpoint
-        return _train(config, launch, stopping)
+    with Stopping() as stopping, ExitStack() as ends:  # from here on a signal asks for a checkpoint
+        return _train(config, launch, stopping, ends)
 
 
-def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
+def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) -> int:
     began = time.monotonic()
 
     # The world: accumulation follows from it, and Accelerate must know that from the start.
     check_trackers(config.trackers)
     mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
     accumulation = accumulation_steps(config.batch_size, launch.world_size, config.micro_batch_size, pairs=mixes)
-    directory = config.output_dir or default_output_dir(config.recipe)
     accelerator = create_accelerator(
         launch,
         gradient_accumulation_steps=accumulation,
         log_with=config.trackers,
-        project_dir=directory,
+        project_dir=config.output_dir or Path("runs"),
         rendezvous_seconds=config.rendezvous_timeout_seconds,
         collective_seconds=collective_seconds(config.start_timeout_seconds),
         share_gpus=config.share_gpus,
@@ -90,9 +91,18 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
             print(plan_text(config, launch.world_size, accumulation))
         return 0
 
-    # The run's directory: one for all processes. What is finished stays as it is.
-    directory = decided_by_main(accelerator, lambda: directory)
+    # The run's directory: one for all processes, and theirs alone from here on. What is finished stays as it is.
+    claim = Claim(config, lambda: stopping.reason)
+    while (found := decided_by_main(accelerator, claim.attempt)) is None:
+        pass
+    lease = Lease(*found, keeps=main)
+    ends.callback(lease.release)
+    directory = lease.directory
     config = dataclasses.replace(config, output_dir=directory)
+    accelerator.project_configuration = ProjectConfiguration(project_dir=str(directory))  # of trackers
+    if main:
+        with suppress(OSError):  # a finished run's directory may be one that cannot be written
+            (directory / MARKER).unlink()
     if decided_by_main(accelerator, lambda: (directory / "result.json").is_file()):
         if main:
             print(f"{directory} holds a finished run: {directory / 'result.json'}. Nothing is left to do.")
@@ -148,11 +158,19 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
 
     # The run: from its beginning, or from its newest checkpoint.
     decided_by_main(accelerator, lambda: bool(RunDirectory(directory, writes=True)))  # its error is everybody's
-    run = RunDirectory(directory, writes=main)
+    run = RunDirectory(directory, writes=main, lease=lease)
     check_shared_directory(accelerator, directory)
     checkpoints = Checkpoints(
-        directory / "checkpoints", config, accelerator, model, optimizer, ema=ema and ema.module, schedule=schedule
+        directory / "checkpoints",
+        config,
+        accelerator,
+        model,
+        optimizer,
+        ema=ema and ema.module,
+        schedule=schedule,
+        lease=lease,
     )
+    ends.callback(checkpoints.wait)  # before the run is given back
     decided_by_main(accelerator, checkpoints.check_writable)
     restored = checkpoints.restore(config.resume, config.allow_change)
     state = restored or TrainState()
@@ -164,7 +182,9 @@ def _train(config: Config, launch: Launch, stopping: Stopping) -> int:
     stopping.begin(directory if main else None, config.checkpoint.every_seconds)
     meter, watch = Meter(accelerator), Stopwatch(state.train_seconds, state.timed_samples)
     last: dict[str, Evaluation] = {}  # the newest of each split: "val", "test", and of EMA's weights "test (ema)"
-    watchdog = Watchdog(accelerator, run, stopping, config.start_timeout_seconds, config.hang_timeout_seconds)
+    watchdog = Watchdog(
+        accelerator, run, stopping, config.start_timeout_seconds, config.hang_timeout_seconds, launch.agent
+    )
     console = Console(
         speaks=main,
         total_updates=config.epochs * plan.updates_per_epoch,

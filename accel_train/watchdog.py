@@ -33,7 +33,8 @@ from accelerate import Accelerator
 from torch import distributed
 
 from accel_train.errors import UserError
-from accel_train.rendezvous import hostname, set_collective_timeout
+from accel_train.process import hostname, is_gone
+from accel_train.rendezvous import set_collective_timeout
 from accel_train.run import RunDirectory
 from accel_train.stacks import Stacks
 from accel_train.stopping import Stopping
@@ -44,6 +45,7 @@ TICK_SECONDS = 2.0
 SILENT_SECONDS = 45.0  # not heard of for so long: dead. One that holds Python's lock for long is not.
 TERMINATION_SECONDS = 20.0  # launchers send SIGKILL 30 s after SIGTERM
 DUMP_SECONDS = 10.0  # for the others to write their stacks
+RELEASE_SECONDS = 5.0  # for the file system to take a deletion
 LEAVE_SECONDS = 20.0  # for a process to end by itself, once it is known that all have to
 
 
@@ -56,10 +58,19 @@ class Watchdog:
     """A context manager around the training; the errors that pass through it are made known to all processes."""
 
     def __init__(
-        self, accelerator: Accelerator, run: RunDirectory, stopping: Stopping, start_seconds: float, hang_seconds: float
+        self,
+        accelerator: Accelerator,
+        run: RunDirectory,
+        stopping: Stopping,
+        start_seconds: float,
+        hang_seconds: float,
+        agent: tuple[int, str] | None = None,
     ) -> None:
-        """How long nothing may happen: `start_seconds` until the first update, then `hang_seconds`; 0 is never."""
+        """How long nothing may happen: `start_seconds` until the first update, then `hang_seconds`; 0 is never.
+
+        `agent`: the launcher's process, see `launch.Launch`."""
         self.run, self.stopping, self.start_seconds, self.hang_seconds = run, stopping, start_seconds, hang_seconds
+        self.agent = agent
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self.tick = min([TICK_SECONDS, *(limit / 4 for limit in (start_seconds, hang_seconds) if limit)])
@@ -126,6 +137,11 @@ class Watchdog:
         unreachable = 0
         while not self._leaving.wait(self.tick):
             self._beat += 1
+            if self.agent is not None and is_gone(*self.agent):
+                # Nobody would end us any more. Nothing of the run is broken: save, as if the launcher had handed on
+                # a signal. Where its store is gone too, the look at the others below ends what takes too long.
+                self.agent = None
+                self.stopping.reason = self.stopping.reason or "the launcher's death"
             if seen[0] != self._count:
                 seen = (self._count, self._beat)
             idle = (self._beat - seen[1]) * self.tick
@@ -190,7 +206,7 @@ class Watchdog:
         print(f"accel-train: error: {text}", file=sys.__stderr__, flush=True)
         with contextlib.suppress(RuntimeError):
             self._publish_ended()
-        _leave()
+        self._leave()
 
     def _follow(self, reason: dict[str, Any]) -> NoReturn:
         """Another process ends the run. One that failed gives us time to find that out, too, and to end by it."""
@@ -203,7 +219,7 @@ class Watchdog:
             self._leaving.wait(LEAVE_SECONDS)
             if self._leaving.is_set():
                 sys.exit()  # of this thread only
-        _leave()
+        self._leave()
 
     def _claim(self, text: str, *, dump: bool) -> int:
         """Say why the run ends, if nobody has yet; returns the rank whose reason counts."""
@@ -247,8 +263,17 @@ class Watchdog:
 
     def _dump(self, text: str) -> None:
         """The stacks of all threads of this process and of its data workers, into the run's folder."""
+        if not self.run.lease.holds(fresh=True):
+            return
         who = f"rank {self.rank} on {hostname()}, process {os.getpid()}: {self._doing}, after update {self._update}"
         self._stacks.write(self.run.path / "hang" / f"rank-{self.rank}.txt", f"{text}\n{who}")
+
+    def _leave(self) -> NoReturn:
+        """End this process at once, whatever its main thread waits for. A worker that is stuck would outlive it."""
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        self.run.lease.release_within(RELEASE_SECONDS)
+        os._exit(1)
 
     # And this in the main thread.
 
@@ -285,13 +310,6 @@ class Watchdog:
         after = beats()
         gone = [rank for rank in before if after.get(rank) == before[rank]]
         return f"A process was killed, or its node is lost: {self._names(gone)}" if gone else ""
-
-
-def _leave() -> NoReturn:
-    """End this process at once, whatever its main thread waits for. A worker that is stuck would outlive it."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
-    os._exit(1)
 
 
 def _everywhere(error: BaseException) -> bool:

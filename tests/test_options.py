@@ -252,7 +252,7 @@ def configs(draw: st.DrawFn) -> Config:
         values.setdefault(group, {})[name] = value
     if values["data"]["val_fraction"] + values["data"]["test_fraction"] >= 1:
         values["data"]["test_fraction"] = 0.0
-    own = {**values.pop(""), "config_only": False, "traceback": False}
+    own = {**values.pop(""), "take_over": False, "config_only": False, "traceback": False}
     groups = {name: type(getattr(Config(), name))(**inner) for name, inner in values.items()}
     return Config(**own, **groups)
 

@@ -223,14 +223,3 @@ def test_whatever_moment_the_writer_is_killed_at_its_files_are_whole(tmp_path: P
         lines = read_lines(tmp_path / "metrics.jsonl")
         assert lines
         assert json.loads((tmp_path / "status.json").read_text())["state"] == "training"
-
-
-def test_default_output_dirs_of_one_second_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = set()
-    for _ in range(3):
-        path = run.default_output_dir("digits")
-        assert path.parent == Path("runs/digits")
-        path.mkdir(parents=True)
-        found.add(path)
-    assert len(found) == 3
