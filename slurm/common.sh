@@ -50,7 +50,10 @@ begin_run() {
         say "$RUN is finished"
         exit 0
     fi
-    rm -f "$RUN/REQUEUE" "$RUN/slurm/exit-code"
+    # Only what is this job's: another one may own the run (owner.json), and the program, which finds that out, then ends
+    # with 2. REQUEUE and the like it removes itself once the run is its own.
+    rm -rf "$RUN/slurm/job-$JOB"
+    mkdir -p "$RUN/slurm/job-$JOB/nodes"
     ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-$ACCEL_TRAIN_ROOT/accelerate_configs/multi_node.yaml}
     [[ -f $ACCELERATE_CONFIG ]] || fail "no accelerate config $ACCELERATE_CONFIG: submit from the repository"
     MASTER_PORT=${MASTER_PORT:-$((20000 + ${JOB%%[!0-9]*} % 10000))}
@@ -76,8 +79,6 @@ start_tasks() {
     # srun takes the job's --cpus-per-task only if it is told to, else a task may be bound to one core
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
     if ((${SLURM_NTASKS:-1} > 1)); then options+=(--label); fi
-    rm -rf "$RUN/slurm/nodes"
-    mkdir -p "$RUN/slurm/nodes"
     # What Slurm ends (scancel, time limit, lost node, requeue from outside) is not requeued from here. But this shell
     # outlives its srun: one that was left behind would cancel the next start's step, which has the same number.
     terminated=0
@@ -95,7 +96,7 @@ enter_task() { # in each task, before its program takes its place
     # Not the TMPDIR of the host from which the job was submitted: data loaders and compilers want a local disk.
     export TMPDIR=${SLURM_TMPDIR:-${NODE_TMPDIR:-/tmp}}
     use_site
-    touch "$RUN/slurm/nodes/${SLURMD_NODENAME:-$HOSTNAME}"
+    touch "$RUN/slurm/job-$JOB/nodes/${SLURMD_NODENAME:-$HOSTNAME}"
 }
 
 # on_node PROGRAM... (options of python, such as -m accel_train.train RECIPE): one launcher for all processes of a node
@@ -136,16 +137,14 @@ end_run() {
         say "ended by Slurm; what the run has saved is in $RUN"
         exit 143
     fi
-    if [[ ! -f $RUN/REQUEUE ]]; then
-        local code=$1
-        if ((code != 0)); then
-            code=$(cat "$RUN/slurm/exit-code" 2>/dev/null) || code=$1 # of the first rank that failed
-            explain_failure "$code"
-        fi
+    local code=$1 update stops
+    if ((code != 0)); then code=$(cat "$RUN/slurm/job-$JOB/exit-code" 2>/dev/null) || code=$1; fi # of the first rank that failed
+    if [[ ! -f $RUN/REQUEUE ]] || ((code == 2)); then # 2: refused, or taken over; REQUEUE may be the owner's
+        if ((code != 0)); then explain_failure "$code"; fi
         exit "$code"
     fi
-    local update stops
     update=$(<"$RUN/REQUEUE")
+    rm -f "$RUN/REQUEUE" # obeyed once
     echo "$update" >>"$RUN/slurm/requeues"
     warn_of_short_lead
     # how many of the latest stops, in a row, were at this update
@@ -168,7 +167,7 @@ requeue() { scontrol requeue "$JOB"; }
 explain_failure() {
     local node absent=()
     for node in $(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null); do
-        if [[ ! -e $RUN/slurm/nodes/$node ]]; then absent+=("$node"); fi
+        if [[ ! -e $RUN/slurm/job-$JOB/nodes/$node ]]; then absent+=("$node"); fi
     done
     if ((${#absent[@]} > 0)); then
         say "no task could write to $RUN on ${absent[*]}: are these nodes up, do they see that directory?" >&2
@@ -187,4 +186,4 @@ warn_of_short_lead() { # was there time to save between the warning and the time
     fi
 }
 
-JOB=${SLURM_JOB_ID:-${PBS_JOBID:-0}}
+export JOB=${SLURM_JOB_ID:-${PBS_JOBID:-0}}

@@ -28,6 +28,23 @@ def test_a_stop_without_progress_is_requeued_three_times(tmp_path: Path) -> None
     assert (run / "slurm" / "requeues").read_text().split() == ["10", "20", "20", "20", "20", "30"]
 
 
+def test_a_job_whose_run_another_one_owns_changes_and_obeys_nothing_of_its(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "slurm" / "job-7" / "nodes").mkdir(parents=True)
+    others = [run / name for name in ("owner.json", "REQUEUE", "STOP", "slurm/job-7/exit-code", "slurm/job-7/nodes/n1")]
+    for path in others:
+        path.write_text("10\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho scontrol $*\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    script = f"source {ROOT}/slurm/common.sh; begin_run digits --output-dir {run}; echo 2 >$RUN/slurm/job-8/exit-code; "
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "8", "ACCEL_TRAIN_ROOT": str(ROOT)}
+    # srun says 1 or 137 of a rank that was refused with 2
+    done = subprocess.run(["bash", "-c", f"{script} end_run 1"], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert b"scontrol requeue 8" not in done.stdout
+    assert [path.read_text() for path in others] == ["10\n"] * 5
+
+
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_scripts_are_clean() -> None:
     scripts = [
