@@ -108,7 +108,7 @@ class Model:
 @dataclass(frozen=True)
 class Optim:
     name: str = "sgd"
-    """Any of timm's optimizers: sgd (Nesterov), momentum (plain), adam, adamw, adadelta, lamb, lion, muon, …"""
+    """Any of timm's optimizers: sgd (Nesterov), momentum (plain), adam, adamw, lamb, lion, muon (hidden layers), …"""
     lr: float = 0.1
     """Learning rate of the whole batch; it does not depend on the number of processes."""
     weight_decay: float = 0.0

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
+from timm.optim import Muon, create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
 from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3, dispatch_clip_grad
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from accel_train import config
 from accel_train.data.splits import Splits
 from accel_train.errors import UserError, nearest
-from accel_train.models import classifier_names
+from accel_train.models import classifier_names, input_names
 
 # Torch's optimizers with a kernel for all parameters at once, and where they have it. On other devices torch
 # takes its foreach form by itself.
@@ -33,6 +33,9 @@ def create_optimizer(optim: config.Optim, model: nn.Module, *, sharded: bool = F
     The parameter groups are timm's: no weight decay on biases, norms and what the model itself excludes (with
     optim.decay_all only the latter), and with optim.layer_decay a group for each layer, with its factor
     `lr_scale` that only the schedules of `create_schedule` apply.
+
+    Muon is for the hidden layers' weights (K. Jordan 2024, kellerjordan.github.io/posts/muon): first and last layer
+    and embeddings go to timm's fallback, AdamW, as biases and norms do.
     """
     if optim.name not in list_optimizers():
         hint = nearest(optim.name, list_optimizers(), count=5)
@@ -57,6 +60,9 @@ def create_optimizer(optim: config.Optim, model: nn.Module, *, sharded: bool = F
         # Only Adam's kernel takes split tensors.
         if kind in FUSED and devices <= set(FUSED_DEVICES) and not (sharded and kind is torch.optim.SGD):
             options["fused"] = True
+        if kind is Muon:
+            options["fallback_list"] = [f"{layer}.*" for layer in (*input_names(model), *classifier_names(model))]
+            options["fallback_no_weight_decay"] = True  # what timm's models call so are their embeddings
         optimizer = create_optimizer_v2(
             model,
             opt=optim.name,

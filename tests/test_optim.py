@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timm.optim import list_optimizers
+from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_train import config
+from accel_train import config, full_state
 from accel_train.errors import UserError
 from accel_train.models import create_model
 from accel_train.optim import (
@@ -141,6 +142,44 @@ def test_layer_decay_is_in_the_rate_of_every_group() -> None:
         assert len(found) == sum(parameter.requires_grad for parameter in model.parameters())
         for name, rate in found.items():
             assert rate == pytest.approx(base * 0.5 ** (13 - depth(name))), name
+
+
+@pytest.mark.parametrize("name", ["muon", "nadamuon"])
+@pytest.mark.parametrize(
+    ("model", "size", "first", "last"),
+    [
+        ("digits_cnn", 8, "0", "8"),
+        ("test_vit", 160, "patch_embed.proj", "head"),
+        ("torchvision/resnet18", 32, "conv1", "fc"),
+    ],
+)
+def test_muon_takes_the_hidden_weights_only(name: str, model: str, size: int, first: str, last: str) -> None:
+    net = create_model(config.Model(name=model), num_classes=10, channels=3, image_size=size)
+    optimizer = create_optimizer(config.Optim(name=name, weight_decay=0.1), net)
+    net(torch.randn(2, 3, size, size)).square().sum().backward()
+    optimizer.step()
+    by_muon = {key for key, parameter in net.named_parameters() if "momentum_buffer" in optimizer.state[parameter]}
+    matrices = {key for key, parameter in net.named_parameters() if parameter.ndim in (2, 4)}
+    assert by_muon == matrices - {f"{first}.weight", f"{last}.weight"}
+
+
+def test_muon_of_an_older_checkpoint_goes_on_with_the_parameters_that_it_had() -> None:
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(1)
+        net(torch.randn(4, 1, 8, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    net = create_model(config.Model(name="digits_cnn"), num_classes=10, channels=1, image_size=8)
+    older = create_optimizer_v2(net, opt="muon", lr=0.1)  # as earlier versions made it
+    step(net, older)
+    other = copy.deepcopy(net)
+    newer = create_optimizer(config.Optim(name="muon", lr=0.1), other)
+    state = copy.deepcopy(full_state.optimizer_state(net, older))
+    full_state.spread_optimizer(other, newer, full_state.outline(state), full_state.collect(state, here=True))
+    step(net, older)
+    step(other, newer)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
 
 
 # Schedules

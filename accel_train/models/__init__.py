@@ -1,7 +1,7 @@
 """Models by name: timm's, torchvision's and the small nets of the tutorials."""
 
 from accel_train.models.factory import create_model, input_size, pretrained_normalization
-from accel_train.models.freezing import classifier_names, freeze_body, set_train_mode
+from accel_train.models.freezing import classifier_names, freeze_body, input_names, set_train_mode
 from accel_train.models.recomputation import buffers_kept, prepare_recomputation
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "classifier_names",
     "create_model",
     "freeze_body",
+    "input_names",
     "input_size",
     "prepare_recomputation",
     "pretrained_normalization",

@@ -1,4 +1,4 @@
-"""Training the classifier's last layer alone, the rest of a model staying as it is."""
+"""The first and the last layer of a model, and training the last one alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ def classifier_names(model: nn.Module) -> tuple[str, ...]:
         return (names,) if isinstance(names, str) else tuple(names)
     layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
     return (layers[-1],)
+
+
+def input_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that the images enter, such as ("conv1",) or ("patch_embed.proj",)."""
+    published = getattr(model, "pretrained_cfg", None) or {}
+    names = published.get("first_conv")
+    if names:
+        return (names,) if isinstance(names, str) else tuple(names)
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    return (layers[0],)
 
 
 def freeze_body(model: nn.Module) -> None:
