@@ -42,8 +42,9 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def precision_of(mixed_precision: str, device: torch.device) -> str:
-    """What Accelerate's "no" means on this device: "tf32" where convolutions or products may take it, else "fp32"."""
-    if mixed_precision != "no":
+    """What computes: for Accelerate's "no" "tf32" where convolutions or products may take it, else "fp32"; on a CPU
+    Accelerate takes fp16 for "no", too."""
+    if mixed_precision != "no" and not (mixed_precision == "fp16" and device.type == "cpu"):
         return mixed_precision
     convolutions: Any = torch.backends.cudnn
     products: Any = torch.backends.cuda.matmul

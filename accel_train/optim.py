@@ -73,11 +73,26 @@ def create_optimizer(optim: config.Optim, model: nn.Module, *, sharded: bool = F
             layer_decay=optim.layer_decay,
             **options,
         )
+        if options.get("fused") and kind is torch.optim.SGD and devices != {"cpu"}:
+            optimizer.register_step_pre_hook(_zero_momentum)
     except (AssertionError, ImportError) as error:  # bitsandbytes or Apex
         raise UserError(f"optim.name: {optim.name} cannot be had here: {error}") from error
     except ValueError as error:  # a value out of the optimizer's own range
         raise UserError(f"optim: {optim.name} refuses its settings: {error}") from error
     return cast(torch.optim.Optimizer, optimizer)
+
+
+def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Make the momentum of fused SGD before its first step, as zeros: so that step does what it would do anyhow.
+
+    torch makes it of memory that nobody has written to, for the first step to fill. If the kernel leaves that step out
+    (found_inf: an overflow under fp16, as happens at first, or a loss that is not finite) it would stay as it is.
+    """
+    for group in optimizer.param_groups:
+        if group["momentum"]:
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 class PlateauScheduler(Scheduler):  # type: ignore[misc]

@@ -39,6 +39,8 @@ def describe(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     world = f"{plan.processes} process{'es' * (plan.processes > 1)}"
     precision = accelerator.mixed_precision.replace("no", "fp32")
+    if precision == "fp16" and accelerator.scaler is None:
+        precision = "fp32 (there is no fp16 on a CPU)"
     lines = {
         "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
         "data": f"{config.data.name}: {images} images of {len(splits.classes)} classes{left_out}",

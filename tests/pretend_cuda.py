@@ -4,7 +4,8 @@
 each; `Pretended` below talks to it. It has nothing of a GPU's speed, memory and streams, nor NCCL, but
 
 * a CPU tensor that meets one on the device is an error; so is to pin one that is there, or to read it with numpy;
-* what is copied to the host without blocking is garbage there until somebody has waited for it;
+* memory that nobody has written to is garbage, and so is what is copied to the host without blocking, until somebody
+  has waited for it;
 * each wait of the host for the device is counted, with the line that waits; so is each kernel that would be started;
 * foreach and fused kernels are chosen as for CUDA. Autocast is the CPU's, and fp16 has its loss scaler.
 
@@ -87,7 +88,12 @@ def send_later(target: torch.Tensor, values: torch.Tensor) -> None:
     _clock += 1
     with _quietly():
         _pending.append((_clock, target, values.clone()))
-        target.view(-1).view(torch.uint8).fill_(0x7F) if target.is_contiguous() else target.fill_(0)
+        spoil(target)
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Nothing has been written to this memory yet."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F)
 
 
 class Event:
@@ -292,6 +298,8 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     held_arguments, held_options = tree_map(_held, (arguments, options))
     with _quietly():
         found = operation(*held_arguments, **held_options)
+        if "empty" in name:
+            spoil(found)
     for each in there:  # the wrapper's own sizes would stay as they were
         assert each.held.shape == each.shape, f"{name} resizes a tensor, which is not pretended here"
     found = tree_map(lambda each: _wrapped(each) if isinstance(each, torch.Tensor) else each, found)

@@ -62,5 +62,5 @@ def test_peaks_are_known_or_not_said(device: str, precision: str, expected: floa
 def test_precision() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert precision_of("bf16", gpu) == "bf16"
-    assert precision_of("no", cpu) == "fp32"
+    assert precision_of("no", cpu) == precision_of("fp16", cpu) == "fp32"
     assert precision_of("no", gpu) in ("tf32", "fp32")

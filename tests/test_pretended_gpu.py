@@ -190,7 +190,7 @@ def test_waits_of_each_policy_and_precision(gpu: Pretended, tmp_path: Path, poli
     assert quiet_updates(done) == [named] * 3
 
 
-def exploding(folder: Path) -> Path:
+def exploding(folder: Path, optimizer: str) -> Path:
     """Forty black images but for a white one, which with this `std` is more than a float32 can hold."""
     for split, count in (("train", 40), ("test", 4)):
         for number in range(count):
@@ -204,15 +204,16 @@ batch_size: 8
 data: {{name: folder, root: {folder / "images"}, workers: 0}}
 augment: {{resize: 32, mean: [0.0, 0.0, 0.0], std: [1.0e-39, 1.0e-39, 1.0e-39]}}
 model: {{name: test_resnet, image_size: 32}}
-optim: {{name: adamw, lr: 0.01}}
+optim: {{name: {optimizer}, lr: 0.01}}
 """
     path = folder / "exploding.yaml"
     path.write_text(text)
     return path
 
 
-def test_updates_that_are_not_finite(gpu: Pretended, tmp_path: Path) -> None:
-    recipe = exploding(tmp_path)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_updates_that_are_not_finite(gpu: Pretended, tmp_path: Path, optimizer: str) -> None:
+    recipe = exploding(tmp_path, optimizer)
     stopped = gpu("train", recipe, "--output-dir", tmp_path / "stop")
     assert stopped.code == 2 and "is not finite: the loss of" in stopped.output, stopped.output
     for policy in ("skip", "rewind"):
@@ -223,6 +224,21 @@ def test_updates_that_are_not_finite(gpu: Pretended, tmp_path: Path) -> None:
     assert all(torch.equal(values, other[key]) for key, values in one.items())
     broken = gpu("train", "digits", *SMALL, "--epochs", 2, "--optim.lr", "1e30", "--output-dir", tmp_path / "broken")
     assert broken.code == 2 and "is not finite" in broken.output
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw", "adadelta", "lamb"])
+def test_a_first_step_that_overflows(gpu: Pretended, tmp_path: Path, optimizer: str) -> None:
+    """fp16 begins with a scale of 65536, which is found too large in the very first update: nothing is left of it."""
+    huge = ("--augment.mean", 0, "--augment.std", "0.001", "--optim.name", optimizer, "--optim.lr", "1e-9")
+    words = ("digits", *SMALL, *huge, "--checkpoint.every-updates", 1, "--checkpoint.keep", 9)
+    succeeded(gpu("train", *words, "--output-dir", tmp_path / "run", precision="fp16"))
+    scales = []
+    for checkpoint in sorted((tmp_path / "run" / "checkpoints").iterdir()):
+        scales.append(json.loads((checkpoint / "state.json").read_text())["scaler"]["scale"])
+        state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
+        values = [value for each in state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+        assert all(value.isfinite().all() for value in values)
+    assert scales[0] == 32768  # halved
 
 
 def test_it_goes_on_where_it_was_and_is_evaluated_and_used(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
