@@ -124,11 +124,10 @@ class Checkpoints:
         started = time.perf_counter()
         self.wait()
         here: bool = self.accelerator.is_main_process
-        model = full_state.collect(full_state.tensors(self.model), here=here)
-        ema = None
-        if self.ema is not None:
-            ema = full_state.collect(full_state.tensors(self.ema), here=here)
-        optimizer = full_state.collect(full_state.optimizer_state(self.model, self.optimizer), here=here)
+        model = full_state.tensors(self.model)
+        ema = None if self.ema is None else full_state.tensors(self.ema)
+        optimizer = full_state.optimizer_state(self.model, self.optimizer)
+        model, ema, optimizer = full_state.collect((model, ema, optimizer), here=here)
         if here:
             copy = Snapshot(model, ema, optimizer, self._describe(state))
             # Not a daemon: if the program ends by an error, this checkpoint is completed all the same.

@@ -63,16 +63,37 @@ def collect(tree: Any, *, here: bool) -> Any:
     """A copy of nested dicts, lists and tuples whose tensors are whole and in host memory; None for them if
     not `here`.
 
-    It is a copy on the CPU, too: training may go on while it is written.
+    It is a copy on the CPU, too: training may go on while it is written. A CUDA device is waited for once, not for
+    each tensor: all are sent to pinned memory first, which torch keeps for the next copy.
     """
+    sent: set[torch.device] = set()
+    copy = _collect(tree, here, sent)
+    for device in sent:
+        torch.cuda.current_stream(device).synchronize()
+    return copy
+
+
+def _collect(tree: Any, here: bool, sent: set[torch.device]) -> Any:
+    """`collect`, before the devices that tensors are `sent` from have been waited for."""
     if isinstance(tree, Tensor):
         whole = tree.full_tensor() if isinstance(tree, DTensor) else tree
-        return whole.detach().to("cpu", copy=True) if here else None
+        return _to_host(whole.detach(), sent) if here else None
     if isinstance(tree, dict):
-        return {key: collect(value, here=here) for key, value in tree.items()}
+        return {key: _collect(value, here, sent) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)([collect(value, here=here) for value in tree])
+        return type(tree)([_collect(value, here, sent) for value in tree])
     return tree
+
+
+def _to_host(tensor: Tensor, sent: set[torch.device]) -> Tensor:
+    if tensor.device.type == "cuda":
+        try:
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        except RuntimeError:  # the host has no memory left to pin; other memory it may have
+            return tensor.to("cpu", copy=True)
+        sent.add(tensor.device)
+        return copy.copy_(tensor, non_blocking=True)
+    return tensor.to("cpu", copy=True)
 
 
 @torch.no_grad()

@@ -292,6 +292,7 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     if name not in FREE:
         kernels[place()] += 1
 
+    pins = options.get("pin_memory")
     options = {key: value for key, value in options.items() if key != "pin_memory"}
     if wanted is not None:
         options["device"] = CPU
@@ -300,6 +301,8 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
         found = operation(*held_arguments, **held_options)
         if "empty" in name:
             spoil(found)
+    if pins:  # empty_like(…, device="cpu", pin_memory=True)
+        return pin(found)
     for each in there:  # the wrapper's own sizes would stay as they were
         assert each.held.shape == each.shape, f"{name} resizes a tensor, which is not pretended here"
     found = tree_map(lambda each: _wrapped(each) if isinstance(each, torch.Tensor) else each, found)

@@ -264,6 +264,27 @@ def test_it_goes_on_where_it_was_and_is_evaluated_and_used(gpu: Pretended, photo
     assert done.output.count(".jpg") == 6 * 5  # the five most probable classes of each
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimizer: str) -> None:
+    model = (
+        "--model.name",
+        "test_resnet",
+        "--model.image-size",
+        32,
+        "--ema.enabled",
+        "true",
+        "--optim.name",
+        optimizer,
+    )
+    words = ("digits", *SMALL, *model, "--checkpoint.every-updates", 1, "--checkpoint.keep", 9)
+    done = succeeded(gpu("train", *words, "--output-dir", tmp_path / "run"))
+    saved = {"full_state.py:collect stream.synchronize": 1}
+    for waits in done.waits[2:5]:
+        assert {name: times for name, times in waits.items() if "full_state" in name or "checkpoint" in name} == saved
+    last = torch.load(tmp_path / "run/checkpoints/update-00000006/optimizer.pt", weights_only=True)
+    assert all(torch.isfinite(value).all() for each in last["state"].values() for value in each.values())
+
+
 def test_preflight(gpu: Pretended, tmp_path: Path) -> None:
     done = succeeded(gpu("preflight", tmp_path))
     assert "cuda:0 (Pretended GPU)" in done.output
