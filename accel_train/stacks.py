@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from accel_train.console import print_line
+
 ANSWER_SECONDS = 0.2  # a data worker's, to a signal
 
 
@@ -34,7 +36,7 @@ class Stacks:
                     if worker.pid is not None:
                         file.write(f"\n\ndata worker, process {worker.pid}\n\n{self._of_worker(worker.pid)}")
         except OSError as error:
-            print(f"accel-train: warning: no stacks can be written: {error}", file=sys.__stderr__)
+            print_line(f"accel-train: warning: no stacks can be written: {error}", sys.__stderr__)
 
     def _of_worker(self, pid: int) -> str:
         os.kill(pid, signal.SIGUSR2)

@@ -11,13 +11,13 @@ words into the process group's store every few seconds. Then
 * a process that fails says why, before it leaves. The others then end for that reason, not for "connection closed".
 
 The main process's thread looks at all others, theirs only at the main one's: the store is asked little. Time is counted
-in the thread's own ticks, so that a job that a cluster suspends and wakes again is none that hangs.
+in the thread's own ticks, so that a job that a cluster suspends and wakes again is none that hangs. A clock would go on:
+so collectives have no time-out of their own during the training, and `monitor` watches over the thread itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import multiprocessing
 import os
@@ -32,7 +32,9 @@ from typing import Any, NoReturn, TypeVar
 from accelerate import Accelerator
 from torch import distributed
 
+from accel_train.console import print_line
 from accel_train.errors import UserError
+from accel_train.monitor import Monitor
 from accel_train.process import hostname, is_gone
 from accel_train.rendezvous import set_collective_timeout
 from accel_train.run import RunDirectory
@@ -88,9 +90,10 @@ class Watchdog:
             store = distributed.distributed_c10d._get_default_store().clone()
             self._store = distributed.distributed_c10d.PrefixStore(f"accel_train/watchdog/{attempt}", store)
             self._store.set_timeout(timedelta(seconds=10))
-            set_collective_timeout(collective_seconds(self.start_seconds))
+            # It goes by the clock, and would end a job that was suspended. From now on the threads end what hangs.
+            set_collective_timeout(collective_seconds(0))
             self._publish()  # so that one that hangs before its thread's first tick has a name, too
-        self._stacks = Stacks()
+        self._stacks, self._monitor = Stacks(), Monitor()
         self._thread.start()
         return self
 
@@ -100,8 +103,8 @@ class Watchdog:
         if error is not None:
             self._failed(error)
         self._leaving.set()
-        faulthandler.cancel_dump_traceback_later()
         self._thread.join(5)
+        self._monitor.close()
         with contextlib.suppress(RuntimeError):
             self._publish(left=True)
 
@@ -112,8 +115,6 @@ class Watchdog:
 
     def advance(self, update: int) -> None:
         """`update` updates of the run are done."""
-        if not self._advanced:
-            set_collective_timeout(collective_seconds(self.hang_seconds))
         self._update, self._advanced = update, True
         self.note("ends an update")
 
@@ -150,9 +151,7 @@ class Watchdog:
                 if self._advanced
                 else (self.start_seconds, "--start-timeout-seconds")
             )
-            if limit:
-                # If Python's lock is never given back, this thread stands still, too. faulthandler's does not.
-                faulthandler.dump_traceback_later(limit + 60, exit=True, file=2)
+            self._monitor.expect(limit + 60 if limit else 0)
             try:
                 self._look()
                 unreachable = 0
@@ -203,7 +202,7 @@ class Watchdog:
             self._dump(text)
         self.run.fail(text)
         text += f" The stacks of all threads are in {self.run.path / 'hang'}."
-        print(f"accel-train: error: {text}", file=sys.__stderr__, flush=True)
+        print_line(f"accel-train: error: {text}", sys.__stderr__)
         with contextlib.suppress(RuntimeError):
             self._publish_ended()
         self._leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import helpers
@@ -80,6 +81,26 @@ def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
         assert run.ended() != 0
         assert "(--start-timeout-seconds)" in run.status["reason"], run.status
         assert "after update 0" in run.status["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int) -> None:
+    words = ("--hang-timeout-seconds", 4, "--data.placement", "disk", "--data.workers", 1)
+    with started(tmp_path / "run", *LONG, *words, processes=processes) as run:
+        run.until_trained(5)
+        family = helpers._family(run.popen.pid)
+        for process in family:
+            os.kill(process, signal.SIGSTOP)
+        update = run.status["update"]
+        time.sleep(75)
+        for process in reversed(family):
+            os.kill(process, signal.SIGCONT)
+        run.until_trained(update + 100)
+        (run.run / "STOP").touch()
+        assert run.ended() == 0, run.output
+    assert run.status["state"] == "interrupted", run.output
+    assert not (run.run / "hang").exists()
 
 
 def test_killed_process_is_named_first(tmp_path: Path) -> None:
