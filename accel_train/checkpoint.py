@@ -137,6 +137,11 @@ class Checkpoints:
             if wait:
                 self.wait()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way. The program does not end before it."""
+        return self._writer is not None and self._writer.is_alive()
+
     def wait(self) -> None:
         """Wait until the last save has come to its end. Not collective: only the main process writes."""
         if self._writer is not None:

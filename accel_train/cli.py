@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from accel_train import __version__, signals
 from accel_train.errors import UserError, nearest
 from accel_train.imports import importing
-from accel_train.launch import prepare_environment
+from accel_train.launch import INTERRUPTED, at_terminal, prepare_environment
 
 COMMANDS = {
     "train": "train a model as a recipe says, or go on with a run",
@@ -28,13 +28,17 @@ RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "P
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 2 for a user's error (one line on stderr), 130 for Ctrl-C."""
+    """Runs one command; returns its exit code: 2 for a user's error (one line on stderr), 130 for Ctrl-C.
+
+    At a terminal Ctrl-C is raised again, so that the program dies of it. The shell's code is 130, too, but only so does
+    it end a loop in which the program was called.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale without UTF-8 is no reason to fail
     try:
-        return _run(words)
+        code = _run(words)
     except UserError as error:
         if any(word.startswith("--traceback") for word in words):
             traceback.print_exc()
@@ -44,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:
-        return 130
+        code = INTERRUPTED
+    if code == INTERRUPTED and at_terminal():
+        sys.excepthook = lambda *_: None  # no traceback
+        raise KeyboardInterrupt
+    return code
 
 
 def is_first_process() -> bool:

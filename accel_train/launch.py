@@ -34,6 +34,7 @@ LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "t
 # between two operations of a net, for to be woken takes longer. Threads that spin on, as by default for 3 ms, steal the
 # cores of a busy neighbour (docs/benchmarks.md).
 SPINS = "5000"
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C has ended
 READY_MADE = ("none", "accelerate", "torchrun", "environment")  # launchers that need no mapping
 
 
@@ -77,6 +78,18 @@ def prepare_environment() -> Launch:
     if "OMP_NUM_THREADS" not in env or _only_launcher_set("OMP_NUM_THREADS", "num_cpu_threads_per_process"):
         env["OMP_NUM_THREADS"] = str(_threads(launch, env))
     return launch
+
+
+def in_job() -> bool:
+    """Whether this process belongs to a job of a cluster."""
+    return not {"SLURM_JOB_ID", "PBS_JOBID"}.isdisjoint(os.environ)
+
+
+def at_terminal() -> bool:
+    """Whether a person started this process by itself at a terminal: in no job, and under no launcher."""
+    launched = ("RANK", "ACCELERATE_MIXED_PRECISION", *(variables[0] for _, *variables in MPI_VARIABLES))
+    alone = not in_job() and not any(name in os.environ for name in launched)
+    return alone and (os.isatty(0) or os.isatty(2))
 
 
 def _detect(env: Mapping[str, str]) -> Launch:

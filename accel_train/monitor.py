@@ -69,8 +69,7 @@ def _watch(process: int) -> None:
                     flush=True,
                 )
             os.kill(process, signal.SIGABRT)
-            select.select([0], [], [], LAST_WORDS_SECONDS)
-            if os.getppid() == process:
+            if not select.select([0], [], [], LAST_WORDS_SECONDS)[0]:
                 os.kill(process, signal.SIGKILL)
             return
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
@@ -159,37 +160,50 @@ class Report:
 
         Returns the exit code: 1 if the save came to nothing, or anything else that was to be written.
         """
-        reason = "Ctrl-C" if reason == "SIGINT" else reason
-        stopped = f"Stopped by {reason} after update {state.update} of {self._updates}"
         self.run.event("interrupted", update=state.update, reason=reason)
-        newest, run = checkpoints.newest(), str(self.run.path)
+        by = "Ctrl-C" if reason == "SIGINT" else reason
+        stopped = f"Stopped by {by} after update {state.update} of {self._updates}"
+        newest, figures = checkpoints.newest(), {"run": str(self.run.path)}
         if newest is not None and checkpoints.last_saved == state.update:
-            asked = self.run.ask_for_requeue(state.update)
-            self.run.status("interrupted", update=state.update, force=True)
             title = f"{stopped}; nothing is lost."
-            if not asked:
-                title += f" But {MARKER} could not be written: a job script will not start the run again."
+            if not self.run.ask_for_requeue(state.update):
+                figures["job"] = f"{MARKER} could not be written: a job script will not start the run again"
+            self.run.status("interrupted", update=state.update, force=True)
         else:
-            title = f"{stopped}, but this could not be saved. {self._newest(checkpoints)}"
+            title = f"{stopped}, but this could not be saved."
+            figures = {"kept": self._kept(checkpoints)} | figures
             # Without any progress the next start would fare no better, and the one after it, for ever.
             if newest is not None and (checkpoints.last_saved or 0) > self._first_update:
                 self.run.ask_for_requeue(checkpoints.last_saved or 0)
-            self.run.status("failed", update=state.update, reason=title, force=True)
-        self.console.finish(title, {"run": run}, {"go on": go_on})
+            reason = f"{title} Kept: {figures['kept']}."
+            self.run.status("failed", update=state.update, reason=reason, force=True)
+        self.console.finish(title, figures, {"go on": go_on})
         return 1 if checkpoints.failures or self.run.failures else 0
+
+    @contextmanager
+    def last_words(self, checkpoints: Checkpoints, go_on: str) -> Iterator[None]:
+        """Around the training: a second Ctrl-C ends it at once, and this tells what is left."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            kept = self._kept(checkpoints)
+            if checkpoints.is_writing:
+                kept += "; another one is still being written"
+            self.console.finish("Stopped without saving.", {"kept": kept, "run": str(self.run.path)}, {"go on": go_on})
+            raise
 
     def unsaved(self, checkpoints: Checkpoints, go_on: str) -> int:
         """All is trained, but the last checkpoint is not on the disk: the run is not finished. The exit code."""
-        newest = self._newest(checkpoints)
-        self.run.fail(f"the final checkpoint could not be written. {newest}")
-        title = f"The final weights could not be saved: the run is not finished. {newest}"
-        self.console.finish(title, {"run": str(self.run.path)}, {"once there is room": go_on})
+        kept = self._kept(checkpoints)
+        self.run.fail(f"the final checkpoint could not be written; kept: {kept}")
+        title = "The final weights could not be saved: the run is not finished."
+        self.console.finish(title, {"kept": kept, "run": str(self.run.path)}, {"once there is room": go_on})
         return 1
 
-    def _newest(self, checkpoints: Checkpoints) -> str:
+    def _kept(self, checkpoints: Checkpoints) -> str:
         if checkpoints.newest() is None:
-            return "There is no checkpoint: all that this run has learned is lost."
-        return f"The newest whole checkpoint is that of update {checkpoints.last_saved}."
+            return "nothing, for there is no checkpoint"
+        return f"the checkpoint of update {checkpoints.last_saved}, the newest whole one"
 
     def finished(self, state: TrainState, last: dict[str, Evaluation], watch: Stopwatch, wall_seconds: float) -> None:
         """result.json and the last screen. `last` has the final evaluations: "test", "test (ema)", "val", …"""

@@ -9,7 +9,10 @@ for a GPU, and the decision is everybody's one update later.
 from __future__ import annotations
 
 import math
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -21,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from accel_train import signals
+from accel_train.console import print_line
+from accel_train.launch import in_job
 
 Batch = TypeVar("Batch")
 
@@ -46,8 +51,8 @@ class Stopping:
         self.save_every_seconds = 0.0
         self.saves_asked = self.saves_done = 0
         self.last_save = self.last_look = 0.0
-        self._began = self._owes_save = False
-        self._interrupted_at = 0.0
+        self._owes_save = False
+        self._ctrl_c = _CtrlC(self)
         self._group: Any = None
         self._wishes = torch.zeros(2, dtype=torch.int64)
         self._reduction: Any = None
@@ -59,13 +64,15 @@ class Stopping:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ctrl_c.forget()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def begin(self, run: Path | None, save_every_seconds: float) -> None:
         """Training begins; all processes must call it. `run`, on the main process only, is the folder in which a
         person may put a file STOP or SAVE; `save_every_seconds` of 0 is never."""
-        self.run, self.save_every_seconds, self._began = run, save_every_seconds, True
+        self.run, self.save_every_seconds = run, save_every_seconds
+        self._ctrl_c.listen()
         self.last_save = time.monotonic()
         self.last_look = -math.inf  # a file STOP that is there already counts, however short the training is
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -79,14 +86,11 @@ class Stopping:
             self._reduction = None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if not self._began or (self.reason == "SIGINT" and now - self._interrupted_at > ECHO_SECONDS):
-                raise KeyboardInterrupt  # asked for twice, or nothing to save yet: at once
-            self._interrupted_at = now
-        else:
+        if number != signal.SIGINT:
             signals.note(number)
-        self.reason = signal.Signals(number).name
+            self.reason = signal.Signals(number).name
+        elif not self._ctrl_c.listens:
+            raise KeyboardInterrupt  # asked for twice, or nothing to save yet: at once
 
     def agreed(self) -> tuple[bool, bool]:
         """Call at each update's end, on every process. Returns (stop, save) as all processes wanted them when the
@@ -139,6 +143,55 @@ class Stopping:
     def _ask_for_save(self) -> None:
         if self.saves_asked == self.saves_done:  # one that is asked for and not yet agreed on is enough
             self.saves_asked += 1
+
+
+class _CtrlC:
+    """Hears Ctrl-C at once, and answers.
+
+    Python calls a signal's handler between two of its own instructions, and a whole backward pass is one of them. But
+    its handler in C writes the number of each signal into a pipe at once. A thread reads from there.
+    """
+
+    def __init__(self, stopping: Stopping) -> None:
+        self.listens = False  # if not, Ctrl-C interrupts the main thread
+        self._again = {signal.SIGINT}
+        self._stopping = stopping
+        self._thread: threading.Thread | None = None
+
+    def listen(self) -> None:
+        """From now on the first Ctrl-C is a wish to stop, and a second one interrupts the main thread."""
+        self._output, self._input = os.pipe()
+        os.set_blocking(self._input, False)
+        self._before = signal.set_wakeup_fd(self._input, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._answer, name="ctrl-c", daemon=True)
+        self._thread.start()
+        self.listens = True
+        if "TORCHELASTIC_RUN_ID" in os.environ and not in_job():
+            self._again.add(signal.SIGTERM)  # the launcher, whose ranks are not the terminal's, makes it of the second
+
+    def forget(self) -> None:
+        """Ctrl-C means again what it did before."""
+        self.listens = False
+        if self._thread is not None:
+            signal.set_wakeup_fd(self._before)
+            os.write(self._input, bytes(1))  # no signal has this number
+            self._thread.join()
+            os.close(self._input)
+            os.close(self._output)
+
+    def _answer(self) -> None:
+        first = None
+        while number := os.read(self._output, 1)[0]:
+            if not self.listens:
+                continue
+            if first is None and number == signal.SIGINT:
+                first = time.monotonic()
+                self._stopping.reason = "SIGINT"
+                if self._stopping.run is not None:
+                    print_line("accel-train: saving after this update; Ctrl-C again stops without saving", sys.stderr)
+            elif first is not None and number in self._again and time.monotonic() - first > ECHO_SECONDS:
+                self.listens = False
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # real: it ends waiting, too
 
 
 def _take(path: Path) -> bool:

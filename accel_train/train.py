@@ -46,7 +46,7 @@ from accel_train.data.loading import create_feed, normalization
 from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder, accumulation_steps
 from accel_train.data.sources import load_splits
 from accel_train.evaluate import Batch, Evaluation, evaluate, evaluation_batch_size
-from accel_train.launch import Launch
+from accel_train.launch import INTERRUPTED, Launch, at_terminal
 from accel_train.meter import Meter, Stopwatch
 from accel_train.nonfinite import Guard
 from accel_train.owner import Claim, Lease
@@ -224,7 +224,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                 last[name] = evaluate(accelerator, evaluated, held_out[split], through)
                 report.evaluated(name, state, last[name])
 
-    with watchdog, console:
+    go_on = command_to_go_on(launch, directory)
+    with watchdog, console, report.last_words(checkpoints, go_on):
         report.begin(
             state,
             resumed=restored is not None,
@@ -330,15 +331,15 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         except StopAskedError:
             save(wait=True)
             stopping.end()
-            reason, go_on = stopping.reason or "another process's signal", command_to_go_on(launch, directory)
+            reason = stopping.reason or "another process's signal"
             code = decided_by_main(accelerator, lambda: report.interrupted(state, reason, checkpoints, go_on))
             accelerator.wait_for_everyone()  # the first to leave would take the others along
-            return code
+            return INTERRUPTED if reason == "SIGINT" and at_terminal() else code
         checkpoints.publish(state.update)
         stopping.end()
         end_trackers(accelerator)
         report.failed(checkpoints)
         if main and checkpoints.last_saved != state.update:
-            return report.unsaved(checkpoints, command_to_go_on(launch, directory))
+            return report.unsaved(checkpoints, go_on)
         report.finished(state, last, watch, time.monotonic() - began)
         return 1 if checkpoints.failures or run.failures else 0

@@ -11,8 +11,8 @@ words into the process group's store every few seconds. Then
 * a process that fails says why, before it leaves. The others then end for that reason, not for "connection closed".
 
 The main process's thread looks at all others, theirs only at the main one's: the store is asked little. Time is counted
-in the thread's own ticks, so that a job that a cluster suspends and wakes again is none that hangs. A clock would go on:
-so collectives have no time-out of their own during the training, and `monitor` watches over the thread itself.
+in the thread's own ticks, so that a job that a cluster suspends and wakes again is none that hangs. A clock would go
+on: so collectives have no time-out of their own during the training, and `monitor` watches over the thread itself.
 """
 
 from __future__ import annotations

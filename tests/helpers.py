@@ -99,6 +99,7 @@ def started(directory: Path, *words: object, processes: int = 1, **variables: st
         popen = subprocess.Popen(
             line,
             env=environment(**variables),
+            stdin=subprocess.DEVNULL,  # the tests' own may be a terminal
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

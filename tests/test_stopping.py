@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import resource
+import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +64,11 @@ def test_ctrl_c_in_the_launchers_terminal_makes_a_checkpoint(tmp_path: Path) -> 
                 os.kill(process, signal.SIGINT)
         run.ended()
         assert_interrupted(run)
+        # one rank answers, and says what to type to have the same processes again
+        assert run.output.count("saving after this update; Ctrl-C again stops without saving") == 1
+        launcher = f"-m accelerate.commands.launch --config_file {helpers.MULTI_CPU} --num_processes 2"
+        again = f"go on  {sys.executable} {launcher} -m accel_train.train {run.run}/config.yaml --output-dir {run.run}"
+        assert again in run.output
 
 
 def test_files_save_and_stop(tmp_path: Path) -> None:
@@ -125,20 +134,91 @@ def test_signal_while_torch_is_being_imported(tmp_path: Path, number: signal.Sig
     assert run.status["update"] == 1 and f"Stopped by {number.name}" in output
 
 
-def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    one_long_update = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
-    one_long_update += ("--data.train-images", 20000, "--batch-size", 20000, "--micro-batch-size", 1)
-    with started(tmp_path / "run", "digits", *one_long_update) as run:
-        run.until(lambda: run.status.get("state") == "training")
+ONE_LONG_UPDATE = ("digits", "--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
+ONE_LONG_UPDATE += ("--data.train-images", 40000, "--batch-size", 40000, "--micro-batch-size", 1)
+
+
+def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Path) -> None:
+    # to be able to rewind, it begins with a checkpoint
+    with started(tmp_path / "run", *ONE_LONG_UPDATE, "--on-nonfinite", "rewind") as run:
+        run.until(lambda: run.status.get("state") == "training" and commit.updates(run.run / "checkpoints"))
         run.popen.send_signal(signal.SIGINT)
         time.sleep(1.5)  # less would be taken for the same one, handed on by a launcher
         assert run.popen.poll() is None
+        assert "accel-train: saving after this update; Ctrl-C again stops without saving" in run.output
+        assert "Stopped" not in run.output
         run.popen.send_signal(signal.SIGINT)
         assert run.ended() == 130, run.output
+        assert "Stopped without saving.\n  kept   the checkpoint of update 0, the newest whole one\n" in run.output
+        assert "Traceback" not in run.output
         assert run.status["state"] == "failed"
         assert "Ctrl-C" in run.status["reason"]
-        assert not commit.updates(run.run / "checkpoints")
+        assert commit.updates(run.run / "checkpoints") == [0]
         assert not (run.run / "REQUEUE").exists()
+
+
+@pytest.mark.slow
+def test_second_ctrl_c_stops_at_once_under_a_launcher(tmp_path: Path) -> None:
+    """It keeps its ranks from the terminal: it hands the first one on, and makes SIGTERM of the second."""
+    with started(tmp_path / "run", *ONE_LONG_UPDATE, processes=2) as run:
+        run.until(lambda: run.status.get("state") == "training")
+        os.killpg(run.popen.pid, signal.SIGINT)
+        time.sleep(1.5)
+        assert "saving after this update" in run.output and run.popen.poll() is None
+        os.killpg(run.popen.pid, signal.SIGINT)
+        assert run.ended(20) != 0  # after 30 s the launcher would kill them
+        assert "Stopped without saving.\n  kept   nothing, for there is no checkpoint\n" in run.output
+        assert run.status["state"] == "failed"
+
+
+def test_ctrl_c_is_answered_while_one_operation_lasts(tmp_path: Path) -> None:
+    """Python's own handler of a signal would wait for a backward pass, say. Here it is another long operation."""
+    program = (
+        "import hashlib, pathlib, sys\n"
+        "from accel_train.stopping import Stopping\n"
+        "with Stopping() as stopping:\n"
+        f"    stopping.begin(pathlib.Path({str(tmp_path)!r}), 0)\n"
+        "    print('begun', flush=True)\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 100_000_000)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as popen:
+        assert popen.stdout is not None
+        assert popen.stdout.readline() == "begun\n"
+        pressed = time.monotonic()
+        popen.send_signal(signal.SIGINT)
+        assert "saving after this update" in popen.stdout.readline()
+        assert time.monotonic() - pressed < 5
+        assert popen.poll() is None
+        popen.kill()
+
+
+def test_ctrl_c_at_a_terminal_saves_and_ends_a_loop_of_the_shells(tmp_path: Path) -> None:
+    line = shlex.join(helpers.command(*LONG, "--output-dir", tmp_path / "run"))
+    main, side = pty.openpty()
+    environment = helpers.environment(TERM="xterm", COLUMNS="200")
+    with subprocess.Popen(
+        ["bash", "-c", f"for seed in 1 2; do {line}-$seed --seed $seed; echo code $?; done"], env=environment,
+        stdin=side, stdout=side, stderr=side, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) or signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as popen:  # fmt: skip
+        os.close(side)
+        run = helpers.Started(popen, tmp_path / "run-1", tmp_path / "log")
+        shown = b""
+        pressed = False
+        with contextlib.suppress(OSError):  # Linux says so when the terminal is no longer open
+            while content := os.read(main, 65536):
+                shown += content
+                if not pressed and run.status.get("update", 0) >= 5:
+                    os.write(main, b"\x03")
+                    pressed = True
+        code = popen.wait(30)
+    (tmp_path / "log").write_bytes(shown)
+    assert_interrupted(run)
+    assert "nothing is lost" in run.output and "Traceback" not in run.output
+    assert code == -signal.SIGINT, run.output  # as a shell does whose program has died of Ctrl-C, and not else
+    assert not (tmp_path / "run-2").exists() and "code" not in run.output
 
 
 def test_signal_during_an_evaluation(tmp_path: Path) -> None:
@@ -188,8 +268,10 @@ def test_last_save_that_fails_is_told_and_requeued_only_after_progress(tmp_path:
     assert newest is not None
     update = int(newest.name.removeprefix("update-"))
     assert run.status["state"] == "failed" and run.status["update"] > update
-    told = f"this could not be saved. The newest whole checkpoint is that of update {update}."
-    assert told in run.output and told in run.status["reason"]
+    kept = f"the checkpoint of update {update}, the newest whole one"
+    told = f"but this could not be saved.\n  kept   {kept}\n"
+    assert told in run.output
+    assert f"but this could not be saved. Kept: {kept}." in run.status["reason"]
     assert "nothing is lost" not in run.output
     assert (run.run / "REQUEUE").read_text().split() == [str(update)]
 
@@ -234,6 +316,6 @@ def test_signal_where_nothing_can_be_written_any_more(small_disk: Path, break_it
         for process in run.pids():
             os.kill(process, signal.SIGTERM)
         assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by the launcher's patience
-    assert "this could not be saved. There is no checkpoint" in run.output
+    assert "but this could not be saved.\n  kept   nothing, for there is no checkpoint\n" in run.output
     assert "Traceback" not in run.output.partition("ChildFailedError")[0].partition("torch/distributed")[0], run.output
     assert not (small_disk / "REQUEUE").exists()
