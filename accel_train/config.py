@@ -156,7 +156,9 @@ class Loss:
     label_smoothing: float = 0.0
     """Share of the target spread over all classes, in training only."""
     class_weights: Literal["none", "balanced"] = "none"
-    """balanced: each sample weighs inversely to the size of its class; the mean weight of the training samples is 1."""
+    """balanced: each sample weighs inversely to the size of its class; the mean weight of the training samples is 1.
+    With label smoothing the whole loss of a sample has its weight; torch's CrossEntropyLoss(weight, label_smoothing)
+    gives each class's share of the smoothing the weight of that class, and divides by the sum of the weights."""
 
 
 @dataclass(frozen=True)

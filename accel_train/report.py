@@ -54,18 +54,22 @@ class Report:
         for note in notes:
             self.warn(note)
         # A run that was killed before its first checkpoint has lines, too.
-        self.run.rewind(state.update, state.epoch)
+        self.run.rewind(state.update, state.epoch, tests_again=state.epoch >= self.config.epochs)
         if resumed:
             self.run.event("resumed", update=state.update, processes=self.plan.processes)
-            self.console.say(f"going on after update {state.update}, in epoch {state.epoch + 1}")
+            self.console.say(f"going on after update {state.update}, in epoch {self._epoch(state)}")
         self.run.status(
             "training",
             force=True,
-            epoch=state.epoch + 1,
+            epoch=self._epoch(state),
             update=state.update,
             updates=self._updates,
             left_out_updates=len(state.left_out),
         )
+
+    def _epoch(self, state: TrainState) -> int:
+        """The epoch under way, from 1: the last one also after its end, for the final test and checkpoint."""
+        return min(state.epoch + 1, self.config.epochs)
 
     @property
     def _updates(self) -> int:
@@ -95,7 +99,7 @@ class Report:
             "images_per_second": samples / max(seconds, 1e-9),
             "data_wait_fraction": min(1.0, waiting / max(seconds, 1e-9)),
         }
-        epoch = state.epoch + 1
+        epoch = self._epoch(state)
         self.console.train(state.update, epoch, **figures)
         self.run.log("train", epoch=epoch, update=state.update, seconds=seconds, **figures)
         self.run.status("training", epoch=epoch, update=state.update, eta_seconds=self.console.eta_seconds, **figures)
@@ -113,7 +117,7 @@ class Report:
 
     def _evaluated(self, name: str, state: TrainState, figures: dict[str, float], count: int) -> None:
         split, weights = name.removesuffix(" (ema)"), "ema" if name.endswith(" (ema)") else "model"
-        epoch, now = state.epoch + 1, time.monotonic()
+        epoch, now = self._epoch(state), time.monotonic()
         seconds, self._last = now - self._last, now
         self.console.evaluated(name, epoch, loss=figures["loss"], accuracy=figures["accuracy"], seconds=seconds)
         self.run.log(
@@ -132,7 +136,8 @@ class Report:
         """A save was begun (it is written in the background); failures of the last ones come to light here."""
         stalled = checkpoints.stalled_seconds
         seconds = checkpoints.last_seconds  # of the last save that is complete: of this one, if it was waited for
-        self.run.log("checkpoint", epoch=state.epoch + 1, update=state.update, stalled_seconds=stalled, seconds=seconds)
+        epoch = self._epoch(state)
+        self.run.log("checkpoint", epoch=epoch, update=state.update, stalled_seconds=stalled, seconds=seconds)
         self.failed(checkpoints)
         self.run.status("training", last_checkpoint=checkpoints.last_saved, failed_checkpoints=self._failures)
 

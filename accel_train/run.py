@@ -99,12 +99,13 @@ class RunDirectory:
         """Logs something worth knowing later: a resume, a set-aside checkpoint, a lost update."""
         self.log("event", text=text, **values)
 
-    def rewind(self, update: int, epochs: int | None = None) -> None:
+    def rewind(self, update: int, epochs: int | None = None, *, tests_again: bool = False) -> None:
         """Takes out of metrics.jsonl what will be done once more: the train and eval lines after `update`, and, if only
-        `epochs` epochs are done with all that belongs to them, the eval lines of the next."""
+        `epochs` epochs are done with all that belongs to them, the eval lines of the next; with `tests_again` those of
+        a test after `update`, too: of the final one, within which the run was stopped."""
         if self.writes and self.metrics_path.exists():
             lines = self.metrics_path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if not _is_after(json.loads(line), update, epochs)]
+            kept = [line for line in lines if not _is_after(json.loads(line), update, epochs, tests_again)]
             self._replace("metrics.jsonl", "".join(kept), fresh=True)
 
     def status(self, state: str, *, force: bool = False, **values: Any) -> None:
@@ -247,7 +248,9 @@ def _parses(line: bytes) -> bool:
         return False
 
 
-def _is_after(line: dict[str, Any], update: int, epochs: int | None) -> bool:
+def _is_after(line: dict[str, Any], update: int, epochs: int | None, tests_again: bool) -> bool:
+    if tests_again and line["kind"] == "eval" and line.get("split") == "test" and line.get("update", 0) >= update:
+        return True
     if line["kind"] == "eval" and epochs is not None and line.get("epoch", 0) > epochs:
         return True
     return line["kind"] in ("train", "eval") and line.get("update", 0) > update

@@ -273,7 +273,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                     optimizer.zero_grad()
 
                     # The update is done, or left out because it was not finite.
-                    rate = optimizer.param_groups[0]["lr"]
+                    rate = max(group["lr"] for group in optimizer.param_groups)  # layer decay: the last layer's
                     state.update += 1
                     schedule.step_update(state.update)
                     if passed:

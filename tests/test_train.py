@@ -83,3 +83,26 @@ def test_activation_checkpointing_of_accelerates_draws_the_same_masks_again() ->
     wrapped = checkpoint_wrapper(copy.deepcopy(body), preserve_rng_state=False)  # as Accelerate's fsdp2_apply_ac
     assert torch.equal(gradient(nn.Sequential(wrapped)), gradient(nn.Sequential(body)))
     assert torch.equal(wrapped.get_buffer("2.running_mean"), body.get_buffer("2.running_mean"))
+
+
+def test_the_lines_of_a_run_name_epochs_and_rates_that_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        f"{TINY} --epochs 2 --data.val-fraction 0.25 --ema.enabled true --model.name test_vit "
+        "--optim.name adamw --optim.lr 0.01 --optim.layer-decay 0.5 --schedule.name constant"
+    )
+    lines = trained(tmp_path, words)
+    assert {line["lr"] for line in lines if line["kind"] == "train"} == {0.01}
+    assert {line["epoch"] for line in lines if "epoch" in line} == {1, 2}
+    tests = [(line["epoch"], line["weights"], line["loss"]) for line in lines if line.get("split") == "test"]
+    assert [test[:2] for test in tests] == [(2, "model"), (2, "ema")]
+    shown = capsys.readouterr().out
+    assert "epoch 2/2  test  loss" in shown and "epoch 3" not in shown
+
+    (tmp_path / "result.json").unlink()  # stopped within the final test: it is done once more, and written down once
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    again = trained(tmp_path, words)
+    assert [(line["epoch"], line["weights"], line["loss"]) for line in again if line.get("split") == "test"] == tests
+    assert "epoch 3" not in capsys.readouterr().out
