@@ -58,7 +58,9 @@ class Augment:
     crop: Literal["center", "random", "resized"] = "center"
     """Training crop: the middle, a random place, or torchvision's RandomResizedCrop."""
     pad: int = 0
-    """Zero pixels added to each side before a random crop."""
+    """Pixels added to each side before a random crop; what they show says pad_mode."""
+    pad_mode: Literal["constant", "reflect"] = "constant"
+    """The added pixels are black (constant), or the image mirrored at its edge (reflect)."""
     scale: tuple[float, float] = (0.08, 1.0)
     """crop=resized: smallest and largest share of the image's area."""
     ratio: tuple[float, float] = (0.75, 4 / 3)

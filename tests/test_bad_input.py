@@ -61,6 +61,7 @@ def images(root: str, **classes: int) -> None:
         (["digits", "--batch-size", "4000"], "1438"),
         (["digits", "--batch-size", "31", "--augment.mixup", "0.2"], "30 or 32"),
         (["digits", "--augment.mean", "0.1", "0.2"], "2 values"),
+        (["digits", "--augment.pad", "8", "--augment.pad-mode", "reflect"], "8 pixels"),
         (["digits", "--schedule.name", "plateau"], "--data.val-fraction"),
         (["digits", "--schedule.name", "plateau", "--config-only"], "--data.val-fraction"),
         (["digits", "--data.name", "folder", "--data.root", "nowhere"], "nowhere"),

@@ -14,7 +14,7 @@ from PIL import Image
 from accel_train import config
 from accel_train.accelerator import create_accelerator
 from accel_train.data.loading import create_feed
-from accel_train.data.order import EvaluationOrder
+from accel_train.data.order import EvaluationOrder, Plan
 from accel_train.data.sources import load_splits
 from accel_train.launch import Launch
 from accel_train.models import create_model, input_size
@@ -109,6 +109,13 @@ def test_a_recipe_can_be_made(name: str) -> None:
     assert max(rates) > 0.9 * settings.optim.lr
     if settings.schedule.name not in ("constant", "plateau"):
         assert rates[-1] < 0.1 * settings.optim.lr
+
+
+def test_cifar10_fast_is_pages() -> None:
+    settings = parse(["cifar10_fast"])
+    plan = Plan(50_000, settings.batch_size, processes=1, accumulation=1, drop_last=settings.data.drop_last)
+    assert plan.updates_per_epoch == 97
+    assert (settings.augment.pad, settings.augment.pad_mode) == (4, "reflect")
 
 
 def test_recipes_are_packaged() -> None:

@@ -117,7 +117,7 @@ class BatchTransform:
         else:
             tops, lefts = torch.full_like(keys, top), torch.full_like(keys, left)
         mirrored = draws[0] < (self.augment.flip if flips else 0)
-        return _windows(images, pad, tops, lefts, mirrored, size)
+        return _windows(images, pad, tops, lefts, mirrored, size, reflects=self.augment.pad_mode == "reflect")
 
     def _normalise(self, images: Tensor) -> Tensor:
         images = images.to(torch.float32, memory_format=self.memory_format, copy=True)
@@ -187,9 +187,11 @@ def beta_quantiles(alpha: float, count: int = 4097) -> Tensor:
     return torch.from_numpy(betaincinv(alpha, alpha, torch.linspace(0, 1, count, dtype=torch.float64).numpy())).float()
 
 
-def _windows(images: Tensor, pad: int, tops: Tensor, lefts: Tensor, mirrored: Tensor, size: int) -> Tensor:
-    """The window of size x size of each image, with `pad` black pixels around it, that begins at its `tops` and `lefts`
-    (int64 [b]); left and right are exchanged in it where `mirrored` (bool [b]) is true.
+def _windows(
+    images: Tensor, pad: int, tops: Tensor, lefts: Tensor, mirrored: Tensor, size: int, *, reflects: bool
+) -> Tensor:
+    """The window of size x size of each image, with `pad` pixels around it, black or (`reflects`) mirrored at its edge,
+    that begins at its `tops` and `lefts` (int64 [b]); left and right are exchanged in it where `mirrored` (bool [b]).
 
     A row of a window is a run of bytes, and so one index_select, which copies runs, fetches all of them: from the
     images or from the mirrored ones, which stand behind them.
@@ -207,6 +209,9 @@ def _windows(images: Tensor, pad: int, tops: Tensor, lefts: Tensor, mirrored: Te
     padded = planes.new_zeros((len(planes) + len(some), count, height, width, values))
     inner = padded[:, :, pad : height - pad, pad : width - pad]
     inner[: len(planes)], inner[len(planes) :] = planes, some.flip(3)
+    if reflects and pad:
+        _reflect(padded, pad, 2)
+        _reflect(padded, pad, 3)
 
     flat, length = padded.view(-1), size * values
     runs = flat.as_strided((len(flat) - length + 1, length), (1, 1))
@@ -215,6 +220,13 @@ def _windows(images: Tensor, pad: int, tops: Tensor, lefts: Tensor, mirrored: Te
     rows = torch.arange(count * height, device=images.device).view(count, height)[:, :size] * (width * values)
     windows = runs.index_select(0, (first[:, None, None] + rows).view(-1)).view(len(planes), count, size, size, values)
     return windows[:, 0].permute(0, 3, 1, 2) if channels_last else windows[..., 0]
+
+
+def _reflect(padded: Tensor, pad: int, dim: int) -> None:
+    """Fill the outer `pad` pixels along `dim` with the next ones inside, mirrored; the edge is not doubled."""
+    inner = padded.shape[dim] - 2 * pad
+    padded.narrow(dim, 0, pad).copy_(padded.narrow(dim, pad + 1, pad).flip(dim))
+    padded.narrow(dim, pad + inner, pad).copy_(padded.narrow(dim, inner - 1, pad).flip(dim))
 
 
 def _looked_up(quantiles: Tensor, draw: Tensor) -> Tensor:

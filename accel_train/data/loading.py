@@ -27,7 +27,7 @@ from accel_train.data.memory import MemoryLoader
 from accel_train.data.order import Draw, EvaluationOrder, TrainingOrder
 from accel_train.data.placement import Placement, choose_place
 from accel_train.data.splits import Source, Splits, owner
-from accel_train.data.transform import ImageTransform
+from accel_train.data.transform import ImageTransform, resize_default
 from accel_train.errors import UserError
 
 
@@ -195,6 +195,12 @@ def create_feed(
         )
     mean, std = normalization(config, splits)
     device = accelerator.device
+    if config.augment.crop == "random" and config.augment.pad_mode == "reflect":
+        short = config.augment.resize or (size if source.in_memory else resize_default(size))
+        if config.augment.pad >= short:
+            raise UserError(
+                f"--augment.pad: found {config.augment.pad}; an image of {short} pixels reflects less than {short}."
+            )
     each = transforms_each_image(source, config.augment, training=training)
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     place, size_bytes = choose_place(config.data, source, accelerator, per_image=each, local_processes=local_processes)

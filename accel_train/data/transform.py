@@ -42,7 +42,8 @@ class ImageTransform:
         if not self.resized_crop:
             steps.append(v2.Resize(self.short_side, antialias=True))
             if training and augment.crop == "random":
-                steps.append(v2.RandomCrop(size, padding=augment.pad or None, pad_if_needed=True))
+                padding = {"padding": augment.pad or None, "padding_mode": augment.pad_mode}
+                steps.append(v2.RandomCrop(size, pad_if_needed=True, **padding))
             else:
                 steps.append(v2.CenterCrop(size))
         if training and augment.policy == "randaugment":

@@ -98,13 +98,19 @@ def alexnet_bn(num_classes: int, channels: int, image_size: int, dropout: float 
 
 
 def resnet18_cifar(num_classes: int, channels: int, image_size: int) -> nn.Module:
-    """ResNet-18 for 32x32 images: a 3x3 stem of stride 1, no max-pooling (DeVries and Taylor 2017)."""
+    """ResNet-18 for 32x32 images: a 3x3 stem of stride 1, no max-pooling (DeVries and Taylor 2017).
+
+    Its weights are drawn as their code (github.com/uoguelph-mlrg/Cutout) draws them, which leaves that to PyTorch:
+    torchvision draws its convolutions' otherwise.
+    """
     import torchvision
 
     model: nn.Module = torchvision.models.resnet18(num_classes=num_classes)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
     model.maxpool = nn.Identity()
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.reset_parameters()
     return model
 
 

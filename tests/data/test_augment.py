@@ -127,6 +127,21 @@ class TestCropAndFlip:
         ]
         assert np.array_equal(found.numpy(), np.stack(expected))
 
+    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+    @pytest.mark.parametrize("size", [12, 9])
+    @pytest.mark.parametrize("pad", [1, 4, 11])
+    def test_reflection_is_torchvisions(self, layout: torch.memory_format, size: int, pad: int) -> None:
+        batch = batch_of()
+        batch["images"] = batch["images"].contiguous(memory_format=layout)
+        settings = {"crop": "random", "flip": 0.3}
+        found = created(size=size, resize=12, layout=layout, pad=pad, pad_mode="reflect", **settings)(batch)[0]
+        padded = v2.functional.pad(IMAGES, [pad] * 4, padding_mode="reflect").numpy()
+        expected = [
+            normalised(reference(image, word, size, 0, 0.3, "random"))
+            for image, word in zip(padded, keys_of(len(IMAGES)), strict=True)
+        ]
+        assert np.array_equal(found.numpy(), np.stack(expected))
+
     def test_every_offset_is_reached_equally_often(self) -> None:
         count = 6000
         positions = torch.arange(144, dtype=torch.uint8).view(1, 1, 12, 12)  # a pixel's value says where it was

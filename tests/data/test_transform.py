@@ -33,6 +33,7 @@ POLICIES = {
     "flipped": Augment(crop="resized", flip=0.5),
     "resized": Augment(crop="resized"),
     "random": Augment(crop="random", pad=3, resize=28),
+    "reflected": Augment(crop="random", pad=3, pad_mode="reflect", resize=28),
     "randaugment": Augment(crop="resized", policy="randaugment"),
     "trivialaugment": Augment(crop="random", policy="trivialaugment"),
 }
@@ -159,6 +160,17 @@ class TestDecodedSmaller:
             with pytest.raises(ImageError):
                 Picture(data[:-200], 3).pixels(reduction)
         assert Picture(data, 1).pixels(4).shape == (1, 121, 161)
+
+
+def test_a_random_crop_sees_torchvisions_reflection() -> None:
+    settings = Augment(crop="random", pad=5, pad_mode="reflect", resize=28, flip=0.5)
+    found = ImageTransform(settings, 28, training=True)(IMAGES, KEYS)
+    padded = [
+        v2.functional.pad(v2.functional.resize(image, [28], antialias=True), [5] * 4, padding_mode="reflect")
+        for image in IMAGES
+    ]
+    expected = ImageTransform(dataclasses.replace(settings, pad=0, resize=38), 28, training=True)(padded, KEYS)
+    assert torch.equal(found, expected)
 
 
 @given(st.integers(8, 40), st.none() | st.integers(0, 20))
