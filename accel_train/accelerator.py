@@ -76,6 +76,22 @@ def create_accelerator(
     return accelerator
 
 
+def precision(accelerator: Accelerator) -> str:
+    """What the forward pass computes in: "fp32", "bf16", "fp16" or "fp8"; see `precision_notice`."""
+    asked = str(accelerator.mixed_precision)
+    return "fp32" if asked == "no" or (asked == "fp16" and accelerator.device.type == "cpu") else asked
+
+
+def precision_notice(accelerator: Accelerator) -> str | None:
+    """A sentence for a run that does not compute in what the launcher asked for: Accelerate leaves that unsaid."""
+    if accelerator.mixed_precision in ("no", precision(accelerator)):
+        return None
+    asked, computed = accelerator.mixed_precision, precision(accelerator)
+    return (
+        f"{asked} was asked for, but the run computes in {computed}: Accelerate has no {asked} on a CPU (it has bf16)"
+    )
+
+
 def end_world() -> None:
     """Leave the process group, if there is one: the last thing that a program does which has come to its end."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():

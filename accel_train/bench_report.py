@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from accel_train.accelerator import precision as computed_precision
 from accel_train.config import Config
 from accel_train.data.order import Plan
 from accel_train.flops import peak_flops, precision_of
@@ -68,7 +69,8 @@ def figures_of(
     alone = [each.input for each in rounds]
     shares = [each.shares(config.batch_size) for each in rounds]
     host = machine(accelerator.device)
-    precision = precision_of(accelerator.mixed_precision, accelerator.device)
+    computed = computed_precision(accelerator)
+    precision = precision_of("no" if computed == "fp32" else computed, accelerator.device)
     per_image = None if flops is None else flops / plan.micro_batch
     done = None if per_image is None else per_image * statistics.median(trainer) / plan.processes
     peak = peak_flops(host["device"], precision)

@@ -10,6 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from accel_train.accelerator import precision
 from accel_train.checkpoint import Checkpoints
 from accel_train.config import Config
 from accel_train.console import Console
@@ -214,6 +215,7 @@ class Report:
         """result.json and the last screen. `last` has the final evaluations: "test", "test (ema)", "val", …"""
         config, run = self.config, self.run
         result = result_of(config, self.plan, state, last) | {
+            "precision": precision(self.accelerator),
             "warm_up_seconds": watch.warm_up,  # of the last start, as is the next
             "wall_seconds": wall_seconds,
         }

@@ -74,11 +74,13 @@ class RunDirectory:
         """Whether the run has come to its end: its result is there."""
         return (self.path / "result.json").is_file()
 
-    def begin(self, config: Config, signature: Signature, *, world_size: int, devices: list[str]) -> None:
+    def begin(
+        self, config: Config, signature: Signature, *, world_size: int, devices: list[str], precision: str = "fp32"
+    ) -> None:
         """Writes config.yaml, model.json and environment.json (of this start). `devices`: names, one a process."""
         self._replace("config.yaml", configuration.to_yaml(config))
         self._replace(FILE, signature.to_json())
-        self._replace("environment.json", _json(environment(world_size, devices), indent=2))
+        self._replace("environment.json", _json(environment(world_size, devices, precision), indent=2))
 
     def log(self, kind: str, **values: Any) -> None:
         """Appends {"kind": kind, "time": seconds since 1970, **values} to metrics.jsonl.
@@ -182,8 +184,8 @@ class RunDirectory:
                 )
 
 
-def environment(world_size: int, devices: list[str]) -> dict[str, Any]:
-    """What the run stands on: versions, devices, host, launcher, commit, command line. Imports torch."""
+def environment(world_size: int, devices: list[str], precision: str = "fp32") -> dict[str, Any]:
+    """What the run stands on: versions, devices, precision, host, launcher, commit, command line. Imports torch."""
     import torch
 
     versions = {}
@@ -206,6 +208,7 @@ def environment(world_size: int, devices: list[str]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "world_size": world_size,
         "devices": devices,
+        "precision": precision,
         "cores": os.cpu_count(),
         "commit": _commit(Path(__file__).parent),
         "launcher": launcher,

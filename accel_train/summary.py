@@ -10,6 +10,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from accel_train.accelerator import precision, precision_notice
 from accel_train.config import Config, to_yaml
 from accel_train.data.order import Plan
 from accel_train.data.placement import Placement
@@ -38,15 +39,12 @@ def describe(
     left_out = f", {splits.left_out} unreadable left out" if splits.left_out else ""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     world = f"{plan.processes} process{'es' * (plan.processes > 1)}"
-    precision = accelerator.mixed_precision.replace("no", "fp32")
-    if precision == "fp16" and accelerator.scaler is None:
-        precision = "fp32 (there is no fp16 on a CPU)"
     lines = {
         "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
         "data": f"{config.data.name}: {images} images of {len(splits.classes)} classes{left_out}",
         "input": str(placement),
         "model": f"{config.model.name} for {size}x{size} pixels, {parameters:,} parameters",
-        "device": f"{world} on {accelerator.device.type}, {precision}",
+        "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
         "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images; "
         f"{plan.updates_per_epoch} updates an epoch",
         "run": str(config.output_dir),
@@ -54,14 +52,16 @@ def describe(
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
 
-def plan_text(config: Config, processes: int, accumulation: int) -> str:
+def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> str:
     """What --config-only prints: the resolved configuration, then, as comments, what follows from it.
 
     Nothing is downloaded for it; without the data, the number of updates is not known. Raises UserError if the schedule
     does not fit the data.
     """
+    processes, notice = accelerator.num_processes, precision_notice(accelerator)
     lines = [
         f"# processes: {processes}",
+        f"# precision: {precision(accelerator)}" + (f" ({notice})" if notice else ""),
         f"# accumulation: {accumulation}",
         f"# samples of a process in one forward pass: {config.batch_size // (processes * accumulation)}",
     ]

@@ -34,7 +34,7 @@ from accelerate.utils import ProjectConfiguration, gather_object
 from timm.layers import convert_sync_batchnorm
 
 from accel_train import models, optim, tuning
-from accel_train.accelerator import create_accelerator
+from accel_train.accelerator import create_accelerator, precision, precision_notice
 from accel_train.agreement import decided_by_main
 from accel_train.buckets import settle_buckets
 from accel_train.changes import digest
@@ -88,7 +88,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     tuning.set_defaults(device)
     if config.config_only:
         if main:
-            print(plan_text(config, launch.world_size, accumulation))
+            print(plan_text(config, accelerator, accumulation))
         return 0
 
     # The run's directory: one for all processes, and theirs alone from here on. What is finished stays as it is.
@@ -177,7 +177,13 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     schedule.step_update(state.update)
     native = splits.image_size if splits.train.in_memory else None
     signature = Signature(splits.classes, splits.channels, size, native, *normalization(config, splits))
-    run.begin(config, signature, world_size=launch.world_size, devices=gather_object([str(device)]))
+    run.begin(
+        config,
+        signature,
+        world_size=launch.world_size,
+        devices=gather_object([str(device)]),
+        precision=precision(accelerator),
+    )
     start_trackers(config, accelerator)
     stopping.begin(directory if main else None, config.checkpoint.every_seconds)
     meter, watch = Meter(accelerator), Stopwatch(state.train_seconds, state.timed_samples)
@@ -235,6 +241,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
             placement=training.placement,
             notes=checkpoints.notes,
         )
+        if (notice := precision_notice(accelerator)) is not None:
+            report.warn(notice)
         if config.model.sync_batchnorm and not synchronises and launch.world_size > 1:
             report.warn(f"model.sync_batchnorm: {device.type} has none; each process normalises by its own samples")
         if config.on_nonfinite == "rewind" and decided_by_main(accelerator, lambda: checkpoints.last_saved is None):

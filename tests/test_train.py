@@ -106,3 +106,20 @@ def test_the_lines_of_a_run_name_epochs_and_rates_that_exist(
     again = trained(tmp_path, words)
     assert [(line["epoch"], line["weights"], line["loss"]) for line in again if line.get("split") == "test"] == tests
     assert "epoch 3" not in capsys.readouterr().out
+
+
+def test_fp16_on_a_cpu_is_called_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    notice = "fp16 was asked for, but the run computes in fp32"
+    assert main(["train", "digits", "--config-only"]) == 0
+    assert f"\n# precision: fp32 ({notice}" in capsys.readouterr().out
+    lines = trained(tmp_path, "digits --epochs 1 --data.train-limit 48")
+    shown = capsys.readouterr()
+    assert "on cpu, fp32\n" in shown.out
+    assert (shown.out + shown.err).count(notice) == 1
+    assert notice in "".join(line["text"] for line in lines if line["kind"] == "event")
+    for name in ("environment.json", "result.json"):
+        assert json.loads((tmp_path / name).read_text())["precision"] == "fp32"
