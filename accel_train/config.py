@@ -58,7 +58,7 @@ class Augment:
     crop: Literal["center", "random", "resized"] = "center"
     """Training crop: the middle, a random place, or torchvision's RandomResizedCrop."""
     pad: int = 0
-    """Pixels added to each side before a random crop; what they show says pad_mode."""
+    """Pixels added to each side before a random crop; see pad_mode."""
     pad_mode: Literal["constant", "reflect"] = "constant"
     """The added pixels are black (constant), or the image mirrored at its edge (reflect)."""
     scale: tuple[float, float] = (0.08, 1.0)

@@ -57,7 +57,8 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     models = {name: load_model(config.model, signature, file).to(accelerator.device) for name, file in weights.items()}
     for model in models.values():  # of one kind, and so of one layout
         layout = tuning.lay_out(accelerator, model)
-    feed = create_feed(config, splits, source, order, accelerator, size=signature.image_size, memory_format=layout)
+    size = signature.image_size
+    feed = create_feed(config, splits, source, order, accelerator, training=False, size=size, memory_format=layout)
     if accelerator.is_main_process:
         processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)} on {accelerator.device.type}"
         print(

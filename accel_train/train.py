@@ -148,10 +148,10 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
 
     # The way of a sample from its source to the model.
     feed = partial(create_feed, config, splits, accelerator=accelerator, size=size, memory_format=layout)
-    training = feed(splits.train, order)
+    training = feed(splits.train, order, training=True)
     at_once = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
     held_out = {
-        split: feed(source, EvaluationOrder(len(source), at_once))
+        split: feed(source, EvaluationOrder(len(source), at_once), training=False)
         for split, source in (("val", splits.validation), ("test", splits.test))
         if source is not None
     }

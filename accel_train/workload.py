@@ -76,7 +76,14 @@ class Workload:
         self.kept = models.prepare_recomputation(self.model, config.model)
         models.set_train_mode(self.model, config.model)
         self.feed = create_feed(
-            config, splits, splits.train, self.order, self.accelerator, size=self.size, memory_format=layout
+            config,
+            splits,
+            splits.train,
+            self.order,
+            self.accelerator,
+            training=True,
+            size=self.size,
+            memory_format=layout,
         )
         # Tensors that already lie on the device; the first pass is the input's own warm-up, too.
         self.batches = list(self._raw(-(-KINDS // self.accumulation)))[:KINDS]

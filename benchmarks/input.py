@@ -83,7 +83,8 @@ def in_memory(name: str, root: Path | None) -> dict[str, Inputs]:
     order = TrainingOrder(Plan(len(splits.train), task.batch_size, 1, 1, drop_last=True), 0)
     accelerator = create_accelerator(LAUNCH)
     layout = torch.channels_last if task.channels > 1 else torch.contiguous_format
-    feed = create_feed(config, splits, splits.train, order, accelerator, size=task.size, memory_format=layout)
+    options = {"training": True, "size": task.size, "memory_format": layout}
+    feed = create_feed(config, splits, splits.train, order, accelerator, **options)
     print(f"accel_train: {feed.placement}")
     return {**ways, "accel_train": by_accel_train(order, lambda: feed.batches, feed.transform)}
 
@@ -145,7 +146,8 @@ def on_this_core(data: Data) -> Inputs:
     augment, cpu = Augment(crop="resized", flip=0.5), torch.device("cpu")
     source = load_splits(data, 0).train
     order = TrainingOrder(Plan(len(source), FILE_BATCH, 1, 1), 0)
-    loader = create_loader(source, order, augment, size=SIZE, seed=0, workers=0, local_processes=1, device=cpu)
+    options = {"training": True, "size": SIZE, "seed": 0, "workers": 0, "local_processes": 1, "device": cpu}
+    loader = create_loader(source, order, augment, **options)
     transform = BatchTransform(
         augment,
         size=SIZE,

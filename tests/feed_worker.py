@@ -39,7 +39,7 @@ def fed(accelerator: Accelerator, augment: Augment, accumulation: int, epoch: in
     splits = load_splits(config.data, config.seed)
     plan = Plan(len(splits.train), config.batch_size, accelerator.num_processes, accumulation)
     order = TrainingOrder(plan, config.seed)
-    feed = create_feed(config, splits, splits.train, order, accelerator, size=8)
+    feed = create_feed(config, splits, splits.train, order, accelerator, training=True, size=8)
     order.seek(epoch, update)
     seen = []
     for batch in feed.batches:
@@ -67,7 +67,7 @@ def main() -> None:
         assert source is not None
         for at_once in (12, 60, 600):
             order = EvaluationOrder(len(source), at_once)
-            feed = create_feed(CONFIG, splits, source, order, accelerator, size=8)
+            feed = create_feed(CONFIG, splits, source, order, accelerator, training=False, size=8)
             found["counted"][f"{name}, {at_once}"] = dataclasses.asdict(evaluate(accelerator, model, feed))
     Path(sys.argv[1], f"{launch.rank}.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()

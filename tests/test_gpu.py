@@ -128,7 +128,7 @@ def test_it_decodes_as_the_host_does_beside_training(tmp_path: Path) -> None:
     for place in ("host", "device"):
         config = Config(data=Data(name="folder", root=tmp_path / "tree", decode_on=place))
         splits = load_splits(config.data, 0)
-        feed = create_feed(config, splits, splits.train, order, create_accelerator(Launch()), size=224)
+        feed = create_feed(config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=224)
         batches = []
         for batch in feed.batches:
             batches.append(batch["images"].float().cpu())

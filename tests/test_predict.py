@@ -223,7 +223,8 @@ def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment
 
     classifier = Classifier(Recorder(), signature, augment, accelerator, top_k=1)
     classifier.classify(paths, [image for path in paths if isinstance(image := classifier.read(path), torch.Tensor)])
-    feed = create_feed(config, splits, source, EvaluationOrder(len(source), len(source)), accelerator, size=size)
+    order = EvaluationOrder(len(source), len(source))
+    feed = create_feed(config, splits, source, order, accelerator, training=False, size=size)
     (batch,) = feed.batches
     expected, _ = feed.transform(batch)
     assert seen[0].shape == (len(source), splits.channels, size, size)

@@ -138,6 +138,7 @@ def test_cifar10_as_a_folder_of_images_keeps_its_pixels(tmp_path: Path, name: st
         splits.test,
         EvaluationOrder(2, 2),
         create_accelerator(Launch()),
+        training=False,
         size=input_size(settings.model, splits.image_size),
         memory_format=torch.contiguous_format,
     )

@@ -24,7 +24,7 @@ from accel_train.data.device_decoding import DeviceDecoder, Reading, Undecoded, 
 from accel_train.data.images import EncodedImages
 from accel_train.data.keyed import hashed, key
 from accel_train.data.memory import MemoryLoader
-from accel_train.data.order import Draw, EvaluationOrder, TrainingOrder
+from accel_train.data.order import Draw, Order
 from accel_train.data.placement import Placement, choose_place
 from accel_train.data.splits import Source, Splits, owner
 from accel_train.data.transform import ImageTransform, resize_default
@@ -83,9 +83,10 @@ class BatchedSet(Dataset[dict[str, Any]]):
 
 def create_loader(
     source: Source,
-    order: TrainingOrder | EvaluationOrder,
+    order: Order,
     augment: Augment,
     *,
+    training: bool,
     size: int,
     seed: int,
     workers: int | None,
@@ -95,10 +96,9 @@ def create_loader(
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
-    `size`: of the model's input, in pixels; `workers`: None chooses none for what is in memory, else this
-    process's share of the cores; `local_processes`: training processes of this machine.
+    `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
+    what is in memory, else this process's share of the cores; `local_processes`: training processes of this machine.
     """
-    training = isinstance(order, TrainingOrder)
     each = transforms_each_image(source, augment, training=training)
     if workers is None:
         workers = max(1, available_cores() // local_processes) if each else 0
@@ -176,26 +176,27 @@ def create_feed(
     config: Config,
     splits: Splits,
     source: Source,
-    order: TrainingOrder | EvaluationOrder,
+    order: Order,
     accelerator: Accelerator,
     *,
+    training: bool,
     size: int,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Feed:
-    """The loader of `source` and what the device does to its batches; `size` and `memory_format` are of the model's
-    input. To be called on all processes at once, for they agree where the images are to lie.
+    """The loader of `source` and what the device does to its batches: augmentation if `training`. `size` and
+    `memory_format` are of the model's input. To be called on all processes at once, for they agree where the images are
+    to lie.
 
     Raises UserError if the settings of `config.augment` do not fit the images or the input, or if they cannot lie
     where `config.data.placement` says.
     """
-    training = isinstance(order, TrainingOrder)
     if config.augment.resize is not None and config.augment.resize < size:
         raise UserError(
             f"--augment.resize: found {config.augment.resize}; the model's input has {size}: {size} or more."
         )
     mean, std = normalization(config, splits)
     device = accelerator.device
-    if config.augment.crop == "random" and config.augment.pad_mode == "reflect":
+    if training and config.augment.crop == "random" and config.augment.pad_mode == "reflect":
         short = config.augment.resize or (size if source.in_memory else resize_default(size))
         if config.augment.pad >= short:
             raise UserError(
@@ -214,6 +215,7 @@ def create_feed(
             source,
             order,
             config.augment,
+            training=training,
             size=size,
             seed=config.seed,
             workers=config.data.workers,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accel_train.data.arrays import Arrays
 from accel_train.data.keyed import hashed, key
-from accel_train.data.order import EvaluationOrder, TrainingOrder
+from accel_train.data.order import Order
 from accel_train.data.splits import Source, owner
 
 AT_ONCE = 1024  # images that are fetched at a time when a set is laid out
@@ -59,7 +59,7 @@ class MemoryLoader:
     def __init__(
         self,
         source: Source,
-        order: TrainingOrder | EvaluationOrder,
+        order: Order,
         *,
         seed: int,
         process: int,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +92,20 @@ class Draw:
 
     def __getitem__(self, part: slice) -> Draw:
         return Draw(self.epoch, self.ids[part], self.weights[part])
+
+
+class Order(Protocol):
+    """A batch sampler: which samples come when."""
+
+    batch_size: int
+    """Samples of one draw, over all processes."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Draw]: ...
+
+    def stretches(self) -> Iterator[Draw]:
+        """The same, many whole draws at once."""
 
 
 class TrainingOrder(Sampler[Draw]):

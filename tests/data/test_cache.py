@@ -158,8 +158,8 @@ class TestReading:
             order = TrainingOrder(Plan(100, batch_size, 1, 1), 5)
             order.seek(3, update)
             loader = create_loader(
-                source, order, Augment(crop="resized", flip=0.5), size=24, seed=5, workers=workers, local_processes=1,
-                device=torch.device("cpu"),
+                source, order, Augment(crop="resized", flip=0.5), training=True, size=24, seed=5, workers=workers,
+                local_processes=1, device=torch.device("cpu"),
             )  # fmt: skip
             found = {}
             for batch in loader:
@@ -179,7 +179,7 @@ class TestReading:
         config = Config(data=replace(cached, placement=place, workers=0))
         splits = load_splits(config.data, 0)
         order = EvaluationOrder(100, 50)
-        feed = create_feed(config, splits, splits.train, order, create_accelerator(Launch()), size=24)
+        feed = create_feed(config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=24)
         assert feed.placement.place == ("host" if place == "host" else "disk")
         assert feed.placement.bytes == cached.root.stat().st_size
         assert sum(len(batch["ids"]) for batch in feed.batches) == 100
@@ -194,7 +194,8 @@ class TestReading:
             config = Config(data=replace(data, placement=place))
             splits = load_splits(config.data, 0)
             with pytest.raises(UserError, match=rf"--data\.placement {place}: .*{message}"):
-                create_feed(config, splits, splits.train, EvaluationOrder(100, 50), accelerator, size=24)
+                order = EvaluationOrder(100, 50)
+                create_feed(config, splits, splits.train, order, accelerator, training=False, size=24)
 
     def test_a_file_that_was_cut_or_altered_is_not_taken(self, cached: Data, tmp_path: Path) -> None:
         whole = cached.root.read_bytes()

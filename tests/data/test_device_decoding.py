@@ -43,7 +43,7 @@ def images(source: Source, data: Data, augment: Augment, *, training: bool, chan
     config = Config(data=data, augment=augment, batch_size=8)
     splits = load_splits(data, 0)
     order = TrainingOrder(Plan(len(source), 8, 1, 1), 0) if training else EvaluationOrder(len(source), 8)
-    feed = create_feed(config, splits, source, order, create_accelerator(Launch()), size=32)
+    feed = create_feed(config, splits, source, order, create_accelerator(Launch()), training=training, size=32)
     found = {}
     for batch in feed.batches:
         assert batch["images"].shape[1:] == (channels, 32, 32)

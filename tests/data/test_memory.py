@@ -3,10 +3,12 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import Sampler
 
 from accel_train.accelerator import create_accelerator
 from accel_train.config import Augment, Config, Data
@@ -14,7 +16,7 @@ from accel_train.data import placement
 from accel_train.data.arrays import Arrays
 from accel_train.data.loading import Feed, create_feed
 from accel_train.data.memory import MemoryLoader
-from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.order import Draw, EvaluationOrder, Order, Plan, TrainingOrder
 from accel_train.data.placement import Placement, choose_place
 from accel_train.data.sources import load_splits
 from accel_train.data.splits import Splits, subset
@@ -37,7 +39,8 @@ def feed_of(splits: Splits = SPLITS, *, training: bool = True, layout: str = "co
     source = splits.train
     order = TrainingOrder(Plan(len(source), 24, 1, 2), 5) if training else EvaluationOrder(len(source), 50)
     accelerator = create_accelerator(Launch())
-    return create_feed(config, splits, source, order, accelerator, size=10, memory_format=LAYOUTS[layout])
+    options = {"training": training, "size": 10, "memory_format": LAYOUTS[layout]}
+    return create_feed(config, splits, source, order, accelerator, **options)
 
 
 def seen(feed: Feed) -> list[dict[str, torch.Tensor]]:
@@ -67,6 +70,35 @@ def test_host_memory_gives_the_batches_of_the_loader(augment: Augment, layout: s
     same(found, expected)
     assert len(found) == 14 and found[-1]["weights"].sum() == 1
     assert all(batch["inputs"].is_contiguous(memory_format=LAYOUTS[layout]) for batch in found)
+
+
+class OtherOrder(Sampler[Draw]):
+    """A batch sampler that is none of the package's, with the same interface."""
+
+    def __init__(self, order: TrainingOrder) -> None:
+        self.order, self.batch_size, self.drop_last = order, order.batch_size, False
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Draw]:
+        return iter(self.order)
+
+    def stretches(self) -> Iterator[Draw]:
+        return self.order.stretches()
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("augment", [TURNED, dataclasses.replace(TURNED, policy="trivialaugment")])
+def test_any_order_of_training_is_augmented(augment: Augment, place: str) -> None:
+    own = TrainingOrder(Plan(len(SPLITS.train), 24, 1, 2), 5)
+    config = Config(seed=5, batch_size=24, augment=augment, data=Data(placement=place, workers=0))
+
+    def fed(order: Order) -> list[dict[str, torch.Tensor]]:
+        feed = create_feed(config, SPLITS, SPLITS.train, order, create_accelerator(Launch()), training=True, size=10)
+        return seen(feed)
+
+    same(fed(OtherOrder(own)), fed(own))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -225,8 +257,8 @@ def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> 
         "from accel_train.data.sources import load_splits\n"
         "source = load_splits(Data(), 0).train\n"
         "order = TrainingOrder(Plan(len(source), 32, 1, 1), 0)\n"
-        "loader = create_loader(source, order, Augment(policy='trivialaugment'), size=8, seed=0, workers=2,\n"
-        "                       local_processes=1, device=torch.device('cpu'))\n"
+        "loader = create_loader(source, order, Augment(policy='trivialaugment'), training=True, size=8, seed=0,\n"
+        "                       workers=2, local_processes=1, device=torch.device('cpu'))\n"
         "batches = iter(loader)\n"
         "next(batches)\n"
         "import builtins; builtins.kept = batches  # outlives this module\n"

@@ -195,7 +195,8 @@ class TestLoader:
         order = TrainingOrder(Plan(len(source), batch_size, 1, 1), 5)
         order.seek(3, update)
         cpu = torch.device("cpu")
-        loader = create_loader(source, order, augment, size=8, seed=5, workers=workers, local_processes=1, device=cpu)
+        options = {"size": 8, "seed": 5, "workers": workers, "local_processes": 1, "device": cpu}
+        loader = create_loader(source, order, augment, training=True, **options)
         found = {}
         for batch in loader:
             for number, image in zip(batch["ids"].tolist(), batch["images"], strict=True):
@@ -218,7 +219,8 @@ class TestLoader:
         source = load_splits(Data(train_limit=40), 0).train
         order = TrainingOrder(Plan(40, 20, 1, 1), 5)
         augment, cpu = Augment(policy="trivialaugment"), torch.device("cpu")
-        loader = create_loader(source, order, augment, size=8, seed=5, workers=1, local_processes=1, device=cpu)
+        options = {"size": 8, "seed": 5, "workers": 1, "local_processes": 1, "device": cpu}
+        loader = create_loader(source, order, augment, training=True, **options)
         epochs = []
         for epoch in (3, 4, 3):
             order.seek(epoch)
@@ -231,7 +233,8 @@ class TestLoader:
         source = load_splits(Data(train_limit=40), 0).train
         order, cpu = TrainingOrder(Plan(40, 40, 1, 1), 5), torch.device("cpu")
         augment = Augment(policy="randaugment", randaugment_ops=1, randaugment_magnitude=0)  # next to nothing
-        loader = create_loader(source, order, augment, size=8, seed=5, workers=0, local_processes=1, device=cpu)
+        options = {"size": 8, "seed": 5, "workers": 0, "local_processes": 1, "device": cpu}
+        loader = create_loader(source, order, augment, training=True, **options)
         (batch,) = list(loader)
         plain = source.fetch(batch["ids"].tolist())
         assert isinstance(plain, torch.Tensor)
@@ -245,4 +248,4 @@ class TestLoader:
         accelerator = create_accelerator(Launch())
         order = TrainingOrder(Plan(len(splits.train), 64, 1, 1), 0) if training else EvaluationOrder(10, 10)
         with pytest.raises(UserError, match=r"--augment\.resize: found 7; the model's input has 8: 8 or more"):
-            create_feed(config, splits, splits.train, order, accelerator, size=8)
+            create_feed(config, splits, splits.train, order, accelerator, training=training, size=8)
