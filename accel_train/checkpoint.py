@@ -28,6 +28,7 @@ from accel_train.commit import BrokenError
 from accel_train.config import Config, as_dict
 from accel_train.errors import UserError
 from accel_train.owner import Lease, LostError
+from accel_train.semantics import IN_MEMORY, SEMANTICS, check_same_division, check_same_pixels
 from accel_train.snapshot import Snapshot
 from accel_train.train_state import TrainState
 
@@ -70,19 +71,22 @@ class Checkpoints:
         ema: nn.Module | None = None,
         schedule: Stateful | None = None,
         lease: Lease | None = None,
+        pixels: int = IN_MEMORY,
     ) -> None:
         """`folder`: where the checkpoints lie; its parent, the run's directory, must be there when one is
         saved.
 
         `model` and `optimizer` are as Accelerate prepared them. `ema`: timm's ModelEmaV3 around the same
         model, or the module in it. `schedule`: a learning rate that depends on more than the update's
-        number; its state must be fit for JSON. `lease`: looked at before anything is changed there.
+        number; its state must be fit for JSON. `lease`: looked at before anything is changed there. `pixels`: the number
+        by which the data's are made (`Splits.semantics`).
         """
         self.folder, self.config, self.accelerator = folder, config, accelerator
         self.model = model
         self.lease = lease or Lease(folder.parent, None)
         # All the others follow from the update's number, also if their settings are allowed to change.
         self.schedule = schedule if config.schedule.name == "plateau" else None
+        self.pixels = pixels
         self.ema: nn.Module | None = getattr(ema, "module", ema)
         self.optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         self.failures: list[str] = []
@@ -212,6 +216,8 @@ class Checkpoints:
             return None
         path, source = self._source
         found = changes.compare(source.state["configuration"], self.config, allow)
+        check_same_pixels(str(path), source.state.get("pixels", IN_MEMORY), self.pixels)
+        check_same_division(str(path), source.state.get("semantics", 1), source.state["configuration"]["data"])
         snapshot.check_fit(full_state.tensors(self.model), source.model, path)
         if path.parent.resolve() == self.folder.resolve():
             self.last_saved = source.state["train"]["update"]
@@ -274,6 +280,8 @@ class Checkpoints:
             "configuration": as_dict(self.config),
             "configuration_digest": changes.digest(self.config),
             "versions": snapshot.versions(),
+            "semantics": SEMANTICS,
+            "pixels": self.pixels,
             "processes": self.accelerator.num_processes,
             "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),

@@ -27,6 +27,7 @@ from accel_train.errors import UserError
 from accel_train.evaluate import Evaluation, evaluate, evaluation_batch_size
 from accel_train.files import write_whole
 from accel_train.launch import Launch
+from accel_train.semantics import SEMANTICS, check_same_division
 from accel_train.signature import Signature, read_signature
 from accel_train.table import print_table
 from accel_train.trained import find_weights, load_model
@@ -43,6 +44,8 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     """
     config = options.parse([str(run / "config.yaml"), *overrides])
     signature = read_signature(run)
+    if signature.semantics != SEMANTICS:
+        check_same_division(str(run), signature.semantics, as_dict(options.parse([str(run / "config.yaml")]).data))
     # The model was trained with these, even if it is evaluated on other data than that which they were taken from.
     augment = dataclasses.replace(config.augment, mean=signature.mean, std=signature.std)
     config = dataclasses.replace(config, augment=augment)
@@ -88,7 +91,7 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
 
 
 def _source(splits: Splits, split: str, data: str) -> Source:
-    sources = {"train": splits.train, "val": splits.validation, "test": splits.test}
+    sources = {"train": splits.to_train_on, "val": splits.validation, "test": splits.test}
     found = sources.get(split)
     if found is None:
         known = " and ".join(name for name, source in sources.items() if source is not None)

@@ -35,6 +35,7 @@ class Report:
         self.accelerator, self.run, self.console = accelerator, run, console
         self._seconds, self._samples, self._waiting = 0.0, 0, 0.0  # on the stopwatch, at the last line
         self._last = time.monotonic()  # when the last epoch's or evaluation's line was written
+        self._train_images = plan.samples
         self._failures = 0  # of checkpoints, made known so far
         self._first_update = 0  # updates done by earlier starts of this run
 
@@ -51,6 +52,7 @@ class Report:
     ) -> None:
         self._seconds, self._samples = state.train_seconds, state.timed_samples
         self._first_update = state.update
+        self._train_images = len(splits.to_train_on)
         self.console.say(describe(self.config, self.plan, self.accelerator, splits, model, size, placement))
         for note in notes:
             self.warn(note)
@@ -214,7 +216,7 @@ class Report:
     def finished(self, state: TrainState, last: dict[str, Evaluation], watch: Stopwatch, wall_seconds: float) -> None:
         """result.json and the last screen. `last` has the final evaluations: "test", "test (ema)", "val", …"""
         config, run = self.config, self.run
-        result = result_of(config, self.plan, state, last) | {
+        result = result_of(config, self.plan, self._train_images, state, last) | {
             "precision": precision(self.accelerator),
             "warm_up_seconds": watch.warm_up,  # of the last start, as is the next
             "wall_seconds": wall_seconds,

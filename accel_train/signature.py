@@ -32,6 +32,8 @@ class Signature:
     """Of each channel, in 0..1: subtracted."""
     std: tuple[float, ...]
     """Of each channel, in 0..1: divided by."""
+    semantics: int = 1
+    """Of the training: see semantics.py."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_train.accelerator import precision, precision_notice
 from accel_train.config import Config, to_yaml
-from accel_train.data.order import Plan
+from accel_train.data.order import Plan, TrainingOrder
 from accel_train.data.placement import Placement
 from accel_train.data.sources import Splits, load_splits
 from accel_train.errors import UserError
@@ -34,7 +34,7 @@ def describe(
 
     `size`: height and width of the model's input, in pixels; `placement`: of training data.
     """
-    sizes = {"training": splits.train, "validation": splits.validation, "test": splits.test}
+    sizes = {"training": splits.to_train_on, "validation": splits.validation, "test": splits.test}
     images = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
     left_out = f", {splits.left_out} unreadable left out" if splits.left_out else ""
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -68,20 +68,23 @@ def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> st
     try:
         splits = load_splits(config.data, config.seed, download=False)
         plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last)
+        order = TrainingOrder(plan, config.seed, splits.unreadable)
     except UserError as error:
         lines.append(f"# updates: not known ({error})")
     else:
         check_schedule(config.schedule, splits)
         lines += [
-            f"# training samples: {plan.samples}",
+            f"# training samples: {len(splits.to_train_on)}",
             f"# updates an epoch: {plan.updates_per_epoch}",
-            f"# samples of an epoch's last update: {plan.real_samples(plan.updates_per_epoch - 1)}",
+            f"# samples of an epoch's last update: {order.real_samples(plan.updates_per_epoch - 1)}",
             f"# updates in all: {plan.updates_per_epoch * config.epochs}",
         ]
     return to_yaml(config) + "\n".join(lines)
 
 
-def result_of(config: Config, plan: Plan, state: TrainState, last: dict[str, Evaluation]) -> dict[str, Any]:
+def result_of(
+    config: Config, plan: Plan, train_images: int, state: TrainState, last: dict[str, Evaluation]
+) -> dict[str, Any]:
     """The contents of result.json, but for the times of the last start."""
     test, ema = last.get("test"), last.get("test (ema)")
     result: dict[str, Any] = {
@@ -90,7 +93,7 @@ def result_of(config: Config, plan: Plan, state: TrainState, last: dict[str, Eva
         "updates": state.update,
         "left_out_updates": len(state.left_out),
         "world_size": plan.processes,
-        "train_images": plan.samples,
+        "train_images": train_images,
         "test_images": test.count if test else 0,
         "test_loss": test.loss if test else None,
         "test_accuracy": test.accuracy if test else None,

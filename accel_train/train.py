@@ -54,6 +54,7 @@ from accel_train.relaunch import command_to_go_on
 from accel_train.rendezvous import check_agreement, check_shared_directory
 from accel_train.report import Report
 from accel_train.run import MARKER, RunDirectory
+from accel_train.semantics import SEMANTICS
 from accel_train.signature import Signature
 from accel_train.stopping import StopAskedError, Stopping
 from accel_train.summary import plan_text
@@ -112,7 +113,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     splits = load_splits(config.data, config.seed)
     optim.check_schedule(config.schedule, splits)
     plan = Plan(len(splits.train), config.batch_size, launch.world_size, accumulation, config.data.drop_last)
-    order = TrainingOrder(plan, config.seed)
+    order = TrainingOrder(plan, config.seed, splits.unreadable)
     size = models.input_size(config.model, splits.image_size)
     check_agreement(
         accelerator, configuration=digest(config), samples=str(plan.samples), classes=" ".join(splits.classes)
@@ -169,6 +170,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         ema=ema and ema.module,
         schedule=schedule,
         lease=lease,
+        pixels=splits.semantics,
     )
     ends.callback(checkpoints.wait)  # before the run is given back
     decided_by_main(accelerator, checkpoints.check_writable)
@@ -176,7 +178,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     state = restored or TrainState()
     schedule.step_update(state.update)
     native = splits.image_size if splits.train.in_memory else None
-    signature = Signature(splits.classes, splits.channels, size, native, *normalization(config, splits))
+    signature = Signature(splits.classes, splits.channels, size, native, *normalization(config, splits), SEMANTICS)
     run.begin(
         config,
         signature,
@@ -257,7 +259,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                     micro_batch = step % accumulation
                     if micro_batch == 0:
                         guard.begin_update(state)
-                    samples = plan.real_samples(state.update - epoch * plan.updates_per_epoch)
+                    samples = order.real_samples(state.update - epoch * plan.updates_per_epoch)
                     with accelerator.accumulate(model):
                         # Dropout's masks follow from the position: a restart draws the same again.
                         tuning.seed(device, key(config.seed, "dropout", state.update, rank, micro_batch))
@@ -267,7 +269,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                         # The mean over the samples that are really in the update. Later DDP takes the mean over the
                         # processes and Accelerate divides by the accumulation steps: both are undone beforehand.
                         with models.buffers_kept(kept):
-                            accelerator.backward(losses.sum() * (launch.world_size * accumulation / samples))
+                            accelerator.backward(losses.sum() * (launch.world_size * accumulation / max(1, samples)))
                         guard.add(batch, losses)
                         meter.add(logits, targets, losses.detach(), batch["weights"])
                     if not accelerator.sync_gradients:

@@ -53,7 +53,7 @@ class Workload:
         self.plan = Plan(
             len(splits.train), config.batch_size, launch.world_size, self.accumulation, config.data.drop_last
         )
-        self.order = TrainingOrder(self.plan, config.seed)
+        self.order = TrainingOrder(self.plan, config.seed, splits.unreadable)
         self.size = models.input_size(config.model, splits.image_size)
 
         torch.manual_seed(0)

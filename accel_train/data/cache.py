@@ -2,7 +2,8 @@
 
     magic      8 bytes
     images     one after the other: raw pixels (uint8, [H, W, C]), or JPEG
-    index      NumPy's .npz: place, size, checksum, label and name of each image, and a description in JSON
+    index      NumPy's .npz: place, size, checksum, label and name of each image, and a description in JSON;
+               unreadable images that were left out have their entry, of size 0: the others keep their numbers
     footer     magic, offset and length of the index, its SHA-256
 
 The footer is written last and verified whenever the file is opened, the checksum of an image when it is read for the
@@ -30,6 +31,7 @@ from accel_train.config import Data
 from accel_train.data.images import EncodedImages, Names, Picture
 from accel_train.data.splits import Source, Splits
 from accel_train.errors import UserError
+from accel_train.semantics import IMAGE_FILES, SEMANTICS
 
 MAGIC = b"ACTRAIN1"
 FOOTER = struct.Struct("<8sQQ32s")  # magic, offset of the index, its length, its SHA-256
@@ -48,6 +50,7 @@ class Description:
     std: tuple[float, ...]
     splits: dict[str, int]  # split -> its images, which follow one another
     fingerprint: str  # of the source and the settings
+    semantics: int = 1  # by which the images were made: see semantics.py
 
 
 class CacheFile:
@@ -111,10 +114,13 @@ class CachedImages(EncodedImages):
         labels = torch.from_numpy(file.columns["labels"][first : first + count].copy())
         super().__init__(labels, channels, check_command)
         self.file, self.first = file, first
+        self.missing = file.columns["sizes"][first : first + count] == 0  # left out when the cache was written
         self.verified = np.zeros(count, dtype=np.bool_)  # by this process
 
     def at(self, id: int) -> memoryview:
         """The bytes of an image as they were written. Raises OSError."""
+        if self.missing[id]:
+            raise OSError("it was left out when the cache was written")
         found = self.file.at(self.first + id)
         if not self.verified[id]:
             if zlib.crc32(found) != int(self.file.columns["checksums"][self.first + id]):
@@ -159,6 +165,8 @@ def cache(data: Data) -> Splits:
     description = file.description
     if data.channels == 1 and description.channels != 1:
         raise UserError(f"--data.channels 1: {data.root} holds coloured images: cache them with --channels 1.")
+    if description.semantics > SEMANTICS:
+        raise UserError(f"--data.root {data.root} was written by a newer accel-train: update this one.")
     check_command = f"accel-train check-data cache --root {data.root}"
     sources: dict[str, Source] = {}
     first = 0
@@ -174,4 +182,5 @@ def cache(data: Data) -> Splits:
         sources["train"],
         sources.get("validation"),
         sources.get("test"),
+        semantics=description.semantics if description.encoding == "raw" else IMAGE_FILES,  # JPEG are cropped anew
     )

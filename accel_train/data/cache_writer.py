@@ -31,9 +31,10 @@ from accel_train.data.chunk import Chunk, encode
 from accel_train.data.images import EncodedImages, Names
 from accel_train.data.pool import Job, Shown, in_processes, jobs_of
 from accel_train.data.sources import Source, Splits, load_splits
-from accel_train.data.splits import listed_names
+from accel_train.data.splits import listed_names, owner
 from accel_train.errors import UserError
 from accel_train.files import write_whole
+from accel_train.semantics import SEMANTICS
 
 SYNC_SECONDS = 10.0  # what a kill may cost
 
@@ -48,7 +49,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
     splits = load_splits(whole, seed=0)
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    sources = {split: source for split, source in named.items() if source is not None}
+    sources = {split: owner(source)[0] for split, source in named.items() if source is not None}
     if not isinstance(splits.train, EncodedImages):
         raise UserError(f"the images of '{data.name}' lie in memory: there is nothing to cache.")
     listed = listed_names(data) if data.skip_unreadable is not None else set()
@@ -61,6 +62,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         splits.std,
         {split: len(source) for split, source in sources.items()},
         _fingerprint(splits, sources, data.root, short_side, encoding),
+        SEMANTICS,
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
     try:
@@ -123,7 +125,7 @@ def _write(
     flush(output.parent)
     journal.unlink()
     cached = CacheFile(output)
-    count = sum(cached.description.splits.values())
+    count = int((cached.columns["sizes"] > 0).sum())
     console.print(f"{count} images, {cached.bytes / 1e9:.3f} GB: {output}. Train on it with")
     console.print(f"  accel-train train RECIPE --data.name cache --data.root {shlex.quote(str(output))}")
     return 0
@@ -131,7 +133,7 @@ def _write(
 
 def _fingerprint(splits: Splits, sources: dict[str, Source], root: Path, short_side: int, encoding: str) -> str:
     """SHA-256 of what the cache depends on: settings, and names, labels and state (size, time) of the images."""
-    digest = hashlib.sha256(json.dumps([MAGIC.decode(), short_side, encoding, splits.channels]).encode())
+    digest = hashlib.sha256(json.dumps([MAGIC.decode(), SEMANTICS, short_side, encoding, splits.channels]).encode())
     digest.update(json.dumps(splits.classes).encode())
     for split, source in sources.items():
         assert isinstance(source, EncodedImages)
@@ -212,7 +214,7 @@ def _finish(
     described: Description,
     listed: set[str],
 ) -> None:
-    """Append the index, without the listed images, and the footer."""
+    """Append the index, in which the listed images have no bytes, and the footer."""
     lists = {name: [value for chunk in chunks for value in getattr(chunk, name)] for name in COLUMNS[1:-1]}
     columns = {name: np.array(values, dtype=np.int64) for name, values in lists.items()}
     columns["offsets"] = len(MAGIC) + np.cumsum(columns["sizes"]) - columns["sizes"]
@@ -224,19 +226,16 @@ def _finish(
     if lost:
         which = ", ".join(repr(described.classes[label]) for label in sorted(lost))
         raise UserError(f"--skip-unreadable leaves no training image of class {which}.")
-    packed = Names([name for name, stays in zip(names, kept, strict=True) if stays])
-    splits, first = {}, 0
-    for split, source in zip(described.splits, sources, strict=True):
-        splits[split] = int(kept[first : first + len(source)].sum())
-        first += len(source)
-    description = replace(described, splits={split: count for split, count in splits.items() if count})
+    for name in ("sizes", "checksums"):  # of nothing
+        columns[name][~kept] = 0
+    packed = Names(names)
     index = io.BytesIO()
     np.savez(
         index,
-        description=np.frombuffer(json.dumps(asdict(description)).encode(), dtype=np.uint8),
+        description=np.frombuffer(json.dumps(asdict(described)).encode(), dtype=np.uint8),
         names=packed.text,
         name_ends=packed.ends,
-        **{name: values[kept] for name, values in columns.items()},
+        **columns,  # type: ignore[arg-type]
     )
     content = index.getvalue()
     with partial.open("ab") as file:

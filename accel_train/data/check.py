@@ -31,10 +31,10 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     _prepare(output)
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
     splits = load_splits(whole, seed=0)
-    sources = [source for source in (splits.train, splits.validation, splits.test) if source is not None]
+    sources = [source for source in (splits.to_train_on, splits.validation, splits.test) if source is not None]
     total = sum(map(len, sources))
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    if not isinstance(sources[0], EncodedImages):
+    if not isinstance(splits.train, EncodedImages):
         console.print(f"The {total} images of '{data.name}' lie in memory: there is nothing to decode.")
         sources = []
     found: list[Unreadable] = []

@@ -10,6 +10,7 @@ from accel_train.config import Data
 from accel_train.data.images import EXTENSIONS, FileImages, find_images, normalisation
 from accel_train.data.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
+from accel_train.semantics import IMAGE_FILES
 
 Samples = tuple[list[str], torch.Tensor]
 """Paths relative to the root, sorted, and the label of each (int64 [n])."""
@@ -40,6 +41,7 @@ def folder(data: Data) -> Splits:
         sources["train"],
         sources.get("validation"),
         sources.get("test"),
+        semantics=IMAGE_FILES,
     )
 
 

@@ -19,6 +19,7 @@ from accel_train.config import Data
 from accel_train.data.images import EncodedImages, normalisation
 from accel_train.data.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
+from accel_train.semantics import IMAGE_FILES
 
 
 class HubImages(EncodedImages):
@@ -190,4 +191,5 @@ def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) ->
         sources["train"],
         sources.get("validation"),
         sources.get("test"),
+        semantics=IMAGE_FILES,
     )

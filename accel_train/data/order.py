@@ -5,7 +5,8 @@
 Update u of an epoch takes the positions u*batch_size … (u+1)*batch_size - 1 of that epoch's permutation of the
 samples. They are cut into `accumulation` global micro-batches, and each of those into one contiguous slice a process
 (Accelerate's `split_batches`). What lies behind the last sample is padding of weight 0: so all global micro-batches
-are full, all processes take the same number of steps, and shapes never change.
+are full, all processes take the same number of steps, and shapes never change. A sample that is left out because it
+cannot be read becomes padding, too, in its own place.
 """
 
 from __future__ import annotations
@@ -117,9 +118,12 @@ class TrainingOrder(Sampler[Draw]):
 
     AT_ONCE = 1 << 15  # positions permuted in one call: enough to hide its overhead, little enough to be no list
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: Plan, seed: int, unreadable: Tensor | None = None) -> None:
+        """`unreadable`: bool [plan.samples], the samples that are left out; the others come where they would come."""
         self.plan = plan
         self.seed = seed
+        self.unreadable = unreadable
+        self.stand_in = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
         self.batch_size = plan.batch_size // plan.accumulation  # read by Accelerate: of one global micro-batch
         self.drop_last = False  # read by Accelerate, too; no micro-batch of ours is short
         self.epoch = 0
@@ -132,6 +136,25 @@ class TrainingOrder(Sampler[Draw]):
     def __len__(self) -> int:
         return (self.plan.updates_per_epoch - self.first_update) * self.plan.accumulation
 
+    def real_samples(self, update: int) -> int:
+        """Samples in the window of update `update` (counted within its epoch) that are neither padding nor left out."""
+        count = self.plan.real_samples(update)
+        return count - self._left_out(update * self.plan.batch_size, count)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of the epoch that are neither padding nor left out."""
+        count = self.plan.samples_per_epoch
+        return count - self._left_out(0, count)
+
+    def _left_out(self, first: int, count: int) -> int:
+        """How many of `count` positions of the epoch, from `first` on, have a sample that is left out."""
+        if self.unreadable is None:
+            return 0
+        positions = torch.arange(first, first + count)
+        ids = permuted(positions, self.plan.samples, key(self.seed, self.epoch, "order"))
+        return int(self.unreadable[ids].sum())
+
     def stretches(self) -> Iterator[Draw]:
         """Many whole global micro-batches at once, one after the other."""
         plan, epoch = self.plan, self.epoch
@@ -142,7 +165,11 @@ class TrainingOrder(Sampler[Draw]):
             positions = torch.arange(start, min(start + step, last))
             weights = (positions < plan.samples).to(torch.float32)
             # Padding repeats samples from the start of the order, which are there in any case; it weighs nothing.
-            yield Draw(epoch, permuted(positions % plan.samples, plan.samples, word), weights)
+            ids = permuted(positions % plan.samples, plan.samples, word)
+            if self.unreadable is not None:
+                gone = self.unreadable[ids]
+                weights[gone], ids[gone] = 0.0, self.stand_in
+            yield Draw(epoch, ids, weights)
 
     def __iter__(self) -> Iterator[Draw]:
         for stretch in self.stretches():

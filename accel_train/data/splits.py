@@ -19,6 +19,7 @@ import torch
 
 from accel_train.config import Data
 from accel_train.errors import UserError
+from accel_train.semantics import IN_MEMORY
 
 
 class Source(Protocol):
@@ -55,8 +56,18 @@ class Splits:
     train: Source
     validation: Source | None
     test: Source | None
+    unreadable: torch.Tensor | None = None
+    """bool [n], the samples of `train` that are left out; None: none of them. They keep their numbers, for the order of
+    all others depends on these: so an image can be left out in the middle of a run."""
     left_out: int = 0
-    """Unreadable images that --data.skip-unreadable left out."""
+    """Unreadable images that are left out, of all splits."""
+    semantics: int = IN_MEMORY
+    """The number by which the pixels are made: see semantics.py."""
+
+    @property
+    def to_train_on(self) -> Source:
+        """The samples of `train` without those that are left out."""
+        return self.train if self.unreadable is None else subset(self.train, ~self.unreadable.numpy())
 
 
 SPLIT_NAMES = {  # what a folder, a tar file, a shard or a split on a hub may be called
@@ -130,10 +141,10 @@ def choose(keys: Iterable[str], labels: npt.ArrayLike, count: int, salt: str) ->
 
 
 def divide(splits: Splits, data: Data, seed: int) -> Splits:
-    """Leave out, set aside and limit, in this order, as `data` says. Raises UserError."""
+    """Set aside, limit and leave out, in this order, as `data` says: an image that turns out to be unreadable moves no
+    other one into another split. Raises UserError."""
     _check(splits, data)
-    if data.skip_unreadable is not None:
-        splits = _skip(splits, data, data.skip_unreadable)
+    unreadable = _unreadable(splits, data)
     splits = _set_aside(splits, data, seed)
     for split, limit in (
         ("train", data.train_limit),
@@ -144,7 +155,7 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
         if source is not None and limit is not None and limit < len(source):
             drawn = choose(keys(source, data.root), source.labels.numpy(), limit, f"{seed} limit")
             splits = _with(splits, split, subset(source, drawn))
-    return splits
+    return _leave_out(splits, unreadable) if unreadable else splits
 
 
 def _with(splits: Splits, split: str, source: Source | None) -> Splits:
@@ -190,29 +201,51 @@ def _check_command(data: Data) -> str:
     return f"`accel-train check-data {data.name} --root {data.root}` writes it"
 
 
-def _skip(splits: Splits, data: Data, path: Path) -> Splits:
-    listed, command = listed_names(data), _check_command(data)
+def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:
+    """id of each source that holds samples -> bool [n], those of them that are to be left out."""
+    listed = set() if data.skip_unreadable is None else listed_names(data)
+    found: dict[int, npt.NDArray[np.bool_]] = {}
+    listed_here = 0
+    for source in (splits.train, splits.validation, splits.test):
+        if source is None:
+            continue
+        held, ids = owner(source)
+        marks = found.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
+        if listed:
+            chosen = np.fromiter((key in listed for key in keys(source, data.root)), np.bool_, len(source))
+            marks[slice(None) if ids is None else ids.numpy()] |= chosen
+            listed_here += int(chosen.sum())
+        missing: npt.NDArray[np.bool_] | None = getattr(held, "missing", None)
+        if missing is not None:
+            marks |= missing
+    if listed and not listed_here:
+        # Some may have been deleted since; that none is there means another folder or another data set.
+        raise UserError(
+            f"--data.skip-unreadable: none of the {len(listed)} images that {data.skip_unreadable} lists, such as "
+            f"'{min(listed)}', is in {data.root}: {_check_command(data)} for this data."
+        )
+    return found if any(marks.any() for marks in found.values()) else {}
+
+
+def _leave_out(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Splits:
     left_out = 0
     for split in ("train", "validation", "test"):
         source: Source | None = getattr(splits, split)
-        if source is None or not listed:
+        if source is None:
             continue
-        kept = np.fromiter((key not in listed for key in keys(source, data.root)), np.bool_, len(source))
-        if kept.all():
+        held, ids = owner(source)
+        gone = unreadable[id(held)] if ids is None else unreadable[id(held)][ids.numpy()]
+        left_out += int(gone.sum())
+        if not gone.any():
             continue
-        rest = subset(source, kept)
-        left_out += len(source) - len(rest)
-        lost = set(source.labels.tolist()) - set(rest.labels.tolist())
-        if lost and split == "train":
-            names = ", ".join(repr(splits.classes[label]) for label in sorted(lost))
-            raise UserError(f"--data.skip-unreadable: {path} leaves no training image of class {names}.")
-        splits = _with(splits, split, rest if len(rest) else None)
-    if listed and not left_out:
-        # Some may have been deleted since; that none is there means another folder or another data set.
-        raise UserError(
-            f"--data.skip-unreadable: none of the {len(listed)} images that {path} lists, such as "
-            f"'{min(listed)}', is in {data.root}: {command} for this data."
-        )
+        if split == "train":
+            lost = set(source.labels.tolist()) - set(source.labels[torch.from_numpy(~gone)].tolist())
+            if lost:
+                names = ", ".join(repr(splits.classes[label]) for label in sorted(lost))
+                raise UserError(f"--data.skip-unreadable: the list leaves no training image of class {names}.")
+            splits = replace(splits, unreadable=torch.from_numpy(gone))
+        else:
+            splits = _with(splits, split, None if gone.all() else subset(source, ~gone))
     return replace(splits, left_out=left_out)
 
 

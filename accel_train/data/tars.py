@@ -23,6 +23,7 @@ from accel_train.data.folder import arrange
 from accel_train.data.images import EncodedImages, Names, file_state, is_image, normalisation
 from accel_train.data.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
+from accel_train.semantics import IMAGE_FILES
 
 
 @dataclass(frozen=True)
@@ -222,4 +223,4 @@ def _splits(
     }
     mean, std = normalisation(data.channels)
     validation, test = sources.get("validation"), sources.get("test")
-    return Splits(classes, data.channels, None, mean, std, sources["train"], validation, test)
+    return Splits(classes, data.channels, None, mean, std, sources["train"], validation, test, semantics=IMAGE_FILES)

@@ -259,7 +259,17 @@ class TestWriting:
         for one, other in zip(parts(skipped), parts(after), strict=True):
             assert named(one, folder.root) == named(other, output)
             assert torch.equal(one.labels, other.labels)
-        after.train.fetch(range(98))
+        assert torch.equal(skipped.unreadable, after.unreadable) and after.left_out == 3
+        after.to_train_on.fetch(range(98))
+        with pytest.raises(UserError, match=r"cat/0\.jpg cannot be read: it was left out when the cache was written"):
+            after.train.fetch(range(100))
+        assert check_data(cached, tmp_path / "list", 1) == 0
+        for seed in range(4):  # divided like the folder, whatever was left out
+            divided = {"val_fraction": 0.0, "test_fraction": 0.3}
+            one = load_splits(replace(folder, skip_unreadable=listed, **divided), seed)
+            other = load_splits(replace(cached, **divided), seed)
+            assert named(one.train, folder.root) == named(other.train, output)
+            assert named(one.test, folder.root) == named(other.test, output)
 
     def test_a_class_that_loses_all_images(self, folder: Data, tmp_path: Path) -> None:
         names = [f"train/cat/{path.name}" for path in (folder.root / "train/cat").iterdir()]

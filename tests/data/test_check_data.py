@@ -53,8 +53,8 @@ def test_all_are_found_and_can_be_left_out(data: Data, tmp_path: Path, processes
         every = load_splits(data, 0)
         every.train.fetch(range(len(every.train)))
     rest = load_splits(replace(data, skip_unreadable=output), 0)
-    assert rest.left_out == 4 and (len(rest.train), len(rest.validation)) == (147, 5)
-    assert len(rest.train.fetch(range(147))) == 147 and len(rest.validation.fetch(range(5))) == 5
+    assert rest.left_out == 4 and (len(rest.to_train_on), len(rest.validation)) == (147, 5)
+    assert len(rest.to_train_on.fetch(range(147))) == 147 and len(rest.validation.fetch(range(5))) == 5
 
 
 def test_settings_of_a_run_do_not_hide_images(data: Data, tmp_path: Path) -> None:

@@ -181,3 +181,22 @@ def test_evaluation_takes_each_sample_once_in_its_order(samples: int, processes:
     assert {len(draw) for shard in shards for draw in shard} == {each}
     real = torch.cat([draw.ids[draw.weights > 0] for shard in shards for draw in shard])
     assert torch.equal(real.sort().values, torch.arange(samples))
+
+
+def test_samples_that_are_left_out_become_padding_in_their_places() -> None:
+    plan = Plan(103, 10, 1, 1)
+    gone = torch.zeros(103, dtype=torch.bool)
+    gone[[0, 5, 77, 102]] = True
+    whole, rest = TrainingOrder(plan, 3), TrainingOrder(plan, 3, gone)
+    for epoch in range(3):
+        whole.seek(epoch)
+        rest.seek(epoch)
+        counts = []
+        for before, after in zip(whole, rest, strict=True):
+            stays = ~gone[before.ids]
+            assert torch.equal(after.ids[stays], before.ids[stays])
+            assert torch.equal(after.weights, before.weights * stays)
+            assert not gone[after.ids].any()
+            counts.append(int(after.weights.sum()))
+        assert counts == [rest.real_samples(update) for update in range(plan.updates_per_epoch)]
+        assert sum(counts) == rest.samples_per_epoch == 99

@@ -168,11 +168,26 @@ class TestSkipping:
         found = splits([f"{i % 2}/i-{i}" for i in range(20)], [i % 2 for i in range(20)])
         return divide(found, replace(DATA, skip_unreadable=path, **changes), 0)
 
-    def test_listed_images_are_left_out_before_splitting(self, tmp_path: Path) -> None:
-        (tmp_path / "list").write_text("0/i-4\n1/i-7\n0/deleted-since\n\n")
-        divided = self.skip(tmp_path / "list", test_fraction=0.5)
-        assert divided.left_out == 2 and len(divided.train) == len(divided.test) == 9
-        assert not {"root/0/i-4", "root/1/i-7"} & (names(divided.train) | names(divided.test))
+    @pytest.mark.parametrize("limit", [None, 6])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_listed_images_move_no_other_into_another_split(self, tmp_path: Path, seed: int, limit: int | None) -> None:
+        found = splits([f"{i % 2}/i-{i}" for i in range(20)], [i % 2 for i in range(20)])
+        data = replace(DATA, val_fraction=0.2, test_fraction=0.3, train_limit=limit)
+        whole = divide(found, data, seed)
+        before = [names(source) for source in (whole.train, whole.validation, whole.test)]
+        listed = {min(before[0]), min(before[1]), min(before[2])}
+        lines = [name.removeprefix("root/") for name in listed] + ["0/deleted-since", ""]
+        (tmp_path / "list").write_text("\n".join(lines))
+        after = divide(found, replace(data, skip_unreadable=tmp_path / "list"), seed)
+        assert after.left_out == 3
+        assert [names(source) for source in (after.to_train_on, after.validation, after.test)] == [
+            part - listed for part in before
+        ]
+        # Those to train on keep their numbers, and with them their places in the order and their augmentation.
+        assert [after.train.name(i) for i in range(len(after.train))] == [
+            whole.train.name(i) for i in range(len(whole.train))
+        ]
+        assert {after.train.name(i) for i in after.unreadable.nonzero()[:, 0].tolist()} == listed & before[0]
 
     def test_an_empty_list_leaves_all(self, tmp_path: Path) -> None:
         (tmp_path / "list").touch()

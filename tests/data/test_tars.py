@@ -135,7 +135,7 @@ class TestTree:
             load(path).train.fetch([1])
         (tmp_path / "list").write_text("a/2.png\n")
         found = load(path, skip_unreadable=tmp_path / "list")
-        assert found.left_out == 1 and values(found.train) == [1, 2]
+        assert found.left_out == 1 and values(found.to_train_on) == [1, 2]
 
 
 class TestWebDataset:

@@ -1,0 +1,96 @@
+"""An image turns out to be unreadable in the middle of a run: the list of it is given, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from accel_train import commit
+from accel_train.cli import main
+from accel_train.config import Data
+from accel_train.data.order import Plan, TrainingOrder
+from accel_train.data.sources import load_splits
+from accel_train.semantics import SEMANTICS
+
+WORDS = "digits --batch-size 8 --epochs 2 --model.image-size 8 --augment.crop resized --augment.flip 0.5"
+WORDS += " --checkpoint.every-updates 1 --data.workers 1 --data.name folder --data.val-fraction 0.1"
+
+
+def tree(root: Path) -> Data:
+    numbers = np.random.default_rng(0)
+    for i in range(60):
+        path = root / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(numbers.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(path)
+    return Data(name="folder", root=root, val_fraction=0.1, test_fraction=0.2)
+
+
+def words(data: Data, run: Path, *others: object) -> list[str]:
+    root = f"--data.root {data.root} --data.test-fraction {data.test_fraction} --output-dir {run}"
+    return ["train", *WORDS.split(), *root.split(), *map(str, others)]
+
+
+def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Path) -> None:
+    data = tree(tmp_path / "images")
+    train = load_splits(data, 0).train
+    order = TrainingOrder(Plan(len(train), 8, 1, 1), 0)
+    bad = Path(train.name(int(list(order)[-1].ids[0])))  # in the last update of the first epoch
+    bad.write_bytes(bad.read_bytes()[:100])
+    listed = tmp_path / "list"
+    listed.write_text(f"{bad.relative_to(data.root)}\n")
+
+    assert main(words(data, tmp_path / "one", "--data.skip-unreadable", listed)) == 0
+    refused = helpers.run(*words(data, tmp_path / "other")[1:])
+    assert refused.returncode == 2 and f"{bad} cannot be read" in refused.stderr
+    at = commit.updates(tmp_path / "other" / "checkpoints")[-1]
+    assert at > 0
+    assert main(words(data, tmp_path / "other", "--data.skip-unreadable", listed)) == 0
+
+    results = [json.loads((tmp_path / run / "result.json").read_text()) for run in ("one", "other")]
+    assert [result["train_images"] for result in results] == [41, 41]
+    weights = [load_file(tmp_path / run / "model.safetensors") for run in ("one", "other")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    lines = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["count"] for line in lines if line["kind"] == "eval" and line["split"] == "train"} == {41}
+    assert any(line["kind"] == "event" and line.get("text") == "resumed" and line["update"] == at for line in lines)
+
+
+def older(checkpoint: Path) -> None:
+    """As it was written before there were numbers."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state.pop("semantics") == SEMANTICS
+    del state["pixels"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    file = checkpoint / "state.json"
+    manifest["files"]["state.json"] = {"size": file.stat().st_size, "sha256": commit.sha256(file)}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("kind", ["folder", "digits"])
+def test_an_older_run_goes_on_if_nothing_changed_and_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    run = tmp_path / "run"
+    line = words(tree(tmp_path / "images"), run) if kind == "folder" else f"train digits --output-dir {run}".split()
+    line += ["--schedule.name", "constant"]
+    assert main([*line, "--epochs", "1"]) == 0
+    (run / "result.json").unlink()
+    for update in commit.updates(run / "checkpoints"):
+        older(commit.directory(run / "checkpoints", update))
+    capsys.readouterr()
+    if kind == "digits":
+        assert main([*line, "--epochs", "2"]) == 0
+        assert "going on after update" in capsys.readouterr().out
+    else:
+        assert main([*line, "--epochs", "2"]) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert "is of an older accel-train, which ignored the EXIF orientation" in error
