@@ -10,7 +10,7 @@ about it:
 | model.gradient-checkpointing | the same |
 | data.root | the same data may lie elsewhere on the next machine |
 | eval-batch-size, log-every-updates, trackers, checkpoint.* | only what is measured, shown or kept |
-| data.skip-unreadable | an image that cannot be read cannot be learned from; the others keep their places |
+| data.skip-unreadable, data.max-pixels | what cannot be read ends a run otherwise; all others keep their places |
 | share-gpus | where it is computed |
 | on-nonfinite, …-timeout-seconds | what is done about a failure; whoever goes on after one may choose anew |
 | eval-every-epochs | the same; but the plateau schedule follows the evaluations: not with that one |
@@ -36,7 +36,7 @@ OF_THIS_START = ("recipe", "output-dir", "resume", "allow-change", "take-over", 
 NOTED = (
     "micro-batch-size", "data.workers", "data.placement", "model.gradient-checkpointing", "data.root",
     "eval-batch-size", "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "rendezvous-timeout-seconds",
-    "start-timeout-seconds", "hang-timeout-seconds", "share-gpus", "data.skip-unreadable",
+    "start-timeout-seconds", "hang-timeout-seconds", "share-gpus", "data.skip-unreadable", "data.max-pixels",
 )  # fmt: skip
 UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", "poly")}
 

@@ -110,9 +110,11 @@ class CacheFile:
 class CachedImages(EncodedImages):
     """One split of a cache."""
 
-    def __init__(self, file: CacheFile, first: int, count: int, channels: int, check_command: str) -> None:
+    def __init__(
+        self, file: CacheFile, first: int, count: int, channels: int, check_command: str, max_pixels: int
+    ) -> None:
         labels = torch.from_numpy(file.columns["labels"][first : first + count].copy())
-        super().__init__(labels, channels, check_command)
+        super().__init__(labels, channels, check_command, max_pixels)
         self.file, self.first = file, first
         self.missing = file.columns["sizes"][first : first + count] == 0  # left out when the cache was written
         self.verified = np.zeros(count, dtype=np.bool_)  # by this process
@@ -154,7 +156,7 @@ class _RawPicture(Picture):
     def whole_jpeg(self) -> None:
         return None
 
-    def pixels(self, reduction: int = 1) -> torch.Tensor:
+    def pixels(self) -> torch.Tensor:
         found = torch.frombuffer(self.bytes, dtype=torch.uint8)  # no copy: what is cropped away is not read
         return found.view(self.height, self.width, -1).permute(2, 0, 1)
 
@@ -171,7 +173,7 @@ def cache(data: Data) -> Splits:
     sources: dict[str, Source] = {}
     first = 0
     for split, count in description.splits.items():
-        sources[split] = CachedImages(file, first, count, description.channels, check_command)
+        sources[split] = CachedImages(file, first, count, description.channels, check_command, data.max_pixels)
         first += count
     return Splits(
         description.classes,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from accel_train import config
-from accel_train.data.images import EncodedImages, ImageError, Picture, as_tensor, decode
+from accel_train.data.images import EncodedImages, ImageError, Picture, as_tensor, decode, turned
 from accel_train.data.splits import Source, owner
 from accel_train.data.transform import drawn_boxes, drawn_flips, resize_default, resized, sides
 from accel_train.errors import UserError
@@ -35,6 +35,7 @@ class Cut(NamedTuple):
     box: tuple[int, ...]  # top, left, height, width: what is taken of it
     resized: tuple[int, int]  # height and width to which that is brought; the middle becomes the model's input
     mirrored: bool
+    orientation: int = 1  # EXIF's, of the file: the box is of the image as it is to be seen
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Reading:
         for picture, box, target, mirror in zip(pictures, boxes, targets, mirrored, strict=True):
             file = picture.whole_jpeg()
             pieces.append(picture.pixels().flatten() if file is None else as_tensor(file))
-            cuts.append(Cut(file is not None, picture.height, picture.width, tuple(box), target, mirror))
+            turn = 1 if file is None else picture.orientation  # pixels are turned already
+            cuts.append(Cut(file is not None, picture.height, picture.width, tuple(box), target, mirror, turn))
         ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
         return Undecoded(torch.cat(pieces), ends, cuts)
 
@@ -114,14 +116,15 @@ class DeviceDecoder:
     def _images(self, batch: Undecoded, ids: Tensor) -> Tensor:
         pieces = [batch.bytes[start:end] for start, end in pairwise([0, *batch.ends])]
         files = [at for at, cut in enumerate(batch.cuts) if cut.jpeg]
-        decoded = dict(zip(files, self._decoded([pieces[at] for at in files], ids, files), strict=True))
+        turns = [batch.cuts[at].orientation for at in files]
+        decoded = dict(zip(files, self._decoded([pieces[at] for at in files], turns, ids, files), strict=True))
         images = torch.empty((len(pieces), self.size, self.size, self.channels), dtype=torch.uint8, device=self.device)
         for at, (piece, cut) in enumerate(zip(pieces, batch.cuts, strict=True)):
             pixels = decoded[at] if cut.jpeg else piece.view(self.channels, cut.height, cut.width)
             images[at] = self._cut(pixels.to(self.device), cut).permute(1, 2, 0)
         return images.permute(0, 3, 1, 2)
 
-    def _decoded(self, files: list[Tensor], ids: Tensor, places: list[int]) -> list[Tensor]:
+    def _decoded(self, files: list[Tensor], turns: list[int], ids: Tensor, places: list[int]) -> list[Tensor]:
         if not files:
             return []
         with warnings.catch_warnings():
@@ -130,14 +133,14 @@ class DeviceDecoder:
                 found: list[Tensor] = self.decode_jpeg(files)
             except RuntimeError:  # it does not say which one: the host's decoders have the last word, one by one
                 return [self._on_host(file, ids, place) for file, place in zip(files, places, strict=True)]
-        return found
+        return [turned(pixels, turn) for pixels, turn in zip(found, turns, strict=True)]
 
     def _on_host(self, file: Tensor, ids: Tensor, place: int) -> Tensor:
+        held, held_ids = owner(self.source)
+        assert isinstance(held, EncodedImages)
         try:
-            return decode(file.numpy().tobytes(), self.channels)
+            return decode(file.numpy().tobytes(), self.channels, held.max_pixels)
         except ImageError as error:
-            held, held_ids = owner(self.source)
-            assert isinstance(held, EncodedImages)
             id = int(ids[place])
             raise held.unreadable(id if held_ids is None else int(held_ids[id]), error) from error
 

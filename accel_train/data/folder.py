@@ -28,7 +28,7 @@ def folder(data: Data) -> Splits:
     classes, splits = arrange(images, folders, str(root))
     check_command = f"accel-train check-data folder --root {root}"
     sources: dict[str, Source] = {
-        split: FileImages(root, paths, labels, data.channels, check_command)
+        split: FileImages(root, paths, labels, data.channels, check_command, data.max_pixels)
         for split, (paths, labels) in splits.items()
     }
     mean, std = normalisation(data.channels)

@@ -19,14 +19,16 @@ from accel_train.config import Data
 from accel_train.data.images import EncodedImages, normalisation
 from accel_train.data.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
-from accel_train.semantics import IMAGE_FILES
+from accel_train.semantics import IMAGE_FILES, IN_MEMORY
 
 
 class HubImages(EncodedImages):
     """Images of a Hugging Face data set on this machine's disk (Arrow files, mapped into memory)."""
 
-    def __init__(self, label: str, reader: Any, labels: torch.Tensor, channels: int, check_command: str) -> None:
-        super().__init__(labels, channels, check_command)
+    def __init__(
+        self, label: str, reader: Any, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int
+    ) -> None:
+        super().__init__(labels, channels, check_command, max_pixels)
         self.label, self.reader = label, reader
 
     def read(self, id: int) -> bytes:
@@ -97,7 +99,9 @@ def _hugging_face(data: Data) -> Splits:
             reader = create_dataset(data.name, root=root, split=stored, **keys).reader
             column = reader.dataset.select_columns([label_key])
             labels = np.array([-1 if x is None else x for x in column[:][label_key]], dtype=np.int64)
-            source: Source = HubImages(label, reader, torch.from_numpy(labels), data.channels, check_command)
+            source: Source = HubImages(
+                label, reader, torch.from_numpy(labels), data.channels, check_command, data.max_pixels
+            )
         else:
             stream = create_dataset(data.name, root=root, split=stored, num_samples=1, **keys)
             reader = stream.reader
@@ -191,5 +195,5 @@ def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) ->
         sources["train"],
         sources.get("validation"),
         sources.get("test"),
-        semantics=IMAGE_FILES,
+        semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,  # a stream comes decoded
     )

@@ -38,6 +38,12 @@ def normalisation(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return IMAGENET_MEAN, IMAGENET_STD
 
 
+MAX_PIXELS = 178_956_970  # twice the number from which Pillow warns of a "decompression bomb"
+
+Box = tuple[int, int, int, int]
+"""Top, left, height and width, in pixels."""
+
+
 class ImageError(ValueError):
     """Why an image cannot be decoded."""
 
@@ -67,49 +73,106 @@ def find_images(root: Path) -> tuple[list[str], list[str]]:
     return sorted(images), sorted(folders)
 
 
-def decode(data: bytes, channels: int) -> torch.Tensor:
+def decode(data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
     """The image in `data`, as uint8 [channels, H, W]; see `Picture`. Raises ImageError."""
-    return Picture(data, channels).pixels()
+    return Picture(data, channels, max_pixels).pixels()
 
 
 class Picture:
     """An encoded image, whose size is known before its pixels are decoded.
 
-    The format is found from the content, not from a file's name. Of 16 bits the upper 8 count; transparency
-    is dropped and the EXIF orientation not applied, as in torchvision's ImageFolder.
+    The format is found from the content, not from a file's name. It is turned as its EXIF orientation says, and so are
+    `height` and `width`. Of 16 bits the upper 8 count; transparency is dropped, as in torchvision's ImageFolder.
     """
 
-    def __init__(self, data: bytes, channels: int) -> None:
-        """channels: 3 (RGB) or 1 (grey). Raises ImageError."""
+    reducible = False
+    """Whether it can be decoded smaller: a JPEG, coloured or grey, not CMYK."""
+
+    def __init__(self, data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> None:
+        """channels: 3 (RGB) or 1 (grey); max_pixels: a larger image is refused. Raises ImageError."""
         from PIL import Image
 
         if not data:
             raise ImageError("the file is empty")
         self.data, self.channels = data, channels
+        Image.MAX_IMAGE_PIXELS = None  # Pillow's limit is the process's; ours comes below
         with _strictly():
             self.image = Image.open(io.BytesIO(data))
         self.width, self.height = self.image.size
+        if self.width * self.height > max_pixels:
+            raise ImageError(
+                f"it has {self.width * self.height:,} pixels, more than max-pixels ({max_pixels:,}): a file may be "
+                "made to fill the memory; raise the limit if it is to be trusted"
+            )
+        with _strictly():
+            self.orientation = _orientation(self.image, data)
+        if self.orientation >= 5:
+            self.width, self.height = self.height, self.width
+        self.reducible = self.image.format == "JPEG" and self.image.mode in ("RGB", "L")
 
     def whole_jpeg(self) -> bytes | None:
         """The file, if it is a JPEG as GPUs decode them: coloured or grey, not CMYK, and with its end."""
-        usual = self.image.format == "JPEG" and self.image.mode in ("RGB", "L")
-        return self.data if usual and self.data.endswith(END_OF_JPEG) else None
+        return self.data if self.reducible and self.data.endswith(END_OF_JPEG) else None
 
-    def pixels(self, reduction: int = 1) -> torch.Tensor:
-        """uint8 [channels, H, W]. Raises ImageError.
-
-        `reduction` (1, 2, 4 or 8) allows a JPEG to come smaller by up to this factor, each side rounded up, for less
-        work: its decoder leaves out the fine frequencies. The same pixels each time, but not those of a resize.
-        """
+    def pixels(self) -> torch.Tensor:
+        """uint8 [channels, H, W]. Raises ImageError."""
         with _strictly(), self.image as image:
-            if image.format == "JPEG" and image.mode in ("RGB", "L"):
-                if reduction == 1:
-                    found = _decode_jpeg(self.data, self.channels)
-                    if found is not None:
-                        return found
-                else:
-                    image.draft(None, (self.width // reduction, self.height // reduction))
-            return _to_tensor(image, self.channels)
+            pixels = _decode_jpeg(self.data, self.channels) if self.reducible else None
+            return turned(_to_tensor(image, self.channels) if pixels is None else pixels, self.orientation)
+
+    def reduced(self, box: Box, height: int, width: int, reduction: int) -> torch.Tensor:
+        """The box of a `reducible` image, brought to uint8 [channels, height, width]. Raises ImageError.
+
+        The JPEG is decoded `reduction` (2, 4 or 8) times smaller, for less work: its decoder leaves out the fine
+        frequencies. The same pixels each time, but not quite those of the whole image.
+        """
+        top, left, high, wide = self._stored(box)
+        if self.orientation >= 5:
+            height, width = width, height
+        with _strictly(), self.image as image:
+            image.draft(None, (image.width // reduction, image.height // reduction))
+            corners = (left / reduction, top / reduction, (left + wide) / reduction, (top + high) / reduction)
+            from PIL import Image
+
+            whole = image.convert("L" if self.channels == 1 else "RGB")
+            found = np.array(whole.resize((width, height), Image.Resampling.BILINEAR, box=corners))
+        return turned(_as_tensor(found), self.orientation)
+
+    def _stored(self, box: Box) -> Box:
+        """Where the box lies in the image as it is stored."""
+        top, left, height, width = box
+        if self.orientation in FLIPPED[2]:
+            left = self.width - left - width
+        if self.orientation in FLIPPED[1]:
+            top = self.height - top - height
+        return (left, top, width, height) if self.orientation >= 5 else (top, left, height, width)
+
+
+FLIPPED = {1: (3, 4, 7, 8), 2: (2, 3, 6, 7)}  # dimension -> EXIF orientations; from 5 on they are transposed before
+
+
+def turned(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
+    """uint8 [C, H, W], as stored -> as it is to be seen, in memory as decoders lay it out; `orientation`: EXIF's."""
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 2)
+    pixels = pixels.flip([dimension for dimension, which in FLIPPED.items() if orientation in which])
+    return pixels.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """EXIF's orientation of an image that is opened, 1 to 8; 1, as it is, if there is none that can be read."""
+    if image.format == "TIFF":  # whose reader turns it
+        return 1
+    if image.format == "PNG" and "exif" not in image.info:
+        if not any(chunk in data for chunk in (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")):
+            return 1  # getexif() would decode the pixels to look behind them
+        image.load()
+    found = 1
+    with contextlib.suppress(Exception):  # odd metadata are no reason to refuse an image
+        found = image.getexif().get(0x0112, 1)
+    return found if found in range(1, 9) else 1
 
 
 @contextlib.contextmanager
@@ -156,8 +219,11 @@ def _to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
         image = image.convert("RGBA")
     if image.mode not in ("1", "L", "LA"):
         image = image.convert("RGB")
-    pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
-    return torch.from_numpy(pixels if channels == 3 else pixels[..., None]).permute(2, 0, 1)
+    return _as_tensor(np.array(image.convert("L" if channels == 1 else "RGB")))
+
+
+def _as_tensor(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
+    return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
 
 
 class EncodedImages(ABC):
@@ -165,9 +231,10 @@ class EncodedImages(ABC):
 
     in_memory = False
 
-    def __init__(self, labels: torch.Tensor, channels: int, check_command: str) -> None:
-        """labels: int64 [n]. check_command: the command line that finds all unreadable images."""
+    def __init__(self, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int = MAX_PIXELS) -> None:
+        """labels: int64 [n]. check_command: the command line that finds all unreadable images; max_pixels: of one."""
         self.labels, self.channels, self.check_command = labels, channels, check_command
+        self.max_pixels = max_pixels
 
     @abstractmethod
     def read(self, id: int) -> bytes:
@@ -204,11 +271,17 @@ class EncodedImages(ABC):
 class _SourcePicture(Picture):
     def __init__(self, source: EncodedImages, id: int) -> None:
         self.source, self.id = source, id
-        super().__init__(source.read(id), source.channels)
+        super().__init__(source.read(id), source.channels, source.max_pixels)
 
-    def pixels(self, reduction: int = 1) -> torch.Tensor:
+    def pixels(self) -> torch.Tensor:
         try:
-            return super().pixels(reduction)
+            return super().pixels()
+        except ImageError as error:
+            raise self.source.unreadable(self.id, error) from error
+
+    def reduced(self, box: Box, height: int, width: int, reduction: int) -> torch.Tensor:
+        try:
+            return super().reduced(box, height, width, reduction)
         except ImageError as error:
             raise self.source.unreadable(self.id, error) from error
 
@@ -250,9 +323,15 @@ class FileImages(EncodedImages):
     """Image files below a folder."""
 
     def __init__(
-        self, root: Path, paths: Sequence[str], labels: torch.Tensor, channels: int, check_command: str
+        self,
+        root: Path,
+        paths: Sequence[str],
+        labels: torch.Tensor,
+        channels: int,
+        check_command: str,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
-        super().__init__(labels, channels, check_command)
+        super().__init__(labels, channels, check_command, max_pixels)
         self.root, self.paths = root, Names(paths)
 
     def read(self, id: int) -> bytes:

@@ -93,6 +93,7 @@ def create_loader(
     local_processes: int,
     device: torch.device,
     decode_on: Literal["host", "device"] = "host",
+    reduced_decode: bool = True,
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
@@ -105,9 +106,10 @@ def create_loader(
     if source.in_memory:  # as augment.py does: evaluation and training see the images at the same scale
         augment = dataclasses.replace(augment, resize=augment.resize or size)
     transform: ImageTransform | Reading | None = None
-    if each:
-        kind = Reading if decode_on == "device" else ImageTransform
-        transform = kind(augment, size, training=training)
+    if each and decode_on == "device":
+        transform = Reading(augment, size, training=training)
+    elif each:
+        transform = ImageTransform(augment, size, training=training, reduces=reduced_decode)
     return DataLoader(
         BatchedSet(source, transform, seed),
         batch_sampler=order,  # type: ignore[arg-type]  # a Draw stands for a list of indices
@@ -222,6 +224,7 @@ def create_feed(
             local_processes=local_processes,
             device=device,
             decode_on=config.data.decode_on,
+            reduced_decode=config.data.reduced_decode,
         )
         workers, ahead = made.num_workers, made.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(made)

@@ -44,9 +44,15 @@ class TarImages(EncodedImages):
     """Images inside tar files, read from where they lie."""
 
     def __init__(
-        self, root: Path, members: Sequence[Member], labels: torch.Tensor, channels: int, check_command: str
+        self,
+        root: Path,
+        members: Sequence[Member],
+        labels: torch.Tensor,
+        channels: int,
+        check_command: str,
+        max_pixels: int,
     ) -> None:
-        super().__init__(labels, channels, check_command)
+        super().__init__(labels, channels, check_command, max_pixels)
         self.root, self.tars = root, sorted({member.tar for member in members})
         number = {tar: i for i, tar in enumerate(self.tars)}
         self.names = Names([member.name for member in members])
@@ -218,7 +224,7 @@ def _splits(
 ) -> Splits:
     check_command = f"accel-train check-data {data.name} --root {data.root}"
     sources: dict[str, Source] = {
-        split: TarImages(root or data.root, members, labels, data.channels, check_command)
+        split: TarImages(root or data.root, members, labels, data.channels, check_command, data.max_pixels)
         for split, (members, labels) in found.items()
     }
     mean, std = normalisation(data.channels)

@@ -31,11 +31,13 @@ class ImageTransform:
     """Turns images of any size into one uint8 tensor [b, C, size, size], in memory channels last.
 
     In training, what is random about an image follows from its key alone. Of a JPEG more than twice as large as is
-    needed training decodes a smaller version (see `Picture.pixels`); evaluation decodes all there is.
+    needed training decodes a smaller version (see `Picture.reduced`), unless `reduces` is false; evaluation decodes all
+    there is.
     """
 
-    def __init__(self, augment: config.Augment, size: int, *, training: bool) -> None:
+    def __init__(self, augment: config.Augment, size: int, *, training: bool, reduces: bool = True) -> None:
         self.augment, self.size, self.training = augment, size, training
+        self.reduces = training and reduces
         self.short_side = augment.resize or resize_default(size)
         self.resized_crop = training and augment.crop == "resized"
         steps: list[torch.nn.Module] = []
@@ -78,27 +80,29 @@ class ImageTransform:
     def _whole(self, image: Tensor | Picture) -> Tensor:
         if isinstance(image, Tensor):
             return image
-        short = min(image.height, image.width)
-        pixels = image.pixels(_reduction(short, self.short_side) if self.training else 1)
-        if pixels.shape[1] == image.height:
-            return pixels
-        # To the size that the full image would get, lest the rounding of its sides show in where it is cropped.
-        return resized(pixels, *sides(image.height, image.width, self.short_side))
+        reduction = self._reduction(image, min(image.height, image.width), self.short_side)
+        if reduction > 1:
+            box = 0, 0, image.height, image.width
+            return image.reduced(box, *sides(image.height, image.width, self.short_side), reduction)
+        return image.pixels()
 
     def _resized_crop(self, image: Tensor | Picture, top: int, left: int, height: int, width: int) -> Tensor:
         """The box of the image, brought to size x size: cropped first, so that no pixel is resized in vain."""
         if isinstance(image, Picture):
-            reduction = _reduction(min(height, width), self.size)
-            whole = image.pixels(reduction)
-            if whole.shape[1] < image.height:  # a JPEG: other formats come as they are
-                top, left = top // reduction, left // reduction
-                height, width = -(-height // reduction), -(-width // reduction)
-        else:
-            whole = image
-        box = whole[:, top : top + height, left : left + width]
+            reduction = self._reduction(image, min(height, width), self.size)
+            if reduction > 1:
+                return image.reduced((top, left, height, width), self.size, self.size, reduction)
+            image = image.pixels()
+        box = image[:, top : top + height, left : left + width]
         if box.shape[1:] == (self.size, self.size):
             return box
         return resized(box, self.size, self.size)
+
+    def _reduction(self, image: Picture, side: int, needed: int) -> int:
+        """The largest factor by which `side` pixels of the image may come smaller and are `needed` ones still."""
+        if not (self.reduces and image.reducible):
+            return 1
+        return max(factor for factor in (1, 2, 4, 8) if factor == 1 or side >= factor * needed)
 
 
 def drawn_boxes(images: Sequence[Tensor | Picture], keys: Tensor, augment: config.Augment) -> list[list[int]]:
@@ -163,8 +167,3 @@ def resized(image: Tensor, height: int, width: int) -> Tensor:
     on_cpu = image.device.type == "cpu"  # which alone resizes uint8
     found = F.interpolate(batch if on_cpu else batch.float(), (height, width), mode="bilinear", antialias=True)[0]
     return found if on_cpu else found.round_().to(torch.uint8)
-
-
-def _reduction(side: int, needed: int) -> int:
-    """The largest factor by which `side` pixels may come smaller and are `needed` ones still."""
-    return max(factor for factor in (1, 2, 4, 8) if factor == 1 or side >= factor * needed)
