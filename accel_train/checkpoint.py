@@ -78,8 +78,8 @@ class Checkpoints:
 
         `model` and `optimizer` are as Accelerate prepared them. `ema`: timm's ModelEmaV3 around the same
         model, or the module in it. `schedule`: a learning rate that depends on more than the update's
-        number; its state must be fit for JSON. `lease`: looked at before anything is changed there. `pixels`: the number
-        by which the data's are made (`Splits.semantics`).
+        number; its state must be fit for JSON. `lease`: looked at before anything is changed there. `pixels`: the
+        number by which the data's are made (`Splits.semantics`).
         """
         self.folder, self.config, self.accelerator = folder, config, accelerator
         self.model = model

@@ -41,6 +41,7 @@ from accel_train.changes import digest
 from accel_train.checkpoint import Checkpoints
 from accel_train.config import Config
 from accel_train.console import Console
+from accel_train.data.held_out import HeldOutTrial
 from accel_train.data.keyed import key
 from accel_train.data.loading import create_feed, normalization
 from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder, accumulation_steps
@@ -119,6 +120,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         accelerator, configuration=digest(config), samples=str(plan.samples), classes=" ".join(splits.classes)
     )
 
+    trial = HeldOutTrial(splits, rank, launch.world_size)  # goes on while the model is made
+
     # The model. Its weights follow from the seed alone; EMA and optimizer come after the move to the device, for
     # they keep tensors, and before the wrapping, for it changes names.
     with accelerator.main_process_first() if config.model.pretrained else nullcontext():  # one of them downloads
@@ -156,6 +159,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         for split, source in (("val", splits.validation), ("test", splits.test))
         if source is not None
     }
+
+    trial.finish(accelerator)
 
     # The run: from its beginning, or from its newest checkpoint.
     decided_by_main(accelerator, lambda: bool(RunDirectory(directory, writes=True)))  # its error is everybody's
@@ -322,21 +327,24 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                 watch.stop()
                 report.trained_epoch(state)
                 is_last, is_best = epoch + 1 == config.epochs, False
-                if held_out and (is_last or (epoch + 1) % config.eval_every_epochs == 0):
+                is_due = is_last or (epoch + 1) % config.eval_every_epochs == 0
+                if "val" in held_out and is_due:
+                    evaluate_split("val")
+                    accuracy = last["val (ema)" if ema else "val"].accuracy
+                    is_best = state.best_accuracy is None or accuracy > state.best_accuracy
+                    if is_best:
+                        state.best_accuracy, state.best_update = accuracy, state.update
+                    schedule.step(epoch + 1, accuracy)
+                elif "test" in held_out and is_due and not is_last:
                     # The test is looked at along the way only where nothing else is, and nothing follows from it.
-                    evaluate_split("val" if "val" in held_out else "test")
-                    if "val" in held_out:
-                        accuracy = last["val (ema)" if ema else "val"].accuracy
-                        is_best = state.best_accuracy is None or accuracy > state.best_accuracy
-                        if is_best:
-                            state.best_accuracy, state.best_update = accuracy, state.update
-                        schedule.step(epoch + 1, accuracy)
+                    evaluate_split("test")
                 state.epoch, state.epoch_loss_sum, state.epoch_correct, state.epoch_count = epoch + 1, 0.0, 0, 0
                 if wanted or is_last or is_best or (epoch + 1) % config.checkpoint.every_epochs == 0:
                     save(wait=is_last)
 
-            # The end: the test, once, and the weights where they are easily found.
-            if "test" in held_out and "test" not in last:
+            # The end: the weights where they are easily found, and only then the test, which may find a bad image.
+            checkpoints.publish(state.update)
+            if "test" in held_out:
                 evaluate_split("test")
         except StopAskedError:
             save(wait=True)
@@ -345,7 +353,6 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
             code = decided_by_main(accelerator, lambda: report.interrupted(state, reason, checkpoints, go_on))
             accelerator.wait_for_everyone()  # the first to leave would take the others along
             return INTERRUPTED if reason == "SIGINT" and at_terminal() else code
-        checkpoints.publish(state.update)
         stopping.end()
         end_trackers(accelerator)
         report.failed(checkpoints)

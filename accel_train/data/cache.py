@@ -156,6 +156,9 @@ class _RawPicture(Picture):
     def whole_jpeg(self) -> None:
         return None
 
+    def looks_cut_short(self) -> bool:
+        return False
+
     def pixels(self) -> torch.Tensor:
         found = torch.frombuffer(self.bytes, dtype=torch.uint8)  # no copy: what is cropped away is not read
         return found.view(self.height, self.width, -1).permute(2, 0, 1)

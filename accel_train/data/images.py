@@ -27,6 +27,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 """As torchvision's ImageFolder has them: other files (Thumbs.db, notes) are no images."""
 
 END_OF_JPEG = b"\xff\xd9"
+ENDS = {"JPEG": END_OF_JPEG, "PNG": b"IEND\xaeB`\x82"}
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -113,6 +114,10 @@ class Picture:
     def whole_jpeg(self) -> bytes | None:
         """The file, if it is a JPEG as GPUs decode them: coloured or grey, not CMYK, and with its end."""
         return self.data if self.reducible and self.data.endswith(END_OF_JPEG) else None
+
+    def looks_cut_short(self) -> bool:
+        """Whether the file does not end as its format does: it is cut short, or has something behind its end."""
+        return not self.data.endswith(ENDS.get(self.image.format or "", b""))
 
     def pixels(self) -> torch.Tensor:
         """uint8 [channels, H, W]. Raises ImageError."""
