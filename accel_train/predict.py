@@ -150,7 +150,7 @@ def _image_files(path: Path) -> list[Path]:
     """The file itself, whatever its name, or the image files below the folder, sorted."""
     if not path.is_dir():
         return [path]
-    found, _ = find_images(path)
+    found = find_images(path).images
     if not found:
         raise UserError(f"{path}: no image was found in this folder.")
     return [path / name for name in found]

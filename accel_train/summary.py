@@ -41,7 +41,8 @@ def describe(
     world = f"{plan.processes} process{'es' * (plan.processes > 1)}"
     lines = {
         "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
-        "data": f"{config.data.name}: {images} images of {len(splits.classes)} classes{left_out}",
+        "data": f"{config.data.name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
+        "unused": splits.ignored,
         "input": str(placement),
         "model": f"{config.model.name} for {size}x{size} pixels, {parameters:,} parameters",
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
@@ -49,7 +50,13 @@ def describe(
         f"{plan.updates_per_epoch} updates an epoch",
         "run": str(config.output_dir),
     }
-    return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+    return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
+
+
+def _named(splits: Splits) -> str:
+    """The names of the classes, if they are few: they tell whether the data is what it is taken for."""
+    named = ", ".join(splits.classes)
+    return f" ({named})" if len(splits.classes) <= 10 and len(named) <= 80 else ""
 
 
 def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> str:

@@ -246,7 +246,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
             model=model,
             size=size,
             placement=training.placement,
-            notes=checkpoints.notes,
+            notes=[*splits.notes, *checkpoints.notes],
         )
         if (notice := precision_notice(accelerator)) is not None:
             report.warn(notice)

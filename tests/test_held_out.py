@@ -51,12 +51,14 @@ def test_a_bad_test_image_is_told_before_training(tmp_path: Path, capsys: pytest
 
 def test_what_only_the_last_test_finds_leaves_the_weights_and_only_the_test_to_do(tmp_path: Path) -> None:
     bad = tree(tmp_path / "images") / "test" / "a" / "2.png"
+    (tmp_path / "images" / "train" / "a" / "x.heic").touch()
     whole = bad.read_bytes()
     bad.write_bytes(whole[:200] + bytes(100) + whole[300:])  # neither header nor end tell
     run = tmp_path / "run"
     words = [*WORDS.split(), tmp_path / "images", "--output-dir", run, "--eval-every-epochs", 5]
     done = helpers.run(*words)
     assert done.returncode == 2 and f"{bad} cannot be read" in done.stderr
+    assert "16 training, 16 test images of 2 classes (a, b)\nunused  1 .heic\n" in done.stdout
     assert (run / "model.safetensors").is_file() and not (run / "result.json").exists()
 
     weights = (run / "model.safetensors").read_bytes()

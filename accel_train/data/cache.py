@@ -35,6 +35,10 @@ from accel_train.semantics import IMAGE_FILES, SEMANTICS
 
 MAGIC = b"ACTRAIN1"
 FOOTER = struct.Struct("<8sQQ32s")  # magic, offset of the index, its length, its SHA-256
+OLD = (
+    "{} was written by an older accel-train, which ignored EXIF: photographs that are stored on their side lie on it "
+    "here, too; write it again if there are any"
+)
 COLUMNS = ("offsets", "sizes", "heights", "widths", "checksums", "labels")
 
 
@@ -187,5 +191,6 @@ def cache(data: Data) -> Splits:
         sources["train"],
         sources.get("validation"),
         sources.get("test"),
+        notes=() if description.semantics >= IMAGE_FILES else (OLD.format(data.root),),
         semantics=description.semantics if description.encoding == "raw" else IMAGE_FILES,  # JPEG are cropped anew
     )

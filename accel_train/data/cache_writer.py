@@ -65,6 +65,10 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         SEMANTICS,
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
+    for note in splits.notes:
+        console.print(f"warning: {note}")
+    if splits.ignored:
+        console.print(f"Not used: {splits.ignored}.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = output.with_name(f".{output.name}.lock")

@@ -37,6 +37,10 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     if not isinstance(splits.train, EncodedImages):
         console.print(f"The {total} images of '{data.name}' lie in memory: there is nothing to decode.")
         sources = []
+    for note in splits.notes:
+        console.print(f"warning: {note}")
+    if splits.ignored:
+        console.print(f"Not used: {splits.ignored}.")
     found: list[Unreadable] = []
     with Shown(console, "decod", total if sources else 0) as shown:
         for count, bad in in_processes(unreadable, sources, jobs_of(sources), processes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -22,10 +23,16 @@ def folder(data: Data) -> Splits:
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "is not there"
         raise UserError(f"--data.root {root} {what}: name the folder that holds train/ or the class folders.")
-    images, folders = find_images(root)
-    if not images:
-        raise UserError(f"--data.root {root}: no image was found in it (looked for {' '.join(EXTENSIONS)}).")
-    classes, splits = arrange(images, folders, str(root))
+    found = find_images(root)
+    if not found.images:
+        there = f"; there are {ignored_text(found.others)}" if found.others else ""
+        raise UserError(f"--data.root {root}: no image was found in it (looked for {' '.join(EXTENSIONS)}{there}).")
+    classes, splits, notes = arrange(found.images, found.folders, str(root))
+    if found.repeated:
+        notes.append(
+            f"{root} has symbolic links to folders whose images it has already; they are not followed: "
+            f"{_some(found.repeated)}"
+        )
     check_command = f"accel-train check-data folder --root {root}"
     sources: dict[str, Source] = {
         split: FileImages(root, paths, labels, data.channels, check_command, data.max_pixels)
@@ -42,11 +49,23 @@ def folder(data: Data) -> Splits:
         sources.get("validation"),
         sources.get("test"),
         semantics=IMAGE_FILES,
+        ignored=ignored_text(found.others, len(found.images) - sum(len(paths) for paths, _ in splits.values())),
+        notes=tuple(notes),
     )
 
 
-def arrange(images: Iterable[str], folders: Iterable[str], where: str) -> tuple[tuple[str, ...], dict[str, Samples]]:
-    """Classes and splits that a tree's paths speak of.
+def ignored_text(others: Counter[str], outside: int = 0) -> str:
+    """Files that are not used, in words: "3 images outside the class folders, 12 .heic, 1 .db"."""
+    parts = [f"{outside} image{'s' * (outside > 1)} outside the class folders"] if outside else []
+    parts += [f"{count} {ending}" for ending, count in others.most_common(5)]
+    rest = others.total() - sum(count for _, count in others.most_common(5))
+    return ", ".join(parts + [f"{rest} others"] * (rest > 0))
+
+
+def arrange(
+    images: Iterable[str], folders: Iterable[str], where: str
+) -> tuple[tuple[str, ...], dict[str, Samples], list[str]]:
+    """Classes and splits that a tree's paths speak of, and what the user should be told of them.
 
     images, folders: paths relative to the tree's root `where`, with "/". The classes are the sorted folders
     in train/, or at the top if there is no train/. Raises UserError if splits differ in their classes, or if
@@ -88,7 +107,27 @@ def arrange(images: Iterable[str], folders: Iterable[str], where: str) -> tuple[
             f"{_some([classes[label] for label in sorted(empty)])}: "
             f"fill them or remove them (looked for {' '.join(EXTENSIONS)})."
         )
-    return classes, splits
+    return classes, splits, _too_high(splits["train"], prefixes["train"], classes, where)
+
+
+def _too_high(train: Samples, prefix: str, classes: tuple[str, ...], where: str) -> list[str]:
+    """A warning if classes have no images themselves, only in sub-folders, which may be the classes meant."""
+    below: dict[int, set[str]] = {}
+    direct: set[int] = set()
+    for path, label in zip(train[0], train[1].tolist(), strict=True):
+        folder, inside, _ = path[len(f"{prefix}{classes[label]}/") :].partition("/")
+        if inside:
+            below.setdefault(label, set()).add(folder)
+        else:
+            direct.add(label)
+    deep = sorted(below.keys() - direct)
+    if not deep:
+        return []
+    which, first = _some([classes[label] for label in deep]), classes[deep[0]]
+    return [
+        f"the images of class {which} are all in sub-folders ({_some(sorted(below[deep[0]]))}): if these are the "
+        f"classes, the tree begins at {where}/{prefix}{first}"
+    ]
 
 
 def _difference(found: set[str], classes: tuple[str, ...]) -> str:

@@ -61,6 +61,10 @@ class Splits:
     all others depends on these: so an image can be left out in the middle of a run."""
     left_out: int = 0
     """Unreadable images that are left out, of all splits."""
+    ignored: str = ""
+    """Files of the data's folder that are not used, in words."""
+    notes: tuple[str, ...] = ()
+    """What the user should be warned of."""
     semantics: int = IN_MEMORY
     """The number by which the pixels are made: see semantics.py."""
 

@@ -10,8 +10,9 @@ import json
 import posixpath
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from accel_train.config import Data
-from accel_train.data.folder import arrange
+from accel_train.data.folder import arrange, ignored_text
 from accel_train.data.images import EncodedImages, Names, file_state, is_image, normalisation
 from accel_train.data.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
@@ -90,6 +91,7 @@ def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
             if name.lower().endswith(".tar"):  # as ImageNet's: one for each class
                 with tarfile.open(fileobj=content, mode="r:") as inner:
                     yield from walk(inner, start + info.offset_data, name[:-4] + "/")
+                    _check_end(inner, content)
             else:
                 yield Member(name, tar, start + info.offset_data, info.size), content
             archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps a note of each
@@ -102,10 +104,24 @@ def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
                 if member.offset + member.size > size:
                     raise tarfile.ReadError("unexpected end of data")
                 yield member, content
+            with path.open("rb") as file:
+                _check_end(archive, file)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise UserError(
             f"the tar file {path} cannot be read ({error}): it must be whole and not compressed."
         ) from error
+
+
+def _check_end(archive: tarfile.TarFile, file: IO[bytes]) -> None:
+    """Raise ReadError unless the `archive`, read to its end, ends with a block of zeros and nothing else behind it:
+    tarfile takes the end of the file for that of the archive, wherever it was cut."""
+    file.seek(archive.offset)
+    marker = file.read(tarfile.BLOCKSIZE)
+    if len(marker) < tarfile.BLOCKSIZE or marker.strip(b"\0"):
+        raise tarfile.ReadError("it is cut short: its end marker is missing")
+    while rest := file.read(1 << 20):
+        if rest.strip(b"\0"):
+            raise tarfile.ReadError("something follows its end marker: pack what were several tar files as one")
 
 
 def tar(data: Data) -> Splits:
@@ -114,12 +130,23 @@ def tar(data: Data) -> Splits:
     Raises UserError.
     """
     root = data.root
+    others: Counter[str] = Counter()
+
+    def images_in(name: str) -> dict[str, Member]:
+        images = {}
+        for member, _ in _members(root, name):
+            if _is_image(member):
+                images[member.name] = member
+            else:
+                others[posixpath.splitext(member.name)[1].lower() or posixpath.basename(member.name)] += 1
+        return images
+
     if root.is_file():
-        found = {member.name: member for member, _ in _members(root, "") if _is_image(member)}
+        found = images_in("")
     elif root.is_dir() and (tars := sorted(path.name for path in root.glob("*.tar"))):
         found = {}
         for name in tars:
-            inside = {m.name: m for m, _ in _members(root, name) if _is_image(m)}
+            inside = images_in(name)
             strip = _common_top(inside, but=())
             found |= {f"{name[:-4]}/{path.removeprefix(strip)}": member for path, member in inside.items()}
     else:
@@ -127,12 +154,14 @@ def tar(data: Data) -> Splits:
     strip = _common_top(found, but=SPLIT_NAMES)
     found = {path.removeprefix(strip): member for path, member in sorted(found.items())}
     if not found:
-        raise UserError(f"--data.root {root}: no image was found in its tar files.")
+        there = f" (there are {ignored_text(others)})" if others else ""
+        raise UserError(f"--data.root {root}: no image was found in its tar files{there}.")
     folders = {posixpath.dirname(path) for path in found} - {""}
     folders |= {str(above) for path in folders for above in PurePosixPath(path).parents} - {"."}
-    classes, splits = arrange(found, folders, str(root))
+    classes, splits, notes = arrange(found, folders, str(root))
     sources = {split: ([found[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
-    return _splits(data, classes, sources)
+    ignored = ignored_text(others, len(found) - sum(len(paths) for paths, _ in splits.values()))
+    return replace(_splits(data, classes, sources), ignored=ignored, notes=tuple(notes))
 
 
 def _is_image(member: Member) -> bool:

@@ -158,3 +158,27 @@ def test_an_empty_split(tmp_path: Path) -> None:
         (tmp_path / "test" / kind).mkdir(parents=True)
     with pytest.raises(UserError, match="no image in its test split"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("top", ["", "train/"])
+def test_what_is_not_used_and_a_root_one_level_too_high_are_told(tmp_path: Path, top: str) -> None:
+    tree(tmp_path, f"{top}PetImages/Cat/1.png", f"{top}PetImages/Dog/2.png", f"{top}elsewhere/3.png", f"{top}4.png")
+    for name in ("PetImages/Cat/5.heic", "6.HEIC", "Thumbs.db", "README"):
+        (tmp_path / top / name).touch()
+    found = load(tmp_path)
+    assert found.ignored == "1 image outside the class folders, 2 .heic, 1 .db, 1 README"
+    assert found.notes == (
+        f"the images of class 'PetImages' are all in sub-folders ('Cat', 'Dog'): if these are the classes, the tree "
+        f"begins at {tmp_path}/{top}PetImages",
+    )
+    assert load(tmp_path / top / "PetImages").notes == ()
+
+
+def test_links_do_not_multiply_images(tmp_path: Path) -> None:
+    tree(tmp_path, *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(4)))
+    (tmp_path / "cat" / "again").symlink_to("..")
+    found = load(tmp_path, test_fraction=0.5)
+    assert len(found.train) + len(found.test) == 8
+    assert found.notes == (
+        f"{tmp_path} has symbolic links to folders whose images it has already; they are not followed: 'cat/again'",
+    )

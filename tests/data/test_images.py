@@ -128,7 +128,27 @@ def test_finding_leaves_out_rubbish_and_hidden_files(tmp_path: Path) -> None:
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
-    assert find_images(tmp_path) == (["a/1.JPG", "b/deep/2.png"], ["a", "b", "b/deep"])
+    found = find_images(tmp_path)
+    assert (found.images, found.folders) == (["a/1.JPG", "b/deep/2.png"], ["a", "b", "b/deep"])
+    assert found.others == {".db": 1, ".txt": 1} and found.repeated == []
+
+
+def test_links_in_a_circle_and_second_ways_are_not_followed(tmp_path: Path) -> None:
+    for path in ("data/a/1.png", "data/b/2.png", "far/deep/3.png"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    root = tmp_path / "data"
+    (root / "a" / "round").symlink_to("..")
+    (root / "b" / "up").symlink_to(tmp_path)
+    (root / "0").symlink_to("a")  # comes before what it leads to
+    (root / "c").symlink_to(tmp_path / "far" / "deep")  # a class that lies elsewhere
+    (root / "d").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "deep" / "back").symlink_to(root)
+    found = find_images(root)
+    assert found.images == ["a/1.png", "b/2.png", "c/3.png"]
+    assert found.repeated == ["0", "a/round", "b/up", "c/back", "d/deep"]
+    (tmp_path / "other").symlink_to(root)  # the root itself may be a link
+    assert find_images(tmp_path / "other") == found
 
 
 def test_names_are_kept_as_they_are() -> None:

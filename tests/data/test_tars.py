@@ -114,6 +114,28 @@ class TestTree:
         with pytest.raises(UserError, match=r"s.tar cannot be read .* whole and not compressed"):
             load(path)
 
+    def test_wherever_it_is_cut_it_is_not_taken_as_whole(self, tmp_path: Path) -> None:
+        path = pack(tmp_path / "s.tar", {f"{k}/{i}.png": image(i) for k in "ab" for i in range(3)} | {"notes": b"x"})
+        content = path.read_bytes()
+        end = len(content.rstrip(b"\0")) // 512 * 512 + 512  # of the last file
+        for cut in (*range(1, end, 97), *range(512, end, 512), end, end + 511):
+            path.write_bytes(content[:cut])
+            with pytest.raises(UserError, match=r"s.tar cannot be read"):
+                load(path)
+        for cut in (end + 512, end + 1024, len(content)):  # all files are whole
+            path.write_bytes(content[:cut])
+            assert len(load(path).train) == 6
+        outer = pack(tmp_path / "outer.tar", {"a.tar": content[:end], "b.tar": content})
+        with pytest.raises(UserError, match="it is cut short: its end marker is missing"):
+            load(outer)
+        path.write_bytes(content + content)
+        with pytest.raises(UserError, match="something follows its end marker"):
+            load(path)
+
+    def test_what_is_not_used_is_told(self, tmp_path: Path) -> None:
+        files = {"a/1.png": image(1), "b/2.png": image(2), "3.png": image(3), "a/x.heic": b"x", "b/y.HEIC": b"x"}
+        assert load(pack(tmp_path / "s.tar", files)).ignored == "1 image outside the class folders, 2 .heic"
+
     def test_links_are_not_passed_over(self, tmp_path: Path) -> None:
         with tarfile.open(tmp_path / "s.tar", "w") as archive:
             link = tarfile.TarInfo("a/1.png")
