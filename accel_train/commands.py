@@ -40,7 +40,7 @@ class Evaluate:
 class Predict:
     """Show the most probable classes of images, by a run's model.
 
-    An image that cannot be read is told, and the others go on; the exit code is 1 then.
+    An image that cannot be read has a row that says so, and the others go on; the exit code is 1 then.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -53,6 +53,8 @@ class Predict:
     """Write to this .csv or .jsonl file instead of a table on the console."""
     batch_size: int = 64
     """Images in one forward pass."""
+    max_pixels: int | None = None
+    """Refuse images of more pixels; default: as in training (--data.max-pixels)."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class CheckData:
     """Folder of the data, as in --data.root."""
     output: Path = Path("unreadable.txt")
     """The list that is written: one path a line."""
+    max_pixels: int = configuration.Data.max_pixels
+    """Count larger images as unreadable, as --data.max-pixels does."""
     processes: int | None = None
     """Processes that decode; default: all cores."""
 
@@ -126,6 +130,8 @@ class CacheData:
     """3 or 1, as in --data.channels: 1 makes them grey."""
     skip_unreadable: Path | None = None
     """Leave out the images that this list names, as in --data.skip-unreadable."""
+    max_pixels: int = configuration.Data.max_pixels
+    """Count larger images as unreadable, as --data.max-pixels does."""
     processes: int | None = None
     """Processes that decode; default: all cores."""
 
@@ -147,6 +153,8 @@ def predict(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(Predict, arguments, prog, positional=("run", "images"))
     _at_least_one("top-k", found.top_k)
     _at_least_one("batch-size", found.batch_size)
+    if found.max_pixels is not None:
+        _at_least_one("max-pixels", found.max_pixels)
     if found.output is not None and found.output.suffix not in (".csv", ".jsonl"):
         raise UserError(f"--output: expected a name that ends in .csv or .jsonl, found '{found.output}'.")
     _check_run(found.run)
@@ -159,7 +167,15 @@ def predict(arguments: Sequence[str]) -> int:
         from accel_train.predict import predict
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
-    return predict(launch, found.run, found.images, top_k=found.top_k, output=found.output, batch_size=found.batch_size)
+    return predict(
+        launch,
+        found.run,
+        found.images,
+        top_k=found.top_k,
+        output=found.output,
+        batch_size=found.batch_size,
+        max_pixels=found.max_pixels,
+    )
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -189,11 +205,13 @@ def bench(arguments: Sequence[str]) -> int:
 def check_data(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
     processes = _processes(found.processes)
+    _at_least_one("max-pixels", found.max_pixels)
+    data = configuration.Data(name=found.name, root=found.root, max_pixels=found.max_pixels)
 
     with importing():
         from accel_train.data import check
 
-    unreadable = check.check_data(configuration.Data(name=found.name, root=found.root), found.output, processes)
+    unreadable = check.check_data(data, found.output, processes)
     return 1 if unreadable else 0
 
 
@@ -201,12 +219,17 @@ def cache_data(arguments: Sequence[str]) -> int:
     found, _ = options.parse_command(CacheData, arguments, "accel-train cache-data", positional=("name",))
     processes = _processes(found.processes)
     _at_least_one("short-side", found.short_side)
+    _at_least_one("max-pixels", found.max_pixels)
     if found.output is None:
         raise UserError("accel-train cache-data: --output is missing: name the file to be written.")
     if found.channels not in (1, 3):
         raise UserError(f"--channels: expected 1 or 3, found {found.channels}.")
     data = configuration.Data(
-        name=found.name, root=found.root, channels=found.channels, skip_unreadable=found.skip_unreadable
+        name=found.name,
+        root=found.root,
+        channels=found.channels,
+        skip_unreadable=found.skip_unreadable,
+        max_pixels=found.max_pixels,
     )
 
     with importing():

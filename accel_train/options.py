@@ -69,16 +69,17 @@ def parse_command(
 ) -> tuple[T, list[str]]:
     """The line of a command other than train: `WORD… [--key value …]` -> (an object of `cls`, other options).
 
-    `positional` are the fields of `cls` that are words without a key, which come first. Options of `Config`
-    that begin with one of `others` ("data.") are handed back as words. `--help` raises SystemExit(0).
+    `positional` are the fields of `cls` that are words without a key; options may stand before and between them.
+    Options of `Config` that begin with one of `others` ("data.") are handed back as words. `--help` raises
+    SystemExit(0).
     """
     usage = " ".join([prog, *(f"{name.upper()}" for name in positional)])
     if "-h" in arguments or "--help" in arguments:
         _help(cls, prog, " ".join((cls.__doc__ or "").split()))
     own = option_types(cls, without=positional)
     kinds = {key: kind for key, kind in option_types().items() if key.startswith(others)} if others else {}
-    count = next((i for i, word in enumerate(arguments) if _looks_like_option(word)), len(arguments))
-    words, options = arguments[:count], _read_arguments(arguments[count:], {**own, **kinds})
+    words, rest = _apart(arguments, {**own, **kinds})
+    options = _read_arguments(rest, {**own, **kinds})
     if len(words) < len(positional):
         raise UserError(f"{prog}: {positional[len(words)].upper()} is missing; {usage} [--key value …]")
     found = _to_object(cls, words, {key: option for key, option in options.items() if key in own}, own)
@@ -110,6 +111,30 @@ def _read_arguments(arguments: Sequence[str], kinds: Kinds) -> dict[str, Option]
             option = dataclasses.replace(option, values=("true",))
         options[option.key] = option
     return options
+
+
+def _apart(arguments: Sequence[str], kinds: Kinds) -> tuple[list[str], list[str]]:
+    """(words without a key, options with their values). An option takes one word, a switch only true or false, and one
+    of many values all words up to the next option."""
+    words: list[str] = []
+    options: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not _looks_like_option(word):
+            words.append(word)
+            continue
+        options.append(word)
+        kind = kinds.get(word.removeprefix("--").replace("_", "-"))
+        most = 0 if "=" in word else 1
+        if kind is bool:
+            most = int(bool(rest) and rest[0].lower() in ("true", "false"))
+        elif any(typing.get_origin(part) is tuple for part in (kind, *typing.get_args(kind))):
+            most = len(rest)
+        while most and rest and not _looks_like_option(rest[0]):
+            options.append(rest.pop(0))
+            most -= 1
+    return words, options
 
 
 def _looks_like_option(word: str) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +26,7 @@ from accel_train import config, options
 from accel_train.accelerator import create_accelerator
 from accel_train.cores import available_cores
 from accel_train.data.augment import BatchTransform
-from accel_train.data.images import ImageError, decode, find_images
+from accel_train.data.images import MAX_PIXELS, ImageError, decode, find_images
 from accel_train.data.transform import ImageTransform
 from accel_train.errors import UserError
 from accel_train.files import write_whole
@@ -43,16 +44,26 @@ class Prediction:
     classes: tuple[str, ...]
     probabilities: tuple[float, ...]
     """Those of all classes, shown or not, add up to 1."""
+    error: str = ""
+    """Why the image cannot be read; there are no classes then."""
 
 
 def predict(
-    launch: Launch, run: Path, images: Sequence[Path], *, top_k: int, output: Path | None, batch_size: int
+    launch: Launch,
+    run: Path,
+    images: Sequence[Path],
+    *,
+    top_k: int,
+    output: Path | None,
+    batch_size: int,
+    max_pixels: int | None = None,
 ) -> int:
     """Classify image files, and those below folders, with the final or newest weights of the run in the folder `run`.
 
     `top_k`: classes shown for an image. `output`: a .csv file (a row for each image and class) or a .jsonl file (a line
-    for each image); None: a table on the console. An image that cannot be read is told on stderr, and the others go on.
-    Returns the exit code: 1 if there was one. Raises UserError.
+    for each image); None: a table on the console. An image that cannot be read, or has more than `max_pixels` (None: as
+    in training), has a row without a class, is told on stderr, and the others go on. Returns the exit code: 1 if there
+    was one. Raises UserError.
     """
     if launch.world_size > 1:
         raise UserError(
@@ -67,25 +78,28 @@ def predict(
     accelerator = create_accelerator(launch)
     name, weights = list(find_weights(run).items())[-1]  # the running mean, if there is one
     model = load_model(configuration.model, signature, weights)
-    classifier = Classifier(model, signature, configuration.augment, accelerator, top_k)
+    most = max_pixels or configuration.data.max_pixels
+    classifier = Classifier(model, signature, configuration.augment, accelerator, top_k, most)
     mean = " (running mean of the weights)" if name == "ema" else ""
     print(f"{configuration.model.name}, weights: {weights}{mean}", file=sys.stderr)
 
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-    predictions, unreadable = [], 0
+    predictions: list[Prediction] = []
+    unreadable = 0
     batches = [paths[at : at + batch_size] for at in range(0, len(paths), batch_size)]
     quiet = not console.is_terminal or len(batches) == 1
     with ThreadPoolExecutor(available_cores()) as pool:
         for batch in track(batches, "classifying", console=console, transient=True, disable=quiet):
-            readable: dict[int, Tensor] = {}
-            for at, found in enumerate(pool.map(classifier.read, batch)):
-                if isinstance(found, Tensor):
-                    readable[at] = found
+            found = list(pool.map(classifier.read, batch))
+            readable = [(path, image) for path, image in zip(batch, found, strict=True) if isinstance(image, Tensor)]
+            classified = iter(classifier.classify(*zip(*readable, strict=True)) if readable else ())
+            for path, image in zip(batch, found, strict=True):  # a row for each, in their order
+                if isinstance(image, Tensor):
+                    predictions.append(next(classified))
                 else:
+                    predictions.append(Prediction(path, (), (), error=image))
                     unreadable += 1
-                    console.print(f"{batch[at]} cannot be read: {found}.")
-            if readable:
-                predictions += classifier.classify([batch[at] for at in readable], list(readable.values()))
+                    console.print(f"{path} cannot be read: {image}.")
 
     if output is None:
         _print(predictions)
@@ -104,11 +118,17 @@ class Classifier:
     """A trained model with what comes before it: decoding, and the run's own preprocessing of evaluation."""
 
     def __init__(
-        self, model: nn.Module, signature: Signature, augment: config.Augment, accelerator: Accelerator, top_k: int
+        self,
+        model: nn.Module,
+        signature: Signature,
+        augment: config.Augment,
+        accelerator: Accelerator,
+        top_k: int,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
         self.model = model.to(accelerator.device)
         self.signature, self.accelerator = signature, accelerator
-        self.top_k = min(top_k, len(signature.classes))
+        self.top_k, self.max_pixels = min(top_k, len(signature.classes)), max_pixels
         native = signature.native_size
         if native is None:
             self.resize = ImageTransform(augment, signature.image_size, training=False)
@@ -128,7 +148,8 @@ class Classifier:
     def read(self, path: Path) -> Tensor | str:
         """The image, uint8 [1, C, H, W] of one size for all; or why it cannot be read."""
         try:
-            return self.resize([decode(path.read_bytes(), self.signature.channels)], torch.zeros(1))
+            image = decode(path.read_bytes(), self.signature.channels, self.max_pixels)
+            return self.resize([image], torch.zeros(1))
         except (ImageError, OSError) as error:
             return (isinstance(error, OSError) and error.strerror) or str(error)
 
@@ -168,14 +189,20 @@ def _check_writable(output: Path) -> None:
         raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
 
 
-def _rows(predictions: Iterable[Prediction]) -> Iterator[tuple[Path, int, str, float]]:
+def _rows(predictions: Iterable[Prediction], unreadable: str = "") -> Iterator[tuple[Path, str, str, float | str, str]]:
+    """Image, rank, class, probability and error; one row, with `unreadable` for its class, of what cannot be read."""
     for found in predictions:
         for rank, (name, probability) in enumerate(zip(found.classes, found.probabilities, strict=True), 1):
-            yield found.image, rank, name, probability
+            yield found.image, str(rank), name, probability, ""
+        if found.error:
+            yield found.image, "", unreadable, "", found.error
 
 
 def _print(predictions: Sequence[Prediction]) -> None:
-    rows = [(str(image), name, f"{probability:.2%}") for image, _, name, probability in _rows(predictions)]
+    rows = [
+        (str(image), name, probability if isinstance(probability, str) else f"{probability:.2%}")
+        for image, _, name, probability, _ in _rows(predictions, "cannot be read")
+    ]
     if rows:
         print_table(("image", "class", "probability"), rows, numbers=("probability",), grouped=True)
 
@@ -183,16 +210,19 @@ def _print(predictions: Sequence[Prediction]) -> None:
 def _csv(predictions: Sequence[Prediction]) -> str:
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("image", "rank", "class", "probability"))
-    writer.writerows((image, rank, name, f"{probability:.6g}") for image, rank, name, probability in _rows(predictions))
+    writer.writerow(("image", "rank", "class", "probability", "error"))
+    for image, rank, name, probability, error in _rows(predictions):
+        shown = probability if isinstance(probability, str) else f"{probability:.6g}"
+        writer.writerow((image, rank, name, shown, error))
     return text.getvalue()
 
 
 def _jsonl(predictions: Sequence[Prediction]) -> str:
-    """{"image": …, "predictions": [{"class": …, "probability": …}, …]} on each line."""
+    """{"image": …, "predictions": [{"class": …, "probability": …}, …]} on each line; "error", too, if unreadable."""
     lines = []
     for found in predictions:
         pairs = zip(found.classes, found.probabilities, strict=True)
         best = [{"class": name, "probability": float(f"{probability:.6g}")} for name, probability in pairs]
-        lines.append(json.dumps({"image": str(found.image), "predictions": best}) + "\n")
+        line: dict[str, Any] = {"image": str(found.image), "predictions": best}
+        lines.append(json.dumps(line | ({"error": found.error} if found.error else {})) + "\n")
     return "".join(lines)

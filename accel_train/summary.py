@@ -54,9 +54,9 @@ def describe(
 
 
 def _named(splits: Splits) -> str:
-    """The names of the classes, if they are few: they tell whether the data is what it is taken for."""
+    """The classes of image files, if they are few: their names tell whether the folder is the one that was meant."""
     named = ", ".join(splits.classes)
-    return f" ({named})" if len(splits.classes) <= 10 and len(named) <= 80 else ""
+    return f" ({named})" if not splits.train.in_memory and len(splits.classes) <= 10 and len(named) <= 80 else ""
 
 
 def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> str:

@@ -120,7 +120,10 @@ def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest
     out, err = capsys.readouterr()
     head, *rows = out.splitlines()
     assert head.split() == ["image", "class", "probability"]
-    assert [row.split()[0] for row in rows] == [str(folder / name) for name in ("a.png", "b/10.PNG", "b/2.png")]
+    assert [row.split()[0] for row in rows] == [
+        str(folder / name) for name in ("a.png", "b/10.PNG", "b/2.png", "b/[red]empty.jpg", "c.jpg", "cut.png")
+    ]
+    assert [row.endswith("cannot be read") for row in rows] == [False] * 3 + [True] * 3
     which, *unreadable, last = err.splitlines()
     assert which == f"digits_cnn, weights: {alone}/ema.safetensors (running mean of the weights)"
     names = [line.partition(" cannot be read: ")[0] for line in unreadable]
@@ -139,10 +142,46 @@ def test_csv(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(words) == 0
     assert capsys.readouterr().out == f"1 image: {output}\n"
     head, *rows = csv.reader(output.open(newline=""))
-    assert head == ["image", "rank", "class", "probability"]
+    assert head == ["image", "rank", "class", "probability", "error"]
     assert [row[:2] for row in rows] == [[str(tmp_path / 'a, "b".png'), rank] for rank in ("1", "2")]
     assert 1 >= float(rows[0][3]) > float(rows[1][3]) >= 0
     assert [path.name for path in output.parent.iterdir()] == ["found.csv"]
+
+
+def test_a_row_for_each_image_that_is_given(alone: Path, tmp_path: Path) -> None:
+    digit(5).save(tmp_path / "good.png")
+    (tmp_path / "empty.png").touch()
+    digit(7).resize((40, 40)).save(tmp_path / "large.png")
+    given = [tmp_path / name for name in ("good.png", "empty.png", "good.png", "large.png", "empty.png", "good.png")]
+    lines = predicted(alone, *given, "--batch-size", 2, "--top-k", 3, "--max-pixels", 100)
+    assert [line["image"] for line in lines] == list(map(str, given))
+    assert [len(line["predictions"]) for line in lines] == [3, 0, 3, 0, 0, 3]
+    assert [line.get("error") for line in lines[:3]] == [None, "the file is empty", None]
+    assert lines[3]["error"].startswith("it has 1,600 pixels, more than max-pixels (100)")
+    assert "error" not in predicted(alone, given[3])[0]  # the run's own limit
+
+    output = tmp_path / "found.csv"
+    assert cli.main(["predict", str(alone), *map(str, given[:3]), "--top-k", "1", "--output", str(output)]) == 1
+    rows = list(csv.DictReader(output.open(newline="")))
+    assert [row["image"] for row in rows] == list(map(str, given[:3]))
+    assert [(row["rank"], bool(row["class"]), row["error"]) for row in rows] == [
+        ("1", True, ""), ("", False, "the file is empty"), ("1", True, ""),
+    ]  # fmt: skip
+
+
+def test_options_may_come_first(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digit(5).save(tmp_path / "5.png")
+    digit(6).save(tmp_path / "6.png")
+    one, two = str(tmp_path / "5.png"), str(tmp_path / "6.png")
+    printed = []
+    for words in (
+        [str(alone), one, two, "--top-k", "2"],
+        ["--top-k", "2", str(alone), one, two],
+        ["--top-k=2", str(alone), one, "--batch-size", "3", two],
+    ):
+        assert cli.main(["predict", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert len(set(printed)) == 1 and len(printed[0].splitlines()) == 5
 
 
 def test_raw_weights_and_checkpoints_do_as_well(

@@ -73,9 +73,10 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = output.with_name(f".{output.name}.lock")
         with FileLock(lock, timeout=0):
-            unreadable = _write(data, output, list(sources.values()), described, listed, processes, console)
-            lock.unlink()
-            return unreadable
+            try:
+                return _write(data, output, list(sources.values()), described, listed, processes, console)
+            finally:
+                lock.unlink(missing_ok=True)
     except Timeout:
         raise UserError(f"--output {output}: another process is writing it.") from None
     except OSError as error:

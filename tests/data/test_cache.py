@@ -291,6 +291,7 @@ class TestWriting:
                 replace(folder, skip_unreadable=tmp_path / "list"), tmp_path / "c", short_side=32, encoding="raw",
                 processes=1,
             )  # fmt: skip
+        assert not (tmp_path / ".c.lock").exists()  # whatever the end
 
     def test_once_more_is_nothing_and_other_images_are_refused(
         self, folder: Data, tmp_path: Path, capsys: pytest.CaptureFixture

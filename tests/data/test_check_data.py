@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from accel_train.cli import main
 from accel_train.config import Data
 from accel_train.data.check import check_data
 from accel_train.data.sources import load_splits
@@ -98,3 +99,18 @@ def test_a_list_that_cannot_be_written(data: Data, tmp_path: Path) -> None:
 def test_errors_of_the_data_come_through(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not there"):
         check_data(Data(name="folder", root=tmp_path / "nowhere"), tmp_path / "list", 1)
+
+
+def test_an_image_of_more_pixels_than_allowed_is_told_with_the_limit(data: Data, tmp_path: Path) -> None:
+    """Before it is decoded."""
+    Image.new("1", (16_000, 12_000)).save(data.root / "train/cat/0.jpg", "PNG")  # 3 kB
+    with pytest.raises(
+        UserError, match=r"0\.jpg cannot be read: it has 192,000,000 pixels, more than max-pixels \(178"
+    ):
+        load_splits(data, 0).train.fetch([0])
+    Image.new("1", (60, 60)).save(data.root / "train/cat/0.jpg", "PNG")
+    listed = tmp_path / "list"
+    for most, found in ((3599, True), (3600, False)):
+        line = f"check-data --root {data.root} folder --output {listed} --max-pixels {most}"
+        assert main([*line.split(), "--processes", "1"]) == 1
+        assert ("train/cat/0.jpg" in listed.read_text()) == found
