@@ -115,9 +115,8 @@ def seen(data: Data, augment: Augment, *, training: bool) -> torch.Tensor:
     source = splits.train if training else splits.test
     assert source is not None
     order = TrainingOrder(Plan(len(source), 8, 1, 1), 0) if training else EvaluationOrder(len(source), 8)
-    feed = create_feed(
-        Config(data=data, augment=augment, batch_size=8), splits, source, order, create_accelerator(Launch()), size=40
-    )
+    config = Config(data=data, augment=augment, batch_size=8)
+    feed = create_feed(config, splits, source, order, create_accelerator(Launch()), training=training, size=40)
     (batch,) = feed.batches
     return batch["images"][batch["ids"].argsort()]
 
