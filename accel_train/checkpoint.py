@@ -27,10 +27,12 @@ from accel_train.agreement import decided_by_main
 from accel_train.commit import BrokenError
 from accel_train.config import Config, as_dict
 from accel_train.errors import UserError
+from accel_train.optimizer_check import MisfitError, fitting
 from accel_train.owner import Lease, LostError
 from accel_train.semantics import IN_MEMORY, SEMANTICS, check_same_division, check_same_pixels
 from accel_train.snapshot import Snapshot
 from accel_train.train_state import TrainState
+from accel_train.untrusted import NotOrdinaryError, read_ordinary
 
 # The settings of an optimizer's parameter groups that follow from a key of another name.
 GROUP_SETTINGS = {"lr": ("lr", "initial_lr"), "weight-decay": ("weight_decay",), "layer-decay": ("lr_scale",)}
@@ -218,9 +220,13 @@ class Checkpoints:
         found = changes.compare(source.state["configuration"], self.config, allow)
         check_same_pixels(str(path), source.state.get("pixels", IN_MEMORY), self.pixels)
         check_same_division(str(path), source.state.get("semantics", 1), source.state["configuration"]["data"])
+        position = TrainState.from_saved(source.state["train"], path)
         snapshot.check_fit(full_state.tensors(self.model), source.model, path)
+        if source.ema is not None and self.ema is not None:
+            snapshot.check_fit(full_state.tensors(self.ema), source.ema, path)
+        self._check_schedule(source.state["schedule"], path)
         if path.parent.resolve() == self.folder.resolve():
-            self.last_saved = source.state["train"]["update"]
+            self.last_saved = position.update
         if path.parent != self.folder:
             self.notes.append(f"goes on from {path}")
         self.notes += [f"changed since the checkpoint: {key}: {change}" for key, change in found.items()]
@@ -231,11 +237,44 @@ class Checkpoints:
         ]
         changed = [key.removeprefix("optim.") for key in found if key.startswith("optim.")]
         keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
-        outline = full_state.outline(source.optimizer)
+        outline = None
         if "name" in changed:
             self.notes.append("the optimizer is not the checkpoint's: it starts anew")
-            outline = None
-        return Decision(source.state, TrainState.from_saved(source.state["train"], path), outline, keep)
+        else:
+            source = dataclasses.replace(source, optimizer=self._fitting_optimizer(source, position, path, keep))
+            self._source = path, source
+            outline = full_state.outline(source.optimizer)
+        return Decision(source.state, position, outline, keep)
+
+    def _fitting_optimizer(
+        self, source: Snapshot, position: TrainState, path: Path, keep: Sequence[str]
+    ) -> dict[str, Any]:
+        """The state of the optimizer, as far as this run's takes it. Raises UserError if they do not fit."""
+        try:
+            found, missing = fitting(self.model, self.optimizer, source.optimizer, keep)
+            # An update that is not finite leaves no state; with a loss scaler the first ones often are not.
+            if (
+                missing
+                and not found["state"]
+                and position.update > len(position.left_out)
+                and not source.state["scaler"]
+            ):
+                raise MisfitError(f"it has no state of any parameter after {position.update} updates")
+        except MisfitError as error:
+            raise UserError(
+                f"{path / 'optimizer.pt'} does not fit this run's optimizer: {error}. If you do not trust it, delete "
+                f"{path}; the checkpoint before it is used then."
+            ) from None
+        if missing and found["state"]:
+            self.notes.append(
+                f"{path / 'optimizer.pt'} has no state of {len(missing)} parameters, such as {missing[0]}: the "
+                "optimizer starts anew for them"
+            )
+        return found
+
+    def _check_schedule(self, saved: dict[str, Any] | None, path: Path) -> None:
+        if saved is not None and self.schedule is not None and saved.keys() != self.schedule.state_dict().keys():
+            raise UserError(f"{path / 'state.json'}: schedule has {', '.join(saved) or 'nothing'}: not this run's.")
 
     def _choose(self, resume: str) -> tuple[Path, Snapshot] | None:
         """On the main process: the checkpoint to restore, or None for a new run. Raises OSError."""
@@ -327,7 +366,7 @@ def find(run: Path) -> Path | None:
     for update in reversed(commit.updates(folder)):
         path = commit.directory(folder, update)
         try:
-            commit.verify(path)
+            snapshot.verify(path)
         except BrokenError:
             continue
         return path
@@ -362,7 +401,7 @@ def _named(path: Path) -> tuple[Path, Snapshot]:
 def _epochs_done(checkpoint: Path) -> int | None:
     """The number of epochs that a checkpoint ends, or None if it is in the middle of one (or is broken)."""
     try:
-        train = json.loads((checkpoint / "state.json").read_text())["train"]
+        train = json.loads(read_ordinary(checkpoint / "state.json"))["train"]
         return None if train["epoch_count"] else int(train["epoch"])
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
+    except (FileNotFoundError, NotOrdinaryError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from accel_train import __version__, signals
-from accel_train.errors import UserError, nearest
+from accel_train.errors import UserError, nearest, one_line
 from accel_train.imports import importing
 from accel_train.launch import INTERRUPTED, at_terminal, prepare_environment
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(word.startswith("--traceback") for word in words):
             traceback.print_exc()
         if is_first_process() or not error.every_process:
-            print(f"accel-train: error: {error}", file=sys.stderr)
+            print(f"accel-train: error: {one_line(error)}", file=sys.stderr)
         return 2
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 1

@@ -24,6 +24,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from accel_train.errors import UserError
+from accel_train.untrusted import NotOrdinaryError, is_count, is_file_name, read_ordinary, require_ordinary
+
 MANIFEST = "manifest.json"
 
 
@@ -40,8 +43,9 @@ def updates(folder: Path) -> list[int]:
     """The updates that have a directory in `folder`, rising; whether they are whole is not looked at."""
     if not folder.is_dir():
         return []
-    matches = (re.fullmatch(r"update-(\d{8,})", path.name) for path in folder.iterdir())
-    return sorted(int(match[1]) for match in matches if match)
+    matches = (re.fullmatch(r"update-([0-9]{8,})", path.name) for path in folder.iterdir())
+    found = (int(match[1]) for match in matches if match)
+    return sorted(update for update in found if directory(folder, update).exists())  # not update-000000001
 
 
 def commit(
@@ -100,35 +104,56 @@ def probe(folder: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def verify(checkpoint: Path, only: str | None = None) -> None:
+def verify(checkpoint: Path, only: str | None = None) -> set[str]:
     """Raise BrokenError unless all files of `checkpoint` (or the `only` one named) are as they were
-    committed.
+    committed; return the names of all that were.
 
-    A file that may not be read, or cannot be for now, is no broken one: OSError.
+    A file that may not be read, or cannot be for now, is no broken one: OSError. Nor is a manifest that no accident
+    makes, which names what lies elsewhere, or something that is no ordinary file: UserError.
     """
     manifest = checkpoint / MANIFEST
     try:
-        entries = json.loads(manifest.read_text())["files"]
-        wanted = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in entries.items()}
+        entries = json.loads(read_ordinary(manifest))["files"]
+        wanted = {name: (entry["size"], str(entry["sha256"])) for name, entry in entries.items()}
+        if not all(is_count(size) for size, _ in wanted.values()):
+            raise ValueError("a size is not a number")
+        names = set(wanted)
         if only is not None:
             wanted = {only: wanted[only]}
     except FileNotFoundError:
         raise BrokenError(f"{manifest} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except NotOrdinaryError as error:
+        raise _foreign(checkpoint, str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenError(f"{manifest} is altered ({error!r})") from None
+    for name in names:
+        if not is_file_name(name):
+            raise _foreign(checkpoint, f"{manifest} names {name!r}, which is not in this folder")
+    if not names:
+        raise _foreign(checkpoint, f"{manifest} names no file")
     for name, (size, digest) in wanted.items():
         path = checkpoint / name
         try:
-            if (found := path.stat().st_size) != size:
+            if (found := require_ordinary(path).st_size) != size:
                 raise BrokenError(f"{path} has {found} bytes instead of {size}")
             if sha256(path) != digest:
                 raise BrokenError(f"{path} is altered (its SHA-256 is not the manifest's)")
         except FileNotFoundError:
             raise BrokenError(f"{path} is missing") from None
+        except NotOrdinaryError as error:
+            raise _foreign(checkpoint, str(error)) from None
         except OSError as error:
             if error.errno == errno.EIO:
                 raise BrokenError(f"{path} is on a bad place of the disk ({error.strerror})") from None
             raise
+    return names
+
+
+def _foreign(checkpoint: Path, what: str) -> UserError:
+    return UserError(
+        f"{what}: accel-train did not write that. If you do not trust {checkpoint}, delete it; the checkpoint before "
+        "it is used then."
+    )
 
 
 def set_aside(checkpoint: Path) -> Path:

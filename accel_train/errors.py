@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -17,6 +18,11 @@ class UserError(Exception):
         one need speak. What only one process can see (an unreadable image, say) it must report itself."""
         super().__init__(message)
         self.every_process = every_process
+
+
+def one_line(text: object) -> str:
+    """The text without line breaks and other control characters, which a file's content may bring into a message."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], str(text))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> str:

@@ -52,7 +52,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's live `state_dict()`, with parameters called by name instead of by number."""
-    names = _names(model, optimizer)
+    names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
     by_name = {names[i]: values for i, values in state["state"].items()}
@@ -128,7 +128,7 @@ def spread_optimizer(
     on all processes. `keep`: settings of the parameter groups ("weight_decay") that stay as they are now;
     all stay if the parameters are grouped in another way.
     """
-    names = _names(model, optimizer)
+    names = parameter_names(model, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         number: _fill(shape["state"][names[number]], values and values["state"][names[number]], parameter)
@@ -145,7 +145,7 @@ def spread_optimizer(
     optimizer.load_state_dict({**shape, "state": state, "param_groups": groups})
 
 
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The plain names of the optimizer's parameters, in the order in which its `state_dict()` numbers
     them."""
     names = {id(parameter): plain_name(name) for name, parameter in bare(model).named_parameters()}

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError, nearest
+from accel_train.untrusted import is_file_name
 
+MOST_BYTES = 1 << 20
 RECIPES = Path(__file__).parent / "recipes"
 
 
@@ -74,10 +76,17 @@ def read_recipe(name: str, folder: Path | None = None, users: tuple[Path, ...] =
     if path.resolve() in users:
         circle = " -> ".join(user.name for user in (*users, path))
         raise UserError(f"{shown}: its base leads back to itself: {circle}")
+    if users and path.exists() and not path.is_file():  # what a person names may be a pipe: train <(…)
+        raise UserError(f"{shown}: not an ordinary file, but the base of {users[-1].name}.")
 
     recipe = Recipe(path.stem, _read_text(path, shown))
     _read_mapping(recipe, _compose(recipe.text, shown), shown)
     recipe.name = recipe.about.get("recipe", recipe.name)  # a run's config.yaml
+    if not is_file_name(recipe.name):  # a run's folder is called so
+        raise UserError(
+            f"{shown}: the recipe's name is {recipe.name!r}: expected a plain word, for runs are kept in runs/NAME; "
+            + ("give another one in about: {recipe: NAME}." if "recipe" in recipe.about else "rename the file.")
+        )
     if recipe.base:
         base = read_recipe(recipe.base, path.parent, (*users, path.resolve()))
         recipe.options = base.options | recipe.options
@@ -86,11 +95,14 @@ def read_recipe(name: str, folder: Path | None = None, users: tuple[Path, ...] =
 
 def _read_text(path: Path, shown: str) -> str:
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise UserError(f"recipe {shown}: no such file.") from None
     except OSError as error:
         raise UserError(f"recipe {shown}: cannot be read: {error.strerror}.") from error
+    if len(content) > MOST_BYTES:
+        raise UserError(f"recipe {shown}: more than {MOST_BYTES:,} bytes: that is no recipe.")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

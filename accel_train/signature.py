@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError
+from accel_train.untrusted import is_count, is_number, read_ordinary
 
 FILE = "model.json"
+LARGEST = 1 << 14  # pixels of a side
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,32 @@ def read_signature(run: Path) -> Signature:
     """The signature of the model that was trained in the folder `run`. Raises UserError."""
     path = run / FILE
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(read_ordinary(path, follow=True))
         for name in ("classes", "mean", "std"):
+            if not isinstance(found[name], list):
+                raise TypeError(f"{name} is no list")
             found[name] = tuple(found[name])
-        return Signature(**found)
+        signature = Signature(**found)
+        if name := _impossible(signature):
+            raise ValueError(f"{name} is {str(found[name])[:40]}")
+        return signature
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}): a run's folder needs config.yaml, {FILE} and the weights."
         ) from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error!r}); copy it anew from where the model was trained.") from error
+
+
+def _impossible(found: Signature) -> str:
+    """The name of a value that no model of ours has, or ""."""
+    native, channels = found.native_size, found.channels
+    fits = {
+        "classes": len(found.classes) >= 2 and all(isinstance(name, str) for name in found.classes),
+        "channels": is_count(channels) and channels in (1, 3),
+        "image_size": is_count(found.image_size, 1, LARGEST),
+        "native_size": native is None or is_count(native, 1, LARGEST),
+        "mean": len(found.mean) == channels and all(is_number(value, -1e6, 1e6) for value in found.mean),
+        "std": len(found.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in found.std),
+    }
+    return next((name for name, fit in fits.items() if not fit), "")

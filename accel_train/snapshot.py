@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import pickle
 import platform
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -26,9 +27,11 @@ from torch import Tensor
 from accel_train import commit
 from accel_train.commit import BrokenError
 from accel_train.errors import UserError
+from accel_train.untrusted import is_number, read_ordinary
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
-RECORDS = ("train", "configuration", "versions", "scaler", "schedule")  # what is read back from state.json
+SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+FILES = ("state.json", "optimizer.pt", "model.safetensors", "ema.safetensors")
 
 
 @dataclass(frozen=True)
@@ -58,23 +61,22 @@ def read(path: Path) -> Snapshot:
     Raises BrokenError if a file is not as it was written; UserError if it is, but cannot be understood:
     that is no accident of the disk, and to pass over it in silence could lose work.
     """
-    commit.verify(path)
+    names = verify(path)
     file = path / "state.json"
     try:
-        state = json.loads(file.read_text())
-        for name in RECORDS:
-            state[name]
+        state = json.loads(read_ordinary(file))
+        _check_records(state)
         file = path / "optimizer.pt"
-        optimizer = torch.load(file, map_location="cpu", weights_only=True)
+        optimizer = _load_optimizer(file)
         file = path / "model.safetensors"
         model = load_file(file)
         file = path / "ema.safetensors"
-        ema = load_file(file) if file.exists() else None
+        ema = load_file(file) if file.name in names else None
     except FileNotFoundError:  # it is being deleted by a run that goes on
         raise BrokenError(f"{file} is missing") from None
     except (
-        ValueError, LookupError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError,
-        SafetensorError,
+        ValueError, LookupError, TypeError, RuntimeError, EOFError, MemoryError, AttributeError, NotImplementedError,
+        OverflowError, pickle.UnpicklingError, zipfile.BadZipFile, SafetensorError,
     ) as error:  # fmt: skip
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
@@ -82,6 +84,44 @@ def read(path: Path) -> Snapshot:
             f"{path}; the checkpoint before it is used then."
         ) from None
     return Snapshot(model, ema, optimizer, state)
+
+
+def verify(path: Path) -> set[str]:
+    """As `commit.verify`; UserError, too, if the manifest leaves out a file that is there or must be."""
+    names = commit.verify(path)
+    for name in FILES:
+        if name not in names and (name != "ema.safetensors" or (path / name).exists()):
+            raise UserError(
+                f"{path / commit.MANIFEST} does not name {name}, so that nobody knows whether it is whole. If you do "
+                f"not trust it, delete {path}; the checkpoint before it is used then."
+            )
+    return names
+
+
+def _check_records(state: Any) -> None:
+    """Raise ValueError unless state.json has what is read back from it; `train` is looked at by TrainState."""
+    for name, kinds in (
+        ("train", dict), ("configuration", dict), ("versions", dict), ("scaler", (dict, type(None))),
+        ("schedule", (dict, type(None))),
+    ):  # fmt: skip
+        if not isinstance(state[name], kinds):
+            raise ValueError(f"{name} is {state[name]!r}")
+    for name in ("scaler", "schedule"):
+        for key, value in (state[name] or {}).items():
+            if not (is_number(value) or (value is None and name == "schedule")):
+                raise ValueError(f"{name}.{key} is {value!r}")
+    scaler = state["scaler"]
+    if scaler and not (scaler.keys() >= SCALER and scaler["scale"] > 0 and scaler["growth_factor"] > 1):
+        raise ValueError(f"scaler is {scaler!r}")
+
+
+def _load_optimizer(file: Path) -> Any:
+    """torch.load of a file as `write` makes it. Others may unpack to any size, or be read beyond their end."""
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        raise ValueError("it is compressed")
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
@@ -98,15 +138,18 @@ def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
         if path.is_dir():
             commit.verify(path, only=file.name)
         weights: dict[str, Tensor] = load_file(file)
-    except (BrokenError, OSError, SafetensorError) as error:
+    except (BrokenError, OSError, ValueError, SafetensorError) as error:
         raise UserError(f"The weights in {file} cannot be read: {error}") from None
     return weights
 
 
 def check_fit(targets: dict[str, Tensor], values: dict[str, Tensor], path: Path) -> None:
-    """Raise UserError unless the `values` of `path` have the names and shapes of a model's `targets`."""
+    """Raise UserError unless the `values` of `path` have the names, shapes and kinds of numbers of a model's
+    `targets`."""
     for name in sorted(targets.keys() | values.keys()):
         wanted, found = (str(tuple(t[name].shape)) if name in t else "missing" for t in (targets, values))
+        if wanted == found and targets[name].dtype.is_floating_point != values[name].dtype.is_floating_point:
+            wanted, found = (str(t[name].dtype).removeprefix("torch.") for t in (targets, values))
         if wanted != found:
             raise UserError(f"{path} is of another model: {name} is {found} there and {wanted} in this model.")
 

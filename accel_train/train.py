@@ -181,6 +181,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     decided_by_main(accelerator, checkpoints.check_writable)
     restored = checkpoints.restore(config.resume, config.allow_change)
     state = restored or TrainState()
+    state.check_position(plan.updates_per_epoch, checkpoints.folder)
     schedule.step_update(state.update)
     native = splits.image_size if splits.train.in_memory else None
     signature = Signature(splits.classes, splits.channels, size, native, *normalization(config, splits), SEMANTICS)

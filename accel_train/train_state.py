@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError
+from accel_train.untrusted import LARGEST, is_count, is_number
 
 
 @dataclass
@@ -36,7 +37,43 @@ class TrainState:
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any], path: Path) -> TrainState:
-        """What `dataclasses.asdict` made of it, as the checkpoint `path` has it. Raises UserError if it has more."""
+        """What `dataclasses.asdict` made of it, as the checkpoint `path` has it. Raises UserError if it has more, or
+        what no run can have counted."""
         if unknown := saved.keys() - {each.name for each in fields(cls)}:
             raise UserError(f"{path} was written by a newer accel-train, which counts {', '.join(sorted(unknown))}.")
-        return cls(**saved)
+        state = cls(**saved)
+        if name := next((name for name in ("update", "epoch") if name not in saved), "") or state._impossible():
+            raise UserError(
+                f"{path / 'state.json'}: {name} is {str(saved.get(name, 'missing'))[:40]!r}, which no run can have "
+                f"counted. If you do not trust it, delete {path}; the checkpoint before it is used then."
+            )
+        if path.name.startswith("update-") and path.name != f"update-{state.update:08d}":
+            raise UserError(f"{path} holds the checkpoint of update {state.update}: give it its name back.")
+        return state
+
+    def check_position(self, updates_per_epoch: int, path: Path) -> None:
+        """Raise UserError unless the update is one of the epoch's. `path`: where the checkpoints lie."""
+        first = self.epoch * updates_per_epoch
+        if not first <= self.update <= first + updates_per_epoch:
+            raise UserError(
+                f"The checkpoint in {path} is of update {self.update} in epoch {self.epoch + 1}, but with "
+                f"{updates_per_epoch} updates an epoch that one has {first} to {first + updates_per_epoch}: it does "
+                "not fit this run's data and batch size."
+            )
+
+    def _impossible(self) -> str:
+        """The name of a number that is out of its range or of another type, or ""."""
+        fits = {
+            "update": is_count(self.update),
+            "epoch": is_count(self.epoch) and is_count(self.update) and self.epoch <= self.update,
+            "samples_seen": is_count(self.samples_seen),
+            "best_accuracy": self.best_accuracy is None or is_number(self.best_accuracy, most=1),
+            "best_update": self.best_update is None or is_count(self.best_update),
+            "epoch_loss_sum": is_number(self.epoch_loss_sum, -LARGEST),
+            "epoch_count": is_count(self.epoch_count),
+            "epoch_correct": is_number(self.epoch_correct),
+            "train_seconds": is_number(self.train_seconds),
+            "timed_samples": is_count(self.timed_samples),
+            "left_out": isinstance(self.left_out, list) and all(is_count(number, 1) for number in self.left_out),
+        }
+        return next((name for name, fit in fits.items() if not fit), "")

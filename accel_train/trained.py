@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from accel_train import checkpoint as checkpoints
-from accel_train import commit, config, models
+from accel_train import commit, config, models, snapshot
 from accel_train.errors import UserError
 from accel_train.signature import Signature
 
@@ -23,7 +23,7 @@ def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
         if checkpoint is not None:
             inside = run / "checkpoints" / checkpoint
             folder = checkpoint if checkpoint.is_dir() or not inside.is_dir() else inside
-            commit.verify(folder)
+            snapshot.verify(folder)
         elif not (run / "model.safetensors").is_file():
             found = checkpoints.find(run)
             if found is None:

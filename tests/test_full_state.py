@@ -8,6 +8,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from accel_train import full_state
+from accel_train.optimizer_check import fitting
 
 OPTIMIZERS = (
     "plain sgd",
@@ -105,7 +106,7 @@ def test_names_are_the_plain_ones_under_compile_and_memory_formats_survive():
     model[3] = torch.compile(model[3])
     model = torch.compile(model)
     assert set(full_state.tensors(model)) == plain
-    assert "3.weight" in full_state._names(model, optimizer)
+    assert "3.weight" in full_state.parameter_names(model, optimizer)
 
     target = tiny(1, "adamw")
     target[0].to(memory_format=torch.channels_last)
@@ -115,3 +116,21 @@ def test_names_are_the_plain_ones_under_compile_and_memory_formats_survive():
     weight = target[0][0].weight
     assert target[1].state[weight]["exp_avg"].stride() == weight.stride()
     assert torch.equal(weight, source[0][0].weight)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS[:-1], "lion", "adafactorbv", "adan", "laprop", "novograd", "lamb"])
+def test_an_optimizers_own_state_is_found_fitting_and_left_as_it_is(name):
+    source, target = tiny(0, name), tiny(1, name)
+    for number in range(3):
+        step(*source, number)
+    state = full_state.collect(full_state.optimizer_state(*source), here=True)
+    found, missing = fitting(*target, state)
+    assert not missing
+    assert found["state"].keys() == state["state"].keys()
+    torch.testing.assert_close(found["state"], state["state"], rtol=0, atol=0)
+    for old, new in zip(state["param_groups"], found["param_groups"], strict=True):
+        assert {**old, **dict.fromkeys(full_state.HOW_TO_COMPUTE)} == {
+            **new,
+            **dict.fromkeys(full_state.HOW_TO_COMPUTE),
+        }
+    assert not target[1].state

@@ -17,6 +17,7 @@ import io
 import json
 import mmap
 import struct
+import zipfile
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from accel_train.data.images import EncodedImages, Names, Picture
 from accel_train.data.splits import Source, Splits
 from accel_train.errors import UserError
 from accel_train.semantics import IMAGE_FILES, SEMANTICS
+from accel_train.untrusted import is_count, is_number, require_ordinary
 
 MAGIC = b"ACTRAIN1"
 FOOTER = struct.Struct("<8sQQ32s")  # magic, offset of the index, its length, its SHA-256
@@ -65,6 +67,7 @@ class CacheFile:
         self.path = path
         self._map: mmap.mmap | None = None
         try:
+            require_ordinary(path, follow=True)
             with path.open("rb") as file:
                 self.bytes = file.seek(0, io.SEEK_END)
                 file.seek(max(0, self.bytes - FOOTER.size))
@@ -78,16 +81,21 @@ class CacheFile:
             with np.load(io.BytesIO(index), allow_pickle=False) as arrays:
                 described: dict[str, Any] = json.loads(arrays["description"].tobytes())
                 self.columns: dict[str, npt.NDArray[Any]] = {name: arrays[name] for name in COLUMNS}
-                self.names = Names.of(arrays["names"], arrays["name_ends"])
+                text, ends = arrays["names"], arrays["name_ends"]
+                self.names = Names.of(text, ends)
             for name in ("classes", "mean", "std"):
                 described[name] = tuple(described[name])
             self.description = Description(**described)
+            _check(self.description, self.columns, text, ends, at)
         except OSError as error:
             raise UserError(
                 f"--data.root {path} cannot be read ({error.strerror}): name the file that `accel-train cache-data` "
                 "wrote."
             ) from error
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+        except (
+            ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError, MemoryError, OverflowError,
+            NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error,
+        ) as error:  # fmt: skip
             raise UserError(
                 f"--data.root {path} is no whole cache ({error}): write it again with `accel-train cache-data`."
             ) from error
@@ -109,6 +117,46 @@ class CacheFile:
             buffer = bytearray(1 << 24)
             while file.readinto(buffer):
                 pass
+
+
+def _check(
+    description: Description,
+    columns: dict[str, npt.NDArray[Any]],
+    text: npt.NDArray[Any],
+    ends: npt.NDArray[Any],
+    end: int,
+) -> None:
+    """Raise ValueError unless index and description speak of images that lie in the file, before byte `end`."""
+    splits, channels = description.splits, description.channels
+    count = len(columns["offsets"])
+    if (
+        description.encoding not in ("raw", "jpeg")
+        or channels not in (1, 3)
+        or not all(isinstance(name, str) for name in description.classes)
+        or not all(is_number(value, -1e6, 1e6) for value in description.mean)
+        or not all(is_number(value, 0, 1e6) and value > 0 for value in description.std)
+        or not len(description.mean) == len(description.std) == channels
+    ):
+        raise ValueError("its description is of no images that can be read")
+    if "train" not in splits or not set(splits) <= {"train", "validation", "test"}:
+        raise ValueError(f"its splits are {', '.join(map(str, splits)) or 'none'}")
+    if not all(map(is_count, splits.values())) or sum(splits.values()) != count:
+        raise ValueError(f"its splits are not of the {count} images that it lists")
+    for name, values in {**columns, "names": text, "name_ends": ends}.items():
+        if values.ndim != 1 or values.dtype != (np.uint8 if name == "names" else np.int64):
+            raise ValueError(f"its {name} are not numbers in a row")
+        if name != "names" and len(values) != count:
+            raise ValueError(f"it has {len(values)} {name} of {count} images")
+    offsets, sizes = columns["offsets"], columns["sizes"]
+    if count and not ((sizes > 0) & (offsets >= len(MAGIC)) & (offsets <= end - sizes)).all():
+        raise ValueError("images would lie outside it")
+    if count and (ends[0] < 0 or (ends[1:] < ends[:-1]).any() or ends[-1] != len(text)):
+        raise ValueError("its names are not whole")
+    if description.encoding == "raw":
+        heights, widths = columns["heights"], columns["widths"]
+        sides = (heights > 0) & (widths > 0) & (heights <= end) & (widths <= end // np.maximum(heights, 1))
+        if not (sides & (heights * widths * channels == sizes)).all():
+            raise ValueError("images are not of the size that it says")
 
 
 class CachedImages(EncodedImages):

@@ -6,6 +6,7 @@ that the order of the samples is as free as with files, and nothing need fit in 
 
 from __future__ import annotations
 
+import itertools
 import json
 import posixpath
 import re
@@ -25,6 +26,11 @@ from accel_train.data.images import EncodedImages, Names, file_state, is_image, 
 from accel_train.data.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 from accel_train.semantics import IMAGE_FILES
+from accel_train.untrusted import require_ordinary
+
+DEEPEST = 4
+"""Tar files inside one another that are read; ImageNet's have two."""
+MOST_CLASSES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,10 @@ class TarImages(EncodedImages):
 def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
     """Each file in the tar file `root / tar` and in those inside it, with its content. Raises UserError."""
 
-    def walk(archive: tarfile.TarFile, start: int, prefix: str) -> Iterator[tuple[Member, IO[bytes]]]:
+    def walk(archive: tarfile.TarFile, start: int, prefix: str, depth: int) -> Iterator[tuple[Member, IO[bytes]]]:
         for info in archive:
+            if info.size < 0 or info.issparse():  # tarfile would read a header again and again, or from other places
+                raise tarfile.ReadError(f"{info.name} has no size or is sparse")
             name = posixpath.normpath(prefix + info.name)
             hidden = any(part.startswith(".") for part in name.split("/"))
             if (info.issym() or info.islnk()) and not hidden and is_image(posixpath.basename(name)):
@@ -89,8 +97,10 @@ def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
             if content is None:
                 continue
             if name.lower().endswith(".tar"):  # as ImageNet's: one for each class
+                if depth == DEEPEST:
+                    raise tarfile.ReadError(f"{name} is the {depth + 1}th tar file, each inside another")
                 with tarfile.open(fileobj=content, mode="r:") as inner:
-                    yield from walk(inner, start + info.offset_data, name[:-4] + "/")
+                    yield from walk(inner, start + info.offset_data, name[:-4] + "/", depth + 1)
                     _check_end(inner, content)
             else:
                 yield Member(name, tar, start + info.offset_data, info.size), content
@@ -98,15 +108,15 @@ def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
 
     path = root / tar
     try:
-        size = path.stat().st_size
+        size = require_ordinary(path, follow=True).st_size
         with tarfile.open(path, mode="r:") as archive:
-            for member, content in walk(archive, 0, ""):
+            for member, content in walk(archive, 0, "", 0):
                 if member.offset + member.size > size:
                     raise tarfile.ReadError("unexpected end of data")
                 yield member, content
             with path.open("rb") as file:
                 _check_end(archive, file)
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(
             f"the tar file {path} cannot be read ({error}): it must be whole and not compressed."
         ) from error
@@ -208,7 +218,10 @@ def _shards(root: Path) -> dict[str, list[str]]:
                 for split, info in json.loads((root / name).read_text(encoding="utf-8"))["splits"].items():
                     if split.lower() in SPLIT_NAMES:
                         shards[SPLIT_NAMES[split.lower()]] = list(info["filenames"])
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                for path in itertools.chain(*shards.values()):
+                    if not isinstance(path, str) or path.startswith("/") or ".." in path.split("/"):
+                        raise ValueError(f"{path!r} is not in this folder")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(
                     f"{root / name} does not list shards as splits -> SPLIT -> filenames ({error}): "
                     "mend it or remove it (then the shards' names tell their splits)."
@@ -233,8 +246,8 @@ def _pairs(root: Path, shard: str) -> Iterator[tuple[Member, int]]:
         stem, _, extension = name.partition(".")  # WebDataset: the key ends at the name's first dot
         key = f"{folder}/{stem}"
         if extension == "cls":
-            text = content.read().decode(errors="replace").strip()
-            if not text.isdigit():
+            text = content.read(64).decode(errors="replace").strip()
+            if not (text.isascii() and text.isdigit() and int(text) < MOST_CLASSES):
                 raise UserError(f"{root / shard}/{member.name}: '{text[:20]}' is no class number.")
             labels[key] = int(text)
         elif is_image(name):

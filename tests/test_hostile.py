@@ -1,0 +1,497 @@
+"""Files whose hashes are right and whose contents are not: one line, exit code 2, nothing followed, nothing changed."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import tarfile
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from accel_train import commit, models, optim, options
+from accel_train.checkpoint import Checkpoints
+from accel_train.cli import main
+from accel_train.config import Data
+from accel_train.data.cache import FOOTER, MAGIC, CacheFile
+from accel_train.data.cache_writer import write_cache
+from accel_train.data.tars import tar, webdataset
+from accel_train.errors import UserError
+from accel_train.signature import read_signature
+from accel_train.train_state import TrainState
+
+HOSTILE = (
+    None, True, "", "7", "../../x", "a\nb\x1b[2J", [], {}, [1], {"a": {"b": []}}, -1, 0.5, 10**9, 10**400, -(10**30),
+    math.nan, math.inf, 1e308,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An empty working directory, no Accelerate left over from another test, and an alarm for what hangs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    pipe = signal.getsignal(signal.SIGPIPE)
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGPIPE, pipe)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def run(digits_run: Path, tmp_path: Path) -> Path:
+    """A copy of a real run with three checkpoints, which is not finished."""
+    run = tmp_path / "run"
+    shutil.copytree(digits_run, run)
+    (run / "result.json").unlink()
+    return run
+
+
+def newest(run: Path) -> Path:
+    return commit.directory(run / "checkpoints", commit.updates(run / "checkpoints")[-1])
+
+
+def listed(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.lstat().st_ino, path.lstat().st_size) for path in folder.rglob("*")}
+
+
+def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    edit(checkpoint / "manifest.json", lambda manifest: change(manifest["files"]))
+
+
+def rehash(checkpoint: Path) -> None:
+    """Write the manifest that belongs to the files as they are now."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": commit.sha256(path)}
+        for path in checkpoint.iterdir()
+        if path.name != "manifest.json"
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def edit_state(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    edit(checkpoint / "state.json", change)
+    rehash(checkpoint)
+
+
+def edit_optimizer(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    tree = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    change(tree)
+    torch.save(tree, checkpoint / "optimizer.pt")
+    rehash(checkpoint)
+
+
+def edit_weights(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file)
+    if (file.parent / "manifest.json").exists():
+        rehash(file.parent)
+
+
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    """`make` puts something else in the file's place, under the hash that the file had."""
+    path.unlink()
+    make(path)
+
+
+def first_state(tree: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(tree["state"].values()))
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "words": (lambda c: edit_state(c, lambda s: s["train"].update(update="x")), "update is 'x', which no run"),
+    "nan": (lambda c: edit_state(c, lambda s: s["train"].update(best_accuracy=math.nan)), "best_accuracy is 'nan'"),
+    "no position": (lambda c: edit_state(c, lambda s: s["train"].pop("epoch")), "epoch is 'missing'"),
+    "another update": (lambda c: edit_state(c, lambda s: s["train"].update(update=5)), "of update 5: give it its name"),
+    "another epoch": (lambda c: edit_state(c, lambda s: s["train"].update(epoch=0)), "of update 54 in epoch 1"),
+    "no versions": (lambda c: edit_state(c, lambda s: s.update(versions=[])), "not a file of this program"),
+    "a scaler": (lambda c: edit_state(c, lambda s: s.update(scaler={"scale": "x"})), "not a file of this program"),
+    "two lines": (
+        lambda c: edit_state(c, lambda s: s["configuration"].update(seed="1\naccel-train: all is well\x1b[2J")),
+        r"seed: 1\naccel-train: all is well\x1b[2J -> 0",
+    ),
+    "deep": (lambda c: ((c / "state.json").write_text("[" * 10**5), rehash(c)), "not a file of this program"),
+    "another shape": (
+        lambda c: edit_optimizer(c, lambda o: first_state(o).update(momentum_buffer=torch.zeros(3))),
+        "is a tensor (3,) of float32 instead of a tensor (",
+    ),
+    "a number": (lambda c: edit_optimizer(c, lambda o: first_state(o).update(momentum_buffer=1.0)), "is 1.0 instead"),
+    "no numbers": (
+        lambda c: edit_optimizer(
+            c, lambda o: first_state(o).update(momentum_buffer=first_state(o)["momentum_buffer"].to_sparse())
+        ),
+        "does not fit this run's optimizer: momentum_buffer in the state of",
+    ),
+    "emptied": (lambda c: edit_optimizer(c, lambda o: o.update(state={})), "no state of any parameter after"),
+    "emptied one by one": (
+        lambda c: edit_optimizer(c, lambda o: [each.clear() for each in o["state"].values()]),
+        "should have momentum_buffer",
+    ),
+    "a learning rate": (lambda c: edit_optimizer(c, lambda o: o["param_groups"][0].update(lr="x")), "its lr is 'x'"),
+    "a list": (lambda c: (torch.save([1], c / "optimizer.pt"), rehash(c)), "it has no state"),
+    "no archive": (lambda c: ((c / "optimizer.pt").write_bytes(b"x" * 99), rehash(c)), "not a file of this program"),
+    "whole numbers": (
+        lambda c: edit_weights(c / "model.safetensors", lambda w: w.update({k: v.int() for k, v in w.items()})),
+        "is int32 there and float32 in this model",
+    ),
+    "another mean": (
+        lambda c: edit_weights(c / "ema.safetensors", lambda w: w.popitem()), "is missing there and (",
+    ),
+    "names nothing": (lambda c: edit_manifest(c, lambda m: m.clear()), "names no file"),
+    "names one": (lambda c: edit_manifest(c, lambda m: m.pop("optimizer.pt")), "not name optimizer.pt"),
+    "names no mean": (
+        lambda c: edit_manifest(c, lambda m: m.pop("ema.safetensors")), "not name ema.safetensors",
+    ),
+    **{
+        f"names {name}": (
+            lambda c, name=name: edit_manifest(c, lambda m: m.update({name: {"size": 0, "sha256": ""}})),
+            "which is not in this folder",
+        )
+        for name in ("/dev/zero", "../../secret", "..", "", "a/b", ".hidden", "a\0b")
+    },
+    "a pipe": (lambda c: replaced(c / "state.json", os.mkfifo), "is a pipe, not an ordinary file"),
+    "a manifest that is a pipe": (lambda c: replaced(c / "manifest.json", os.mkfifo), "is a pipe, not an ordinary"),
+    "an endless file": (lambda c: replaced(c / "model.safetensors", lambda p: p.symlink_to("/dev/zero")), "is a link"),
+    "a link": (
+        lambda c: replaced(c / "optimizer.pt", lambda p: p.symlink_to(c.parent / "update-00000023/optimizer.pt")),
+        "is a link, not an ordinary file",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_a_checkpoint_that_no_run_wrote_is_refused(run: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    damage, message = CHECKPOINTS[case]
+    damage(newest(run))
+    before = listed(run)
+    assert main(["train", f"{run}/config.yaml", "--output-dir", str(run)]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("accel-train: error: ") and err.count("\n") == 1, err
+    assert message in err
+    assert out == ""
+    assert listed(run) == before
+
+
+class Resumed:
+    """What a resume of the run in `run` does with its checkpoints, in this process; each `restore` is a new start."""
+
+    def __init__(self, run: Path) -> None:
+        self.folder = run / "checkpoints"
+        self.config, signature = options.parse([str(run / "config.yaml")]), read_signature(run)
+        self.accelerator = Accelerator(cpu=True)
+        self.model = models.create_model(
+            self.config.model, num_classes=len(signature.classes), channels=1, image_size=signature.image_size
+        )
+        self.accelerator.prepare(self.model)
+
+    def restore(self) -> TrainState | None:
+        """The position, after a step that shows that the optimizer can go on. Raises UserError."""
+        optimizer = optim.create_optimizer(self.config.optim, self.model)
+        ema = optim.create_ema(self.config.ema, self.model)
+        checkpoints = Checkpoints(self.folder, self.config, self.accelerator, self.model, optimizer, ema=ema)
+        position = checkpoints.restore("auto")
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return position
+
+
+def mutate(value: Any, generator: random.Random) -> Any:
+    """A copy in which something is replaced, removed or added, at any depth."""
+    if isinstance(value, dict) and value and generator.random() < 0.9:
+        key = generator.choice(list(value))
+        if generator.random() < 0.1:
+            return {name: inner for name, inner in value.items() if name != key}
+        return {**value, key: mutate(value[key], generator)}
+    if isinstance(value, list) and value and generator.random() < 0.7:
+        number = generator.randrange(len(value))
+        return [*value[:number], mutate(value[number], generator), *value[number + 1 :]]
+    tensors = torch.zeros(3), torch.tensor(math.nan), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(1).expand(10**9)
+    return generator.choice([*HOSTILE, *tensors] if isinstance(value, torch.Tensor) else HOSTILE)
+
+
+def test_any_change_of_a_checkpoint_is_refused_or_harmless(run: Path) -> None:
+    for old in commit.updates(run / "checkpoints")[:-1]:
+        commit.delete(run / "checkpoints", old)
+    place, generator = newest(run), random.Random(0)
+    whole = {path.name: path.read_bytes() for path in place.iterdir()}
+    state, resumed = json.loads(whole["state.json"]), Resumed(run)
+    optimizer = torch.load(place / "optimizer.pt", weights_only=True)
+    refused = 0
+    for number in range(400):
+        if number % 4 == 0:
+            (place / "state.json").write_text(json.dumps({**state, "train": mutate(state["train"], generator)}))
+        elif number % 4 == 1:
+            (place / "state.json").write_text(json.dumps(mutate(state, generator)))
+        elif number % 4 == 2:
+            torch.save(mutate(optimizer, generator), place / "optimizer.pt")
+        else:
+            name = generator.choice(sorted(whole))
+            content = bytearray(whole[name])
+            for _ in range(generator.randint(1, 5)):
+                content[generator.randrange(min(len(content), 2000))] = generator.randrange(256)
+            (place / name).write_bytes(content)
+        if number % 20 != 3:
+            rehash(place)
+        try:
+            position = resumed.restore()
+        except UserError:
+            refused += 1
+        else:
+            aside = list(run.glob("checkpoints/*.broken-*"))
+            assert (position is None) == bool(aside)
+            for path in aside:  # what an accident may have made
+                assert number % 20 == 3
+                path.rename(place)
+        assert [path.name for path in place.parent.iterdir()] == [place.name]
+        for name, content in whole.items():
+            (place / name).write_bytes(content)
+    assert 150 < refused < 390
+    assert resumed.restore() == TrainState(**state["train"])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(HOSTILE),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from([field.name for field in fields(TrainState)]), json_values))
+def test_a_position_is_one_that_a_run_can_have_or_refused(changes: dict[str, Any]) -> None:
+    good = TrainState(2, 60, 3000, 0.9, 58, 1.5, 10, 20, 3.5, 2900, [7])
+    try:
+        found = TrainState.from_saved({**asdict(good), **changes}, Path("x"))
+    except UserError as error:
+        assert "x/state.json: " in str(error)
+        return
+    assert 0 <= found.epoch <= found.update < 2**63
+    for value in (found.epoch_loss_sum, found.train_seconds, found.best_accuracy or 0):
+        assert math.isfinite(value)
+    assert all(number > 0 for number in found.left_out)
+    assert TrainState.from_saved(json.loads(json.dumps(asdict(found))), Path("x")) == found
+
+
+def test_a_missing_part_of_the_momentum_is_told(run: Path) -> None:
+    def forget(tree: dict[str, Any]) -> None:
+        del tree["state"]["stem.weight" if "stem.weight" in tree["state"] else next(iter(tree["state"]))]
+
+    edit_optimizer(newest(run), forget)
+    resumed = Resumed(run)
+    checkpoints = Checkpoints(
+        resumed.folder, resumed.config, resumed.accelerator, resumed.model,
+        optim.create_optimizer(resumed.config.optim, resumed.model), ema=None,
+    )  # fmt: skip
+    assert checkpoints.restore("auto") is not None
+    assert any("has no state of 1 parameters" in note for note in checkpoints.notes)
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: edit(run / "model.json", lambda m: m.update(classes="abc")), "classes is no list"),
+        (lambda run: edit(run / "model.json", lambda m: m.update(std=[0.0])), "std is (0.0,)"),
+        (lambda run: edit(run / "model.json", lambda m: m.update(channels=True)), "channels is True"),
+        (lambda run: edit(run / "model.json", lambda m: m.update(image_size=10**9)), "image_size is 1000000000"),
+        (lambda run: edit(run / "model.json", lambda m: m.update(native_size="8")), "native_size is 8"),
+        (lambda run: replaced(run / "model.json", os.mkfifo), "cannot be read (a pipe, not an ordinary file)"),
+        (lambda run: (run / "config.yaml").write_text("about: {recipe: ../../etc}"), "name is '../../etc'"),
+        (lambda run: (run / "config.yaml").write_text("base: /dev/zero"), "/dev/zero: not an ordinary file"),
+        (lambda run: replaced(run / "config.yaml", os.mkfifo), "has no config.yaml"),
+        (
+            lambda run: edit_weights(run / "model.safetensors", lambda w: w.update({k: w[k].long() for k in w})),
+            "is int64 there",
+        ),
+        (
+            lambda run: ((run / "model.safetensors").unlink(), replaced(newest(run) / "ema.safetensors", os.mkfifo)),
+            "is a pipe",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_of_somebody_else_is_looked_at_first(
+    run: Path, command: str, damage: Callable[[Path], object], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "ema.safetensors").unlink()
+    damage(run)
+    words = [command, str(run), *([__file__] if command == "predict" else [])]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert message in err.splitlines()[-1]
+    assert len(err.splitlines()) == 1
+    assert not list(run.glob("evaluation*"))
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc", "..", ".", ".x", "a/b", "", " ", "a\\nb", "x" * 300])
+def test_the_name_of_a_recipe_is_no_path(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text(f'base: digits\nabout: {{recipe: "{name}"}}\nepochs: 1\n')
+    assert main(["train", "mine.yaml"]) == 2
+    assert "mine.yaml: the recipe's name is" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("images")
+    for kind in ("cat", "dog"):
+        (root / "train" / kind).mkdir(parents=True)
+        for number in range(3):
+            pixels = np.random.default_rng(number).integers(0, 255, (9, 7 + number, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / "train" / kind / f"{number}.png")
+    output = root / "cache"
+    assert write_cache(Data("folder", root=root), output, short_side=8, encoding="raw", processes=1) == 0
+    return output
+
+
+def rewrite(cache: Path, target: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+    """A cache with another description and other columns, and hashes that fit."""
+    import hashlib
+
+    content = cache.read_bytes()
+    _, at, length, _ = FOOTER.unpack(content[-FOOTER.size :])
+    arrays = dict(np.load(io.BytesIO(content[at : at + length])))
+    described = json.loads(arrays["description"].tobytes())
+    change(described, arrays)
+    arrays["description"] = np.frombuffer(json.dumps(described).encode(), dtype=np.uint8)
+    index = io.BytesIO()
+    np.savez(index, **arrays)
+    digest = hashlib.sha256(index.getvalue()).digest()
+    target.write_bytes(content[:at] + index.getvalue() + FOOTER.pack(MAGIC, at, len(index.getvalue()), digest))
+
+
+CACHES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "more images": lambda d, a: d["splits"].update(train=7),
+    "fewer than none": lambda d, a: d["splits"].update(train=7, test=-1),
+    "no training": lambda d, a: d.update(splits={"test": 6}),
+    "another split": lambda d, a: d.update(splits={"train": 3, "x": 3}),
+    "splits in words": lambda d, a: d["splits"].update(train="6"),
+    "an encoding": lambda d, a: d.update(encoding="exe"),
+    "channels": lambda d, a: d.update(channels=2),
+    "classes": lambda d, a: d.update(classes=[1, 2]),
+    "mean": lambda d, a: d.update(mean=[math.nan] * 3),
+    "std": lambda d, a: d.update(std=[0.0] * 3),
+    "one std": lambda d, a: d.update(std=[1.0]),
+    "offset": lambda d, a: a["offsets"].__setitem__(2, -5),
+    "far offset": lambda d, a: a["offsets"].__setitem__(2, 2**62),
+    "size": lambda d, a: a["sizes"].__setitem__(2, 2**63 - 1),
+    "no size": lambda d, a: a["sizes"].__setitem__(2, 0),
+    "height": lambda d, a: a["heights"].__setitem__(1, 2**32),
+    "no width": lambda d, a: a["widths"].__setitem__(1, 0),
+    "fewer labels": lambda d, a: a.update(labels=a["labels"][:3]),
+    "labels in words": lambda d, a: a.update(labels=a["labels"].astype(str)),
+    "a table": lambda d, a: a.update(checksums=a["checksums"].reshape(2, 3)),
+    "names": lambda d, a: a.update(name_ends=a["name_ends"][::-1].copy()),
+    "names beyond": lambda d, a: a["name_ends"].__setitem__(5, 10**6),
+}
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_a_cache_that_nobody_wrote_is_not_taken(case: str, cached: Path, tmp_path: Path) -> None:
+    rewrite(cached, tmp_path / "whole", lambda d, a: None)
+    assert len(CacheFile(tmp_path / "whole").columns["labels"]) == 6
+    rewrite(cached, tmp_path / "cache", CACHES[case])
+    with pytest.raises(UserError, match="is no whole cache"):
+        CacheFile(tmp_path / "cache")
+
+
+def test_a_cache_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "cache")
+    with pytest.raises(UserError, match="a pipe, not an ordinary file"):
+        CacheFile(tmp_path / "cache")
+
+
+def packed(members: dict[str, bytes], sizes: dict[str, int] | None = None) -> bytes:
+    """A tar file; `sizes`: what its headers say in place of the truth."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    found = bytearray(file.getvalue())
+    for name, size in (sizes or {}).items():
+        at = found.index(name.encode())
+        found[at + 124 : at + 136] = size.to_bytes(12, "big", signed=True)
+        found[at + 148 : at + 156] = b" " * 8
+        found[at + 148 : at + 156] = b"%06o\0 " % sum(found[at : at + 512])
+    return bytes(found)
+
+
+def nested(depth: int) -> bytes:
+    found = packed({"cat/1.jpg": b"x", "dog/1.jpg": b"x"})
+    for _ in range(depth):
+        found = packed({"a.tar": found})
+    return found
+
+
+def long_name() -> bytes:
+    """A header that says that the next one's name is long, and the name."""
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 512
+    return info.tobuf(tarfile.GNU_FORMAT) + b"x".ljust(512, b"\0")
+
+
+LONG_NAME = long_name()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (nested(400), "the 5th tar file, each inside another"),
+        (packed({"cat/1.jpg": b"x"}, {"cat/1.jpg": -(2**88)}), "cannot be read"),
+        (packed({"cat/1.jpg": b"x"}, {"cat/1.jpg": -1024}), "has no size"),
+        (LONG_NAME * 3000 + packed({"cat/1.jpg": b"x"}), "cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_tar_file_that_nobody_packed(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "train.tar").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        tar(Data("tar", root=tmp_path / "train.tar"))
+    (tmp_path / "train.tar").unlink()
+    os.mkfifo(tmp_path / "train.tar")
+    with pytest.raises(UserError, match="a pipe, not an ordinary file"):
+        tar(Data("tar", root=tmp_path))
+
+
+@pytest.mark.parametrize("label", ["²", "9" * 30, "1000000", "-1", "x" * 10**6])
+def test_a_shard_with_impossible_classes(tmp_path: Path, label: str) -> None:
+    (tmp_path / "x-train.tar").write_bytes(packed({"a.jpg": b"x", "a.cls": label.encode()}))
+    with pytest.raises(UserError, match="is no class number"):
+        webdataset(Data("wds", root=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["../x.tar", "/x.tar", "a/../../x.tar", 7])
+def test_shards_elsewhere_are_not_followed(tmp_path: Path, name: object) -> None:
+    (tmp_path / "x.tar").write_bytes(packed({"a.jpg": b"x", "a.cls": b"1"}))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "_info.json").write_text(json.dumps({"splits": {"train": {"filenames": [name]}}}))
+    with pytest.raises(UserError, match="is not in this folder"):
+        webdataset(Data("wds", root=tmp_path / "data"))
