@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from accel_train import config as configuration
+from accel_train import synonyms
 from accel_train.config import Config
 from accel_train.errors import UserError, nearest
 from accel_train.recipe import Option, read_recipe, recipe_about, recipe_names, recipe_text
@@ -165,17 +166,19 @@ def _groups(kinds: Kinds) -> set[str]:
 
 
 def _unknown(option: Option, kinds: Kinds) -> NoReturn:
-    """Names the nearest keys: those with the same last part (lr: optim.lr), else one spelled alike."""
+    """Names what other trainers call so, or the nearest keys: those with the same last part (lr: optim.lr), else one
+    spelled alike."""
     key = option.key
+    advised = synonyms.advice(key, kinds)
     if key in _groups(kinds):
         keys = ", ".join(name for name in kinds if name.startswith(f"{key}."))
-        raise UserError(f"--{key}: a group of options, not one ({option.origin}). In it: {keys}.")
+        raise UserError(f"--{key}: a group of options, not one ({option.origin}).{advised} In it: {keys}.")
     last = key.rpartition(".")[2]
     by_last: dict[str, list[str]] = {}
     for name in kinds:
         by_last.setdefault(name.rpartition(".")[2], []).append(name)
     same = by_last.get(last, [])
-    hint = nearest(key, same) if "." in key else ""
+    hint = advised or (nearest(key, same) if "." in key else "")
     if not hint and same:
         hint = f" Did you mean {' or '.join(map(repr, same))}?"
     hint = hint or nearest(key, kinds)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_train import config, options
+from accel_train import config, options, synonyms
 from accel_train.config import Config
 from accel_train.errors import UserError
 
@@ -122,7 +122,7 @@ def test_a_home_folder_is_found_in_paths_only(tmp_path: Path, monkeypatch: pytes
         (["--epoch", "1"], "--epoch: unknown option (command line). Did you mean 'epochs'?"),
         (["--decay", "1"], "Did you mean 'schedule.decay' or 'ema.decay'?"),
         (["--recipe", "x"], "--recipe: unknown option"),
-        (["--optim", "sgd"], "--optim: a group of options, not one (command line). In it: optim.name, "),
+        (["--optim", "sgd"], "a group of options, not one (command line). Did you mean 'optim.name'? In it: optim.name, "),
         (["adam"], "'adam': neither an option nor the value of one"),
         (["-x", "1"], "'-x': neither an option"),
         (["--schedule.warmup-epochs", "9"], "--schedule.warmup-epochs: expected at most the 3 epochs"),
@@ -174,6 +174,76 @@ def test_each_slip_in_a_recipe_is_told_with_its_line(tmp_path: Path, content: by
     path = tmp_path / "r.yaml"
     path.write_bytes(content)
     assert message in told(str(path))
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("learning_rate", "Did you mean 'optim.lr'?"),
+        ("learning-rate", "Did you mean 'optim.lr'?"),
+        ("optim.learning_rate", "Did you mean 'optim.lr'?"),
+        ("Optimizer.LR0", "Did you mean 'optim.lr'?"),
+        ("optimizer", "Did you mean 'optim.name'?"),
+        ("optim", "Did you mean 'optim.name'?"),
+        ("wd", "Did you mean 'optim.weight-decay'?"),
+        ("bs", "Did you mean 'batch-size'?"),
+        ("num_workers", "Did you mean 'data.workers'?"),
+        ("model", "Did you mean 'model.name'?"),
+        ("arch", "Did you mean 'model.name'?"),
+        ("dataset", "Did you mean 'data.name' or 'data.root'?"),
+        ("save_dir", "Did you mean 'output-dir'?"),
+        ("checkpoint", "Did you mean 'resume'?"),
+        ("warmup", "Did you mean 'schedule.warmup-epochs'?"),
+        ("img-size", "Did you mean 'model.image-size'?"),
+        ("smoothing", "Did you mean 'loss.label-smoothing'?"),
+        ("gradient_accumulation_steps", "Did you mean 'micro-batch-size'?"),
+        ("log-interval", "Did you mean 'log-every-updates'?"),
+        ("cutmix", "Did you mean 'augment.cutmix'?"),
+        ("fp16", "on the launch command: accelerate launch --mixed_precision fp16 …; see accelerate_configs/."),
+        ("mixed-precision", "accelerate launch --mixed_precision bf16 …"),
+        ("gpus", "accelerate launch --num_processes N …"),
+        ("num_nodes", "accelerate launch --num_machines N …"),
+        ("device", "accelerate launch --config_file accelerate_configs/multi_gpu.yaml …"),
+        ("compile", "accelerate launch --dynamo_backend inductor …"),
+        ("early-stopping", "There is no early stopping"),
+        ("eval-only", "`accel-train evaluate RUN`"),
+    ],
+)  # fmt: skip
+def test_what_other_trainers_call_it_is_known(tmp_path: Path, word: str, advice: str) -> None:
+    assert advice in told("digits", f"--{word}", "1")
+    (tmp_path / "r.yaml").write_text(f"{word}: 1")
+    message = told(str(tmp_path / "r.yaml"))
+    assert advice in message and f"{tmp_path}/r.yaml:1" in message
+
+
+def test_what_is_proposed_exists() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    kinds, groups = options.option_types(), {"data", "model", "optim", "schedule", "ema", "checkpoint", "augment"}
+    proposed = {key for keys in synonyms.OPTIONS for key in keys.split()}
+    assert proposed <= kinds.keys()
+    words = [word for table in synonyms.TABLES for listed in table.values() for word in listed.split()]
+    assert len(words) == len(set(words))
+    assert not set(words) & kinds.keys()
+    assert all(not any(word.startswith(f"{group}.") for group in groups) for word in words)
+    for command in synonyms.LAUNCHER:
+        flag, value = command.split()
+        assert f'"{flag}"' in repr(launch_command_parser()._option_string_actions).replace("'", '"')
+        if flag == "--config_file":
+            assert (Path(__file__).parent.parent / value).is_file()
+
+
+def test_only_options_of_the_command_are_proposed() -> None:
+    from accel_train.commands import Predict
+
+    def told_by_predict(word: str) -> str:
+        with pytest.raises(UserError) as caught:
+            options.parse_command(Predict, ["run", "x.png", word, "1"], "predict", positional=("run", "images"))
+        return str(caught.value)
+
+    assert "Did you mean 'batch-size'?" in told_by_predict("--bs")
+    assert "optim.lr" not in told_by_predict("--learning-rate")
+    assert "accelerate launch" not in told_by_predict("--gpus")
 
 
 def test_a_circle_of_bases_is_told(tmp_path: Path) -> None:
