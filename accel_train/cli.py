@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import sys
 import traceback
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from accel_train import __version__, signals
 from accel_train.errors import UserError, nearest, one_line
 from accel_train.imports import importing
-from accel_train.launch import INTERRUPTED, at_terminal, prepare_environment
+from accel_train.launch import INTERRUPTED, at_terminal, is_first_process, prepare_environment
 
 COMMANDS = {
     "train": "train a model as a recipe says, or go on with a run",
@@ -24,7 +23,6 @@ COMMANDS = {
     "cache-data": "write a data set's images, made ready, into one file",
     "scaling": "compare the speed of finished runs on different numbers of processes",
 }
-RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PBS_NODENUM")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,12 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def is_first_process() -> bool:
-    """Whether this process speaks for all that were started; a launcher inside a Slurm task decides."""
-    ranks = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
-    return not ranks or ranks[0] == "0"
-
-
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         _print_help()
@@ -79,7 +71,7 @@ def _run(words: list[str]) -> int:
             if config.config_only:
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… --config-only | head` ends quietly
             launch = prepare_environment()  # before torch is imported, which reads some of it
-            with importing():
+            with importing("" if config.config_only else config.recipe):
                 from accel_train.accelerator import end_world
                 from accel_train.train import train
 

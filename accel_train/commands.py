@@ -47,8 +47,8 @@ class Predict:
     """Folder of the run."""
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE|FOLDER …")]
     """Image files, or folders of them."""
-    top_k: int = 5
-    """Number of classes shown for each image."""
+    top_k: int | None = None
+    """Number of classes for each image; default: 1 on the console, 5 in a file."""
     output: Path | None = None
     """Write to this .csv or .jsonl file instead of a table on the console."""
     batch_size: int = 64
@@ -142,7 +142,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     _check_run(found.run)
 
     launch = prepare_environment()  # before torch is imported, which reads some of it
-    with importing():
+    with importing(str(found.run)):
         from accel_train.evaluate_run import evaluate_run
 
     return evaluate_run(launch, found.run, split=found.split, checkpoint=found.checkpoint, overrides=overrides)
@@ -151,7 +151,8 @@ def evaluate(arguments: Sequence[str]) -> int:
 def predict(arguments: Sequence[str]) -> int:
     prog = "accel-train predict"
     found, _ = options.parse_command(Predict, arguments, prog, positional=("run", "images"))
-    _at_least_one("top-k", found.top_k)
+    top_k = found.top_k if found.top_k is not None else 1 if found.output is None else 5
+    _at_least_one("top-k", top_k)
     _at_least_one("batch-size", found.batch_size)
     if found.max_pixels is not None:
         _at_least_one("max-pixels", found.max_pixels)
@@ -163,7 +164,7 @@ def predict(arguments: Sequence[str]) -> int:
             raise UserError(f"{image}: no such image or folder.")
 
     launch = prepare_environment()
-    with importing():
+    with importing(str(found.run)):
         from accel_train.predict import predict
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
@@ -171,7 +172,7 @@ def predict(arguments: Sequence[str]) -> int:
         launch,
         found.run,
         found.images,
-        top_k=found.top_k,
+        top_k=top_k,
         output=found.output,
         batch_size=found.batch_size,
         max_pixels=found.max_pixels,
@@ -193,7 +194,7 @@ def bench(arguments: Sequence[str]) -> int:
         raise UserError(f"--output: {output} is a folder; name a file in it.")
 
     launch = prepare_environment()
-    with importing():
+    with importing(config.recipe):
         from accel_train.accelerator import end_world
         from accel_train.bench import bench
 
@@ -208,7 +209,7 @@ def check_data(arguments: Sequence[str]) -> int:
     _at_least_one("max-pixels", found.max_pixels)
     data = configuration.Data(name=found.name, root=found.root, max_pixels=found.max_pixels)
 
-    with importing():
+    with importing(found.name):
         from accel_train.data import check
 
     unreadable = check.check_data(data, found.output, processes)
@@ -232,7 +233,7 @@ def cache_data(arguments: Sequence[str]) -> int:
         max_pixels=found.max_pixels,
     )
 
-    with importing():
+    with importing(found.name):
         from accel_train.data.cache_writer import write_cache
 
     unreadable = write_cache(

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
+
+
+def give_usual_mode(path: Path) -> None:
+    """Give a file the permissions that any new file gets there: safetensors makes it readable by its owner alone.
+
+    The umask itself can only be read by changing it, for all threads.
+    """
+    usual = path.with_name(f".{path.name}.mode")
+    usual.touch()
+    shutil.copymode(usual, path)
+    usual.unlink()
 
 
 def write_whole(path: Path, text: str) -> None:

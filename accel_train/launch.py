@@ -38,6 +38,9 @@ INTERRUPTED = 130  # the exit code of a program that Ctrl-C has ended
 READY_MADE = ("none", "accelerate", "torchrun", "environment")  # launchers that need no mapping
 
 
+RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PBS_NODENUM")
+
+
 @dataclass(frozen=True)
 class Launch:
     """How this process was started: number `rank` of all, and number `local_rank` of those on its node."""
@@ -49,6 +52,12 @@ class Launch:
     local_world_size: int = 1
     agent: tuple[int, str] | None = field(default=None, compare=False, kw_only=True)
     """The process of accelerate launch or torchrun that started this one: its number, and when it began."""
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all that were started; a launcher inside a Slurm task decides."""
+    ranks = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
+    return not ranks or ranks[0] == "0"
 
 
 def prepare_environment() -> Launch:

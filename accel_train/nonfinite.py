@@ -34,6 +34,7 @@ from torchvision.utils import save_image
 from accel_train.config import Config
 from accel_train.data.augment import BatchTransform
 from accel_train.errors import UserError
+from accel_train.files import give_usual_mode
 from accel_train.report import Report
 from accel_train.train_state import TrainState
 
@@ -205,6 +206,7 @@ class Guard:
             tensors = [{**batch, "inputs": self.transform(batch)[0]} for batch in window.batches]
             together = {key: torch.cat([each[key] for each in tensors]).cpu().contiguous() for key in tensors[0]}
             save_file({**together, "losses": torch.cat(window.losses).cpu()}, mine.with_suffix(".safetensors"))
+            give_usual_mode(mine.with_suffix(".safetensors"))
             save_image(together["images"].float() / 255, mine.with_suffix(".png"), nrow=16)
             if self.accelerator.is_main_process:
                 samples = [

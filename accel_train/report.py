@@ -18,6 +18,7 @@ from accel_train.data.order import Plan
 from accel_train.data.placement import Placement
 from accel_train.data.sources import Splits
 from accel_train.evaluate import Evaluation
+from accel_train.examples import example_image
 from accel_train.meter import Count, Stopwatch
 from accel_train.run import MARKER, RunDirectory
 from accel_train.summary import describe, next_steps, result_of
@@ -38,6 +39,7 @@ class Report:
         self._train_images = plan.samples
         self._failures = 0  # of checkpoints, made known so far
         self._first_update = 0  # updates done by earlier starts of this run
+        self._splits: Splits | None = None
 
     def begin(
         self,
@@ -50,6 +52,7 @@ class Report:
         placement: Placement,
         notes: Sequence[str],
     ) -> None:
+        self._splits = splits
         self._seconds, self._samples = state.train_seconds, state.timed_samples
         self._first_update = state.update
         self._train_images = len(splits.to_train_on)
@@ -232,4 +235,5 @@ class Report:
             figures["left out"] = f"{len(state.left_out)} updates that were not finite"
         figures["run"] = str(run.path)
         title = f"{config.recipe}: {config.epochs} epoch{'s' * (config.epochs > 1)}, {state.update} updates"
-        self.console.finish(title, figures, next_steps(run.path))
+        image = example_image(self._splits, run.path) if run.writes and self._splits else None
+        self.console.finish(title, figures, next_steps(run.path, image))

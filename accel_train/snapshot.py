@@ -27,6 +27,7 @@ from torch import Tensor
 from accel_train import commit
 from accel_train.commit import BrokenError
 from accel_train.errors import UserError
+from accel_train.files import give_usual_mode
 from accel_train.untrusted import is_number, read_ordinary
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
@@ -51,6 +52,7 @@ def write(folder: Path, snapshot: Snapshot) -> None:
             # Each name has a tensor of its own here, so that tied weights are found under all their names.
             plain = {key: tensor.contiguous() for key, tensor in weights.items()}
             save_file(plain, folder / f"{name}.safetensors", metadata={"format": "pt"})
+            give_usual_mode(folder / f"{name}.safetensors")
     torch.save(snapshot.optimizer, folder / "optimizer.pt")
     (folder / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
 

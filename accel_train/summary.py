@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -117,11 +118,12 @@ def result_of(
     return result
 
 
-def next_steps(run: Path) -> dict[str, str]:
-    program = typed_program()
+def next_steps(run: Path, image: Path | None) -> dict[str, str]:
+    """What to type after a run; `image`: one to try the model on."""
+    program, folder = typed_program(), shlex.quote(str(run))
     return {
-        "evaluate": f"{program} evaluate {run}",
-        "predict": f"{program} predict {run} IMAGE…",
+        "evaluate": f"{program} evaluate {folder}",
+        "predict": f"{program} predict {folder} {shlex.quote(str(image)) if image else 'IMAGE…'}",
         "other recipes": f"{program} recipes",
     }
 

@@ -454,3 +454,17 @@ def test_a_full_disk_and_a_read_only_one_do_not_stop_training(small_disk):
     run.save(5)
     assert find(run.folder.parent).name == "update-00000005"
     assert commit.updates(run.folder) == [2, 5]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_all_files_have_the_permissions_that_the_user_gives_new_ones(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        run = Run(tmp_path / "run")
+        run.save(1)
+        run.checkpoints.publish(1)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"model.safetensors", "ema.safetensors", "optimizer.pt", "state.json"}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from accel_train import __version__
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # Runs the command line in this process, then says which heavy packages it has imported.
@@ -154,6 +157,43 @@ commands.recipes = lambda words: (os.kill(os.getpid(), signal.SIGINT), time.slee
 sys.exit(cli.main(["recipes"]))
 """
     assert accel_train(program=("-c", program)) == (130, "", "")
+
+
+def at_a_terminal(*words: str, **variables: str) -> tuple[str, bool, str]:
+    """The first line that `accel-train WORDS` shows on stderr, whether torch was there by then, and the rest."""
+    terminal, inside = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accel_train", *words],
+        env={**os.environ, "TERM": "dumb", **variables},
+        stdout=subprocess.DEVNULL,
+        stderr=inside,
+    )
+    os.close(inside)
+    with os.fdopen(terminal, "rb", buffering=0) as shown:
+        first = b""
+        with contextlib.suppress(OSError):  # how a terminal says that nobody is there any more
+            while not first.endswith(b"\n") and (byte := shown.read(1)):
+                first += byte
+        has_torch = False
+        with contextlib.suppress(OSError):
+            has_torch = "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text()
+        rest = b""
+        with contextlib.suppress(OSError):
+            while more := shown.read(1000):
+                rest += more
+    process.wait()
+    return first.decode().rstrip("\r\n"), has_torch, rest.decode()
+
+
+def test_a_terminal_sees_at_once_that_it_has_begun(tmp_path: Path) -> None:
+    nowhere = ("--data.name", "folder", "--data.root", str(tmp_path / "nowhere"))
+    first, has_torch, rest = at_a_terminal("train", "digits", *nowhere, ACCELERATE_USE_CPU="true")
+    assert first == f"accel-train {__version__}: digits; importing torch …"
+    assert not has_torch
+    assert rest.startswith("accel-train: error: ")
+    # not before an error that comes without torch, nor into what is read by other programs
+    assert at_a_terminal("train", "digits", "--epoch", "3")[0].startswith("accel-train: error: --epoch")
+    assert at_a_terminal("train", "digits", "--config-only") == ("", False, "")
 
 
 def test_output_may_be_cut_short_and_the_locale_plain() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -22,6 +25,7 @@ from accel_train.config import Augment, Config, Data
 from accel_train.data.loading import create_feed
 from accel_train.data.order import EvaluationOrder
 from accel_train.data.sources import load_splits
+from accel_train.examples import example_image
 from accel_train.predict import Classifier
 from accel_train.signature import Signature, read_signature
 from accel_train.trained import load_model
@@ -133,6 +137,46 @@ def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest
     # A file that is named is tried, whatever it is called.
     shutil.copyfile(folder / "a.png", tmp_path / "image")
     assert cli.main(["predict", str(alone), str(tmp_path / "image")]) == 0
+
+
+def test_what_the_last_screen_says_can_be_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = helpers.run("digits", "--epochs", 1, "--output-dir", "my run")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  predict ")]
+    words = shlex.split(line.removeprefix("  predict "))
+    words = words[words.index("predict") :]
+    test = load_splits(Data("digits"), 0).test
+    assert test is not None
+    image = Path(f"my run/examples/test-0-is-{test.labels[0]}.png")
+    assert words == ["predict", "my run", str(image)]
+    for number, label in enumerate(test.labels.tolist()[:5]):
+        pixels = np.asarray(Image.open(f"my run/examples/test-{number}-is-{label}.png"))
+        assert np.array_equal(pixels, test.fetch([number])[0][0].numpy())
+
+    assert cli.main(words) == 0
+    head, row = capsys.readouterr().out.splitlines()  # one line an image
+    assert head.split() == ["image", "class", "probability"]
+    assert row.startswith(str(image))
+    assert cli.main([*words, "--top-k", "3"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert cli.main([*words, "--output", "found.csv"]) == 0
+    assert len(Path("found.csv").read_text().splitlines()) == 6
+
+
+def test_an_image_to_try_is_a_file_where_the_data_has_files(tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        digit(1).save(tmp_path / "data" / name / "x.png")
+    splits = load_splits(Data("folder", root=tmp_path / "data"), 0)
+    assert example_image(splits, tmp_path) == tmp_path / "data/val/a/x.png"
+    assert example_image(replace(splits, validation=None), tmp_path) is None
+    synthetic = replace(load_splits(Data("synthetic"), 0), classes=tuple(f"../{number}" for number in range(10)))
+    assert example_image(synthetic, tmp_path / "no such run") is None
+    path = example_image(synthetic, tmp_path)
+    assert path is not None and path.is_file() and path.parent == tmp_path / "examples"
 
 
 def test_csv(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
