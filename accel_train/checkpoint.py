@@ -219,7 +219,7 @@ class Checkpoints:
         path, source = self._source
         found = changes.compare(source.state["configuration"], self.config, allow)
         check_same_pixels(str(path), source.state.get("pixels", IN_MEMORY), self.pixels)
-        check_same_division(str(path), source.state.get("semantics", 1), source.state["configuration"]["data"])
+        check_same_division(str(path), source.state.get("semantics", 1), source.state["configuration"].get("data", {}))
         position = TrainState.from_saved(source.state["train"], path)
         snapshot.check_fit(full_state.tensors(self.model), source.model, path)
         if source.ema is not None and self.ema is not None:

@@ -28,7 +28,7 @@ from accel_train import commit
 from accel_train.commit import BrokenError
 from accel_train.errors import UserError
 from accel_train.files import give_usual_mode
-from accel_train.untrusted import is_number, read_ordinary
+from accel_train.untrusted import is_count, is_number, read_ordinary
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -108,6 +108,11 @@ def _check_records(state: Any) -> None:
     ):  # fmt: skip
         if not isinstance(state[name], kinds):
             raise ValueError(f"{name} is {state[name]!r}")
+    for name in ("semantics", "pixels"):  # earlier checkpoints have none
+        if name in state and not is_count(state[name]):
+            raise ValueError(f"{name} is {state[name]!r}")
+    if not isinstance(data := state["configuration"].get("data", {}), dict):
+        raise ValueError(f"configuration.data is {data!r}")
     for name in ("scaler", "schedule"):
         for key, value in (state[name] or {}).items():
             if not (is_number(value) or (value is None and name == "schedule")):

@@ -131,6 +131,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another update": (lambda c: edit_state(c, lambda s: s["train"].update(update=5)), "of update 5: give it its name"),
     "another epoch": (lambda c: edit_state(c, lambda s: s["train"].update(epoch=0)), "of update 54 in epoch 1"),
     "no versions": (lambda c: edit_state(c, lambda s: s.update(versions=[])), "not a file of this program"),
+    "a meaning": (lambda c: edit_state(c, lambda s: s.update(semantics="x")), "not a file of this program"),
+    "no data": (lambda c: edit_state(c, lambda s: s["configuration"].update(data=[])), "not a file of this program"),
     "a scaler": (lambda c: edit_state(c, lambda s: s.update(scaler={"scale": "x"})), "not a file of this program"),
     "two lines": (
         lambda c: edit_state(c, lambda s: s["configuration"].update(seed="1\naccel-train: all is well\x1b[2J")),
