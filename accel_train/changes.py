@@ -19,7 +19,7 @@ about it:
 
 All others alter what is learned: seed, batch-size, data.* (another limit of the test samples gives another
 best), augment.*, model.* (`pretrained` also gives size, mean and standard deviation), optim.*, schedule.*,
-loss.*, ema.*.
+loss.*, ema.*. Of these, what decides the samples of an epoch (OF_SAMPLES) can change between two epochs only.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ NOTED = (
     "micro-batch-size", "data.workers", "data.placement", "model.gradient-checkpointing", "data.root",
     "eval-batch-size", "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "rendezvous-timeout-seconds",
     "start-timeout-seconds", "hang-timeout-seconds", "share-gpus", "data.skip-unreadable", "data.max-pixels",
+)  # fmt: skip
+# What decides which samples an epoch has, and in which order: such a change waits for the epoch's end.
+OF_SAMPLES = (
+    "seed", "data.name", "data.val-fraction", "data.test-fraction", "data.train-limit", "data.train-images",
 )  # fmt: skip
 UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", "poly")}
 
@@ -69,25 +73,58 @@ def digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
 
 
-def compare(saved: Mapping[str, Any], config: Config, allow: Iterable[str] = ()) -> dict[str, str]:
-    """The settings in which `config` differs from a checkpoint's `saved` ones: key -> "old -> new".
+def differences(saved: Mapping[str, Any], config: Config, samples: tuple[int, int] | None = None) -> dict[str, str]:
+    """The settings in which `config` differs from the `saved` ones: key -> "old -> new".
 
-    `allow` names keys, or whole groups such as "optim", that may differ although they alter what is learned.
-    Raises UserError if others do, or if `allow` names what there is not. A key that the checkpoint does not
-    know had its default value there: it came with a newer version of the program.
+    A key that `saved` does not have had its default value there: it came with a newer version of the program.
+    `samples`: numbers of training samples then and now. If no setting explains that they differ, the data itself has
+    changed, which is told under the key "data".
     """
     new, default = flat(as_dict(config)), flat(as_dict(Config()))
-    allowed = [name.replace("_", "-") for name in allow]
-    for name in allowed:
-        if not any(under(key, [name]) for key in new):
-            raise UserError(f"--allow-change: there is no key {name!r}.{nearest(name, new)}")
     old = {**default, **{key: value for key, value in flat(saved).items() if key in new}}
     found = {key: f"{old[key]} -> {new[key]}" for key in new if old[key] != new[key] and not under(key, OF_THIS_START)}
-    refused = [key for key in found if alters(key, config.schedule.name) and not under(key, allowed)]
+    explained = any(key in found for key in (*OF_SAMPLES, "data.skip-unreadable"))
+    if samples is not None and samples[0] != samples[1] and not explained:
+        found["data"] = f"{samples[0]} -> {samples[1]} training samples"
+    return found
+
+
+def not_allowed(found: Iterable[str], config: Config, allow: Iterable[str]) -> list[str]:
+    """Those of the differing keys `found` that alter what is learned and are not under a name in `allow`.
+
+    Raises UserError if `allow` has a name that is neither a key nor a group of keys.
+    """
+    known = flat(as_dict(config))
+    allowed = [name.replace("_", "-") for name in allow]
+    for name in allowed:
+        if not any(under(key, [name]) for key in known):
+            raise UserError(f"--allow-change: there is no key {name!r}.{nearest(name, known)}")
+    return [key for key in found if alters(key, config.schedule.name) and not under(key, allowed)]
+
+
+def compare(
+    saved: Mapping[str, Any],
+    config: Config,
+    allow: Iterable[str] = (),
+    *,
+    samples: tuple[int, int] | None = None,
+    obstacle: str | None = None,
+) -> dict[str, str]:
+    """The `differences` of `config` to a checkpoint's `saved` settings.
+
+    `allow` names keys, or whole groups such as "optim", that may differ although they alter what is learned.
+    Raises UserError if others do. `obstacle` says why the checkpoint cannot be used even if all changes are allowed:
+    it is an error in any case, and then no --allow-change is proposed.
+    """
+    found = differences(saved, config, samples)
+    refused = not_allowed(found, config, allow)
     if refused:
         listed = "; ".join(f"{key}: {found[key]}" for key in refused)
-        raise UserError(
-            f"The checkpoint was made with other settings: {listed}. Give the old ones, start a new run with "
-            f"another --output-dir, or allow it: --allow-change {' '.join(refused)}"
+        advice = obstacle or (
+            "Give the old ones, start a new run with another --output-dir, or allow it: "
+            f"--allow-change {' '.join(refused)}"
         )
+        raise UserError(f"The checkpoint was made with other settings: {listed}. {advice}")
+    if obstacle:
+        raise UserError(obstacle)
     return found

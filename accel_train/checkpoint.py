@@ -12,7 +12,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,14 @@ from accel_train import changes, commit, full_state, snapshot
 from accel_train.agreement import decided_by_main
 from accel_train.commit import BrokenError
 from accel_train.config import Config, as_dict
+from accel_train.data.order import Plan
 from accel_train.errors import UserError
 from accel_train.optimizer_check import MisfitError, fitting
 from accel_train.owner import Lease, LostError
 from accel_train.semantics import IN_MEMORY, SEMANTICS, check_same_division, check_same_pixels
 from accel_train.snapshot import Snapshot
 from accel_train.train_state import TrainState
-from accel_train.untrusted import NotOrdinaryError, read_ordinary
+from accel_train.untrusted import NotOrdinaryError, is_count, read_ordinary
 
 # The settings of an optimizer's parameter groups that follow from a key of another name.
 GROUP_SETTINGS = {"lr": ("lr", "initial_lr"), "weight-decay": ("weight_decay",), "layer-decay": ("lr_scale",)}
@@ -70,13 +71,14 @@ class Checkpoints:
         model: nn.Module,
         optimizer: Any,
         *,
+        samples: int,
         ema: nn.Module | None = None,
         schedule: Stateful | None = None,
         lease: Lease | None = None,
         pixels: int = IN_MEMORY,
     ) -> None:
         """`folder`: where the checkpoints lie; its parent, the run's directory, must be there when one is
-        saved.
+        saved. `samples`: number of training samples.
 
         `model` and `optimizer` are as Accelerate prepared them. `ema`: timm's ModelEmaV3 around the same
         model, or the module in it. `schedule`: a learning rate that depends on more than the update's
@@ -84,7 +86,7 @@ class Checkpoints:
         number by which the data's are made (`Splits.semantics`).
         """
         self.folder, self.config, self.accelerator = folder, config, accelerator
-        self.model = model
+        self.model, self.samples = model, samples
         self.lease = lease or Lease(folder.parent, None)
         # All the others follow from the update's number, also if their settings are allowed to change.
         self.schedule = schedule if config.schedule.name == "plateau" else None
@@ -217,11 +219,14 @@ class Checkpoints:
         if self._source is None:
             return None
         path, source = self._source
-        found = changes.compare(source.state["configuration"], self.config, allow)
+        saved = source.state["configuration"]
+        samples = source.state.get("samples", self.samples), self.samples
+        found = changes.differences(saved, self.config, samples)
+        position = self._position(path, source, found)
+        obstacle = self._obstacle(path, source, position, found)
+        changes.compare(saved, self.config, allow, samples=samples, obstacle=obstacle)
         check_same_pixels(str(path), source.state.get("pixels", IN_MEMORY), self.pixels)
-        check_same_division(str(path), source.state.get("semantics", 1), source.state["configuration"].get("data", {}))
-        position = TrainState.from_saved(source.state["train"], path)
-        snapshot.check_fit(full_state.tensors(self.model), source.model, path)
+        check_same_division(str(path), source.state.get("semantics", 1), saved.get("data", {}))
         if source.ema is not None and self.ema is not None:
             snapshot.check_fit(full_state.tensors(self.ema), source.ema, path)
         self._check_schedule(source.state["schedule"], path)
@@ -276,6 +281,69 @@ class Checkpoints:
         if saved is not None and self.schedule is not None and saved.keys() != self.schedule.state_dict().keys():
             raise UserError(f"{path / 'state.json'}: schedule has {', '.join(saved) or 'nothing'}: not this run's.")
 
+    def _position(self, path: Path, source: Snapshot, found: Mapping[str, str]) -> TrainState:
+        """Where the checkpoint is; `found` are the differences of this run's settings to its own."""
+        saved = source.state["train"]
+        position = TrainState.from_saved(saved, path)
+        if not found.keys().isdisjoint({*changes.OF_SAMPLES, "data", "batch-size", "data.drop-last"}):
+            # Updates that are still to come, and are to be left out, have other samples now.
+            position.left_out = [update for update in position.left_out if update <= position.update]
+        if "epoch_samples" not in saved:  # older versions counted updates, all of one size
+            position.epoch_samples = position.epoch_count
+            if found.keys().isdisjoint(changes.OF_SAMPLES):
+                old = {**changes.flat(as_dict(Config())), **changes.flat(source.state["configuration"])}
+                if not is_count(old["batch-size"], 1):
+                    raise self._misplaced(position, path)
+                plan = Plan(self.samples, old["batch-size"], 1, 1, bool(old["data.drop-last"]))
+                updates = position.update - position.epoch * plan.updates_per_epoch
+                if not 0 <= updates <= plan.updates_per_epoch:
+                    raise self._misplaced(position, path)
+                position.epoch_samples = min(updates * plan.batch_size, self.samples)
+            position.epoch_left_out = position.epoch_samples - position.epoch_count
+        counted = position.epoch_count + position.epoch_left_out
+        # No update is without a sample, and a change of the samples waits for the epoch's end.
+        most = position.epoch_samples if position.epoch == 0 else position.update
+        samples = source.state.get("samples", self.samples)
+        if position.epoch_left_out < 0 or position.update > most or not counted == position.epoch_samples <= samples:
+            raise self._misplaced(position, path)
+        return position
+
+    def _misplaced(self, position: TrainState, path: Path) -> UserError:
+        return UserError(
+            f"{path} does not fit the training data, which has {self.samples} samples: update {position.update} is not "
+            f"in epoch {position.epoch + 1} of it, after {position.epoch_samples} samples. Has the data changed?"
+        )
+
+    def _obstacle(self, path: Path, source: Snapshot, position: TrainState, found: Mapping[str, str]) -> str | None:
+        """Why the run cannot go on from the checkpoint, even if all changes of settings are allowed."""
+        under_way = position.epoch_samples > 0
+        if self.config.epochs < position.epoch + under_way:
+            least = position.epoch + under_way
+            state = f"epoch {least} is under way" if under_way else f"{least} epochs are done"
+            return (
+                f"--epochs {self.config.epochs}: {state} in {path}. Give at least {least}, or start a new run with "
+                "another --output-dir."
+            )
+        changed = [f"{key}: {found[key]}" for key in (*changes.OF_SAMPLES, "data") if key in found]
+        then = source.state.get("samples", self.samples)
+        if then != self.samples and "data" not in found:
+            changed.append(f"{then} -> {self.samples} training samples")
+        if under_way and changed:
+            ends = [
+                update for update in commit.updates(path.parent) if _epochs_done(commit.directory(path.parent, update))
+            ]
+            instead = f": --resume {commit.directory(path.parent, ends[-1])}" if ends else ", if there is one"
+            return (
+                f"{path} is in the middle of epoch {position.epoch + 1}, which ends with the samples that it began "
+                f"with ({'; '.join(changed)}). Give the old settings until it is over, or start in another "
+                f"--output-dir from a checkpoint that ends an epoch{instead}."
+            )
+        try:
+            snapshot.check_fit(full_state.tensors(self.model), source.model, path)
+        except UserError as misfit:
+            return f"{misfit} Give the old settings, or start a new run with another --output-dir."
+        return None
+
     def _choose(self, resume: str) -> tuple[Path, Snapshot] | None:
         """On the main process: the checkpoint to restore, or None for a new run. Raises OSError."""
         self._check_owner()
@@ -316,6 +384,7 @@ class Checkpoints:
         return {
             "train": dataclasses.asdict(state),
             "seed": self.config.seed,
+            "samples": self.samples,
             "configuration": as_dict(self.config),
             "configuration_digest": changes.digest(self.config),
             "versions": snapshot.versions(),
@@ -402,6 +471,6 @@ def _epochs_done(checkpoint: Path) -> int | None:
     """The number of epochs that a checkpoint ends, or None if it is in the middle of one (or is broken)."""
     try:
         train = json.loads(read_ordinary(checkpoint / "state.json"))["train"]
-        return None if train["epoch_count"] else int(train["epoch"])
+        return None if train["epoch_count"] or train.get("epoch_samples") else int(train["epoch"])
     except (FileNotFoundError, NotOrdinaryError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None

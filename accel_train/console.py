@@ -147,8 +147,9 @@ class Console:
     def _display(self) -> Group:
         """The display of this moment; called by the thread that redraws."""
         update = self._update
-        epoch = min(update // self.updates_per_epoch, self.epochs - 1)
-        done = update - epoch * self.updates_per_epoch
+        extra = self.total_updates - self.epochs * self.updates_per_epoch  # the run began with another batch size
+        epoch = min((update - extra) // self.updates_per_epoch, self.epochs - 1)
+        done = update - extra - epoch * self.updates_per_epoch
         bars = Table.grid(padding=(0, 1), expand=True)
         bars.add_column(no_wrap=True)
         bars.add_column(ratio=1)

@@ -79,7 +79,7 @@ class Report:
 
     @property
     def _updates(self) -> int:
-        return self.config.epochs * self.plan.updates_per_epoch
+        return self.console.total_updates
 
     def warn(self, text: str) -> None:
         self.console.warn(text)

@@ -108,7 +108,7 @@ def _check_records(state: Any) -> None:
     ):  # fmt: skip
         if not isinstance(state[name], kinds):
             raise ValueError(f"{name} is {state[name]!r}")
-    for name in ("semantics", "pixels"):  # earlier checkpoints have none
+    for name in ("semantics", "pixels", "samples"):  # earlier checkpoints have none
         if name in state and not is_count(state[name]):
             raise ValueError(f"{name} is {state[name]!r}")
     if not isinstance(data := state["configuration"].get("data", {}), dict):

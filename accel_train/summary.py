@@ -81,10 +81,11 @@ def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> st
         lines.append(f"# updates: not known ({error})")
     else:
         check_schedule(config.schedule, splits)
+        last = (plan.updates_per_epoch - 1) * plan.batch_size
         lines += [
             f"# training samples: {len(splits.to_train_on)}",
             f"# updates an epoch: {plan.updates_per_epoch}",
-            f"# samples of an epoch's last update: {order.real_samples(plan.updates_per_epoch - 1)}",
+            f"# samples of an epoch's last update: {order.real_samples(last)}",
             f"# updates in all: {plan.updates_per_epoch * config.epochs}",
         ]
     return to_yaml(config) + "\n".join(lines)

@@ -172,6 +172,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         accelerator,
         model,
         optimizer,
+        samples=plan.samples,
         ema=ema and ema.module,
         schedule=schedule,
         lease=lease,
@@ -181,8 +182,10 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     decided_by_main(accelerator, checkpoints.check_writable)
     restored = checkpoints.restore(config.resume, config.allow_change)
     state = restored or TrainState()
-    state.check_position(plan.updates_per_epoch, checkpoints.folder)
-    schedule.step_update(state.update)
+    # Updates done beyond those of a run that had these settings from its start: with another batch size, say. Without
+    # them the schedule's epochs are the data's.
+    extra = state.update - plan.updates_until(state.epoch, state.epoch_samples)
+    schedule.step_update(state.update - extra)
     native = splits.image_size if splits.train.in_memory else None
     signature = Signature(splits.classes, splits.channels, size, native, *normalization(config, splits), SEMANTICS)
     run.begin(
@@ -201,7 +204,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     )
     console = Console(
         speaks=main,
-        total_updates=config.epochs * plan.updates_per_epoch,
+        total_updates=config.epochs * plan.updates_per_epoch + extra,
         updates_per_epoch=plan.updates_per_epoch,
         epochs=config.epochs,
         first_update=state.update,
@@ -222,7 +225,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         checkpoints.wait()
         position = checkpoints.restore("must", config.allow_change) or TrainState()
         position.left_out = state.left_out
-        schedule.step_update(position.update)
+        schedule.step_update(position.update - extra)
         meter.read()
         guard.rewound()
         report.rewound(position)
@@ -258,14 +261,16 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         try:
             while state.epoch < config.epochs:
                 epoch, wanted = state.epoch, False
-                order.seek(epoch, state.update - epoch * plan.updates_per_epoch)
+                order.seek(epoch, state.epoch_samples)
                 models.set_train_mode(model, config.model)
                 watch.start()
                 for step, batch in enumerate(watch.timed(watchdog.watched(training.batches, "training"))):
                     micro_batch = step % accumulation
                     if micro_batch == 0:
                         guard.begin_update(state)
-                    samples = order.real_samples(state.update - epoch * plan.updates_per_epoch)
+                    # The update's samples: its window of the epoch's order, but for unreadable ones that are left out.
+                    window = plan.real_samples(state.epoch_samples)
+                    samples = order.real_samples(state.epoch_samples)
                     with accelerator.accumulate(model):
                         # Dropout's masks follow from the position: a restart draws the same again.
                         tuning.seed(device, key(config.seed, "dropout", state.update, rank, micro_batch))
@@ -291,21 +296,24 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                     # The update is done, or left out because it was not finite.
                     rate = max(group["lr"] for group in optimizer.param_groups)  # layer decay: the last layer's
                     state.update += 1
-                    schedule.step_update(state.update)
+                    state.epoch_samples += window
+                    schedule.step_update(state.update - extra)
                     if passed:
                         meter.keep()
                         state.samples_seen += samples
+                        state.epoch_left_out += window - samples
                         if ema is not None:
                             optim.update_ema(ema, plain, state.update)
                     else:
                         meter.drop()
+                        state.epoch_left_out += window
                     watch.trained(samples)
                     report.advanced(state, checkpoints.last_saved)
                     watchdog.advance(state.update)
                     stop, wanted = stopping.agreed()
                     every = config.checkpoint.every_updates
                     wanted = wanted or (every is not None and state.update % every == 0)
-                    ends_epoch = state.update % plan.updates_per_epoch == 0
+                    ends_epoch = plan.updates_from(state.epoch_samples) == 0
                     due = stop or wanted or ends_epoch or state.update % config.log_every_updates == 0
                     if guard.rewinds(state, due=due):
                         break
@@ -326,6 +334,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
 
                 # An epoch is done. Its training figures were counted under way, over all of its samples.
                 watch.stop()
+                state.check_epoch(plan)
                 report.trained_epoch(state)
                 is_last, is_best = epoch + 1 == config.epochs, False
                 is_due = is_last or (epoch + 1) % config.eval_every_epochs == 0
@@ -339,7 +348,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                 elif "test" in held_out and is_due and not is_last:
                     # The test is looked at along the way only where nothing else is, and nothing follows from it.
                     evaluate_split("test")
-                state.epoch, state.epoch_loss_sum, state.epoch_correct, state.epoch_count = epoch + 1, 0.0, 0, 0
+                state.begin_epoch(epoch + 1)
                 if wanted or is_last or is_best or (epoch + 1) % config.checkpoint.every_epochs == 0:
                     save(wait=is_last)
 

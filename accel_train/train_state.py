@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from accel_train.data.order import Plan
 from accel_train.errors import UserError
 from accel_train.untrusted import LARGEST, is_count, is_number
 
@@ -17,7 +18,12 @@ class TrainState:
     epoch: int = 0
     """The epoch that the next update belongs to."""
     update: int = 0
-    """Updates done, in all; at an epoch's start a multiple of the updates of an epoch."""
+    """Updates done, in all."""
+    epoch_samples: int = 0
+    """Samples of the epoch whose updates are done or left out: where the next update begins in the epoch's order.
+    It holds under any batch size, which the number of updates does not."""
+    epoch_left_out: int = 0
+    """Those of them that cannot be read, or whose updates were left out; all others are in epoch_count."""
     samples_seen: int = 0
     best_accuracy: float | None = None
     """The best validation accuracy so far (0..1)."""
@@ -35,6 +41,21 @@ class TrainState:
     left_out: list[int] = field(default_factory=list)
     """The updates, counted from 1, that were not finite and are left out; see `nonfinite`."""
 
+    def check_epoch(self, plan: Plan) -> None:
+        """At an epoch's end: raise RuntimeError unless every sample of it was counted once, or is in an update that was
+        left out."""
+        done = self.epoch_samples
+        if self.epoch_count + self.epoch_left_out != done or done > plan.samples or plan.updates_from(done):
+            raise RuntimeError(
+                f"epoch {self.epoch + 1} counted {self.epoch_count} samples and left out {self.epoch_left_out}, in "
+                f"updates of {done}, but the training data has {plan.samples}"
+            )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch: what is counted in one begins anew."""
+        self.epoch, self.epoch_samples, self.epoch_left_out = epoch, 0, 0
+        self.epoch_loss_sum, self.epoch_correct, self.epoch_count = 0.0, 0, 0
+
     @classmethod
     def from_saved(cls, saved: dict[str, Any], path: Path) -> TrainState:
         """What `dataclasses.asdict` made of it, as the checkpoint `path` has it. Raises UserError if it has more, or
@@ -51,21 +72,13 @@ class TrainState:
             raise UserError(f"{path} holds the checkpoint of update {state.update}: give it its name back.")
         return state
 
-    def check_position(self, updates_per_epoch: int, path: Path) -> None:
-        """Raise UserError unless the update is one of the epoch's. `path`: where the checkpoints lie."""
-        first = self.epoch * updates_per_epoch
-        if not first <= self.update <= first + updates_per_epoch:
-            raise UserError(
-                f"The checkpoint in {path} is of update {self.update} in epoch {self.epoch + 1}, but with "
-                f"{updates_per_epoch} updates an epoch that one has {first} to {first + updates_per_epoch}: it does "
-                "not fit this run's data and batch size."
-            )
-
     def _impossible(self) -> str:
         """The name of a number that is out of its range or of another type, or ""."""
         fits = {
             "update": is_count(self.update),
             "epoch": is_count(self.epoch) and is_count(self.update) and self.epoch <= self.update,
+            "epoch_samples": is_count(self.epoch_samples),
+            "epoch_left_out": is_count(self.epoch_left_out),
             "samples_seen": is_count(self.samples_seen),
             "best_accuracy": self.best_accuracy is None or is_number(self.best_accuracy, most=1),
             "best_update": self.best_update is None or is_count(self.best_update),

@@ -98,7 +98,7 @@ class Workload:
         epoch = 0
         while updates > 0:
             some = min(updates, self.plan.updates_per_epoch)
-            self.order.seek(epoch, self.plan.updates_per_epoch - some)
+            self.order.seek(epoch, (self.plan.updates_per_epoch - some) * self.plan.batch_size)
             yield from self.feed.batches
             epoch, updates = epoch + 1, updates - some
 

@@ -59,8 +59,8 @@ def build(accelerator: Accelerator, folder: str, seed: int, *, fsdp: bool, **set
     model, optimizer = accelerator.prepare(model, optimizer)
     if fsdp:
         assert any(hasattr(parameter, "placements") for parameter in model.parameters())
-    config = Config(checkpoint=Checkpoint(**settings))
-    checkpoints = Checkpoints(Path(folder), config, accelerator, model, optimizer, ema=ema)
+    config = Config(epochs=2, checkpoint=Checkpoint(**settings))
+    checkpoints = Checkpoints(Path(folder), config, accelerator, model, optimizer, samples=64, ema=ema)
     return model, optimizer, ema, checkpoints
 
 

@@ -40,7 +40,7 @@ def fed(accelerator: Accelerator, augment: Augment, accumulation: int, epoch: in
     plan = Plan(len(splits.train), config.batch_size, accelerator.num_processes, accumulation)
     order = TrainingOrder(plan, config.seed)
     feed = create_feed(config, splits, splits.train, order, accelerator, training=True, size=8)
-    order.seek(epoch, update)
+    order.seek(epoch, update * plan.batch_size)
     seen = []
     for batch in feed.batches:
         images, targets = feed.transform(batch)

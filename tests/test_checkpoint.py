@@ -25,7 +25,7 @@ from torch import nn
 
 from accel_train import commit
 from accel_train.checkpoint import Checkpoints, find, load_weights
-from accel_train.config import Checkpoint, Config, Ema, Optim, Schedule
+from accel_train.config import Checkpoint, Config, Data, Ema, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.snapshot import read
 from accel_train.train_state import TrainState
@@ -157,7 +157,9 @@ def test_killed_while_it_saves_as_fast_as_it_can(tmp_path, processes, kills):
 class Run:
     """A run of one process in this one."""
 
-    def __init__(self, folder: Path, seed: int = 0, config: Config | None = None, schedule=None) -> None:
+    def __init__(
+        self, folder: Path, seed: int = 0, config: Config | None = None, schedule=None, samples: int = 64
+    ) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
@@ -167,7 +169,8 @@ class Run:
         folder.mkdir(exist_ok=True)
         self.folder, self.state = folder / "checkpoints", TrainState()
         self.checkpoints = Checkpoints(
-            self.folder, config or Config(), accelerator, self.model, self.optimizer, ema=self.ema, schedule=schedule
+            self.folder, config or Config(), accelerator, self.model, self.optimizer, samples=samples, ema=self.ema,
+            schedule=schedule,
         )  # fmt: skip
 
     def save(self, update: int, **state) -> None:
@@ -286,6 +289,61 @@ def test_a_path_without_a_whole_checkpoint_is_an_error_and_stays_as_it_is(run, t
     with pytest.raises(UserError, match=r"optimizer\.pt is missing"):
         Run(tmp_path / "new").checkpoints.restore(str(run.folder / "update-00000002"))
     assert commit.updates(run.folder) == [1, 2]
+
+
+MIDDLE = {"epoch": 2, "epoch_samples": 20, "epoch_count": 20}
+
+
+@pytest.mark.parametrize(
+    ("state", "config", "samples", "message"),
+    [
+        (MIDDLE, Config(epochs=3, seed=1), 64, "in the middle of epoch 3.*seed: 0 -> 1.*--resume .*update-00000001"),
+        (MIDDLE, Config(epochs=3, data=Data(train_limit=9)), 9, "train-limit: None -> 9; 64 -> 9 training samples"),
+        (MIDDLE, Config(epochs=3), 63, "data: 64 -> 63 training samples"),
+        (MIDDLE, Config(epochs=2), 64, "--epochs 2: epoch 3 is under way .* at least 3"),
+        ({"epoch": 2}, Config(epochs=1), 64, "--epochs 1: 2 epochs are done .* at least 2"),
+    ],
+)
+@pytest.mark.parametrize("allow", [(), ("seed", "data", "epochs")])
+def test_what_cannot_be_kept_is_refused_even_if_it_is_allowed(tmp_path, state, config, samples, message, allow):
+    run = Run(tmp_path / "run", config=Config(epochs=3))
+    run.save(1, epoch=1)
+    run.save(2, **state)
+    with pytest.raises(UserError, match=message) as error:
+        Run(tmp_path / "run", config=config, samples=samples).checkpoints.restore("auto", allow)
+    assert "allow-change" not in str(error.value)
+
+
+def test_the_data_changes_between_epochs_if_it_is_allowed(tmp_path):
+    run = Run(tmp_path / "run", config=Config(epochs=3))
+    run.save(1, epoch=1, left_out=[1, 2])
+    again = Run(tmp_path / "run", config=Config(epochs=3), samples=65)
+    with pytest.raises(UserError, match=r"data: 64 -> 65 training samples.* --allow-change data$"):
+        again.checkpoints.restore("auto")
+    position = again.checkpoints.restore("auto", ["data"])
+    assert position is not None
+    assert position.left_out == [1]  # update 2 is still to come, of other samples now
+
+
+@pytest.mark.parametrize(("left_out", "count"), [([], 30), ([12], 20)])
+def test_an_older_checkpoint_counts_updates_of_its_own_batch_size(tmp_path, left_out, count):
+    run = Run(tmp_path / "run", config=Config(epochs=3, batch_size=10), samples=95)
+    run.save(13, epoch=1, epoch_count=count, left_out=left_out)
+    place = run.folder / "update-00000013"
+    state = json.loads((place / "state.json").read_text())
+    del state["samples"], state["train"]["epoch_samples"], state["train"]["epoch_left_out"]
+    (place / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((place / "manifest.json").read_text())
+    size = (place / "state.json").stat().st_size
+    manifest["files"]["state.json"] = {"size": size, "sha256": commit.sha256(place / "state.json")}
+    (place / "manifest.json").write_text(json.dumps(manifest))
+
+    again = Run(tmp_path / "run", config=Config(epochs=3, batch_size=20), samples=95)
+    position = again.checkpoints.restore("auto", ["batch-size"])
+    assert position is not None
+    assert (position.epoch_samples, position.epoch_count, position.epoch_left_out) == (30, count, 30 - count)
+    with pytest.raises(UserError, match="in the middle of epoch 2"):
+        Run(tmp_path / "run", config=Config(epochs=3, seed=1), samples=95).checkpoints.restore("auto", ["seed"])
 
 
 def test_another_configuration_is_refused_or_allowed(run):

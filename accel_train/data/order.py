@@ -47,12 +47,20 @@ class Plan:
 
     @property
     def updates_per_epoch(self) -> int:
-        full, rest = divmod(self.samples, self.batch_size)
+        return self.updates_from(0)
+
+    def updates_from(self, position: int) -> int:
+        """How many updates of an epoch are left when its samples before `position` are done."""
+        full, rest = divmod(self.samples - position, self.batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
-    def real_samples(self, update: int) -> int:
-        """Samples in the window of update `update` (counted within its epoch) that are no padding."""
-        return min(self.batch_size, self.samples - update * self.batch_size)
+    def updates_until(self, epoch: int, position: int) -> int:
+        """How many updates a run with this plan has done at `position` of epoch `epoch`."""
+        return (epoch + 1) * self.updates_per_epoch - self.updates_from(position)
+
+    def real_samples(self, position: int) -> int:
+        """Samples in the window that begins at `position` of an epoch that are no padding."""
+        return min(self.batch_size, self.samples - position)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -110,10 +118,10 @@ class Order(Protocol):
 
 
 class TrainingOrder(Sampler[Draw]):
-    """The batch sampler of training: yields the global micro-batches of one epoch, from a given update on.
+    """The batch sampler of training: yields the global micro-batches of one epoch, from a given sample on.
 
     Accelerate gives each process its slice of each. Position is set by `seek`, not by a loader's own epoch: that
-    one is not handed on by Accelerate for every number of processes, nor does it know of updates.
+    one is not handed on by Accelerate for every number of processes, nor does it know of the samples already done.
     """
 
     AT_ONCE = 1 << 15  # positions permuted in one call: enough to hide its overhead, little enough to be no list
@@ -127,19 +135,19 @@ class TrainingOrder(Sampler[Draw]):
         self.batch_size = plan.batch_size // plan.accumulation  # read by Accelerate: of one global micro-batch
         self.drop_last = False  # read by Accelerate, too; no micro-batch of ours is short
         self.epoch = 0
-        self.first_update = 0
+        self.position = 0
 
-    def seek(self, epoch: int, update: int = 0) -> None:
-        """The next iteration begins at update `update` of epoch `epoch`."""
-        self.epoch, self.first_update = epoch, update
+    def seek(self, epoch: int, position: int = 0) -> None:
+        """The next iteration begins after the first `position` samples of epoch `epoch`."""
+        self.epoch, self.position = epoch, position
 
     def __len__(self) -> int:
-        return (self.plan.updates_per_epoch - self.first_update) * self.plan.accumulation
+        return self.plan.updates_from(self.position) * self.plan.accumulation
 
-    def real_samples(self, update: int) -> int:
-        """Samples in the window of update `update` (counted within its epoch) that are neither padding nor left out."""
-        count = self.plan.real_samples(update)
-        return count - self._left_out(update * self.plan.batch_size, count)
+    def real_samples(self, position: int) -> int:
+        """Samples in the window that begins at `position` of the epoch that are neither padding nor left out."""
+        count = self.plan.real_samples(position)
+        return count - self._left_out(position, count)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -159,7 +167,7 @@ class TrainingOrder(Sampler[Draw]):
         """Many whole global micro-batches at once, one after the other."""
         plan, epoch = self.plan, self.epoch
         word = key(self.seed, epoch, "order")
-        first, last = self.first_update * plan.batch_size, plan.updates_per_epoch * plan.batch_size
+        first, last = self.position, self.position + plan.updates_from(self.position) * plan.batch_size
         step = max(1, self.AT_ONCE // self.batch_size) * self.batch_size
         for start in range(first, last, step):
             positions = torch.arange(start, min(start + step, last))

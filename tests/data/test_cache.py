@@ -156,7 +156,7 @@ class TestReading:
 
         def seen(batch_size: int, workers: int, update: int = 0) -> dict[int, bytes]:
             order = TrainingOrder(Plan(100, batch_size, 1, 1), 5)
-            order.seek(3, update)
+            order.seek(3, update * batch_size)
             loader = create_loader(
                 source, order, Augment(crop="resized", flip=0.5), training=True, size=24, seed=5, workers=workers,
                 local_processes=1, device=torch.device("cpu"),

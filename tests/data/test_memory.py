@@ -126,7 +126,7 @@ def test_a_part_of_a_set(layout: str) -> None:
 def test_each_process_takes_its_slice_from_any_update_on(layout: str) -> None:
     def batches(process: int, processes: int, update: int) -> list[dict[str, torch.Tensor]]:
         order = TrainingOrder(Plan(157, 24, processes, 2), 5)
-        order.seek(3, update)
+        order.seek(3, update * 24)
         cpu = torch.device("cpu")
         loader = MemoryLoader(
             ARRAYS, order, seed=5, process=process, processes=processes, device=cpu, pixels_device=cpu,

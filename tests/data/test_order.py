@@ -48,7 +48,7 @@ def test_each_sample_exactly_once_and_padding_last(plan: Plan, seed: int, epoch:
     if not plan.drop_last:
         assert torch.equal(once, torch.arange(plan.samples))
     counted = found.weights.view(plan.updates_per_epoch, plan.batch_size).sum(1)
-    assert counted.tolist() == [plan.real_samples(update) for update in range(plan.updates_per_epoch)]
+    assert counted.tolist() == [plan.real_samples(update * plan.batch_size) for update in range(plan.updates_per_epoch)]
 
 
 @given(plans(), st.integers(0, 2**40), st.integers(0, 100))
@@ -76,7 +76,7 @@ def test_seek_goes_to_any_update(plan: Plan, seed: int, epoch: int, data: st.Dat
     whole = drawn(order)
     update = data.draw(st.integers(0, plan.updates_per_epoch))
     list(order)[: data.draw(st.integers(0, 3))]  # whatever was read before
-    order.seek(epoch, update)
+    order.seek(epoch, update * plan.batch_size)
     tail = whole[slice(update * plan.batch_size, None)]
     if update == plan.updates_per_epoch:
         assert len(order) == 0 and not list(order)
@@ -89,6 +89,29 @@ def test_seek_goes_to_any_update(plan: Plan, seed: int, epoch: int, data: st.Dat
     ):  # sample by sample, without the class: a pure function of seed, epoch and position
         position = torch.tensor([(update * plan.batch_size + at) % plan.samples])
         assert permuted(position, plan.samples, key(seed, epoch, "order")).item() == tail.ids[at]
+
+
+@given(plans(), st.integers(1, 60), st.integers(0, 2**40), st.data())
+def test_an_epoch_goes_on_with_another_batch_size_where_it_was(
+    plan: Plan, batch_size: int, seed: int, data: st.DataObject
+) -> None:
+    whole = TrainingOrder(Plan(plan.samples, 1, 1, 1), seed)
+    whole.seek(3)
+    position = min(data.draw(st.integers(0, plan.updates_per_epoch)) * plan.batch_size, plan.samples)
+    other = Plan(plan.samples, min(batch_size, plan.samples), 1, 1, plan.drop_last)
+    order = TrainingOrder(other, seed)
+    order.seek(3, position)
+    left = other.updates_from(position)
+    assert len(order) == left == len(list(order))
+    assert other.updates_until(3, position) + left == 4 * other.updates_per_epoch
+    if left == 0:
+        assert plan.samples - position < (other.batch_size if plan.drop_last else 1)
+        return
+    found = drawn(order)
+    real = sum(other.real_samples(position + update * other.batch_size) for update in range(left))
+    assert found.weights.tolist() == [1.0] * real + [0.0] * (len(found) - real)
+    assert torch.equal(found.ids[:real], drawn(whole).ids[position : position + real])
+    assert position + real == plan.samples or (plan.drop_last and plan.samples - position - real < other.batch_size)
 
 
 def test_epochs_and_seeds_are_independent() -> None:
@@ -112,17 +135,17 @@ def test_long_epochs_are_permuted_piece_by_piece() -> None:
     assert torch.equal(
         found.ids[: plan.samples], permuted(torch.arange(plan.samples), plan.samples, key(5, 3, "order"))
     )
-    order.seek(3, 700)
+    order.seek(3, 700 * 96)
     assert torch.equal(drawn(order).ids, found.ids[700 * 96 :])
 
 
 def test_a_billion_samples_begin_anywhere() -> None:
     plan = Plan(10**9, 1000, 4, 1)
     order = TrainingOrder(plan, 0)
-    order.seek(2, 999_999)
+    order.seek(2, 999_999_000)
     last = drawn(order)
     assert len(last) == 1000 and last.weights.min() == 1
-    order.seek(2, 500_000)
+    order.seek(2, 500_000_000)
     assert not set(next(iter(order)).ids.tolist()) & set(last.ids.tolist())
 
 
@@ -198,5 +221,5 @@ def test_samples_that_are_left_out_become_padding_in_their_places() -> None:
             assert torch.equal(after.weights, before.weights * stays)
             assert not gone[after.ids].any()
             counts.append(int(after.weights.sum()))
-        assert counts == [rest.real_samples(update) for update in range(plan.updates_per_epoch)]
+        assert counts == [rest.real_samples(update * plan.batch_size) for update in range(plan.updates_per_epoch)]
         assert sum(counts) == rest.samples_per_epoch == 99

@@ -221,7 +221,7 @@ class TestLoader:
     def seen(source: Source, augment: Augment, batch_size: int, workers: int, update: int = 0) -> dict[int, bytes]:
         """Sample -> its pixels, from update `update` of epoch 3 on."""
         order = TrainingOrder(Plan(len(source), batch_size, 1, 1), 5)
-        order.seek(3, update)
+        order.seek(3, update * batch_size)
         cpu = torch.device("cpu")
         options = {"size": 8, "seed": 5, "workers": workers, "local_processes": 1, "device": cpu}
         loader = create_loader(source, order, augment, training=True, **options)
