@@ -66,11 +66,16 @@ def alters(key: str, schedule: str) -> bool:
     return not under(key, (*OF_THIS_START, *NOTED))
 
 
+def learned(config: Config) -> dict[str, Any]:
+    """All settings that alter what is learned, and the number of epochs, by the command line's keys."""
+    settings = flat(as_dict(config)).items()
+    return {key: value for key, value in settings if key == "epochs" or alters(key, config.schedule.name)}
+
+
 def digest(config: Config) -> str:
     """SHA-256 of all settings that alter what is learned: runs that share it learn the same."""
-    settings = flat(as_dict(config))
-    learned = {key: value for key, value in settings.items() if alters(key, config.schedule.name)}
-    return hashlib.sha256(json.dumps(learned, sort_keys=True).encode()).hexdigest()
+    settings = {key: value for key, value in learned(config).items() if alters(key, config.schedule.name)}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def differences(saved: Mapping[str, Any], config: Config, samples: tuple[int, int] | None = None) -> dict[str, str]:

@@ -12,9 +12,12 @@ from accel_train.launch import LAUNCHERS, Launch
 from accel_train.summary import typed_program
 
 
-def command_to_go_on(launch: Launch, run: Path) -> str:
-    """What a person types to go on with the run in the directory `run`, whose processes `launch` describes."""
-    recipe = shlex.join([f"{run}/config.yaml", "--output-dir", str(run)])
+def command_to_go_on(launch: Launch, run: Path, *options: str) -> str:
+    """What a person types to go on with the run in the directory `run`, whose processes `launch` describes.
+
+    `options`: words of settings that are to be other than the run's own.
+    """
+    recipe = shlex.join([f"{run}/config.yaml", "--output-dir", str(run), *options])
     program = f"python -m accel_train.train {recipe}"
     if {"RUN", "ACCEL_TRAIN_ROOT"} <= os.environ.keys():  # set by slurm/common.sh for all that it starts
         if "PBS_JOBID" in os.environ:

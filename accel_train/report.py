@@ -63,7 +63,8 @@ class Report:
         self.run.rewind(state.update, state.epoch, tests_again=state.epoch >= self.config.epochs)
         if resumed:
             self.run.event("resumed", update=state.update, processes=self.plan.processes)
-            self.console.say(f"going on after update {state.update}, in epoch {self._epoch(state)}")
+            place = f"in epoch {state.epoch + 1}" if state.epoch < self.config.epochs else "with all epochs trained"
+            self.console.say(f"going on after update {state.update}, {place}")
         self.run.status(
             "training",
             force=True,

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from accel_train import changes
 from accel_train.accelerator import precision, precision_notice
 from accel_train.config import Config, to_yaml
 from accel_train.data.order import Plan, TrainingOrder
@@ -116,7 +117,7 @@ def result_of(
     }
     if test:
         result |= {"class_accuracy": test.class_accuracy, "confusion": test.confusion}
-    return result
+    return result | {"settings": changes.learned(config)}
 
 
 def next_steps(run: Path, image: Path | None) -> dict[str, str]:

@@ -33,7 +33,7 @@ import torch
 from accelerate.utils import ProjectConfiguration, gather_object
 from timm.layers import convert_sync_batchnorm
 
-from accel_train import models, optim, tuning
+from accel_train import finished, models, optim, tuning
 from accel_train.accelerator import create_accelerator, precision, precision_notice
 from accel_train.agreement import decided_by_main
 from accel_train.buckets import settle_buckets
@@ -105,7 +105,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     if main:
         with suppress(OSError):  # a finished run's directory may be one that cannot be written
             (directory / MARKER).unlink()
-    if decided_by_main(accelerator, lambda: (directory / "result.json").is_file()):
+    earlier = decided_by_main(accelerator, lambda: finished.earlier_end(directory, config, launch))
+    if earlier is not None and earlier.nothing_left:
         if main:
             print(f"{directory} holds a finished run: {directory / 'result.json'}. Nothing is left to do.")
         return 0
@@ -180,7 +181,11 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     )
     ends.callback(checkpoints.wait)  # before the run is given back
     decided_by_main(accelerator, checkpoints.check_writable)
-    restored = checkpoints.restore(config.resume, config.allow_change)
+    again = earlier is not None and config.resume == "auto"  # a run that has ended once never begins anew
+    restored = checkpoints.restore("must" if again else config.resume, config.allow_change)
+    if earlier is not None:
+        decided_by_main(accelerator, lambda: earlier.set_aside(lease))
+        checkpoints.notes.append(earlier.note)
     state = restored or TrainState()
     # Updates done beyond those of a run that had these settings from its start: with another batch size, say. Without
     # them the schedule's epochs are the data's.
@@ -258,6 +263,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
             report.warn(f"model.sync_batchnorm: {device.type} has none; each process normalises by its own samples")
         if config.on_nonfinite == "rewind" and decided_by_main(accelerator, lambda: checkpoints.last_saved is None):
             save()  # something to go back to
+        if state.epoch == config.epochs and decided_by_main(accelerator, lambda: checkpoints.last_saved is None):
+            save(wait=True)  # trained to the end elsewhere: what is published is a checkpoint of this run
         try:
             while state.epoch < config.epochs:
                 epoch, wanted = state.epoch, False

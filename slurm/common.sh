@@ -28,7 +28,7 @@ use_site() { # modules, virtual environment or container: the same in the batch 
     set -u
 }
 
-# begin_run RECIPE [--key value ...]: find or make the run's directory; a finished run ends the job here.
+# begin_run RECIPE [--key value ...]: find or make the run's directory.
 begin_run() {
     [[ ${1:--} != -* ]] || fail "usage: sbatch [options of sbatch] slurm/NAME.sbatch RECIPE [--key value ...]"
     local recipe=$1 previous='' word
@@ -46,10 +46,6 @@ begin_run() {
     fi
     mkdir -p "$RUN"
     RUN=$(realpath "$RUN")
-    if [[ -f $RUN/result.json ]]; then
-        say "$RUN is finished"
-        exit 0
-    fi
     # Only what is this job's: another one may own the run (owner.json), and the program, which finds that out, then ends
     # with 2. REQUEUE and the like it removes itself once the run is its own.
     rm -rf "$RUN/slurm/job-$JOB"

@@ -1,6 +1,7 @@
-"""A run goes on with something changed."""
+"""A run goes on with something changed, or after its end; damaged files of a run's directory do not stop it."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import helpers
 import pytest
 import torch
 
-from accel_train import commit, optim
-from accel_train.config import Schedule
+from accel_train import commit, finished, optim
+from accel_train.config import Config, Optim, Schedule, to_yaml
 from accel_train.data.order import Plan
+from accel_train.errors import UserError
+from accel_train.launch import Launch
+from accel_train.owner import Lease
 from accel_train.train_state import TrainState
 
 SAMPLES, BATCH = 1438, 48  # of digits; 30 updates an epoch
@@ -135,3 +139,101 @@ def test_an_epoch_is_all_of_the_data(count: int, left_out: int, position: int, d
     else:
         with pytest.raises(RuntimeError, match="but the training data has 100"):
             state.check_epoch(plan)
+
+
+def test_a_finished_run_goes_on_to_a_later_end(done: Path, tmp_path: Path) -> None:
+    run = copied(done, tmp_path / "a run")
+    before = contents(run)
+    words = ("digits", "--output-dir", run, "--epochs", 4, "--batch-size", 96, "--allow-change", "batch-size")
+    refused = helpers.run(*words)
+    assert refused.returncode == 2, refused.stdout
+    (error,) = refused.stderr.splitlines()
+    assert "finished run of 2 epochs" in error and "epochs: 2 -> 4; batch-size: 48 -> 96" in error
+    assert error.endswith("--allow-change batch-size epochs")
+    assert contents(run) == before
+
+    program, _, command = error.partition(": error: ")[2].partition("its result kept: ")[2].partition(" train ")
+    assert program.endswith(("accel-train", "accel_train"))
+    ended = helpers.run(*shlex.split(command))
+    assert ended.returncode == 0, ended.stderr
+    assert [line["count"] for line in lines(run, "eval", "train")] == [SAMPLES] * 4
+    assert (result(run)["epochs"], result(run)["updates"]) == (4, 60 + 2 * 15)
+    after = contents(run)
+    for name, suffix in (("result", ".json"), ("model", ".safetensors")):
+        assert after[f"{name}-epoch-2{suffix}"] == before[f"{name}{suffix}"] != after[f"{name}{suffix}"]
+
+    again = helpers.run(*shlex.split(command), "--data.workers", 1)
+    assert again.returncode == 0 and "Nothing is left to do" in again.stdout
+    assert contents(run) == after
+
+
+def test_a_finished_run_is_taken_to_another_directory(done: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = helpers.run("digits", "--epochs", 2, "--resume", done / "checkpoints", "--output-dir", run)
+    assert ended.returncode == 0, ended.stderr
+    assert (run / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
+    assert commit.updates(run / "checkpoints") == [60]
+    assert result(run) == result(done)
+    assert lines(run, "train") == []
+
+
+class TestEarlierEnd:
+    """What is made of a result.json, read without a program's start."""
+
+    CONFIG = Config(recipe="mine", epochs=3, optim=Optim(lr=0.2))
+
+    def finished(self, run: Path, **values: Any) -> Path:
+        """As older versions left it: without settings."""
+        (run / "checkpoints" / "update-00000009").mkdir(parents=True)
+        (run / "config.yaml").write_text(to_yaml(self.CONFIG))
+        (run / "result.json").write_text(json.dumps({"recipe": "mine", "epochs": 3, "updates": 9, **values}))
+        return run
+
+    def test_no_result(self, tmp_path: Path) -> None:
+        assert finished.earlier_end(tmp_path / "nothing", self.CONFIG, Launch()) is None
+
+    def test_an_older_result_is_of_the_runs_configuration(self, tmp_path: Path) -> None:
+        run = self.finished(tmp_path)
+        found = finished.earlier_end(run, self.CONFIG, Launch())
+        assert found is not None and found.nothing_left
+        with pytest.raises(UserError, match=r"3 epochs.*: seed: 0 -> 1\. Give another --output-dir \(or more epochs"):
+            finished.earlier_end(run, Config(recipe="mine", epochs=3, optim=Optim(lr=0.2), seed=1), Launch())
+
+    def test_another_recipes_result(self, tmp_path: Path) -> None:
+        run = self.finished(tmp_path, recipe="other")
+        with pytest.raises(UserError, match="is of the recipe 'other'"):
+            finished.earlier_end(run, self.CONFIG, Launch())
+        settings = {"data.name": "mnist", "epochs": 3}
+        run = self.finished(tmp_path / "newer", recipe="other", settings=settings)
+        with pytest.raises(UserError, match=r"data\.name: mnist -> digits") as error:
+            finished.earlier_end(run, self.CONFIG, Launch())
+        assert "allow-change" not in str(error.value)
+
+    def test_an_older_result_without_a_configuration(self, tmp_path: Path) -> None:
+        run = self.finished(tmp_path)
+        (run / "config.yaml").write_text("- 1")
+        with pytest.raises(UserError, match=r"does not say which settings it is of.*config\.yaml"):
+            finished.earlier_end(run, self.CONFIG, Launch())
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"{}", b"[1]", b"\xff", b"[" * 9999, b'{"recipe": "mine", "epochs": "3", "updates": 9}']
+    )
+    def test_a_damaged_one_is_set_aside_only_if_there_are_checkpoints(self, tmp_path: Path, content: bytes) -> None:
+        run = self.finished(tmp_path)
+        (run / "result.json").write_bytes(content)
+        found = finished.earlier_end(run, self.CONFIG, Launch())
+        assert found is not None and not found.nothing_left
+        assert (run / "result.json").exists()  # nothing is touched before it is certain that the run goes on
+        found.set_aside(Lease(run, None))
+        assert (run / "result.json.damaged").read_bytes() == content
+        (run / "result.json").write_bytes(content)
+        (run / "checkpoints" / "update-00000009").rmdir()
+        with pytest.raises(UserError, match="is damaged, and there are no checkpoints"):
+            finished.earlier_end(run, self.CONFIG, Launch())
+
+    def test_checkpoints_that_are_gone(self, tmp_path: Path) -> None:
+        run = self.finished(tmp_path)
+        (run / "checkpoints" / "update-00000009").rmdir()
+        config = Config(recipe="mine", epochs=4, optim=Optim(lr=0.2), allow_change=("epochs",))
+        with pytest.raises(UserError, match=r"epochs: 3 -> 4\. It cannot go on, for its checkpoints are gone"):
+            finished.earlier_end(run, config, Launch())

@@ -61,7 +61,7 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     assert "Stopped by the file STOP" in logs["rank-0.log"] and "going on after update" in logs["rank-0.log"]
     assert logs["rank-1.log"].count("rank 1 on ") == 2
     # once more: nothing is left to do
-    assert f"{run} is finished" in train(tmp_path, TRAIN="digits --epochs 2", CONTINUE=str(run)).stdout
+    assert f"{run} holds a finished run" in train(tmp_path, TRAIN="digits --epochs 2", CONTINUE=str(run)).stdout
 
 
 def test_the_exit_code_is_the_trainers_and_a_short_walltime_is_refused(tmp_path: Path) -> None:
