@@ -20,7 +20,7 @@ from accel_train.data.sources import Splits
 from accel_train.evaluate import Evaluation
 from accel_train.examples import example_image
 from accel_train.meter import Count, Stopwatch
-from accel_train.run import MARKER, RunDirectory
+from accel_train.run import DAMAGED, MARKER, RunDirectory
 from accel_train.summary import describe, next_steps, result_of
 from accel_train.tracking import track
 from accel_train.train_state import TrainState
@@ -60,7 +60,9 @@ class Report:
         for note in notes:
             self.warn(note)
         # A run that was killed before its first checkpoint has lines, too.
-        self.run.rewind(state.update, state.epoch, tests_again=state.epoch >= self.config.epochs)
+        damaged = self.run.rewind(state.update, state.epoch, tests_again=state.epoch >= self.config.epochs)
+        if damaged:
+            self.warn(f"metrics.jsonl had {damaged} damaged line{'s' * (damaged > 1)}, moved to {DAMAGED}")
         if resumed:
             self.run.event("resumed", update=state.update, processes=self.plan.processes)
             place = f"in epoch {state.epoch + 1}" if state.epoch < self.config.epochs else "with all epochs trained"

@@ -24,6 +24,7 @@ from accel_train.folders import cannot_be_written, make_directory
 from accel_train.owner import Lease
 from accel_train.signature import FILE, Signature
 
+DAMAGED = "metrics.damaged.jsonl"
 MARKER = "REQUEUE"  # its presence in the run's folder asks the job script to start the run again
 STATUS_SECONDS = 2.0  # status.json is not renewed more often than this
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "numpy", "pillow")
@@ -101,14 +102,31 @@ class RunDirectory:
         """Logs something worth knowing later: a resume, a set-aside checkpoint, a lost update."""
         self.log("event", text=text, **values)
 
-    def rewind(self, update: int, epochs: int | None = None, *, tests_again: bool = False) -> None:
+    def rewind(self, update: int, epochs: int | None = None, *, tests_again: bool = False) -> int:
         """Takes out of metrics.jsonl what will be done once more: the train and eval lines after `update`, and, if only
         `epochs` epochs are done with all that belongs to them, the eval lines of the next; with `tests_again` those of
-        a test after `update`, too: of the final one, within which the run was stopped."""
-        if self.writes and self.metrics_path.exists():
-            lines = self.metrics_path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if not _is_after(json.loads(line), update, epochs, tests_again)]
-            self._replace("metrics.jsonl", "".join(kept), fresh=True)
+        a test after `update`, too: of the final one, within which the run was stopped.
+
+        Lines that are damaged are moved to metrics.damaged.jsonl. Returns how many they are.
+        """
+        if not (self.writes and self.metrics_path.exists()):
+            return 0
+        kept, damaged = [], []
+        for line in self.metrics_path.read_bytes().splitlines(keepends=True):
+            values = _values(line)
+            if values is None:
+                damaged.append(line)
+            elif not _is_after(values, update, epochs, tests_again):
+                kept.append(line)
+
+        def move() -> None:
+            with (self.path / DAMAGED).open("ab") as file:
+                file.writelines(damaged)
+
+        if damaged and not self._try(DAMAGED, move, fresh=True):
+            return 0  # they stay where they are until they can be kept
+        self._replace("metrics.jsonl", b"".join(kept), fresh=True)
+        return len(damaged)
 
     def status(self, state: str, *, force: bool = False, **values: Any) -> None:
         """Renews status.json: state, time, pid, host and the latest value of all that was ever given.
@@ -132,9 +150,9 @@ class RunDirectory:
             return
         path = self.path / "status.json"
         aside = path.with_name(f".status.json.{platform.node()}-{threading.get_native_id()}.tmp")
-        with contextlib.suppress(OSError, ValueError):
-            status = json.loads(path.read_text()) if path.exists() else {}
-            status |= {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
+        with contextlib.suppress(OSError):
+            status = _parsed(path.read_bytes()) if path.exists() else None
+            status = (status or {}) | {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
             aside.write_text(_json(status, indent=2) + "\n")
             aside.replace(path)
 
@@ -149,14 +167,14 @@ class RunDirectory:
         self._replace(MARKER, f"{update}\n", fresh=True)  # never an empty one, as a full disk would leave it
         return self.failures == failures
 
-    def _replace(self, name: str, text: str, *, durable: bool = False, fresh: bool = False) -> None:
+    def _replace(self, name: str, content: str | bytes, *, durable: bool = False, fresh: bool = False) -> None:
         """The file is the old one or the new one at any moment, whole. `fresh`: see `owner.Lease.holds`."""
 
         def replace() -> None:
             aside = self.path / f".{name}.tmp"
             try:
-                with aside.open("w", encoding="utf-8") as file:
-                    file.write(text)
+                with aside.open("wb") as file:
+                    file.write(content.encode() if isinstance(content, str) else content)
                     file.flush()
                     if durable:
                         os.fsync(file.fileno())
@@ -168,12 +186,14 @@ class RunDirectory:
 
         self._try(name, replace, fresh=fresh)
 
-    def _try(self, name: str, write: Callable[[], None], *, fresh: bool = False) -> None:
+    def _try(self, name: str, write: Callable[[], None], *, fresh: bool = False) -> bool:
+        """Whether it was written."""
         if not self.writes:
-            return
+            return False
         self.lease.check(fresh=fresh)
         try:
             write()
+            return True
         except OSError as error:
             self.failures += 1
             if self.failures == 1:
@@ -182,6 +202,7 @@ class RunDirectory:
                     "training goes on, but its records have gaps.",
                     sys.stderr,
                 )
+            return False
 
 
 def environment(world_size: int, devices: list[str], precision: str = "fp32") -> dict[str, Any]:
@@ -238,17 +259,27 @@ def _cut_torn_lines(path: Path) -> None:
         end = len(content)
         while end:
             start = content.rfind(b"\n", 0, end - 1) + 1
-            if content[end - 1 : end] == b"\n" and _parses(content[start:end]):
+            if content[end - 1 : end] == b"\n" and _parsed(content[start:end]) is not None:
                 break
             end = start
         file.truncate(end)
 
 
-def _parses(line: bytes) -> bool:
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """The JSON object that a text is, or None."""
     try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _values(line: bytes) -> dict[str, Any] | None:
+    """What a line of metrics.jsonl says, or None if it cannot be one that this program has written."""
+    values = _parsed(line)
+    if values is None or not line.endswith(b"\n") or not isinstance(values.get("kind"), str):
+        return None
+    return values if all(isinstance(values.get(name, 0), int) for name in ("epoch", "update")) else None
 
 
 def _is_after(line: dict[str, Any], update: int, epochs: int | None, tests_again: bool) -> bool:

@@ -34,12 +34,16 @@ def measure(runs: Sequence[Path]) -> list[Point]:
     speeds: dict[int, float] = {}
     for run in runs:
         try:
-            result = json.loads((run / "result.json").read_text())
-        except (OSError, ValueError) as error:
+            result = json.loads((run / "result.json").read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{run} is not a finished run: {error}.") from None
-        if result["world_size"] in speeds:
-            raise UserError(f"{run} is a second run of {result['world_size']} processes; give one of each.")
-        speeds[result["world_size"]] = result["images_per_second"]
+        figures = result if isinstance(result, dict) else {}
+        processes, speed = figures.get("world_size"), figures.get("images_per_second")
+        if not isinstance(processes, int) or not isinstance(speed, int | float) or min(processes, speed) <= 0:
+            raise UserError(f"{run / 'result.json'} has no number of processes and images a second to compare.")
+        if processes in speeds:
+            raise UserError(f"{run} is a second run of {processes} processes; give one of each.")
+        speeds[processes] = speed
     if not speeds:
         raise UserError("Name the directories of finished runs: accel-train scaling RUN…")
     return speed_ups(speeds)

@@ -167,6 +167,34 @@ def test_a_finished_run_goes_on_to_a_later_end(done: Path, tmp_path: Path) -> No
     assert contents(run) == after
 
 
+def test_damaged_files_are_set_aside_and_the_run_ends_as_it_did(done: Path, tmp_path: Path) -> None:
+    run = copied(done, tmp_path / "run")
+    good = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    bad = [
+        b"\n",
+        b"\xff\xfe\n",
+        b"[1]\n",
+        b'{"update": 3}\n',
+        b'{"kind": "train", "update": "3"}\n',
+        b"[" * 9999 + b"\n",
+    ]
+    (run / "metrics.jsonl").write_bytes(b"".join([*good[:3], *bad, *good[3:]]))
+    for name in ("result.json", "status.json", "model.json", "environment.json"):
+        (run / name).write_bytes(b"[1]\xff")
+    ended = helpers.run("digits", "--epochs", 2, "--output-dir", run)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "result.json is damaged and renamed to result.json.damaged" in ended.stderr
+    assert "metrics.jsonl had 6 damaged lines, moved to metrics.damaged.jsonl" in ended.stderr
+    assert (run / "metrics.damaged.jsonl").read_bytes() == b"".join(bad)
+    assert [line["count"] for line in lines(run, "eval", "train")] == [SAMPLES] * 2
+    assert [line["update"] for line in lines(run, "train")] == [line["update"] for line in lines(done, "train")]
+    assert (run / "result.json.damaged").read_bytes() == b"[1]\xff"
+    assert result(run) == result(done)
+    for name in ("status.json", "model.json", "environment.json"):
+        json.loads((run / name).read_text())
+
+
 def test_a_finished_run_is_taken_to_another_directory(done: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = helpers.run("digits", "--epochs", 2, "--resume", done / "checkpoints", "--output-dir", run)

@@ -112,6 +112,42 @@ def test_rewind_takes_out_what_is_done_again(tmp_path: Path) -> None:
     ]
 
 
+def test_damaged_lines_are_moved_aside_but_none_is_lost(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, writes=True)
+    directory.log("train", update=1)
+    good = directory.metrics_path.read_bytes()
+    bad = [b"\n", b"\xff\n", b"{}\n", b'{"kind": 3}\n', b'{"kind": "eval", "epoch": null}\n']
+    (tmp_path / "metrics.damaged.jsonl").write_bytes(b"earlier\n")
+    directory.metrics_path.write_bytes(b"".join([*bad, good, *bad, good]))
+    assert RunDirectory(tmp_path, writes=True).rewind(5) == 10
+    assert directory.metrics_path.read_bytes() == 2 * good
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == b"earlier\n" + b"".join(2 * bad)
+    assert directory.rewind(5) == 0
+
+    (tmp_path / "metrics.damaged.jsonl").unlink()
+    (tmp_path / "metrics.damaged.jsonl").mkdir()  # cannot be written
+    directory.metrics_path.write_bytes(b"".join([*bad, good]))
+    assert directory.rewind(5) == 0
+    assert directory.metrics_path.read_bytes() == b"".join([*bad, good])
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"\xff", b"", b"[" * 9999])
+def test_a_damaged_status_does_not_hide_a_failure(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "status.json").write_bytes(content)
+    RunDirectory(tmp_path, writes=False).fail("out of memory")
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", "out of memory")
+
+
+@pytest.mark.parametrize("name", ["classes", "channels", "image_size", "native_size", "mean", "std"])
+@pytest.mark.parametrize("value", [{}, -1, 1.5, [], [None], ["a", 1]])
+def test_a_damaged_signature_is_a_users_error(tmp_path: Path, name: str, value: object) -> None:
+    values = json.loads(SIGNATURE.to_json())
+    (tmp_path / "model.json").write_text(json.dumps(values | {name: value}))
+    with pytest.raises(UserError, match="is damaged"):
+        read_signature(tmp_path)
+
+
 def test_status_is_renewed_by_time_state_or_force(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, writes=True)
 

@@ -17,6 +17,12 @@ def finished(run: Path, processes: int, speed: float) -> str:
     return str(run)
 
 
+def written(run: Path, content: bytes) -> str:
+    run.mkdir()
+    (run / "result.json").write_bytes(content)
+    return str(run)
+
+
 def test_speed_up_and_efficiency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [finished(tmp_path / "b", 4, 300.0), finished(tmp_path / "a", 2, 200.0), finished(tmp_path / "c", 8, 800.0)]
     assert main(["scaling", *runs]) == 0
@@ -36,6 +42,9 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         ([], ""),
         ([str(tmp_path)], "not a finished run"),
         ([one, finished(tmp_path / "two", 1, 2.0)], "second run of 1 processes"),
+        ([finished(tmp_path / "three", 1, 0.0)], "no number of processes and images a second"),
+        ([written(tmp_path / "four", b"[1]")], "no number of processes and images a second"),
+        ([written(tmp_path / "five", b"\xff")], "not a finished run"),
     ):
         assert main(["scaling", *arguments]) == 2
         assert message in capsys.readouterr().err
