@@ -53,14 +53,13 @@ def commit(
 ) -> Path:
     """Let `write` fill a directory with files, and bring it to its place; return that.
 
-    `check` is called last of all before that, and raises what forbids it.
-
-    An older checkpoint of the same update is replaced. Raises what `write` or the file system raises
-    (OSError); then nothing has changed, but for what `tidy` removes. The folder is made, its parent is not:
-    a mount that has gone must not be written to as if it were there.
+    An older checkpoint of the same update is replaced. `check` is called right before the rename, and may
+    forbid it by an error. Raises what `write`, `check` or the file system (OSError) raises; then nothing has
+    changed, but for what `tidy` removes. The folder is made, its parent is not: a mount that has gone must
+    not be written to as if it were there.
     """
     place = directory(folder, update)
-    # A name that no other process takes: one that has lost the run to it may still be writing.
+    # A name of its own: a process that has lost the run to this one may still be writing.
     temporary = folder / f".{place.name}.{uuid.uuid4().hex[:8]}.tmp"
     old = folder / f".{place.name}.old"
     folder.mkdir(exist_ok=True)

@@ -96,7 +96,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     # The run's directory: one for all processes, and theirs alone from here on. What is finished stays as it is.
     claim = Claim(config, lambda: stopping.reason)
     while (found := decided_by_main(accelerator, claim.attempt)) is None:
-        pass
+        pass  # another start has it, and may be dead
     lease = Lease(*found, keeps=main)
     ends.callback(lease.release)
     directory = lease.directory

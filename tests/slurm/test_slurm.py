@@ -259,6 +259,24 @@ def test_a_finished_run_ends_at_once(cluster: Cluster, jobs: dict[str, Job]) -> 
     assert (run / "metrics.jsonl").read_text() == before
 
 
+def test_a_second_job_with_the_directory_of_a_running_one_is_refused(cluster: Cluster) -> None:
+    run = str(cluster.directory / "runs" / "shared")
+    words = ("digits", "--epochs", "900", "--log-every-updates", "1", "--output-dir", run)
+    first = cluster.submit("tasks.sbatch", *words, options=TWO_NODES)
+    first.run = Path(run)
+    first.until(lambda: first.update() >= 20)
+    second = cluster.submit("multi_node.sbatch", *words, "--seed", "1", options="--nodes=2")
+    assert (second.ended(), second.field("ExitCode")) == ("FAILED", "2:0"), second.log()
+    assert second.log().count("accel-train: error:") == 1
+    assert f"has an owner: process {first.ranks()[0]} on" in second.log() and f"job {first.number}," in second.log()
+    first.trains_on()
+    cluster.command("scancel", first.number)
+    assert first.ended() == "CANCELLED"
+    updates = [line["update"] for line in lines(first)]
+    assert updates == list(range(1, len(updates) + 1))
+    assert not (first.run / "owner.json").exists()
+
+
 def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
