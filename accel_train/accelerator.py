@@ -16,7 +16,7 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from accel_train.errors import UserError
 from accel_train.launch import Launch
-from accel_train.rendezvous import roll_call
+from accel_train.rendezvous import connecting, roll_call, set_collective_timeout, set_store_timeout
 
 
 def create_accelerator(
@@ -32,9 +32,10 @@ def create_accelerator(
 ) -> Accelerator:
     """Make the Accelerator of the world that `launch` promises; the precision is what the launcher was told.
 
-    `rendezvous_seconds` is how long the first processes wait for the last one; `collective_seconds` is how
-    long a collective may take until `rendezvous.set_collective_timeout` changes that: downloads lie in
-    between. With `share_gpus` several processes of a node may use one GPU, which gloo bears and NCCL does not.
+    `rendezvous_seconds` is how long the first processes wait for the last one, and gloo to connect them all;
+    `collective_seconds` is how long a collective may take until `rendezvous.set_collective_timeout` changes that:
+    downloads lie in between. With `share_gpus` several processes of a node may use one GPU, which gloo bears and NCCL
+    does not.
 
     Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one.
     """
@@ -46,22 +47,26 @@ def create_accelerator(
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
     own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
     store = None if known else roll_call(launch, own_gpu, rendezvous_seconds)
-    group: dict[str, Any] = {"timeout": timedelta(seconds=collective_seconds)}
+    group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # gloo connects all with all
     if device is not None and not cpu and launch.world_size > 1:
         # Accelerate and DDP take LOCAL_RANK for a device's index. A process that sees only its own GPU (srun
         # --gpus-per-task, a container, a cgroup) has number 0, whatever its own number on the node.
         os.environ["LOCAL_RANK"] = str(launch.local_rank % torch.accelerator.device_count())
         if share_gpus and device.type == "cuda":
             group["backend"] = "gloo"
-    accelerator = Accelerator(
-        cpu=cpu,
-        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
-        # A plugin, because a mere number gives way to ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
-        log_with=list(log_with) or None,
-        project_dir=project_dir,
-        kwargs_handlers=[InitProcessGroupKwargs(**group), *kwargs_handlers],
-    )
+    with connecting():
+        accelerator = Accelerator(
+            cpu=cpu,
+            dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+            # A plugin, because a mere number gives way to ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
+            log_with=list(log_with) or None,
+            project_dir=project_dir,
+            kwargs_handlers=[InitProcessGroupKwargs(**group), *kwargs_handlers],
+        )
+    if not known:
+        set_collective_timeout(collective_seconds)
+        set_store_timeout(collective_seconds)
     del store  # rank 0 served it until the process group had it
     _give_index(accelerator)
     if cpu and not known:  # a gloo group that is still open at the interpreter's end may abort it, with its own code

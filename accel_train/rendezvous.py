@@ -6,6 +6,7 @@ processes first meet in its store, where they can say who they are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ import time
 import uuid
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -204,11 +205,40 @@ def check_shared_directory(accelerator: Accelerator, directory: Path, seconds: f
         )
 
 
-def set_collective_timeout(seconds: float) -> None:
-    """From now on a collective that takes longer than this is an error; no effect on a single process."""
+def set_collective_timeout(seconds: float, group: Any = None) -> None:
+    """From now on a collective (of `group`) that takes longer than this is an error; no effect on a single process."""
     if distributed.is_initialized():
         before = distributed.distributed_c10d._set_pg_timeout  # its name until it became public
-        getattr(distributed, "set_timeout", before)(timedelta(seconds=seconds), None)
+        getattr(distributed, "set_timeout", before)(timedelta(seconds=seconds), group)
+
+
+def set_store_timeout(seconds: float) -> None:
+    """Of the process group's store, in which a process may wait for another one's first collective."""
+    if distributed.is_initialized():
+        distributed.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=seconds))
+
+
+@contextlib.contextmanager
+def connecting() -> Iterator[None]:
+    """Around the making of a group, when gloo connects each process with each other one.
+
+    Raises UserError if it cannot: it listens at the address that this host's own name has here, which need not be one
+    that the others can reach.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        try:
+            address = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            address = "no address"
+        raise UserError(
+            f"The processes cannot connect to each other ({hostname()}: {_first_line(error)}). They listen where their "
+            f"host's name leads, here {address}: set GLOO_SOCKET_IFNAME on all nodes to the interface that they share.",
+            every_process=False,
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

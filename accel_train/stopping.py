@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from accel_train import signals
+from accel_train import rendezvous, signals
 from accel_train.console import print_line
 from accel_train.launch import in_job
 
@@ -68,16 +68,19 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def begin(self, run: Path | None, save_every_seconds: float) -> None:
+    def begin(self, run: Path | None, save_every_seconds: float, connect_seconds: float) -> None:
         """Training begins; all processes must call it. `run`, on the main process only, is the folder in which a
-        person may put a file STOP or SAVE; `save_every_seconds` of 0 is never."""
+        person may put a file STOP or SAVE; `save_every_seconds` of 0 is never. Raises UserError if the processes
+        cannot connect within `connect_seconds`."""
         self.run, self.save_every_seconds = run, save_every_seconds
         self._ctrl_c.listen()
         self.last_save = time.monotonic()
         self.last_look = -math.inf  # a file STOP that is there already counts, however short the training is
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # Its own time-out would strike with an error that says nothing: the watchdog ends what hangs.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+            with rendezvous.connecting():
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=connect_seconds))
+            # From now on its time-out would strike with an error that says nothing: the watchdog ends what hangs.
+            rendezvous.set_collective_timeout(timedelta(days=365).total_seconds(), self._group)
 
     def end(self) -> None:
         """Training has ended on all processes; what they last agreed on no longer matters."""

@@ -201,7 +201,6 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         precision=precision(accelerator),
     )
     start_trackers(config, accelerator)
-    stopping.begin(directory if main else None, config.checkpoint.every_seconds)
     meter, watch = Meter(accelerator), Stopwatch(state.train_seconds, state.timed_samples)
     last: dict[str, Evaluation] = {}  # the newest of each split: "val", "test", and of EMA's weights "test (ema)"
     watchdog = Watchdog(
@@ -248,6 +247,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
 
     go_on = command_to_go_on(launch, directory)
     with watchdog, console, report.last_words(checkpoints, go_on):
+        stopping.begin(directory if main else None, config.checkpoint.every_seconds, config.rendezvous_timeout_seconds)
         report.begin(
             state,
             resumed=restored is not None,
