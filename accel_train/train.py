@@ -56,6 +56,7 @@ from accel_train.rendezvous import check_agreement, check_shared_directory
 from accel_train.report import Report
 from accel_train.run import MARKER, RunDirectory
 from accel_train.semantics import SEMANTICS
+from accel_train.sharding import shard_batchnorm
 from accel_train.signature import Signature
 from accel_train.stopping import StopAskedError, Stopping
 from accel_train.summary import plan_text
@@ -135,6 +136,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         model = convert_sync_batchnorm(model)
     layout = tuning.lay_out(accelerator, model)
     ema = optim.create_ema(config.ema, model)
+    shard_batchnorm(accelerator, model)
     optimizer = optim.create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
     schedule = optim.create_schedule(
         config.schedule, optimizer, epochs=config.epochs, updates_per_epoch=plan.updates_per_epoch

@@ -30,6 +30,7 @@ from accel_train.meter import Meter
 from accel_train.nonfinite import Guard
 from accel_train.report import Report
 from accel_train.run import RunDirectory
+from accel_train.sharding import shard_batchnorm
 from accel_train.train_state import TrainState
 
 KINDS = 4  # different micro-batches that the bare loop takes in turns
@@ -67,6 +68,7 @@ class Workload:
         if config.model.sync_batchnorm and self.device.type == "cuda":
             model = convert_sync_batchnorm(model)
         layout = tuning.lay_out(self.accelerator, model)
+        shard_batchnorm(self.accelerator, model)
         optimizer = optim.create_optimizer(config.optim, model, sharded=self.accelerator.is_fsdp2)
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # a step costs the same, and the weights stay: nothing can diverge

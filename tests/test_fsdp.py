@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -24,16 +25,16 @@ RUN = """
 FSDP = "--config_file accelerate_configs/fsdp2.yaml --fsdp_min_num_params 20000 --mixed_precision no"
 
 
-def fsdp(run: Path, *words: str, launch: tuple[str, ...] = ()) -> str:
+def fsdp(run: Path, *words: str, launch: tuple[str, ...] = (), settings: str = RUN) -> str:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *FSDP.split(), *launch, "tests/fsdp_worker.py"]
-    line = [*launcher, *RUN.split(), *words, "--output-dir", str(run)]
+    line = [*launcher, *settings.split(), *words, "--output-dir", str(run)]
     done = subprocess.run(line, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def ddp(run: Path) -> None:
-    done = helpers.run(*RUN.split(), "--output-dir", run, processes=2)
+def ddp(run: Path, settings: str = RUN) -> None:
+    done = helpers.run(*settings.split(), "--output-dir", run, processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -75,3 +76,39 @@ def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -
         weights = load_file(other / name)
         for key, array in load_file(one / name).items():
             np.testing.assert_allclose(weights[key], array, rtol=1e-4, atol=1e-6)
+
+
+# With BatchNorm, whose statistics FSDP2 leaves in float32 when it casts the weights.
+NORMS = RUN.replace("test_vit", "test_resnet").replace("192", "96")
+BF16 = ("--mixed_precision", "bf16")
+
+
+def test_batchnorm_in_bf16(tmp_path: Path) -> None:
+    told = fsdp(tmp_path / "run", launch=BF16, settings=NORMS.replace("96", "32"))
+    assert int(re.search(r"sharded (\d+)", told)[1]) > 10  # type: ignore[index]
+    assert all(math.isfinite(loss) for loss in losses(tmp_path / "run").values())
+    for name in ("model.safetensors", "ema.safetensors"):
+        weights = load_file(tmp_path / "run" / name)
+        assert {str(array.dtype) for array in weights.values()} == {"float32", "int64"}
+        assert any((array != 0).all() for key, array in weights.items() if key.endswith("running_mean"))
+
+
+@pytest.mark.slow
+def test_batchnorm_in_bf16_is_that_of_ddp_and_goes_on_there(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(helpers.MULTI_CPU), *BF16]
+
+    def ddp_in_bf16(run: Path) -> None:
+        words = [*line, "-m", "accel_train.train", *NORMS.split(), "--output-dir", str(run)]
+        done = subprocess.run(words, env=helpers.environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    ddp_in_bf16(one)
+    for checkpointing in ("false", "true"):
+        other.mkdir(exist_ok=True)
+        (other / "STOP").touch()
+        fsdp(other, "--model.gradient-checkpointing", checkpointing, launch=BF16, settings=NORMS)
+    ddp_in_bf16(other)
+    expected, found = losses(one), losses(other)
+    assert list(found) == list(expected) == list(range(1, 7))
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=0.02)
