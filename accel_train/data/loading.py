@@ -98,11 +98,13 @@ def create_loader(
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
     `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
-    what is in memory, else this process's share of the cores; `local_processes`: training processes of this machine.
+    what is in memory, else this process's share of the cores, on a GPU but for one; `local_processes`: training
+    processes of this machine.
     """
     each = transforms_each_image(source, augment, training=training)
     if workers is None:
-        workers = max(1, available_cores() // local_processes) if each else 0
+        spare = device.type != "cpu"  # a core for the thread that tells the device what to do
+        workers = max(1, available_cores() // local_processes - spare) if each else 0
     if source.in_memory:  # as augment.py does: evaluation and training see the images at the same scale
         augment = dataclasses.replace(augment, resize=augment.resize or size)
     transform: ImageTransform | Reading | None = None
@@ -116,7 +118,8 @@ def create_loader(
         collate_fn=_as_it_is,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        persistent_workers=workers > 0,
+        # Those of an evaluation end with it: they and training's, which wait meanwhile, have the same cores.
+        persistent_workers=training and workers > 0,
         worker_init_fn=_leave_signals_to_the_trainer if workers else None,
     )
 

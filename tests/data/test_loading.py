@@ -1,0 +1,52 @@
+"""The worker processes of a loader: how many, and how long they live."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from accel_train.config import Augment, Data
+from accel_train.data import loading
+from accel_train.data.loading import create_loader
+from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.sources import load_splits
+from accel_train.data.splits import Splits
+
+
+@pytest.fixture
+def splits(tmp_path: Path) -> Splits:
+    for number in range(8):
+        path = tmp_path / "tree" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(path)
+    return load_splits(Data(name="folder", root=tmp_path / "tree"), 0)
+
+
+def loader(splits: Splits, *, training: bool, workers: int | None, device: str = "cpu", local_processes: int = 1):
+    order = TrainingOrder(Plan(8, 4, 1, 1), 0) if training else EvaluationOrder(8, 4)
+    return create_loader(
+        splits.train, order, Augment(), training=training, size=16, seed=0, workers=workers, local_processes=local_processes,
+        device=torch.device(device),
+    )  # fmt: skip
+
+
+def test_training_keeps_its_workers_and_an_evaluation_ends_its_own(splits: Splits) -> None:
+    training, evaluation = (loader(splits, training=each, workers=1) for each in (True, False))
+    assert len(list(training)) == 2
+    (kept,) = multiprocessing.active_children()
+    for _ in range(2):
+        assert len(list(evaluation)) == 2
+        assert multiprocessing.active_children() == [kept]
+    assert len(list(training)) == 2
+    assert multiprocessing.active_children() == [kept]
+
+
+def test_a_core_is_left_for_the_thread_that_drives_a_gpu(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "available_cores", lambda: 16)
+    found = [
+        loader(splits, training=True, workers=None, device=device, local_processes=processes).num_workers
+        for device, processes in (("cpu", 1), ("cuda", 1), ("cuda", 4), ("cuda", 16))
+    ]
+    assert found == [16, 15, 3, 1]
