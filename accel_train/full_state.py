@@ -34,7 +34,11 @@ def plain_name(name: str) -> str:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model without DDP and torch.compile around it."""
+    """The model without DDP and torch.compile around it.
+
+    Accelerator.unwrap_model would take DDP out of the compiled model itself, which then had no `no_sync`: an all-reduce
+    for each micro-batch.
+    """
     plain: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
     return plain
 

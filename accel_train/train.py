@@ -33,7 +33,7 @@ import torch
 from accelerate.utils import ProjectConfiguration, gather_object
 from timm.layers import convert_sync_batchnorm
 
-from accel_train import finished, models, optim, tuning
+from accel_train import finished, full_state, models, optim, tuning
 from accel_train.accelerator import create_accelerator, precision, precision_notice
 from accel_train.agreement import decided_by_main
 from accel_train.buckets import settle_buckets
@@ -89,6 +89,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     )
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
     tuning.set_defaults(device)
+    tuning.check_compilation(accelerator)
     if config.config_only:
         if main:
             print(plan_text(config, accelerator, accumulation))
@@ -146,7 +147,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     criterion = optim.create_loss(config.loss, weights)
     # The schedule is not prepared: it is a function of the update's number, and Accelerate would count otherwise.
     model, optimizer = accelerator.prepare(model, optimizer)
-    plain = accelerator.unwrap_model(model)
+    plain = full_state.bare(model)
     clipped = optim.parameters_to_clip(config.optim, plain)  # FSDP2 has made new parameters
     optimizer = tuning.stepping(optimizer)
     kept = models.prepare_recomputation(model, config.model)

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from accelerate.utils.dataclasses import DynamoBackend
 from torch import nn
 
+from accel_train.errors import UserError
 from accel_train.models.padding import leave_out_padding
 
 CHANNELS_LAST_DEVICES = ("cpu", "cuda", "xpu")
@@ -29,6 +31,20 @@ def set_defaults(device: torch.device) -> None:
         # All windows have one shape (see data/order.py), so that the fastest convolutions are looked for once.
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # TF32 where a float32 product is left; convolutions have it already
+
+
+def check_compilation(accelerator: Accelerator) -> None:
+    """Raise UserError if torch.compile would record CUDA graphs and gradients are accumulated: a graph's next call
+    writes over what the last one left for its backward pass (pytorch issues 96693 and 169545)."""
+    plugin = accelerator.state.dynamo_plugin
+    graphs = plugin.mode in ("reduce-overhead", "max-autotune") or plugin.backend == DynamoBackend.CUDAGRAPHS
+    steps = accelerator.gradient_accumulation_steps
+    if graphs and plugin.backend != DynamoBackend.NO and accelerator.device.type == "cuda" and steps > 1:
+        raise UserError(
+            f"torch.compile with CUDA graphs (--dynamo_mode {plugin.mode}) does not go together with gradient "
+            f"accumulation, of {steps} micro-batches here: choose --dynamo_mode default or max-autotune-no-cudagraphs, "
+            "or a larger --micro-batch-size."
+        )
 
 
 def _keep_freed_memory() -> None:

@@ -51,6 +51,7 @@ class Workload:
         self.accelerator: Accelerator = create_accelerator(launch, gradient_accumulation_steps=self.accumulation)
         self.device: torch.device = self.accelerator.device
         tuning.set_defaults(self.device)
+        tuning.check_compilation(self.accelerator)
         self.plan = Plan(
             len(splits.train), config.batch_size, launch.world_size, self.accumulation, config.data.drop_last
         )

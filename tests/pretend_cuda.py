@@ -490,7 +490,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         command = json.loads(line)
-        os.environ["ACCELERATE_MIXED_PRECISION"] = command["precision"]
+        os.environ.update(command["variables"])
         updates.clear()
         waits.clear()
         kernels.clear()
@@ -504,6 +504,8 @@ def serve() -> None:
                 code = -1
         left = dict(waits)  # since the last update's end
         print(json.dumps([code, output.getvalue(), updates, left]), file=answers, flush=True)
+        for variable in command["variables"]:
+            del os.environ[variable]
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
 
@@ -532,9 +534,11 @@ class Pretended:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def __call__(self, *words: object, precision: str = "no") -> Done:
+    def __call__(self, *words: object, precision: str = "no", **variables: str) -> Done:
+        """`variables` of the environment, as a launcher sets them."""
         assert self.process.stdin and self.process.stdout
-        command = {"words": [str(word) for word in words], "precision": precision}
+        variables["ACCELERATE_MIXED_PRECISION"] = precision
+        command = {"words": [str(word) for word in words], "variables": variables}
         print(json.dumps(command), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         assert answer, f"the process has ended with exit code {self.process.wait(10)}"

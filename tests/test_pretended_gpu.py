@@ -285,6 +285,16 @@ def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimi
     assert all(torch.isfinite(value).all() for each in last["state"].values() for value in each.values())
 
 
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_cuda_graphs_and_accumulation_are_refused(gpu: Pretended, tmp_path: Path, command: str) -> None:
+    graphs = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_MODE": "reduce-overhead"}
+    output = ("--output-dir", tmp_path / "run") if command == "train" else ("--output", tmp_path / "figures.json")
+    done = gpu(command, "digits", *SMALL, "--micro-batch-size", 8, *output, **graphs)
+    assert (done.code, done.output.count("\n")) == (2, 1), done.output
+    assert "CUDA graphs" in done.output and "of 2 micro-batches here" in done.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_preflight(gpu: Pretended, tmp_path: Path) -> None:
     done = succeeded(gpu("preflight", tmp_path))
     assert "cuda:0 (Pretended GPU)" in done.output
