@@ -2,12 +2,13 @@
 # make test    the same with what the tests need, then the tests (SLOW=1: the long ones, too)
 # make lint    formatting, lint, types
 # make bench   measure the trainer beside others, half an hour; the tables go into docs/benchmarks.md (ARGS: --data-root DIR)
+# make gpu     on a machine with a GPU: the tests that need one, then its speed; prints what docs/benchmarks.md is to say
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench gpu clean
 
 train: $(VENV)/.installed
 	$(BIN)/accel-train train digits
@@ -25,6 +26,9 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/input.py $(ARGS)
 	$(BIN)/python benchmarks/waiting.py
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
+
+gpu: $(VENV)/.installed-bench $(VENV)/.installed-test
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || echo "Making $(VENV) and installing into it: some minutes, the first time."

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -52,6 +56,98 @@ def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: s
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     assert main(["train", "digits", "--output-dir", str(tmp_path / "run")]) == 0
     assert result(tmp_path / "run")["test_accuracy"] > 0.97
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+def test_policies_and_optimizers_on_one_bad_sample(tmp_path: Path, policy: str, optimizer: str) -> None:
+    """Forty black images but for a white one, which with this `std` is more than a float32 can hold."""
+    for split, count in (("train", 40), ("test", 4)):
+        for number in range(count):
+            path = tmp_path / "images" / split / "ab"[number % 2] / f"{number:03d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), (255 * ((split, number) == ("train", 17)),) * 3).save(path)
+    words = ["--data.name", "folder", "--data.root", str(tmp_path / "images"), "--data.workers", "1", "--epochs", "1"]
+    words += ["--model.name", "test_resnet", "--model.image-size", "32", "--augment.resize", "32", "--batch-size", "8"]
+    words += ["--augment.crop", "center", "--augment.mean", "0", "0", "0", "--augment.std", *["1e-39"] * 3]
+    words += ["--optim.name", optimizer, "--on-nonfinite", policy, "--output-dir", str(tmp_path / "run")]
+    assert main(["train", "digits", *words]) == (2 if policy == "stop" else 0)
+    if policy != "stop":
+        assert result(tmp_path / "run")["left_out_updates"] == 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_a_first_step_that_overflows_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    words = ["--epochs", "1", "--augment.mean", "0", "--augment.std", "0.001", "--optim.name", optimizer]
+    words += ["--optim.lr", "1e-9", "--checkpoint.every-updates", "1", "--checkpoint.keep", "99"]
+    assert main(["train", "digits", *words, "--output-dir", str(tmp_path / "run")]) == 0
+    first = tmp_path / "run" / "checkpoints" / "update-00000001"
+    assert json.loads((first / "state.json").read_text())["scaler"]["scale"] < 65536
+    state = torch.load(first / "optimizer.pt", weights_only=True)["state"]
+    assert all(torch.isfinite(value).all() for each in state.values() for value in each.values())
+
+
+@pytest.mark.parametrize(
+    ("mode", "micro_batch", "code"),
+    [("default", "48", 0), ("default", "24", 0), ("reduce-overhead", "48", 0), ("reduce-overhead", "24", 2)],
+)
+def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, micro_batch: str, code: int) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", mode)
+    words = ["--micro-batch-size", micro_batch, "--output-dir", str(tmp_path / "run")]
+    assert main(["train", "digits", *words]) == code
+    assert code or result(tmp_path / "run")["test_accuracy"] > 0.97
+
+
+def test_evaluate_predict_and_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    image = tmp_path / "image.png"
+    Image.new("L", (8, 8)).save(image)
+    figures = str(tmp_path / "figures.json")
+    for words in (
+        ["train", "digits", "--epochs", "2", "--ema.enabled", "true", "--output-dir", str(run)],
+        ["evaluate", str(run)],
+        ["predict", str(run), str(image)],
+        ["bench", "digits", "--rounds", "1", "--updates", "20", "--output", figures],
+    ):
+        assert main(words) == 0, words
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    evaluated = json.loads((run / "evaluation-test.json").read_text())
+    assert evaluated["model"]["accuracy"] == result(run)["test_accuracy"]
+    assert "image.png" in capsys.readouterr().out
+
+
+def launched(config: str, *words: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}"]
+    environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
+    line = [*launcher, *words]
+    return subprocess.run(line, cwd=helpers.ROOT, env=environment, capture_output=True, text=True, timeout=280)
+
+
+def test_two_processes_share_the_gpu(tmp_path: Path) -> None:
+    words = ["-m", "accel_train.train", "digits", "--output-dir", str(tmp_path / "run")]
+    refused = launched("multi_gpu.yaml", "--num_processes", "2", "--gpu_ids", "0", *words)
+    assert refused.returncode != 0 and "share one GPU" in refused.stderr, refused.stderr
+    done = launched("multi_gpu.yaml", "--num_processes", "2", "--gpu_ids", "0", *words, "--share-gpus", "true")
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "run")["test_accuracy"] > 0.97
+
+
+def test_fsdp2_with_batchnorm_in_bf16_goes_on_without_it(tmp_path: Path) -> None:
+    """With one process, as far as one GPU goes."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    words = ["-m", "accel_train.train", "digits", "--model.name", "resnet18_cifar", "--model.image-size", "32"]
+    words += ["--epochs", "1", "--optim.clip", "1", "--ema.enabled", "true", "--output-dir", str(tmp_path / "run")]
+    done = launched("fsdp2.yaml", "--num_processes", "1", *words)
+    assert done.returncode == 0, done.stderr
+    done = launched("single_gpu.yaml", *words)
+    assert done.returncode == 0 and "going on after update" in done.stdout, done.stdout + done.stderr
+    assert result(tmp_path / "run")["updates"] == 30
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
