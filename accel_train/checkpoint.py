@@ -255,22 +255,18 @@ class Checkpoints:
         self, source: Snapshot, position: TrainState, path: Path, keep: Sequence[str]
     ) -> dict[str, Any]:
         """The state of the optimizer, as far as this run's takes it. Raises UserError if they do not fit."""
+        trained = position.update > len(position.left_out)
         try:
             found, missing = fitting(self.model, self.optimizer, source.optimizer, keep)
-            # An update that is not finite leaves no state; with a loss scaler the first ones often are not.
-            if (
-                missing
-                and not found["state"]
-                and position.update > len(position.left_out)
-                and not source.state["scaler"]
-            ):
+            # With a loss scaler the first updates often are not finite, and leave no state.
+            if missing and not found["state"] and not keep and trained and not source.state["scaler"]:
                 raise MisfitError(f"it has no state of any parameter after {position.update} updates")
         except MisfitError as error:
             raise UserError(
                 f"{path / 'optimizer.pt'} does not fit this run's optimizer: {error}. If you do not trust it, delete "
                 f"{path}; the checkpoint before it is used then."
             ) from None
-        if missing and found["state"]:
+        if missing and trained:
             self.notes.append(
                 f"{path / 'optimizer.pt'} has no state of {len(missing)} parameters, such as {missing[0]}: the "
                 "optimizer starts anew for them"
@@ -278,8 +274,12 @@ class Checkpoints:
         return found
 
     def _check_schedule(self, saved: dict[str, Any] | None, path: Path) -> None:
-        if saved is not None and self.schedule is not None and saved.keys() != self.schedule.state_dict().keys():
-            raise UserError(f"{path / 'state.json'}: schedule has {', '.join(saved) or 'nothing'}: not this run's.")
+        try:
+            if saved is not None and self.schedule is not None:
+                self.schedule.load_state_dict(saved)
+        except (LookupError, TypeError, ValueError):
+            found = ", ".join(saved or {}) or "nothing"
+            raise UserError(f"{path / 'state.json'}: schedule has {found}: that is not this run's schedule.") from None
 
     def _position(self, path: Path, source: Snapshot, found: Mapping[str, str]) -> TrainState:
         """Where the checkpoint is; `found` are the differences of this run's settings to its own."""

@@ -36,8 +36,6 @@ LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "t
 SPINS = "5000"
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C has ended
 READY_MADE = ("none", "accelerate", "torchrun", "environment")  # launchers that need no mapping
-
-
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PBS_NODENUM")
 
 

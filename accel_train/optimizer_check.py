@@ -30,23 +30,30 @@ def fitting(
     """The part of `saved` (as `full_state.optimizer_state` gives it) that `optimizer` takes, and the names of those
     parameters whose state is not there.
 
-    `keep`: settings of the parameter groups that are not taken. Raises MisfitError.
+    `keep`: settings of the parameter groups that are not taken, for they were changed; the state is still that of the
+    old ones. Raises MisfitError.
     """
     if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
         raise MisfitError("it has no state")
     if not isinstance(saved.get("param_groups"), list):
         raise MisfitError("it has no parameter groups")
     names = iter(parameter_names(model, optimizer))
-    example = functools.cache(functools.partial(_after_a_step, optimizer))
+    example = functools.cache(functools.partial(_after_a_step, optimizer, saved["param_groups"]))
     state, groups, missing = {}, [], []
     for number, group in enumerate(optimizer.param_groups):
         named = {next(names): parameter for parameter in group["params"]}
         settings: dict[str, Any] = {}
         for name, parameter in named.items():
-            expected, settings = example(number, parameter.shape, parameter.dtype, parameter.device)
-            if name in saved["state"]:
-                state[name] = _like(expected, saved["state"][name], f"the state of {name}")
-            elif expected:
+            like = parameter.shape, parameter.dtype, parameter.device
+            expected, settings = example(number, (), *like)
+            if name not in saved["state"]:
+                missing += [name] if expected else []
+                continue
+            then, _ = example(number, tuple(keep), *like)
+            found = _like(then, saved["state"][name], f"the state of {name}")
+            if expected.keys() <= found.keys():
+                state[name] = found
+            else:  # what the new settings need was never kept
                 missing.append(name)
         groups.append((list(named), settings))
     if missing and state and isinstance(optimizer, torch.optim.SGD):
@@ -60,11 +67,8 @@ def fitting(
         if key in saved and key not in ("state", "param_groups")
     }
     if [params for params, _ in groups] != [_value(group, "params") for group in saved["param_groups"]]:
-        return {
-            **others,
-            "state": state,
-            "param_groups": [],
-        }, missing  # grouped in another way: this run's settings count
+        # Grouped in another way: this run's settings count.
+        return {**others, "state": state, "param_groups": []}, missing
     fixed, taken = {*HOW_TO_COMPUTE, *keep}, []
     for (params, settings), now, old in zip(groups, optimizer.param_groups, saved["param_groups"], strict=True):
         numbers = {
@@ -77,14 +81,28 @@ def fitting(
 
 
 def _after_a_step(
-    optimizer: torch.optim.Optimizer, number: int, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    optimizer: torch.optim.Optimizer,
+    saved: list[Any],
+    number: int,
+    keep: tuple[str, ...],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of a parameter, and the settings of its group `number`, after a first step of a copy of `optimizer`."""
+    """The state of a parameter, and the settings of its group `number`, after a first step of a copy of `optimizer`,
+    with those settings of the group that the checkpoint had and this run has changed (`keep`)."""
+    group, old = optimizer.param_groups[number], saved[number] if number < len(saved) else None
+    changed = {key: old[key] for key in keep if key in old and key in group} if isinstance(old, dict) else {}
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.full_like(parameter, 1e-3)
     kind: Any = type(optimizer)  # all else that it was made with is in its groups, too
-    copy = kind([{**optimizer.param_groups[number], "params": [parameter]}])
-    copy.step()
+    try:
+        copy = kind([{**group, **changed, "params": [parameter]}])
+        copy.step()
+    except Exception as error:
+        if not changed:
+            raise
+        raise MisfitError(f"its settings do not work: {error}") from None
     settings = {key: value for key, value in copy.param_groups[0].items() if key != "params"}
     return dict(copy.state[parameter]), settings
 

@@ -526,3 +526,26 @@ def test_all_files_have_the_permissions_that_the_user_gives_new_ones(tmp_path, u
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {path.name for path in files} >= {"model.safetensors", "ema.safetensors", "optimizer.pt", "state.json"}
     assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+
+
+class Forgetful(Counter):
+    """Takes the state of an earlier version, which had fewer parts."""
+
+    def state_dict(self):
+        return {"count": self.count, "moons": 3}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_the_schedule_says_itself_which_state_it_takes(tmp_path):
+    config = Config(schedule=Schedule(name="plateau"))
+    earlier, now = Counter(), Forgetful()
+    earlier.count = 5
+    Run(tmp_path / "run", 0, config, earlier).save(1)
+    Run(tmp_path / "run", 0, config, now).checkpoints.restore("auto")
+    assert now.count == 5
+    earlier.state_dict = dict
+    Run(tmp_path / "run", 0, config, earlier).save(2)
+    with pytest.raises(UserError, match="schedule has nothing: that is not this run's schedule"):
+        Run(tmp_path / "run", 0, config, now).checkpoints.restore("auto")

@@ -134,3 +134,17 @@ def test_an_optimizers_own_state_is_found_fitting_and_left_as_it_is(name):
             **dict.fromkeys(full_state.HOW_TO_COMPUTE),
         }
     assert not target[1].state
+
+
+@pytest.mark.parametrize("name", ["momentum", "rmsprop"])
+@pytest.mark.parametrize(("then", "now"), [(0.9, 0.0), (0.0, 0.9)])
+def test_a_setting_may_be_changed_that_alters_what_a_state_has(name, then, now):
+    source, target = tiny(0, name, momentum=then), tiny(1, name, momentum=now)
+    for number in range(3):
+        step(*source, number)
+    state = full_state.collect(full_state.optimizer_state(*source), here=True)
+    found, missing = fitting(*target, state, keep=["momentum"])
+    assert bool(missing) == (now > 0)  # then nothing was kept that could go on
+    assert [group["momentum"] for group in found["param_groups"]] == [now, now]
+    full_state.spread_optimizer(*target, full_state.outline(found), found, keep=["momentum"])
+    step(*target, 3)
