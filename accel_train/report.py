@@ -60,8 +60,7 @@ class Report:
         for note in notes:
             self.warn(note)
         # A run that was killed before its first checkpoint has lines, too.
-        damaged = self.run.rewind(state.update, state.epoch, tests_again=state.epoch >= self.config.epochs)
-        if damaged:
+        if damaged := self.run.rewind(state.update, state.epoch, tests_again=state.epoch >= self.config.epochs):
             self.warn(f"metrics.jsonl had {damaged} damaged line{'s' * (damaged > 1)}, moved to {DAMAGED}")
         if resumed:
             self.run.event("resumed", update=state.update, processes=self.plan.processes)

@@ -139,15 +139,6 @@ def test_a_damaged_status_does_not_hide_a_failure(tmp_path: Path, content: bytes
     assert (status["state"], status["reason"]) == ("failed", "out of memory")
 
 
-@pytest.mark.parametrize("name", ["classes", "channels", "image_size", "native_size", "mean", "std"])
-@pytest.mark.parametrize("value", [{}, -1, 1.5, [], [None], ["a", 1]])
-def test_a_damaged_signature_is_a_users_error(tmp_path: Path, name: str, value: object) -> None:
-    values = json.loads(SIGNATURE.to_json())
-    (tmp_path / "model.json").write_text(json.dumps(values | {name: value}))
-    with pytest.raises(UserError, match="is damaged"):
-        read_signature(tmp_path)
-
-
 def test_status_is_renewed_by_time_state_or_force(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, writes=True)
 

@@ -249,13 +249,17 @@ def test_preflight_and_scaling(cluster: Cluster) -> None:
     assert (folder / "scaling.svg").exists() and "speed-up" in second.log()
 
 
-def test_a_finished_run_ends_at_once(cluster: Cluster, jobs: dict[str, Job]) -> None:
+def test_a_finished_run_has_nothing_to_do_or_is_refused(cluster: Cluster, jobs: dict[str, Job]) -> None:
     run = jobs["short"].run
     jobs["short"].result()
     before = (run / "metrics.jsonl").read_text()
-    again = cluster.submit("multi_node.sbatch", "digits", "--output-dir", str(run), options="--nodes=2")
-    assert again.ended(60) == "COMPLETED"
-    assert f"{run} holds a finished run" in again.log()
+    words = ("digits", "--output-dir", str(run), "--epochs")
+    again = cluster.submit("multi_node.sbatch", *words, "1", options="--nodes=2")
+    assert again.ended() == "COMPLETED"
+    assert f"{run} holds a finished run" in again.log() and "Nothing is left to do" in again.log()
+    more = cluster.submit("multi_node.sbatch", *words, "2", options="--nodes=2")
+    assert more.ended() == "FAILED"
+    assert "epochs: 1 -> 2" in more.log() and "--epochs 2 --allow-change epochs" in more.log()
     assert (run / "metrics.jsonl").read_text() == before
 
 
