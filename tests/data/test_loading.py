@@ -27,8 +27,8 @@ def splits(tmp_path: Path) -> Splits:
 def loader(splits: Splits, *, training: bool, workers: int | None, device: str = "cpu", local_processes: int = 1):
     order = TrainingOrder(Plan(8, 4, 1, 1), 0) if training else EvaluationOrder(8, 4)
     return create_loader(
-        splits.train, order, Augment(), training=training, size=16, seed=0, workers=workers, local_processes=local_processes,
-        device=torch.device(device),
+        splits.train, order, Augment(), training=training, size=16, seed=0, workers=workers,
+        local_processes=local_processes, device=torch.device(device),
     )  # fmt: skip
 
 
