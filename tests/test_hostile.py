@@ -246,7 +246,7 @@ def test_any_change_of_a_checkpoint_is_refused_or_harmless(run: Path) -> None:
     state, resumed = json.loads(whole["state.json"]), Resumed(run)
     optimizer = torch.load(place / "optimizer.pt", weights_only=True)
     refused = 0
-    for number in range(400):
+    for number in range(120):
         if number % 4 == 0:
             (place / "state.json").write_text(json.dumps({**state, "train": mutate(state["train"], generator)}))
         elif number % 4 == 1:
@@ -274,7 +274,7 @@ def test_any_change_of_a_checkpoint_is_refused_or_harmless(run: Path) -> None:
         assert [path.name for path in place.parent.iterdir()] == [place.name]
         for name, content in whole.items():
             (place / name).write_bytes(content)
-    assert 150 < refused < 390
+    assert 45 < refused < 117
     assert resumed.restore() == TrainState(**state["train"])
 
 
