@@ -69,7 +69,8 @@ def _watch(process: int) -> None:
                     flush=True,
                 )
             os.kill(process, signal.SIGABRT)
-            if not select.select([0], [], [], LAST_WORDS_SECONDS)[0]:
+            select.select([0], [], [], LAST_WORDS_SECONDS)
+            if os.getppid() == process:
                 os.kill(process, signal.SIGKILL)
             return
 
