@@ -300,18 +300,14 @@ class Checkpoints:
                     raise self._misplaced(position, path)
                 position.epoch_samples = min(updates * plan.batch_size, self.samples)
             position.epoch_left_out = position.epoch_samples - position.epoch_count
-        counted = position.epoch_count + position.epoch_left_out
-        # No update is without a sample, and a change of the samples waits for the epoch's end.
-        most = position.epoch_samples if position.epoch == 0 else position.update
-        samples = source.state.get("samples", self.samples)
-        if position.epoch_left_out < 0 or position.update > most or not counted == position.epoch_samples <= samples:
-            raise self._misplaced(position, path)
+            if position.epoch_left_out < 0:
+                raise self._misplaced(position, path)
         return position
 
     def _misplaced(self, position: TrainState, path: Path) -> UserError:
         return UserError(
             f"{path} does not fit the training data, which has {self.samples} samples: update {position.update} is not "
-            f"in epoch {position.epoch + 1} of it, after {position.epoch_samples} samples. Has the data changed?"
+            f"in epoch {position.epoch + 1} of it. Has the data changed?"
         )
 
     def _obstacle(self, path: Path, source: Snapshot, position: TrainState, found: Mapping[str, str]) -> str | None:

@@ -186,10 +186,11 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     decided_by_main(accelerator, checkpoints.check_writable)
     again = earlier is not None and config.resume == "auto"  # a run that has ended once never begins anew
     restored = checkpoints.restore("must" if again else config.resume, config.allow_change)
+    state = restored or TrainState()
+    state.check_position(plan.samples, checkpoints.folder)
     if earlier is not None:
         decided_by_main(accelerator, lambda: earlier.set_aside(lease))
         checkpoints.notes.append(earlier.note)
-    state = restored or TrainState()
     # Updates done beyond those of a run that had these settings from its start: with another batch size, say. Without
     # them the schedule's epochs are the data's.
     extra = state.update - plan.updates_until(state.epoch, state.epoch_samples)

@@ -41,6 +41,16 @@ class TrainState:
     left_out: list[int] = field(default_factory=list)
     """The updates, counted from 1, that were not finite and are left out; see `nonfinite`."""
 
+    def check_position(self, samples: int, path: Path) -> None:
+        """Raise UserError unless a run with so many training samples can be here. `path`: where the checkpoints lie."""
+        counted = self.epoch_count + self.epoch_left_out
+        most = self.epoch_samples if self.epoch == 0 else self.update  # no update is without a sample
+        if not counted == self.epoch_samples <= samples or self.update > most:
+            raise UserError(
+                f"The checkpoint of update {self.update} in {path} does not fit the training data, which has {samples} "
+                f"samples: update {self.update} is not in epoch {self.epoch + 1} of it. Has the data changed?"
+            )
+
     def check_epoch(self, plan: Plan) -> None:
         """At an epoch's end: raise RuntimeError unless every sample of it was counted once, or is in an update that was
         left out."""
