@@ -14,6 +14,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import PartialState
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
+from accel_train import launcher_config
 from accel_train.errors import UserError
 from accel_train.launch import Launch
 from accel_train.rendezvous import connecting, roll_call, set_collective_timeout, set_store_timeout
@@ -39,6 +40,7 @@ def create_accelerator(
 
     Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one.
     """
+    launcher_config.apply(launch)
     device: torch.device | None = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.

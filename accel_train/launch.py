@@ -135,7 +135,8 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
 def _pbs_task(env: Mapping[str, str]) -> Launch | None:
     """What pbsdsh has started: a process for each line of the node file. None for the job script and what it runs."""
     node = _number(env, "PBS_NODENUM", "0")  # which host
-    if node == 0 and _number(env, "PBS_TASKNUM", "1") == 1:
+    # Which task of the job, in hexadecimal digits: 00000001 is the job script, the ninth that it starts 0000000A.
+    if node == 0 and env.get("PBS_TASKNUM", "1").lstrip("0") == "1":
         return None
     file = env.get("PBS_NODEFILE", "")
     try:
@@ -206,8 +207,10 @@ def _rendezvous_address(launch: Launch, env: Mapping[str, str]) -> tuple[str, in
         )
     job = re.match(r"\d+", env.get("SLURM_JOB_ID", env.get("PBS_JOBID", "")))
     mpi_job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
-    # Below the ports that Linux hands out by itself (from 32768 on).
-    return address, 20000 + (int(job[0]) if job else zlib.crc32(mpi_job.encode())) % 10000
+    # Below the ports that Linux hands out by itself (from 32768 on). A job that is started again takes another, as in
+    # slurm/common.sh: it may have failed because its port was taken.
+    number = int(job[0]) if job else zlib.crc32(mpi_job.encode())
+    return address, 20000 + (number + 1009 * _number(env, "SLURM_RESTART_COUNT", "0")) % 10000
 
 
 def allocated_hosts(env: Mapping[str, str]) -> list[str]:

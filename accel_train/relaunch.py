@@ -21,7 +21,8 @@ def command_to_go_on(launch: Launch, run: Path, *options: str) -> str:
     program = f"python -m accel_train.train {recipe}"
     if {"RUN", "ACCEL_TRAIN_ROOT"} <= os.environ.keys():  # set by slurm/common.sh for all that it starts
         if "PBS_JOBID" in os.environ:
-            return f"TRAIN={shlex.quote(recipe)} qsub -v TRAIN … pbs/train.pbs"
+            option = "-V" if "'" in recipe else "-v TRAIN"  # -v makes a backslash of each quote
+            return f"TRAIN={shlex.quote(recipe)} qsub {option} … pbs/train.pbs"
         return f"sbatch … slurm/NAME.sbatch {recipe}"
     if launch.launcher == "none":
         return f"{typed_program()} train {recipe}"

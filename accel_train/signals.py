@@ -6,9 +6,11 @@ script ignores it; so it is noted here, without torch, and `stopping.Stopping` o
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
@@ -32,6 +34,12 @@ def noting() -> Iterator[None]:
 def noted() -> str:
     """The name of the latest warning that was noted, or ""."""
     return signal.Signals(_noted[-1]).name if _noted else ""
+
+
+def came_too_early() -> str:
+    """The name of the warning that the job script has noted for this start of the job, or ""."""
+    start = os.environ.get("ACCEL_TRAIN_START", "")
+    return "SIGUSR1" if start and Path(start, "warned").exists() else ""
 
 
 def note(number: int, _frame: Any = None) -> None:

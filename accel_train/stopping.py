@@ -60,7 +60,7 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        self.reason = self.reason or signals.noted()
+        self.reason = self.reason or signals.noted() or signals.came_too_early()
         return self
 
     def __exit__(self, *_: object) -> None:

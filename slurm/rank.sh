@@ -13,7 +13,7 @@ trap : INT TERM
 code=0
 python "$@" >&"$log" 2>&1 {log}>&- || code=$?
 exec {log}>&-
-if ((code != 0)); then (set -o noclobber && echo "$code" >"$RUN/slurm/job-${JOB:-0}/exit-code") 2>/dev/null; fi
+if ((code != 0)); then (set -o noclobber && echo "$code" >"$ACCEL_TRAIN_START/exit-code") 2>/dev/null; fi
 for _ in {1..50}; do # not longer, should something that Python left behind still hold the other end
     kill -0 "$tee" 2>/dev/null || break
     sleep 0.1

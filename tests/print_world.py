@@ -41,6 +41,7 @@ def main() -> None:
         "sum": int(total),
         "accumulation": accelerator.gradient_accumulation_steps,
         "precision": accelerator.mixed_precision,
+        "dynamo": accelerator.state.dynamo_plugin.backend.value,
         "threads": torch.get_num_threads(),
         "split_batches": accelerator.split_batches,
     }

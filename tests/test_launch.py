@@ -123,6 +123,10 @@ def test_what_pbsdsh_sets_is_understood(tmp_path: Path) -> None:
     assert found("a b", PBS_TASKNUM="2") == Launch("pbsdsh", 0, 2, 0, 1)
     assert found("a b", PBS_NODENUM="1") == Launch("pbsdsh", 1, 2, 0, 1)
     assert found("a", PBS_TASKNUM="2") == Launch()
+    # its number is hexadecimal: seen as 00000001 in the script, 40000001 on another host, and 0000000A is the tenth
+    assert found("a b", PBS_TASKNUM="00000001") == Launch()
+    assert found("a b", PBS_TASKNUM="0000000A") == Launch("pbsdsh", 0, 2, 0, 1)
+    assert found("a b", PBS_TASKNUM="4000000B", PBS_NODENUM="1") == Launch("pbsdsh", 1, 2, 0, 1)
     # Torque: of the line, too
     assert found("a a b b", PBS_NODENUM="1", PBS_VNODENUM="3") == Launch("pbsdsh", 3, 4, 1, 2)
     # a launcher, or mpirun, that pbsdsh or mpirun itself has started so
@@ -173,6 +177,7 @@ def test_rank_0_is_on_the_first_node_and_each_job_has_its_port(monkeypatch: pyte
     monkeypatch.setenv("PATH", "")  # no scontrol
     launch = Launch("srun", 3, 4, 1, 2)
     assert _rendezvous_address(launch, STEP) == ("n003", 24711)
+    assert _rendezvous_address(launch, STEP | {"SLURM_RESTART_COUNT": "1"}) == ("n003", 25720)  # started again
     for nodes, first in {"a": "a", "a1,b[2-3]": "a1", "r[1-2]n[07,09],x": "r1n07"}.items():
         assert _rendezvous_address(launch, STEP | {"SLURM_STEP_NODELIST": nodes})[0] == first
     assert _rendezvous_address(Launch("srun", 1, 2, 1, 2), STEP)[0] == "127.0.0.1"

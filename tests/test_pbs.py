@@ -1,9 +1,13 @@
-"""pbs/train.pbs with the variables and files that PBS sets; its commands are stood in for by small scripts."""
+"""pbs/train.pbs with the variables and files that PBS sets; its commands are stood in for by small scripts.
+
+They do what a real OpenPBS with two nodes was seen to do.
+"""
 
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,46 +15,100 @@ import test_launch
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
-    # like the real one: another environment, the n-th line of the node file
-    "pbsdsh": 'shift; index=$1; shift 2; echo "pbsdsh $index" >>"$LOG"\n'
-    'exec env -i HOME="$HOME" PATH=/usr/bin:/bin LOG="$LOG" PBS_JOBID="$PBS_JOBID" PBS_NODENUM="$index" "$@"',
-    "qstat": 'echo "Job Id: $2"; echo "    Resource_List.walltime = ${WALLTIME:-01:00:00}"',
-    "qsub": 'echo "qsub $* TRAIN=$TRAIN" >>"$LOG"',
+    # On the n-th line of the node file, in another environment and a session of its own; TMPDIR is the job's. It hands
+    # on SIGTERM and ends with 1 then, else with 0, whatever its task returned.
+    "pbsdsh": """
+        shift; index=$1; shift 2; echo "pbsdsh $index" >>"$LOG"
+        number=$(printf %08X $((0x40000000 * (index > 1) + 10 + index)))
+        mkdir -p "$SPOOL/tmp"
+        setsid env -i HOME="$HOME" PATH=/bin:/usr/bin LOG="$LOG" PBS_JOBID="$PBS_JOBID" PBS_NODENUM=$((index / 2)) \\
+            PBS_TASKNUM="$number" PBS_ENVIRONMENT=PBS_BATCH TMPDIR="$SPOOL/tmp" "$@" &
+        trap 'echo "pbsdsh: killing task 0x$number signal 15"; kill -TERM -- -$!; exit 1' TERM
+        code=0; wait $! || code=$?
+        ((code == 0)) || echo "pbsdsh: task 0x00000000 exit status $code"
+        exit 0""",
+    "qstat": """
+        cat <<END
+Job Id: $2
+    Job_Name = name
+    queue = small
+    Account_Name = acct
+    group_list = lab
+    project = _pbs_project_default
+    Mail_Points = a
+    Resource_List.filesystems = home:scratch
+    Resource_List.mpiprocs = 4
+    Resource_List.ncpus = 4
+    Resource_List.nodect = 2
+    Resource_List.place = scatter
+    Resource_List.select = 2:ncpus=2:mpiprocs=2
+    Resource_List.walltime = ${WALLTIME:-01:00:00}
+    schedselect = 2:ncpus=2:mpiprocs=2
+    Variable_List = PBS_O_HOME=/root,PBS_O_PATH=/opt/pbs/bin:/usr/sb
+	in:/bin,TRAIN=digits --x 1\\,2,ACCEL_TRAIN_ROOT=/x,
+	PROCESSES_PER_NODE=1,ACCELERATE_CONFIG=/y,LEAD_SECONDS=11,
+	PBS_O_QUEUE=entry
+END""",
+    # this site has no GPUs to count
+    "qsub": """
+        echo "qsub $* CONTINUE=$CONTINUE" >>"$LOG"
+        if [[ "$*" != *"select="* || "$*" == *ngpus* ]]; then echo "qsub: Unknown resource: ngpus" >&2; exit 1; fi
+        echo 124.server""",
 }
 
 
-def train(directory: Path, *, walltime: str = "01:00:00", **variables: str) -> "subprocess.CompletedProcess[str]":
+def train(
+    directory: Path, *, walltime: str = "01:00:00", without: str = "", **variables: str
+) -> "subprocess.CompletedProcess[str]":
     commands = directory / "bin"
     commands.mkdir(exist_ok=True)
     for name, text in COMMANDS.items():
         (commands / name).write_text(f"#!/bin/bash\n{text}\n")
         (commands / name).chmod(0o755)
+    if without:
+        (commands / without).unlink()
     (directory / "nodes").write_text("127.0.0.1\n127.0.0.1\nlocalhost\nlocalhost\n")
+    # PBS runs a copy of the script
+    script = directory / "123.server.SC"
+    script.write_bytes((ROOT / "pbs" / "train.pbs").read_bytes())
     environment = test_launch.environment(
         PBS_JOBID="123.server", PBS_NODEFILE=str(directory / "nodes"), PBS_O_WORKDIR=str(directory),
-        ACCEL_TRAIN_ROOT=str(ROOT), ACCEL_TRAIN_SITE=str(directory / "none"), PROCESSES_PER_NODE="1",
-        ACCELERATE_CONFIG=str(ROOT / "accelerate_configs" / "multi_cpu.yaml"), ACCELERATE_USE_CPU="true",
-        OMP_NUM_THREADS="1", LOG=str(directory / "log"), WALLTIME=walltime, **variables,
+        PBS_O_QUEUE="entry", LOG=str(directory / "log"), WALLTIME=walltime,
+        SPOOL=str(directory), **variables,
     )  # fmt: skip
+    ours = {"ACCEL_TRAIN_SITE": str(directory / "site"), "ACCEL_TRAIN_ROOT": str(ROOT)}
+    environment = ours | environment
+    site = directory / "site"
+    if not site.exists():
+        site.write_text("export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n")
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), environment["PATH"]])
     return subprocess.run(
-        ["bash", str(ROOT / "pbs" / "train.pbs")], env=environment | {"PATH": path}, cwd=directory,
+        ["bash", str(script)], env=environment | {"PATH": path}, cwd=directory,
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
+
+
+CPU = {"PROCESSES_PER_NODE": "1", "ACCELERATE_CONFIG": str(ROOT / "accelerate_configs" / "multi_cpu.yaml")}
 
 
 @pytest.mark.slow
 def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> None:
     # the time limit is so near that STOP is laid while the program starts: the first update obeys it
-    first = train(tmp_path, TRAIN="digits --epochs 2", walltime="00:00:12", LEAD_SECONDS="11")
-    run = tmp_path / "runs" / "digits" / "job-123.server"
+    words = "digits --epochs 2 --output-dir 'my run'"
+    first = train(tmp_path, TRAIN=words, walltime="00:00:12", LEAD_SECONDS="11", **CPU)
+    run = tmp_path / "my run"
     log = (tmp_path / "log").read_text().splitlines()
     assert first.returncode == 0, first.stdout + first.stderr
     assert sorted(log[:2]) == ["pbsdsh 0", "pbsdsh 2"]
-    assert log[2].startswith("qsub -v TRAIN,CONTINUE,") and log[2].endswith("pbs/train.pbs TRAIN=digits --epochs 2")
+    # what PBS was told of the first job, it is told of the next: not what the script asks for, nor the sums over chunks
+    options = (
+        "-l filesystems=home:scratch -l place=scatter -l select=2:ncpus=2:mpiprocs=2 -l walltime=00:00:12 "
+        "-q entry -A acct -N name -m a -W group_list=lab"
+    )
+    assert log[2:] == [f"qsub -v CONTINUE {options} {ROOT}/pbs/train.pbs CONTINUE={run}"]
     assert not (run / "result.json").exists()
-    # what qsub starts
-    second = train(tmp_path, TRAIN="digits --epochs 2", CONTINUE=str(run))
+    # what qsub starts: nothing but CONTINUE and what PBS sets; another file may still be named by hand
+    second = train(tmp_path, CONTINUE=str(run), LEAD_SECONDS="12")
     assert second.returncode == 0, second.stdout + second.stderr
     result = json.loads((run / "result.json").read_text())
     assert (result["world_size"], result["updates"]) == (2, 60)
@@ -61,12 +119,45 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     assert "Stopped by the file STOP" in logs["rank-0.log"] and "going on after update" in logs["rank-0.log"]
     assert logs["rank-1.log"].count("rank 1 on ") == 2
     # once more: nothing is left to do
-    assert f"{run} holds a finished run" in train(tmp_path, TRAIN="digits --epochs 2", CONTINUE=str(run)).stdout
+    assert f"{run} holds a finished run" in train(tmp_path, TRAIN=words, **CPU).stdout
 
 
-def test_the_exit_code_is_the_trainers_and_a_short_walltime_is_refused(tmp_path: Path) -> None:
-    wrong = train(tmp_path, TRAIN="digits --epochs nonsense")
+def test_a_failed_run_fails_though_pbsdsh_does_not_say_so(tmp_path: Path) -> None:
+    (tmp_path / "runs/digits/job-123.server").mkdir(parents=True)
+    (tmp_path / "runs/digits/job-123.server/REQUEUE").touch()  # of a start long ago
+    os.utime(tmp_path / "runs/digits/job-123.server/REQUEUE", (1, 1))
+    wrong = train(tmp_path, TRAIN="digits --epochs nonsense", **CPU)
     assert wrong.returncode == 2, wrong.stdout + wrong.stderr
-    assert "failed with exit code 2" in wrong.stderr
-    short = train(tmp_path, TRAIN="digits", walltime="00:01:00")
-    assert short.returncode == 2 and "a walltime of 60 s is over before STOP would be laid" in short.stderr
+    assert "failed with exit code 2" in wrong.stderr and "qsub -v CONTINUE -l filesystems=" in wrong.stderr
+    assert "pbsdsh: task 0x00000000 exit status" in wrong.stdout
+
+
+def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
+    (tmp_path / "site").write_text(
+        "export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n"
+        'if [[ ${node_name:-} == localhost ]]; then sleep 3; echo "no module here" >&2; exit 5; fi\n'
+    )
+    began = time.monotonic()
+    failed = train(tmp_path, TRAIN="digits --epochs 1", **CPU)  # the other node would wait for it for 10 minutes
+    assert failed.returncode == 5, failed.stdout + failed.stderr
+    assert time.monotonic() - began < 60
+    assert "ended the shell" in failed.stderr and "no task could write to" in failed.stderr
+    assert "killing task" in failed.stdout
+
+
+@pytest.mark.parametrize(
+    ("expected", "arguments"),
+    [
+        ("a walltime of 60 s is over before STOP would be laid", {"TRAIN": "digits", "walltime": "00:01:00"}),
+        ("no program qstat on ", {"TRAIN": "digits", "without": "qstat"}),
+        ("no program pbsdsh on ", {"TRAIN": "digits", "without": "pbsdsh"}),
+        ('usage: export TRAIN="RECIPE [--key value ...]"', {}),
+        ("is a quote missing?", {"TRAIN": "digits --output-dir 'a b"}),
+        ("qsub -v makes a backslash of each quote", {"TRAIN": "digits --output-dir \\a b\\"}),
+        ("no pbs/train.pbs in /nowhere: qsub from accel_train's folder", {"ACCEL_TRAIN_ROOT": "/nowhere"}),
+    ],
+)
+def test_what_cannot_be_is_one_line(expected: str, arguments: dict[str, str], tmp_path: Path) -> None:
+    refused = train(tmp_path, **arguments)  # type: ignore[arg-type]
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert expected in refused.stderr

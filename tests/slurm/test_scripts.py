@@ -1,7 +1,12 @@
 """The job scripts without a cluster: what they decide by themselves, and their style."""
 
+import os
 import shutil
+import signal
+import socket
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +19,7 @@ def test_a_stop_without_progress_is_requeued_three_times(tmp_path: Path) -> None
     scontrol.write_text("#!/bin/sh\necho scontrol $*\n")
     scontrol.chmod(0o755)
     run = tmp_path / "runs" / "digits" / "job-7"
-    script = (
-        f"source {ROOT}/slurm/common.sh; begin_run digits; mkdir -p $RUN/slurm; echo $UPDATE > $RUN/REQUEUE; end_run 0"
-    )
+    script = f"source {ROOT}/slurm/common.sh; begin_run digits; echo $UPDATE > $RUN/REQUEUE; end_run 0"
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "ACCEL_TRAIN_ROOT": str(ROOT)}
     outcomes = []
     for update in ("10", "20", "20", "20", "20", "30"):
@@ -30,19 +33,163 @@ def test_a_stop_without_progress_is_requeued_three_times(tmp_path: Path) -> None
 
 def test_a_job_whose_run_another_one_owns_changes_and_obeys_nothing_of_its(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (run / "slurm" / "job-7" / "nodes").mkdir(parents=True)
-    others = [run / name for name in ("owner.json", "REQUEUE", "STOP", "slurm/job-7/exit-code", "slurm/job-7/nodes/n1")]
+    (run / "slurm" / "start-7.0" / "nodes").mkdir(parents=True)
+    others = [
+        run / name
+        for name in ("owner.json", "REQUEUE", "STOP", "slurm/start-7.0/exit-code", "slurm/start-7.0/nodes/n1")
+    ]
     for path in others:
         path.write_text("10\n")
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho scontrol $*\n")
     (tmp_path / "scontrol").chmod(0o755)
-    script = f"source {ROOT}/slurm/common.sh; begin_run digits --output-dir {run}; echo 2 >$RUN/slurm/job-8/exit-code; "
+    script = f"source {ROOT}/slurm/common.sh; begin_run digits --output-dir {run}; echo 2 >$START/exit-code; "
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "8", "ACCEL_TRAIN_ROOT": str(ROOT)}
     # srun says 1 or 137 of a rank that was refused with 2
     done = subprocess.run(["bash", "-c", f"{script} end_run 1"], cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 2, done.stdout + done.stderr
     assert b"scontrol requeue 8" not in done.stdout
     assert [path.read_text() for path in others] == ["10\n"] * 5
+
+
+def bash(script: str, cwd: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a script that has slurm/common.sh at hand, in an environment of next to nothing."""
+    path = f"{cwd}/bin:{Path(sys.executable).parent}:/usr/bin:/bin"
+    environment = {"PATH": path, "HOME": str(cwd), "ACCEL_TRAIN_ROOT": str(ROOT), "ACCEL_TRAIN_SITE": str(cwd / "site")}
+    return subprocess.run(
+        ["bash", "-c", f"source {ROOT}/slurm/common.sh; {script}", "job"],
+        cwd=cwd, env=environment | variables, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_only_this_start_asks_for_a_requeue(tmp_path: Path) -> None:
+    """An old REQUEUE, or one of the run's owner where this start was refused, does not hide a failure."""
+    run = tmp_path / "runs" / "digits" / "job-7"
+    run.mkdir(parents=True)
+    (run / "REQUEUE").write_text("10\n")
+    os.utime(run / "REQUEUE", (1, 1))
+    failed = bash("begin_run digits; echo 137 >$START/exit-code; end_run 1", tmp_path, SLURM_JOB_ID="7")
+    assert failed.returncode == 137 and "failed with exit code 137" in failed.stderr
+    refused = bash("begin_run digits; echo 2 >$START/exit-code; touch $RUN/REQUEUE; end_run 1", tmp_path, PBS_JOBID="7")
+    assert refused.returncode == 2 and "requeueing" not in refused.stdout
+    # and it says how to go on, also when Slurm has forgotten the job
+    hint = f"sbatch --nodes=1 {ROOT}/job digits --output-dir runs/digits/job-7"
+    assert f"cd {tmp_path} && ACCEL_TRAIN_ROOT={ROOT} " in failed.stderr and hint in failed.stderr
+    assert "scontrol" not in failed.stderr and "slurm_script" not in failed.stderr
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("slurm/*.sbatch")))
+def test_a_submission_from_elsewhere_is_one_line(script: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm" / script), "digits"], cwd=tmp_path, capture_output=True, text=True,
+        env={"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    line = f"error: no slurm/{script} in {tmp_path}: sbatch from accel_train's folder, or export ACCEL_TRAIN_ROOT="
+    assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
+
+
+def test_a_sites_file_runs_as_in_an_ordinary_shell(tmp_path: Path) -> None:
+    """Modules return 1, read variables that are not set, and are not there at all for a user of csh."""
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init" / "bash").write_text('module() { echo "module $* $UNSET"; return 1; }\n')
+    (tmp_path / "site").write_text(
+        "module purge\nfalse | true\nsite_environment() { module load $ALSO_UNSET; cd /nowhere 2>&-; }\n"
+    )
+    kept = bash("use_site; echo $-; set -o | grep pipefail", tmp_path, MODULESHOME=str(tmp_path))
+    assert kept.returncode == 0 and kept.stderr == "", kept.stderr
+    first, second, options, pipefail = kept.stdout.splitlines()
+    assert (first, second) == ("module purge ", "module load ") and {"e", "u"} <= set(options) and "on" in pipefail
+    # what does end the shell, or leaves no program behind, says so
+    (tmp_path / "site").write_text(": ${PROJECT:?is not set}\n")
+    ended = bash("use_site; echo further", tmp_path)
+    assert ended.returncode != 0 and ended.stdout == ""
+    assert "PROJECT: is not set" in ended.stderr
+    assert f"{tmp_path}/site, or what it calls, ended the shell on" in ended.stderr
+    (tmp_path / "site").write_text("PATH=/usr/bin:/bin\nsite_environment() { return 1; }\n")
+    missing = bash("use_site; echo further", tmp_path)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "no program accelerate on" in missing.stderr and "site_environment in" in missing.stderr
+
+
+def test_processes_of_a_node(tmp_path: Path) -> None:
+    """What the user says, what Slurm gave, or, where Slurm does not count GPUs, what PyTorch sees."""
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho NodeName=n1 Gres=$GRES Partitions=gpu\n")
+    scontrol.chmod(0o755)
+    (tmp_path / "torch.py").write_text("class accelerator: device_count = staticmethod(lambda: 4)\n")
+    script = "container=(env PYTHONPATH=.); count_processes; echo $PROCESSES_PER_NODE"
+
+    def count(gres: str, **variables: str) -> str:
+        return bash(script, tmp_path, SLURMD_NODENAME="n1", GRES=gres, **variables).stdout.strip()
+
+    assert count("gpu:8", PROCESSES_PER_NODE="3", SLURM_GPUS_ON_NODE="2") == "3"
+    assert count("gpu:8", SLURM_GPUS_ON_NODE="2") == "2"
+    assert count("gpu:a100:8(S:0-1)") == "1"  # the job asked for none: those it sees are others'
+    assert count("(null)") == "4"
+    (tmp_path / "torch.py").unlink()
+    assert bash(script, tmp_path).stdout.strip() >= "1"  # PBS, with the real torch: one process on the CPU
+
+
+def test_the_port_is_another_after_a_restart_and_never_one_that_is_taken(tmp_path: Path) -> None:
+    def port(**variables: str) -> int:
+        return int(bash("find_port", tmp_path, **variables).stdout)
+
+    first = port(SLURM_JOB_ID="4711")
+    with socket.create_server(("127.0.0.1", first)):
+        assert port(SLURM_JOB_ID="4711") == first + 1
+    assert port(SLURM_JOB_ID="4711", SLURM_RESTART_COUNT="1") == first + 1009
+    assert port(PBS_JOBID="4711[3].server") == first
+
+
+def test_the_environment_of_a_task(tmp_path: Path) -> None:
+    """TMPDIR stays where the site made it on a local disk; MASTER_ADDR is the job's, whatever a node calls itself."""
+    (tmp_path / "site").write_text("export MASTER_ADDR=$(hostname)-ib MASTER_PORT=1\n")
+    (tmp_path / "nodes").mkdir()
+    script = "enter_task; echo $TMPDIR $MASTER_ADDR $MASTER_PORT"
+
+    def task(**variables: str) -> str:
+        start = {"ACCEL_TRAIN_START": str(tmp_path), "MASTER_PORT": "7", "MASTER_ADDR": "n1"}
+        return bash(script, tmp_path, **start, **variables).stdout.strip()
+
+    assert task(TMPDIR=str(tmp_path)) == f"{tmp_path} n1 7"
+    assert task(TMPDIR="/nowhere") == task(TMPDIR="/proc/1") == task() == "/tmp n1 7"
+    assert task(TMPDIR=str(tmp_path), SLURM_TMPDIR="/var/tmp") == "/var/tmp n1 7"
+
+
+def test_a_warning_is_noted_while_nobody_else_can(tmp_path: Path) -> None:
+    """The launcher, which would die of it, ignores it; the shell that waits for it leaves word for the ranks."""
+    script = (
+        f"source {ROOT}/slurm/common.sh; on_it() {{ sleep 0.2; exec bash -c 'touch begun; sleep 2; exit 5'; }}; "
+        'stand_by on_it; exit "$code"'
+    )
+    environment = os.environ | {"ACCEL_TRAIN_START": str(tmp_path), "ACCEL_TRAIN_ROOT": str(ROOT)}
+    task = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=environment, start_new_session=True)
+
+    def until(name: str) -> None:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / name).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    until("begun")
+    os.killpg(task.pid, signal.SIGUSR1)  # as Slurm does it, to each process of the step
+    until("warned")
+    os.kill(task.pid, signal.SIGTERM)  # which it outlives, too, for its child may be saving
+    assert task.wait(30) == 5
+    assert abs(int((tmp_path / "warned").read_text()) - time.time()) < 30
+
+
+def test_a_short_warning_is_measured(tmp_path: Path) -> None:
+    """sbatch --signal=… counts, not what the script says: from the warning to the end that Slurm had set."""
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "JobId=7 EndTime=$(date -d @$END +%FT%T) Deadline=N/A"\n')
+    scontrol.chmod(0o755)
+    checkpoint = '{"kind": "checkpoint", "seconds": 8.2}'
+    script = f"begin_run digits; echo '{checkpoint}' >$RUN/metrics.jsonl; echo 1000 >$START/warned; warn_of_short_lead"
+    short, long = (bash(script, tmp_path, SLURM_JOB_ID="7", END=end).stderr for end in ("1010", "1060"))
+    assert "a save takes 8 s, the warning came 10 s before the end: sbatch --signal=USR1@32" in short
+    assert long == ""
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")

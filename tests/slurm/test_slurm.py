@@ -237,16 +237,64 @@ def test_the_interrupted_single_process_ends_as_the_uninterrupted(jobs: dict[str
 
 def test_preflight_and_scaling(cluster: Cluster) -> None:
     preflight = cluster.submit("preflight.sbatch", options="--nodes=2 --gpus-per-node=2")
-    first = cluster.submit("scaling.sbatch", "2", "digits", "--epochs", "1", PROCESSES_PER_NODE="1")
+    asked = "--gres=gpu:1 --time=30 --mem=2G --job-name=speed --exclusive"
+    first = cluster.submit("scaling.sbatch", "2", "digits", "--epochs", "1", options=asked, PROCESSES_PER_NODE="1")
     assert preflight.ended() == "COMPLETED", preflight.log()
     assert "rank 3: 127.0.0.12" in preflight.log() and "preflight passed" in preflight.log()
     assert first.ended() == "COMPLETED", first.log()
     second = Job(cluster, re.search(r"Submitted batch job (\d+)", first.log())[1], ())  # type: ignore[index]
     assert second.ended() == "COMPLETED", second.log()
+    for name in ("TresPerNode", "TimeLimit", "MinMemoryNode", "Partition", "OverSubscribe", "JobName", "CPUs/Task"):
+        assert second.field(name) == first.field(name), name  # the next job was asked for like the first
+    assert (second.field("TresPerNode"), second.field("OverSubscribe")) == ("gres:gpu:1", "NO")
     folder = cluster.directory / f"runs/scaling-{first.number}"
     table = (folder / "scaling.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in table] == ["processes", "1", "2"]
     assert (folder / "scaling.svg").exists() and "speed-up" in second.log()
+
+
+def test_a_warning_while_the_launcher_imports_is_kept(cluster: Cluster) -> None:
+    job = cluster.submit("multi_node.sbatch", *LONG, options="--nodes=2", PROCESSES_PER_NODE="1")
+    nodes = job.run / "slurm" / f"start-{job.number}.0" / "nodes"
+    job.until(lambda: nodes.exists() and len(list(nodes.iterdir())) == 2)  # the launchers have begun
+    cluster.command("scancel", "--signal=USR1", job.number)
+    job.until(lambda: (job.run / "slurm" / "requeues").exists())
+    assert not job.ranks() and "Stopped by SIGUSR1 after update" in job.log()
+    assert int((job.run / "slurm" / "requeues").read_text()) < 5
+    cluster.command("scancel", job.number)
+
+
+def test_the_launcher_by_hand_is_as_the_docs_say(cluster: Cluster, jobs: dict[str, Job]) -> None:
+    """docs/clusters.md, "By hand", in an ordinary allocation of several tasks a node."""
+    text = (ROOT / "docs" / "clusters.md").read_text().split("### By hand")[1].split("```")[1].removeprefix("bash\n")
+    config = "accelerate_configs/multi_node.yaml"
+    for old, new in ((config, f"{ROOT}/accelerate_configs/multi_cpu.yaml"), ("* 4)", "* 2)"), ("RECIPE", "digits")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    words = "--epochs 1 --log-every-updates 1 --output-dir runs/by-hand"
+    script = cluster.directory / "by-hand.sh"
+    script.write_text(f"#!/bin/bash\n{text.rstrip()} {words}\n")
+    options = "--nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --output=%x-%j.log"
+    job = Job(cluster, cluster.command("sbatch", "--parsable", *options.split(), str(script)), ())
+    job.run = cluster.directory / "runs" / "by-hand"
+    assert job.result()["world_size"] == 4
+    assert losses(job) == losses(jobs["tasks"])
+
+
+def test_tasks_read_accelerates_config_file(cluster: Cluster) -> None:
+    config = cluster.directory / "compiled.yaml"
+    config.write_text("distributed_type: MULTI_GPU\nmixed_precision: 'bf16'\ndynamo_config: {dynamo_backend: EAGER}\n")
+    refused = cluster.directory / "deepspeed.yaml"
+    refused.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
+    job, other = (
+        cluster.submit("tasks.sbatch", "digits", "--epochs", "1", options=TWO_NODES, ACCELERATE_CONFIG=str(file))
+        for file in (config, refused)
+    )
+    job.result()
+    launched = json.loads((job.run / "environment.json").read_text())["launcher"]
+    assert launched["ACCELERATE_DYNAMO_BACKEND"] == "EAGER" and "bf16" in job.log()
+    assert (other.ended(), other.field("ExitCode")) == ("FAILED", "2:0")
+    assert other.log().count("deepspeed is not possible without accelerate's launcher") == 1
 
 
 def test_a_finished_run_has_nothing_to_do_or_is_refused(cluster: Cluster, jobs: dict[str, Job]) -> None:
@@ -293,9 +341,16 @@ def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
         by_hand = f"export MASTER_ADDR=no-such-node; srun {sys.executable} -m accel_train.train digits"
         script = f"--wrap={by_hand} --rendezvous-timeout-seconds 3"
         unknown = cluster.command("sbatch", "--parsable", *TWO_NODES.split(), "--output=%x-%j.log", script)
-        failed = [taken, unlike, wrong, usage, Job(cluster, unknown, ())]
+        address = cluster.submit(
+            "tasks.sbatch", "digits", "--rendezvous-timeout-seconds", "3", options=TWO_NODES, MASTER_ADDR="no-such-host"
+        )
+        failed = [taken, unlike, wrong, usage, address, Job(cluster, unknown, ())]
         assert [(job.ended(60), job.field("ExitCode")) for job in failed] == [("FAILED", "2:0")] * len(failed)
     assert "MASTER_ADDR=no-such-node, but no host of that name is known here" in failed[-1].log()
+    assert "MASTER_ADDR=no-such-host, but no host of that name is known here" in address.log()
+    again = "sbatch --nodes=2 --job-name=accel-train --partition=main --time=04:00:00 --ntasks-per-node=1 "
+    again += f"--cpus-per-task=1 {ROOT}/slurm/multi_node.sbatch digits --data.root /nowhere"
+    assert again in wrong.log() and "slurm_script" not in wrong.log() and "scontrol" not in wrong.log()
     assert "error: " in wrong.log() and "exit code 2; the first error above counts" in wrong.log()
     assert f"cannot listen on port {port}" in taken.log()
     assert "WORLD_SIZE is 8, but this is process" in unlike.log()
