@@ -148,14 +148,15 @@ def _check(
         if name != "names" and len(values) != count:
             raise ValueError(f"it has {len(values)} {name} of {count} images")
     offsets, sizes = columns["offsets"], columns["sizes"]
-    if count and not ((sizes > 0) & (offsets >= len(MAGIC)) & (offsets <= end - sizes)).all():
+    left_out = (sizes == 0) & (columns["checksums"] == 0)
+    if count and not (((sizes > 0) | left_out) & (offsets >= len(MAGIC)) & (offsets <= end - sizes)).all():
         raise ValueError("images would lie outside it")
     if count and (ends[0] < 0 or (ends[1:] < ends[:-1]).any() or ends[-1] != len(text)):
         raise ValueError("its names are not whole")
     if description.encoding == "raw":
         heights, widths = columns["heights"], columns["widths"]
         sides = (heights > 0) & (widths > 0) & (heights <= end) & (widths <= end // np.maximum(heights, 1))
-        if not (sides & (heights * widths * channels == sizes)).all():
+        if not (left_out | (sides & (heights * widths * channels == sizes))).all():
             raise ValueError("images are not of the size that it says")
 
 
