@@ -66,6 +66,9 @@ def run(digits_run: Path, tmp_path: Path) -> Path:
     return run
 
 
+SAMPLES = 1294  # the run's training images
+
+
 def newest(run: Path) -> Path:
     return commit.directory(run / "checkpoints", commit.updates(run / "checkpoints")[-1])
 
@@ -216,7 +219,9 @@ class Resumed:
         """The position, after a step that shows that the optimizer can go on. Raises UserError."""
         optimizer = optim.create_optimizer(self.config.optim, self.model)
         ema = optim.create_ema(self.config.ema, self.model)
-        checkpoints = Checkpoints(self.folder, self.config, self.accelerator, self.model, optimizer, ema=ema)
+        checkpoints = Checkpoints(
+            self.folder, self.config, self.accelerator, self.model, optimizer, samples=SAMPLES, ema=ema
+        )
         position = checkpoints.restore("auto")
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -287,7 +292,11 @@ json_values = st.recursive(
 
 @given(st.dictionaries(st.sampled_from([field.name for field in fields(TrainState)]), json_values))
 def test_a_position_is_one_that_a_run_can_have_or_refused(changes: dict[str, Any]) -> None:
-    good = TrainState(2, 60, 3000, 0.9, 58, 1.5, 10, 20, 3.5, 2900, [7])
+    good = TrainState(
+        epoch=2, update=60, epoch_samples=25, epoch_left_out=5, samples_seen=3000, best_accuracy=0.9, best_update=58,
+        epoch_loss_sum=1.5, epoch_correct=10, epoch_count=20, train_seconds=3.5, timed_samples=2900, left_out=[7],
+    )  # fmt: skip
+    assert TrainState.from_saved(asdict(good), Path("x")) == good
     try:
         found = TrainState.from_saved({**asdict(good), **changes}, Path("x"))
     except UserError as error:
@@ -308,7 +317,7 @@ def test_a_missing_part_of_the_momentum_is_told(run: Path) -> None:
     resumed = Resumed(run)
     checkpoints = Checkpoints(
         resumed.folder, resumed.config, resumed.accelerator, resumed.model,
-        optim.create_optimizer(resumed.config.optim, resumed.model), ema=None,
+        optim.create_optimizer(resumed.config.optim, resumed.model), samples=SAMPLES, ema=None,
     )  # fmt: skip
     assert checkpoints.restore("auto") is not None
     assert any("has no state of 1 parameters" in note for note in checkpoints.notes)
