@@ -169,7 +169,7 @@ def test_resnet18_cifar_keeps_the_resolution() -> None:
     model = make("resnet18_cifar", num_classes=10, image_size=32)
     for convolution in (module for module in model.modules() if isinstance(module, nn.Conv2d)):  # PyTorch's own draw
         bound = convolution.weight[0].numel() ** -0.5
-        assert 0.9 * bound < convolution.weight.abs().max().item() <= bound
+        assert 0.9 * bound < convolution.weight.abs().max().item() <= bound * (1 + 1e-6)  # float32
     assert parameter_count(model) == 11_173_962  # as pytorch-cifar's ResNet18
     seen = []
     model.get_submodule("layer4").register_forward_hook(lambda module, inputs, output: seen.append(output.shape[-1]))

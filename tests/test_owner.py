@@ -150,7 +150,8 @@ def test_a_suspended_owner_whose_run_was_taken_over_ends_and_writes_nothing(tmp_
         family = helpers._family(run.popen.pid)
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
-        epochs = run.status["epoch"]
+        newest = commit.directory(run.run / "checkpoints", commit.updates(run.run / "checkpoints")[-1])
+        epochs = json.loads((newest / "state.json").read_text())["train"]["epoch"] + 1  # to its end, soon
         words = (*LONG, "--take-over", "true", "--allow-change", "epochs", "--epochs", epochs)
         taken = helpers.run(*words, "--output-dir", run.run)
         assert taken.returncode == 0, taken.stdout + taken.stderr
