@@ -177,7 +177,7 @@ def test_ctrl_c_is_answered_while_one_operation_lasts(tmp_path: Path) -> None:
         "import hashlib, pathlib, sys\n"
         "from accel_train.stopping import Stopping\n"
         "with Stopping() as stopping:\n"
-        f"    stopping.begin(pathlib.Path({str(tmp_path)!r}), 0)\n"
+        f"    stopping.begin(pathlib.Path({str(tmp_path)!r}), 0, 1)\n"
         "    print('begun', flush=True)\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 100_000_000)\n"
     )
