@@ -119,7 +119,7 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     assert "Stopped by the file STOP" in logs["rank-0.log"] and "going on after update" in logs["rank-0.log"]
     assert logs["rank-1.log"].count("rank 1 on ") == 2
     # once more: nothing is left to do
-    assert f"{run} holds a finished run" in train(tmp_path, TRAIN=words, **CPU).stdout
+    assert "my run holds a finished run" in train(tmp_path, TRAIN=words, **CPU).stdout
 
 
 def test_a_failed_run_fails_though_pbsdsh_does_not_say_so(tmp_path: Path) -> None:
