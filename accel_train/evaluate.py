@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.config import Config
+from accel_train.config.schema import Config
 from accel_train.data.loading import Feed
 
 Batch = dict[str, Tensor]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from accel_train.errors import UserError
-from accel_train.launch import prepare_environment
+from accel_train.launch.environment import prepare_environment
 
 MEBIBYTES, REPEATS = 100, 5  # about the gradients of a ResNet-50 in float32
 
@@ -20,15 +20,15 @@ def main(arguments: list[str]) -> int:
     """Prints one line for each process and one for all; returns the exit code: 2 if a check fails."""
     try:
         launch = prepare_environment()  # before torch is imported, which reads some of it
-        from accel_train.accelerator import create_accelerator
+        from accel_train.launch.accelerator import create_accelerator
 
         accelerator = create_accelerator(launch, rendezvous_seconds=120, collective_seconds=120)
         import accelerate
         import torch
         from accelerate.utils import gather_object
 
-        from accel_train import rendezvous
-        from accel_train.process import hostname
+        from accel_train.launch import rendezvous
+        from accel_train.launch.process import hostname
 
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         versions |= {"accelerate": accelerate.__version__, "cuda": str(torch.version.cuda)}

@@ -33,36 +33,51 @@ import torch
 from accelerate.utils import ProjectConfiguration, gather_object
 from timm.layers import convert_sync_batchnorm
 
-from accel_train import finished, full_state, models, optim, tuning
-from accel_train.accelerator import create_accelerator, precision, precision_notice
-from accel_train.agreement import decided_by_main
-from accel_train.buckets import settle_buckets
-from accel_train.changes import digest
-from accel_train.checkpoint import Checkpoints
-from accel_train.config import Config
-from accel_train.console import Console
+from accel_train import models
+from accel_train.checkpoint.manager import Checkpoints
+from accel_train.checkpoint.state_dict import bare
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.compatibility import digest
+from accel_train.config.schema import Config
+from accel_train.config.semantics import SEMANTICS
 from accel_train.data.held_out import HeldOutTrial
-from accel_train.data.keyed import key
 from accel_train.data.loading import create_feed, normalization
-from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder, accumulation_steps
-from accel_train.data.sources import load_splits
+from accel_train.data.order.keyed import key
+from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder, accumulation_steps
+from accel_train.data.sources.load import load_splits
 from accel_train.evaluate import Batch, Evaluation, evaluate, evaluation_batch_size
-from accel_train.launch import INTERRUPTED, Launch, at_terminal
-from accel_train.meter import Meter, Stopwatch
-from accel_train.nonfinite import Guard
-from accel_train.owner import Claim, Lease
-from accel_train.relaunch import command_to_go_on
-from accel_train.rendezvous import check_agreement, check_shared_directory
-from accel_train.report import Report
-from accel_train.run import MARKER, RunDirectory
-from accel_train.semantics import SEMANTICS
-from accel_train.sharding import shard_batchnorm
-from accel_train.signature import Signature
-from accel_train.stopping import StopAskedError, Stopping
-from accel_train.summary import plan_text
-from accel_train.tracking import check_trackers, end_trackers, start_trackers
-from accel_train.train_state import TrainState
-from accel_train.watchdog import Watchdog, collective_seconds
+from accel_train.launch.accelerator import create_accelerator, precision, precision_notice
+from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.environment import INTERRUPTED, Launch, at_terminal
+from accel_train.launch.rendezvous import check_agreement, check_shared_directory
+from accel_train.optim.buckets import settle_buckets
+from accel_train.optim.optim import (
+    balanced_class_weights,
+    check_schedule,
+    clip_gradients,
+    create_ema,
+    create_loss,
+    create_optimizer,
+    create_schedule,
+    parameters_to_clip,
+    share_buffers,
+    update_ema,
+)
+from accel_train.optim.performance import check_compilation, lay_out, seed, set_defaults, stepping
+from accel_train.optim.sharding import shard_batchnorm
+from accel_train.ownership.owner import Claim, Lease
+from accel_train.records.console import Console
+from accel_train.records.directory import MARKER, RunDirectory
+from accel_train.records.meter import Meter, Stopwatch
+from accel_train.records.model_info import Signature
+from accel_train.records.run_log import Report
+from accel_train.records.summary import plan_text
+from accel_train.records.trackers import check_trackers, end_trackers, start_trackers
+from accel_train.run.finished import earlier_end
+from accel_train.run.nonfinite import Guard
+from accel_train.run.relaunch import command_to_go_on
+from accel_train.run.stopping import StopAskedError, Stopping
+from accel_train.run.watchdog import Watchdog, collective_seconds
 
 
 def train(config: Config, launch: Launch) -> int:
@@ -88,8 +103,8 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         share_gpus=config.share_gpus,
     )
     main, rank, device = accelerator.is_main_process, accelerator.process_index, accelerator.device
-    tuning.set_defaults(device)
-    tuning.check_compilation(accelerator)
+    set_defaults(device)
+    check_compilation(accelerator)
     if config.config_only:
         if main:
             print(plan_text(config, accelerator, accumulation))
@@ -107,7 +122,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     if main:
         with suppress(OSError):  # a finished run's directory may be one that cannot be written
             (directory / MARKER).unlink()
-    earlier = decided_by_main(accelerator, lambda: finished.earlier_end(directory, config, launch))
+    earlier = decided_by_main(accelerator, lambda: earlier_end(directory, config, launch))
     if earlier is not None and earlier.nothing_left:
         if main:
             print(f"{directory} holds a finished run: {directory / 'result.json'}. Nothing is left to do.")
@@ -115,7 +130,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
 
     # The data, and how an epoch of it becomes updates.
     splits = load_splits(config.data, config.seed)
-    optim.check_schedule(config.schedule, splits)
+    check_schedule(config.schedule, splits)
     plan = Plan(len(splits.train), config.batch_size, launch.world_size, accumulation, config.data.drop_last)
     order = TrainingOrder(plan, config.seed, splits.unreadable)
     size = models.input_size(config.model, splits.image_size)
@@ -135,21 +150,21 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
     synchronises = config.model.sync_batchnorm and device.type == "cuda"  # torch has it for GPUs only
     if synchronises:
         model = convert_sync_batchnorm(model)
-    layout = tuning.lay_out(accelerator, model)
-    ema = optim.create_ema(config.ema, model)
+    layout = lay_out(accelerator, model)
+    ema = create_ema(config.ema, model)
     shard_batchnorm(accelerator, model)
-    optimizer = optim.create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
-    schedule = optim.create_schedule(
+    optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
+    schedule = create_schedule(
         config.schedule, optimizer, epochs=config.epochs, updates_per_epoch=plan.updates_per_epoch
     )
     balanced = config.loss.class_weights == "balanced"
-    weights = optim.balanced_class_weights(splits.train.labels, len(splits.classes)).to(device) if balanced else None
-    criterion = optim.create_loss(config.loss, weights)
+    weights = balanced_class_weights(splits.train.labels, len(splits.classes)).to(device) if balanced else None
+    criterion = create_loss(config.loss, weights)
     # The schedule is not prepared: it is a function of the update's number, and Accelerate would count otherwise.
     model, optimizer = accelerator.prepare(model, optimizer)
-    plain = full_state.bare(model)
-    clipped = optim.parameters_to_clip(config.optim, plain)  # FSDP2 has made new parameters
-    optimizer = tuning.stepping(optimizer)
+    plain = bare(model)
+    clipped = parameters_to_clip(config.optim, plain)  # FSDP2 has made new parameters
+    optimizer = stepping(optimizer)
     kept = models.prepare_recomputation(model, config.model)
     shape = plan.micro_batch, splits.channels, size, size
     settle_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=layout))
@@ -245,7 +260,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
 
         for name, evaluated in ((split, model), (f"{split} (ema)", ema and ema.module)):
             if evaluated is not None:
-                optim.share_buffers(evaluated)
+                share_buffers(evaluated)
                 last[name] = evaluate(accelerator, evaluated, held_out[split], through)
                 report.evaluated(name, state, last[name])
 
@@ -284,7 +299,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                     samples = order.real_samples(state.epoch_samples)
                     with accelerator.accumulate(model):
                         # Dropout's masks follow from the position: a restart draws the same again.
-                        tuning.seed(device, key(config.seed, "dropout", state.update, rank, micro_batch))
+                        seed(device, key(config.seed, "dropout", state.update, rank, micro_batch))
                         inputs, targets = training.transform(batch)
                         logits = model(inputs)
                         losses = criterion(logits, targets) * batch["weights"]
@@ -300,7 +315,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                     if passed := guard.passes(state):
                         if config.optim.clip is not None:
                             accelerator.unscale_gradients(optimizer)
-                            optim.clip_gradients(config.optim, clipped)
+                            clip_gradients(config.optim, clipped)
                         optimizer.step()
                     optimizer.zero_grad()
 
@@ -314,7 +329,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
                         state.samples_seen += samples
                         state.epoch_left_out += window - samples
                         if ema is not None:
-                            optim.update_ema(ema, plain, state.update)
+                            update_ema(ema, plain, state.update)
                     else:
                         meter.drop()
                         state.epoch_left_out += window

@@ -25,8 +25,8 @@ import tasks
 import turns
 from trainer import trainer
 
-from accel_train.spread import ratio, spread
-from accel_train.table import print_table
+from accel_train.bench.statistics import ratio, spread
+from accel_train.records.table import print_table
 
 HERE = Path(__file__).parent
 SECOND_PASS = "tutorial's second pass"

@@ -23,7 +23,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from accel_train.launch import prepare_environment
+from accel_train.launch.environment import prepare_environment
 
 LAUNCH = prepare_environment()  # before torch is imported, which reads some of it
 
@@ -35,18 +35,18 @@ from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
-from accel_train import tuning  # noqa: E402
-from accel_train.accelerator import create_accelerator  # noqa: E402
-from accel_train.clock import Clock  # noqa: E402
-from accel_train.config import Augment, Config, Data  # noqa: E402
-from accel_train.data.augment import BatchTransform  # noqa: E402
-from accel_train.data.cache_writer import write_cache  # noqa: E402
-from accel_train.data.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
+from accel_train.bench.clock import Clock  # noqa: E402
+from accel_train.bench.statistics import ratio, spread  # noqa: E402
+from accel_train.config.schema import Augment, Config, Data  # noqa: E402
 from accel_train.data.loading import create_feed, create_loader  # noqa: E402
-from accel_train.data.order import Plan, TrainingOrder  # noqa: E402
-from accel_train.data.sources import load_splits  # noqa: E402
-from accel_train.spread import ratio, spread  # noqa: E402
-from accel_train.table import print_table  # noqa: E402
+from accel_train.data.order.plan import Plan, TrainingOrder  # noqa: E402
+from accel_train.data.sources.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
+from accel_train.data.sources.load import load_splits  # noqa: E402
+from accel_train.data.tools.cache_writer import write_cache  # noqa: E402
+from accel_train.data.transforms.batch import BatchTransform  # noqa: E402
+from accel_train.launch.accelerator import create_accelerator  # noqa: E402
+from accel_train.optim.performance import set_defaults  # noqa: E402
+from accel_train.records.table import print_table  # noqa: E402
 
 CROP_AND_FLIP = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
 MEMORY = {  # task of tasks.py, its augmentation there and here
@@ -214,7 +214,7 @@ def main() -> None:
     options = parser.parse_args()
     command = f"python benchmarks/input.py --rounds {options.rounds}" + " --data-root DIR" * bool(options.data_root)
     figures: dict[str, Any] = {"circumstances": document.circumstances(command), "rounds": options.rounds}
-    tuning.set_defaults(tasks.best_device())  # for all ways alike
+    set_defaults(tasks.best_device())  # for all ways alike
     threads = torch.get_num_threads()
     parts = []
     for name in options.only or [*MEMORY, "files"]:

@@ -5,16 +5,16 @@ python benchmarks/limit.py mnist_cnn
 
 from __future__ import annotations
 
-from accel_train.launch import prepare_environment
+from accel_train.launch.environment import prepare_environment
 
 LAUNCH = prepare_environment()  # before torch is imported, which reads some of it
 
 import tasks  # noqa: E402
 from trainer import data_words  # noqa: E402
 
-from accel_train.data.sources import load_splits  # noqa: E402
-from accel_train.options import parse  # noqa: E402
-from accel_train.workload import Workload  # noqa: E402
+from accel_train.bench.workload import Workload  # noqa: E402
+from accel_train.config.options import parse  # noqa: E402
+from accel_train.data.sources.load import load_splits  # noqa: E402
 
 
 def main() -> None:

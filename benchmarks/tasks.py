@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils.data import Dataset
 from torchvision import transforms
 
-from accel_train.clock import Clock
-from accel_train.config import Data
-from accel_train.data.synthetic import synthetic
+from accel_train.bench.clock import Clock
+from accel_train.config.schema import Data
+from accel_train.data.sources.synthetic import synthetic
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import turns
 
-from accel_train.bench import with_synthetic_data
-from accel_train.options import parse
+from accel_train.bench.bench import with_synthetic_data
+from accel_train.config.options import parse
 
 
 def data_words(recipe: str, root: Path | None) -> list[str]:

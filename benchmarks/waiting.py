@@ -24,10 +24,10 @@ import torch
 import turns
 from torch import nn
 
-from accel_train import tuning
-from accel_train.launch import SPINS
-from accel_train.spread import ratio, spread
-from accel_train.table import print_table
+from accel_train.bench.statistics import ratio, spread
+from accel_train.launch.environment import SPINS
+from accel_train.optim.performance import set_defaults
+from accel_train.records.table import print_table
 
 ASLEEP = "sleep at once"
 WAYS = {  # what a thread does when it has no work, and the environment that says so
@@ -91,7 +91,7 @@ def measure(task: str, rounds: int) -> dict[str, list[float]]:
 
 def loop(task: str) -> NoReturn:
     """Updates of a bare loop, for ever."""
-    tuning.set_defaults(torch.device("cpu"))
+    set_defaults(torch.device("cpu"))
     description = tasks.TASKS[task]
     model = tasks.net(task)
     optimizer, criterion = tasks.torch_optimizer(task, model), nn.CrossEntropyLoss()

@@ -18,11 +18,11 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from accel_train import full_state
-from accel_train.checkpoint import Checkpoints
-from accel_train.config import Checkpoint, Config
+from accel_train.checkpoint import state_dict as full_state
+from accel_train.checkpoint.manager import Checkpoints
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.schema import Checkpoint, Config
 from accel_train.errors import UserError
-from accel_train.train_state import TrainState
 
 
 def tiny_model() -> nn.Module:

@@ -15,13 +15,13 @@ import torch
 from accelerate import Accelerator
 
 from accel_train import models
-from accel_train.accelerator import create_accelerator
-from accel_train.config import Augment, Config, Data, Model
+from accel_train.config.schema import Augment, Config, Data, Model
 from accel_train.data.loading import create_feed
-from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
-from accel_train.data.sources import load_splits
+from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.sources.load import load_splits
 from accel_train.evaluate import evaluate
-from accel_train.launch import prepare_environment
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import prepare_environment
 
 TURNED = Augment(crop="random", pad=1, flip=0.5, erase=0.25)
 AUGMENTS = {

@@ -58,7 +58,7 @@ def place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.startswith(PROGRAM):
-            return f"{frame.f_code.co_filename.removeprefix(PROGRAM)}:{frame.f_code.co_name}"
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "backward"  # autograd's own thread of control, or a library at its start
 
@@ -475,7 +475,7 @@ def serve() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
     from accel_train import cli, preflight
-    from accel_train.meter import Stopwatch
+    from accel_train.records.meter import Stopwatch
 
     updates: list[dict[str, Any]] = []
     trained = Stopwatch.trained

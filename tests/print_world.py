@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from accel_train.errors import UserError
-from accel_train.launch import prepare_environment
+from accel_train.launch.environment import prepare_environment
 
 
 def main() -> None:
@@ -19,14 +19,14 @@ def main() -> None:
         raise SystemExit("failing on purpose, to be restarted")
     if os.environ.get("LATE_RANK") == str(launch.rank):
         time.sleep(1)
-    from accel_train.accelerator import create_accelerator  # imports torch, which reads what is prepared above
+    from accel_train.launch.accelerator import create_accelerator  # imports torch, which reads what is prepared above
 
     seconds = float(os.environ.get("RENDEZVOUS_SECONDS", "60"))
     accelerator = create_accelerator(launch, gradient_accumulation_steps=3, rendezvous_seconds=seconds)
 
     import torch
 
-    from accel_train import rendezvous
+    from accel_train.launch import rendezvous
 
     rendezvous.check_agreement(accelerator, configuration=os.environ.get(f"FACT_{launch.rank}", "a"), versions="1")
     if f"SHARED_{launch.rank}" in os.environ:

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train import options
-from accel_train.bench import read_run, shortened, temporary_folder, with_synthetic_data
-from accel_train.bench_report import Round, Trained
+from accel_train.bench.bench import read_run, shortened, temporary_folder, with_synthetic_data
+from accel_train.bench.report import Round, Trained
 from accel_train.cli import main
-from accel_train.data.order import Plan
+from accel_train.config import options
+from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_train import changes
-from accel_train.config import Config, Optim, Schedule, as_dict
+from accel_train.config import compatibility as changes
+from accel_train.config.schema import Config, Optim, Schedule, as_dict
 from accel_train.errors import UserError
 
 KEYS = changes.flat(as_dict(Config()))

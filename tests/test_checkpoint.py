@@ -23,12 +23,12 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from accel_train import commit
-from accel_train.checkpoint import Checkpoints, find, load_weights
-from accel_train.config import Checkpoint, Config, Data, Ema, Optim, Schedule
+from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.format import read
+from accel_train.checkpoint.manager import Checkpoints, find, load_weights
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.schema import Checkpoint, Config, Data, Ema, Optim, Schedule
 from accel_train.errors import UserError
-from accel_train.snapshot import read
-from accel_train.train_state import TrainState
 
 WORKER = Path(checkpoint_worker.__file__)
 

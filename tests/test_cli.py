@@ -134,7 +134,8 @@ def test_one_process_speaks_and_all_fail(variables: dict[str, str], speaks: bool
 def test_an_error_of_one_process_alone_is_told_by_it() -> None:
     program = """
 import sys
-from accel_train import cli, commands
+from accel_train import cli
+from accel_train.cli import commands
 from accel_train.errors import UserError
 def fail(words):
     raise UserError("an unreadable image", every_process=False)
@@ -151,7 +152,8 @@ sys.exit(cli.main(["recipes"]))
 def test_an_interrupt_is_quiet_and_130() -> None:
     program = """
 import os, signal, sys, time
-from accel_train import cli, commands
+from accel_train import cli
+from accel_train.cli import commands
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background inherits that it is ignored
 commands.recipes = lambda words: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
 sys.exit(cli.main(["recipes"]))
@@ -209,7 +211,7 @@ def test_output_may_be_cut_short_and_the_locale_plain() -> None:
 
 
 def test_recipes_are_listed_whole_and_printed(tmp_path: Path) -> None:
-    from accel_train.recipe import RECIPES, recipe_names
+    from accel_train.config.recipe import RECIPES, recipe_names
 
     code, out, _ = accel_train("recipes", COLUMNS="20")
     head, *rows = out.splitlines()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train import commit
-from accel_train.commit import BrokenError
+from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.directory import BrokenError
 
 # Commits as fast as it can, says what it has committed, replaces every third and keeps two.
 COMMITTING = """

@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
 
-from accel_train import cli, evaluate_run, options
-from accel_train.config import Data
-from accel_train.data.sources import Source, load_splits
-from accel_train.signature import read_signature
-from accel_train.trained import find_weights, load_model
+from accel_train import cli
+from accel_train.analysis import evaluate_run
+from accel_train.analysis.load_run import find_weights, load_model
+from accel_train.config import options
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import Source, load_splits
+from accel_train.records.model_info import read_signature
 
 CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 

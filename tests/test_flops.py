@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train.config import Data, Model
-from accel_train.data.sources import load_splits
-from accel_train.flops import count_flops, peak_flops, precision_of, training_flops
+from accel_train.bench.flops import count_flops, peak_flops, precision_of, training_flops
+from accel_train.config.schema import Data, Model
+from accel_train.data.sources.load import load_splits
 
 
 def test_a_linear_layer() -> None:

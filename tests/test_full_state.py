@@ -7,8 +7,8 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from accel_train import full_state
-from accel_train.optimizer_check import fitting
+from accel_train.checkpoint import state_dict as full_state
+from accel_train.checkpoint.optimizer_check import fitting
 
 OPTIMIZERS = (
     "plain sgd",

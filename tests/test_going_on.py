@@ -10,13 +10,15 @@ import helpers
 import pytest
 import torch
 
-from accel_train import commit, finished, optim
-from accel_train.config import Config, Optim, Schedule, to_yaml
-from accel_train.data.order import Plan
+from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.schema import Config, Optim, Schedule, to_yaml
+from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
-from accel_train.launch import Launch
-from accel_train.owner import Lease
-from accel_train.train_state import TrainState
+from accel_train.launch.environment import Launch
+from accel_train.optim import optim
+from accel_train.ownership.owner import Lease
+from accel_train.run import finished
 
 SAMPLES, BATCH = 1438, 48  # of digits; 30 updates an epoch
 TIMES = {"train_seconds", "images_per_second", "warm_up_seconds", "wall_seconds"}

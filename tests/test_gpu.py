@@ -17,16 +17,16 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
-from accel_train.accelerator import create_accelerator
 from accel_train.cli import main
-from accel_train.config import Augment, Config, Data
-from accel_train.data.augment import BatchTransform
-from accel_train.data.keyed import hashed
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed
-from accel_train.data.order import EvaluationOrder
-from accel_train.data.sources import load_splits
-from accel_train.launch import Launch
-from accel_train.meter import Stopwatch
+from accel_train.data.order.keyed import hashed
+from accel_train.data.order.plan import EvaluationOrder
+from accel_train.data.sources.load import load_splits
+from accel_train.data.transforms.batch import BatchTransform
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
+from accel_train.records.meter import Stopwatch
 
 pytestmark = [
     pytest.mark.gpu,

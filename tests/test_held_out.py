@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from accel_train.cli import main
-from accel_train.config import Data
+from accel_train.config.schema import Data
 from accel_train.data.held_out import MOST, HeldOutTrial
-from accel_train.data.sources import load_splits
+from accel_train.data.sources.load import load_splits
 
 WORDS = "digits --batch-size 8 --epochs 2 --model.image-size 8 --data.workers 1 --data.name folder --data.root"
 

@@ -24,16 +24,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from accel_train import commit, models, optim, options
-from accel_train.checkpoint import Checkpoints
+from accel_train import models
+from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.manager import Checkpoints
+from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
-from accel_train.config import Data
-from accel_train.data.cache import FOOTER, MAGIC, CacheFile
-from accel_train.data.cache_writer import write_cache
-from accel_train.data.tars import tar, webdataset
+from accel_train.config import options
+from accel_train.config.schema import Data
+from accel_train.data.sources.cache import FOOTER, MAGIC, CacheFile
+from accel_train.data.sources.tars import tar, webdataset
+from accel_train.data.tools.cache_writer import write_cache
 from accel_train.errors import UserError
-from accel_train.signature import read_signature
-from accel_train.train_state import TrainState
+from accel_train.optim import optim
+from accel_train.records.model_info import read_signature
 
 HOSTILE = (
     None, True, "", "7", "../../x", "a\nb\x1b[2J", [], {}, [1], {"a": {"b": []}}, -1, 0.5, 10**9, 10**400, -(10**30),

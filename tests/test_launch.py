@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.errors import UserError
-from accel_train.launch import Launch, _check_promise, _detect, _rendezvous_address, _threads
+from accel_train.launch.environment import Launch, _check_promise, _detect, _rendezvous_address, _threads
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[1]
@@ -199,7 +199,7 @@ def test_threads_are_shared_unless_tasks_are_bound(monkeypatch: pytest.MonkeyPat
 def test_the_environment_is_prepared_without_torch() -> None:
     """LOCAL_RANK is a device's index: 0 for a task that sees its own GPU only, its number if it sees all."""
     program = (
-        "import os, sys; from accel_train.launch import prepare_environment; prepare_environment()\n"
+        "import os, sys; from accel_train.launch.environment import prepare_environment; prepare_environment()\n"
         "assert 'torch' not in sys.modules\n"
         "print(*(os.environ.get(name) for name in 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_PORT "
         "OMP_NUM_THREADS OMP_WAIT_POLICY GOMP_SPINCOUNT'.split()))"
@@ -322,12 +322,12 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
 def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -> None:
     """The meeting alone, which needs no GPU: processes say which one they have, and are told to end while they wait."""
     program = (
-        "import os, signal, sys, threading; from accel_train import launch, rendezvous, signals\n"
+        "import os, signal, sys, threading; from accel_train.launch import environment, rendezvous, signals\n"
         "from accel_train.errors import UserError\n"
         "rendezvous.AFTER_SIGTERM_SECONDS = 1.0\n"
         "if len(sys.argv) > 2: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "with signals.noting():\n"
-        "    try: store = rendezvous.roll_call(launch.prepare_environment(), sys.argv[1], 60)\n"
+        "    try: store = rendezvous.roll_call(environment.prepare_environment(), sys.argv[1], 60)\n"
         "    except UserError as error: print(error)\n"
     )
 

@@ -9,8 +9,8 @@ import pytest
 import test_launch
 
 from accel_train.errors import UserError
-from accel_train.launch import Launch
-from accel_train.launcher_config import VARIABLE, variables
+from accel_train.launch.environment import Launch
+from accel_train.launch.launcher_config import VARIABLE, variables
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 COMPILED = """

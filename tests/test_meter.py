@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accel_train.meter import Meter
+from accel_train.records.meter import Meter
 
 
 @pytest.mark.parametrize("updates", [0, 1, 70])

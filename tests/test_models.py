@@ -13,7 +13,7 @@ import torch
 import torchvision
 from torch import nn
 
-from accel_train import config
+from accel_train.config import schema as config
 from accel_train.errors import UserError
 from accel_train.models import (
     classifier_names,

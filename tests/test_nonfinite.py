@@ -12,9 +12,11 @@ from helpers import run
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train import checkpoint, commit, optim
-from accel_train.config import Optim
-from accel_train.nonfinite import _all_finite
+from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint import manager as checkpoint
+from accel_train.config.schema import Optim
+from accel_train.optim import optim
+from accel_train.run.nonfinite import _all_finite
 
 BATCH, UPDATES = 8, 5  # of an epoch
 # A net with BatchNorm, whose statistics the forward pass of a bad update spoils, and a mean of the weights.

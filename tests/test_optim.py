@@ -15,10 +15,11 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_train import config, full_state
+from accel_train.checkpoint import state_dict as full_state
+from accel_train.config import schema as config
 from accel_train.errors import UserError
 from accel_train.models import create_model
-from accel_train.optim import (
+from accel_train.optim.optim import (
     PlateauScheduler,
     balanced_class_weights,
     clip_gradients,

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_train import config, options, synonyms
-from accel_train.config import Config
+from accel_train.config import options, synonyms
+from accel_train.config import schema as config
+from accel_train.config.schema import Config
 from accel_train.errors import UserError
 
 RECIPE = """\
@@ -234,7 +235,7 @@ def test_what_is_proposed_exists() -> None:
 
 
 def test_only_options_of_the_command_are_proposed() -> None:
-    from accel_train.commands import Predict
+    from accel_train.cli.commands import Predict
 
     def told_by_predict(word: str) -> str:
         with pytest.raises(UserError) as caught:

@@ -19,12 +19,14 @@ import helpers
 import pytest
 from helpers import started
 
-from accel_train import commit, owner, process
+from accel_train.checkpoint import directory as commit
 from accel_train.cli import main
-from accel_train.config import Config
+from accel_train.config.schema import Config
 from accel_train.errors import UserError
-from accel_train.owner import FILE, Claim, Lease, LostError, Owner
-from accel_train.run import RunDirectory
+from accel_train.launch import process
+from accel_train.ownership import owner
+from accel_train.ownership.owner import FILE, Claim, Lease, LostError, Owner
+from accel_train.records.directory import RunDirectory
 
 LONG = ("digits", "--epochs", 500, "--log-every-updates", 5, "--checkpoint.every-updates", 20)
 
@@ -64,7 +66,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_starts_of_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
     program = (
-        "import time; from pathlib import Path; from accel_train.folders import new_directory\n"
+        "import time; from pathlib import Path; from accel_train.ownership.folders import new_directory\n"
         "while not Path('go').exists(): time.sleep(0.001)\n"
         "print(*(new_directory('digits')[0] for _ in range(20)), sep='\\n')"
     )

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_train.config import Model
+from accel_train.config.schema import Model
 from accel_train.models import create_model
 from accel_train.models.padding import PaddingAwareConv2d, leave_out_padding
 

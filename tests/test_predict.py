@@ -20,15 +20,16 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
 
-from accel_train import cli, options
-from accel_train.config import Augment, Config, Data
+from accel_train import cli
+from accel_train.analysis.load_run import load_model
+from accel_train.analysis.predict import Classifier
+from accel_train.config import options
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed
-from accel_train.data.order import EvaluationOrder
-from accel_train.data.sources import load_splits
-from accel_train.examples import example_image
-from accel_train.predict import Classifier
-from accel_train.signature import Signature, read_signature
-from accel_train.trained import load_model
+from accel_train.data.order.plan import EvaluationOrder
+from accel_train.data.sources.load import load_splits
+from accel_train.records.examples import example_image
+from accel_train.records.model_info import Signature, read_signature
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from pretend_cuda import Done, Pretended
 from safetensors.torch import load_file
 
 from accel_train.cli import main
-from accel_train.options import parse
-from accel_train.recipe import recipe_names
+from accel_train.config.options import parse
+from accel_train.config.recipe import recipe_names
 
 # The one wait of an update: for the answer whether the update before was finite, by then long there.
 READ_LATER = {"nonfinite.py:_read event.synchronize": 1}
@@ -278,9 +278,9 @@ def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimi
     )
     words = ("digits", *SMALL, *model, "--checkpoint.every-updates", 1, "--checkpoint.keep", 9)
     done = succeeded(gpu("train", *words, "--output-dir", tmp_path / "run"))
-    saved = {"full_state.py:collect stream.synchronize": 1}
+    saved = {"state_dict.py:collect stream.synchronize": 1}
     for waits in done.waits[2:5]:
-        assert {name: times for name, times in waits.items() if "full_state" in name or "checkpoint" in name} == saved
+        assert {name: times for name, times in waits.items() if "state_dict" in name or "manager" in name} == saved
     last = torch.load(tmp_path / "run/checkpoints/update-00000006/optimizer.pt", weights_only=True)
     assert all(torch.isfinite(value).all() for each in last["state"].values() for value in each.values())
 

@@ -11,16 +11,16 @@ import torch
 import yaml
 from PIL import Image
 
-from accel_train import config
-from accel_train.accelerator import create_accelerator
+from accel_train.config import schema as config
+from accel_train.config.options import parse
+from accel_train.config.recipe import RECIPES, recipe_names
 from accel_train.data.loading import create_feed
-from accel_train.data.order import EvaluationOrder, Plan
-from accel_train.data.sources import load_splits
-from accel_train.launch import Launch
+from accel_train.data.order.plan import EvaluationOrder, Plan
+from accel_train.data.sources.load import load_splits
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
 from accel_train.models import create_model, input_size
-from accel_train.optim import create_optimizer, create_schedule
-from accel_train.options import parse
-from accel_train.recipe import RECIPES, recipe_names
+from accel_train.optim.optim import create_optimizer, create_schedule
 
 NAMES = (
     "digits",

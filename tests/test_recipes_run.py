@@ -9,8 +9,8 @@ from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
 from accel_train.cli import main
-from accel_train.options import parse
-from accel_train.recipe import recipe_names
+from accel_train.config.options import parse
+from accel_train.config.recipe import recipe_names
 
 SHAPES = {"mnist": (1, 28), "fashion_mnist": (1, 28), "cifar10": (3, 32)}
 SPLITS = {"cats_dogs_alexnet": ("",), "imagenet_resnet50": ("train", "val"), "imagenet_vit_small": ("train", "val")}

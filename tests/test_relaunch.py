@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.launch import Launch, at_terminal
-from accel_train.relaunch import command_to_go_on
+from accel_train.launch.environment import Launch, at_terminal
+from accel_train.run.relaunch import command_to_go_on
 
 RECIPE = "runs/a/config.yaml --output-dir runs/a"
 JOB = {"RUN": "/runs/a", "ACCEL_TRAIN_ROOT": "/src"}

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from accel_train import options, run
-from accel_train.config import Config, Optim
+from accel_train.config import options
+from accel_train.config.schema import Config, Optim
 from accel_train.errors import UserError
-from accel_train.run import RunDirectory
-from accel_train.signature import Signature, read_signature
+from accel_train.records import directory as run
+from accel_train.records.directory import RunDirectory
+from accel_train.records.model_info import Signature, read_signature
 
 SIGNATURE = Signature(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
 

@@ -11,7 +11,7 @@ import helpers
 import pytest
 import torch
 
-from accel_train.data.keyed import key, permuted
+from accel_train.data.order.keyed import key, permuted
 
 WORKER = Path(__file__).with_name("feed_worker.py")
 WORLDS = (1, 2, 3, 4)

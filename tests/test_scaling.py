@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from accel_train.bench.scaling import plot, speed_ups
 from accel_train.cli import main
-from accel_train.scaling import plot, speed_ups
 
 
 def finished(run: Path, processes: int, speed: float) -> str:

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train import commit
+from accel_train.checkpoint import directory as commit
 from accel_train.cli import main
-from accel_train.config import Data
-from accel_train.data.order import Plan, TrainingOrder
-from accel_train.data.sources import load_splits
-from accel_train.semantics import SEMANTICS
+from accel_train.config.schema import Data
+from accel_train.config.semantics import SEMANTICS
+from accel_train.data.order.plan import Plan, TrainingOrder
+from accel_train.data.sources.load import load_splits
 
 WORDS = "digits --batch-size 8 --epochs 2 --model.image-size 8 --augment.crop resized --augment.flip 0.5"
 WORDS += " --checkpoint.every-updates 1 --data.workers 1 --data.name folder --data.val-fraction 0.1"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.spread import Spread, moved, ratio, spread
+from accel_train.bench.statistics import Spread, moved, ratio, spread
 
 rates = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 

@@ -21,7 +21,8 @@ import helpers
 import pytest
 from helpers import started
 
-from accel_train import checkpoint, commit
+from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint import manager as checkpoint
 
 LONG = ("digits", "--epochs", 200, "--log-every-updates", 5)
 
@@ -175,7 +176,7 @@ def test_ctrl_c_is_answered_while_one_operation_lasts(tmp_path: Path) -> None:
     """Python's own handler of a signal would wait for a backward pass, say. Here it is another long operation."""
     program = (
         "import hashlib, pathlib, sys\n"
-        "from accel_train.stopping import Stopping\n"
+        "from accel_train.run.stopping import Stopping\n"
         "with Stopping() as stopping:\n"
         f"    stopping.begin(pathlib.Path({str(tmp_path)!r}), 0, 1)\n"
         "    print('begun', flush=True)\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.table import print_table
+from accel_train.records.table import print_table
 
 HEAD = ("image", "class", "share")
 ROWS = [("a.png", "cat [bold]", "98.00%"), ("a.png", "dog", "2.00%"), ("b" * 40, "dog", "100.00%")]
@@ -30,7 +30,7 @@ def test_plain_columns_are_aligned_and_whole(capsys: pytest.CaptureFixture[str])
 def test_on_a_terminal_long_cells_wrap_and_repeated_ones_are_left_out() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_table import HEAD, ROWS; "
-        "from accel_train.table import print_table; print_table(HEAD, ROWS, numbers=('share',), grouped=True)"
+        "from accel_train.records.table import print_table; print_table(HEAD, ROWS, numbers=('share',), grouped=True)"
     )
     terminal, stdout = pty.openpty()
     environment = os.environ | {"COLUMNS": "50", "TERM": "xterm"}

@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from accel_train import config, models, tuning
+from accel_train import models
 from accel_train.cli import main
+from accel_train.config import schema as config
+from accel_train.optim import performance as tuning
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_train import config, models, tuning
+from accel_train import models
+from accel_train.config import schema as config
 from accel_train.models.nets import Flatten
+from accel_train.optim import performance as tuning
 
 
 def make(name: str, size: int) -> nn.Module:

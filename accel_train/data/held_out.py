@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_train.data.images import EncodedImages
-from accel_train.data.splits import Source, Splits, owner
+from accel_train.data.sources.images import EncodedImages
+from accel_train.data.sources.splits import Source, Splits, owner
 from accel_train.errors import UserError
 
 MOST = 1000  # images of a split, by all processes together: of local files 0.2 s on one core, while the model is made

@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel_train import models
-from accel_train.config import Augment, Config
-from accel_train.cores import available_cores
-from accel_train.data.augment import BatchTransform
-from accel_train.data.device_decoding import DeviceDecoder, Reading, Undecoded, check_device_decoding
-from accel_train.data.images import EncodedImages
-from accel_train.data.keyed import hashed, key
+from accel_train.config.schema import Augment, Config
 from accel_train.data.memory import MemoryLoader
-from accel_train.data.order import Draw, Order
+from accel_train.data.order.keyed import hashed, key
+from accel_train.data.order.plan import Draw, Order
 from accel_train.data.placement import Placement, choose_place
-from accel_train.data.splits import Source, Splits, owner
-from accel_train.data.transform import ImageTransform, resize_default
+from accel_train.data.sources.images import EncodedImages
+from accel_train.data.sources.splits import Source, Splits, owner
+from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.transforms.device_decoding import DeviceDecoder, Reading, Undecoded, check_device_decoding
+from accel_train.data.transforms.image import ImageTransform, resize_default
 from accel_train.errors import UserError
+from accel_train.launch.cores import available_cores
 
 
 def transforms_each_image(source: Source, augment: Augment, *, training: bool) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from accel_train.data.arrays import Arrays
-from accel_train.data.keyed import hashed, key
-from accel_train.data.order import Order
-from accel_train.data.splits import Source, owner
+from accel_train.data.order.keyed import hashed, key
+from accel_train.data.order.plan import Order
+from accel_train.data.sources.arrays import Arrays
+from accel_train.data.sources.splits import Source, owner
 
 AT_ONCE = 1024  # images that are fetched at a time when a set is laid out
 FETCHED_BYTES = 1 << 20  # of images that are fetched at a time when batches are made: many batches of small images

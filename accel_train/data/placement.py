@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 
-from accel_train.config import Data
-from accel_train.data.arrays import Arrays
-from accel_train.data.cache import CachedImages
-from accel_train.data.splits import Source, owner
+from accel_train.config.schema import Data
+from accel_train.data.sources.arrays import Arrays
+from accel_train.data.sources.cache import CachedImages
+from accel_train.data.sources.splits import Source, owner
 from accel_train.errors import UserError
 
 DEVICE_SHARE = 4  # a split may take this part, a quarter, of the device's free memory: the model's work needs the rest

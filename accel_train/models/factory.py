@@ -10,14 +10,21 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from accel_train import config
+from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest
-from accel_train.models import zoo
 from accel_train.models.freezing import freeze_body
 from accel_train.models.nets import NETS
+from accel_train.models.torchvision_models import (
+    PREFIX,
+    create_torchvision,
+    given,
+    published_weights,
+    size_argument,
+    torchvision_names,
+)
 
 
-def input_size(model: config.Model, native: int | None) -> int:
+def input_size(model: Model, native: int | None) -> int:
     """Height and width in pixels of the images that `model` gets.
 
     `native` is the size of the data's images, None if they differ. In this order: what model.image_size says,
@@ -27,10 +34,10 @@ def input_size(model: config.Model, native: int | None) -> int:
     _check_name(model)
     if model.image_size is not None:
         return model.image_size
-    if model.name.startswith(zoo.PREFIX):
+    if model.name.startswith(PREFIX):
         if model.pretrained:
-            return int(zoo.published_weights(model.name).transforms().crop_size[0])
-        return 224 if zoo.size_argument(model.name) else native or 224
+            return int(published_weights(model.name).transforms().crop_size[0])
+        return 224 if size_argument(model.name) else native or 224
     if model.name not in NETS:
         published = _timm_config(model.name)
         if model.pretrained or published.fixed_input_size:
@@ -38,7 +45,7 @@ def input_size(model: config.Model, native: int | None) -> int:
     return native or 224
 
 
-def pretrained_normalization(model: config.Model) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+def pretrained_normalization(model: Model) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """Mean and standard deviation (in 0..1, of three channels) that the published weights were trained with.
 
     None if the model does not start from published weights.
@@ -46,15 +53,15 @@ def pretrained_normalization(model: config.Model) -> tuple[tuple[float, ...], tu
     _check_name(model)
     if not model.pretrained:
         return None
-    if model.name.startswith(zoo.PREFIX):
-        published = zoo.published_weights(model.name).transforms()
+    if model.name.startswith(PREFIX):
+        published = published_weights(model.name).transforms()
     else:
         published = _timm_config(model.name)
     return tuple(published.mean), tuple(published.std)
 
 
 def create_model(
-    model: config.Model, *, num_classes: int, channels: int, image_size: int, published: bool = True
+    model: Model, *, num_classes: int, channels: int, image_size: int, published: bool = True
 ) -> nn.Module:
     """The model: float images [b, channels, image_size, image_size] to logits [b, num_classes]; on the CPU.
 
@@ -72,10 +79,10 @@ def create_model(
     _check_name(model)
     try:
         if model.name in NETS:
-            options = zoo.given(dropout=model.dropout, drop_path=model.drop_path)
+            options = given(dropout=model.dropout, drop_path=model.drop_path)
             made = NETS[model.name](num_classes, channels, image_size, **options)
-        elif model.name.startswith(zoo.PREFIX):
-            made = zoo.create(model, num_classes, channels, image_size, published)
+        elif model.name.startswith(PREFIX):
+            made = create_torchvision(model, num_classes, channels, image_size, published)
         else:
             made = _create_timm(model, num_classes, channels, image_size, published)
     except TypeError as error:
@@ -99,19 +106,19 @@ def create_model(
     return made
 
 
-def _check_name(model: config.Model) -> None:
+def _check_name(model: Model) -> None:
     """Raise if no library has a model of this name, or no published weights for it when they are asked for."""
     published = False
-    if model.name not in NETS and model.name not in zoo.names():
+    if model.name not in NETS and model.name not in torchvision_names():
         import timm
 
-        if model.name.startswith(zoo.PREFIX) or not timm.is_model(model.name):
-            known = [*NETS, *zoo.names(), *timm.list_models()]
-            theirs = [zoo.PREFIX + model.name] if zoo.PREFIX + model.name in known else known
+        if model.name.startswith(PREFIX) or not timm.is_model(model.name):
+            known = [*NETS, *torchvision_names(), *timm.list_models()]
+            theirs = [PREFIX + model.name] if PREFIX + model.name in known else known
             hint = nearest(model.name, theirs, count=5)
             raise UserError(
                 f"model.name: no model is called {model.name!r}.{hint} Known are {', '.join(NETS)}, "
-                f"torchvision's as {zoo.PREFIX}NAME, and all of timm.list_models()."
+                f"torchvision's as {PREFIX}NAME, and all of timm.list_models()."
             )
         published = _timm_config(model.name).has_weights
     elif model.name not in NETS:
@@ -132,12 +139,10 @@ def _timm_config(name: str) -> Any:
         raise UserError(f"model.name: {base} has no weights {tag!r}.{nearest(name, known, count=5)}") from error
 
 
-def _create_timm(
-    model: config.Model, num_classes: int, channels: int, image_size: int, load_published: bool
-) -> nn.Module:
+def _create_timm(model: Model, num_classes: int, channels: int, image_size: int, load_published: bool) -> nn.Module:
     import timm
 
-    options = zoo.given(drop_rate=model.dropout, drop_path_rate=model.drop_path)
+    options = given(drop_rate=model.dropout, drop_path_rate=model.drop_path)
     published = _timm_config(model.name)
     sized = published.fixed_input_size and image_size != published.input_size[-1]
     if sized:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from accel_train import config
+from accel_train.config.schema import Model
 from accel_train.errors import UserError
 
 
@@ -38,7 +38,7 @@ def freeze_body(model: nn.Module) -> None:
         raise UserError("model.freeze_body leaves nothing to train: this model has no last layer of its own.")
 
 
-def set_train_mode(model: nn.Module, settings: config.Model) -> None:
+def set_train_mode(model: nn.Module, settings: Model) -> None:
     """`model.train()` that leaves a frozen body's normalisation alone; `model` may be wrapped.
 
     train() itself would let BatchNorm go on counting its running statistics, whether its weights are frozen

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from accel_train import config
+from accel_train.config.schema import Model
 
 
-def prepare_recomputation(model: nn.Module, settings: config.Model) -> list[Tensor]:
+def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
     """The buffers that `buffers_kept` has to keep: none unless `model` (as Accelerate prepared it) computes parts anew.
 
     Parts that Accelerate wrapped (fsdp_activation_checkpointing) are told to draw the same dropout masks again, which

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torchvision.datasets
 
-from accel_train.config import Data
-from accel_train.data.sources import load_splits
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
 
 NUMBERS = np.random.default_rng(0)

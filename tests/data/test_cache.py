@@ -18,19 +18,19 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.accelerator import create_accelerator
-from accel_train.config import Augment, Config, Data
-from accel_train.data import cache_writer
-from accel_train.data.cache import CachedImages, CacheFile
-from accel_train.data.cache_writer import write_cache
-from accel_train.data.check import check_data
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed, create_loader
-from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
-from accel_train.data.sources import load_splits
-from accel_train.data.splits import Source, Splits
-from accel_train.data.transform import ImageTransform
+from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.sources.cache import CachedImages, CacheFile
+from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Source, Splits
+from accel_train.data.tools import cache_writer
+from accel_train.data.tools.cache_writer import write_cache
+from accel_train.data.tools.check import check_data
+from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
-from accel_train.launch import Launch
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
 
 NUMBERS = np.random.default_rng(0)
 
@@ -349,7 +349,7 @@ class TestWriting:
             file.write(b"torn" * 1000)
         lines = journal.read_text().splitlines(keepends=True)
         journal.write_text("".join(lines) + lines[-1][:20])
-        monkeypatch.setattr("accel_train.data.pool.CHUNK", 4)
+        monkeypatch.setattr("accel_train.data.tools.pool.CHUNK", 4)
         capsys.readouterr()
         written(folder, output)
         done = re.search(r"going on after (\d+) images", capsys.readouterr().out)

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from accel_train.cli import main
-from accel_train.config import Data
-from accel_train.data.check import check_data
-from accel_train.data.sources import load_splits
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import load_splits
+from accel_train.data.tools.check import check_data
 from accel_train.errors import UserError
 
 

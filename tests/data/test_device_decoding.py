@@ -10,15 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.accelerator import create_accelerator
 from accel_train.cli import main
-from accel_train.config import Augment, Config, Data
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed
-from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
-from accel_train.data.sources import load_splits
-from accel_train.data.splits import Source
+from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
-from accel_train.launch import Launch
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
 
 KINDS = ("RGB.jpg", "L.jpg", "CMYK.jpg", "RGB.png", "RGB.bmp.jpg")
 

@@ -14,15 +14,15 @@ import torch
 from accelerate import Accelerator
 from PIL import Image, ImageOps
 
-from accel_train.accelerator import create_accelerator
-from accel_train.config import Augment, Config, Data
-from accel_train.data.cache_writer import write_cache
-from accel_train.data.check import check_data
-from accel_train.data.images import Picture, decode
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed
-from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
-from accel_train.data.sources import load_splits
-from accel_train.launch import Launch
+from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.sources.images import Picture, decode
+from accel_train.data.sources.load import load_splits
+from accel_train.data.tools.cache_writer import write_cache
+from accel_train.data.tools.check import check_data
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
 
 ORIENTATIONS = range(1, 9)
 BACK = {  # what a camera does to the upright image for the viewer to undo: EXIF's definition, by Pillow's names
@@ -154,8 +154,8 @@ def test_every_way_to_the_model(
 
 
 def test_predict(trees: tuple[Path, Path]) -> None:
-    from accel_train.predict import Classifier
-    from accel_train.signature import Signature
+    from accel_train.analysis.predict import Classifier
+    from accel_train.records.model_info import Signature
 
     signature = Signature(("a", "b"), 3, 32, None, (0.5,) * 3, (0.5,) * 3)
     classifier = Classifier(torch.nn.Identity(), signature, Augment(), Accelerator(cpu=True), 1)

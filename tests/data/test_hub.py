@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.config import Data
-from accel_train.data.sources import load_splits
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
 
 
@@ -98,7 +98,7 @@ def test_a_missing_package_is_named_with_its_extra(name: str, package: str, extr
     script = (
         "import sys\n"
         f"sys.modules['{package}'] = None\n"  # as if it were not installed
-        "from accel_train.config import Data; from accel_train.data.sources import load_splits\n"
+        "from accel_train.config.schema import Data; from accel_train.data.sources.load import load_splits\n"
         f"load_splits(Data(name='{name}'), 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.data.images import FileImages, ImageError, Names, decode, find_images
+from accel_train.data.sources.images import FileImages, ImageError, Names, decode, find_images
 from accel_train.errors import UserError
 
 

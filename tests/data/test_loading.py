@@ -7,12 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.config import Augment, Data
+from accel_train.config.schema import Augment, Data
 from accel_train.data import loading
 from accel_train.data.loading import create_loader
-from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
-from accel_train.data.sources import load_splits
-from accel_train.data.splits import Splits
+from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Splits
 
 
 @pytest.fixture

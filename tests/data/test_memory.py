@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch.utils.data import Sampler
 
-from accel_train.accelerator import create_accelerator
-from accel_train.config import Augment, Config, Data
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data import placement
-from accel_train.data.arrays import Arrays
 from accel_train.data.loading import Feed, create_feed
 from accel_train.data.memory import MemoryLoader
-from accel_train.data.order import Draw, EvaluationOrder, Order, Plan, TrainingOrder
+from accel_train.data.order.plan import Draw, EvaluationOrder, Order, Plan, TrainingOrder
 from accel_train.data.placement import Placement, choose_place
-from accel_train.data.sources import load_splits
-from accel_train.data.splits import Splits, subset
+from accel_train.data.sources.arrays import Arrays
+from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Splits, subset
 from accel_train.errors import UserError
-from accel_train.launch import Launch
-from accel_train.summary import describe
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
+from accel_train.records.summary import describe
 
 GENERATOR = torch.Generator().manual_seed(0)
 PIXELS = torch.randint(256, (157, 3, 12, 12), generator=GENERATOR, dtype=torch.uint8)
@@ -251,10 +251,10 @@ class TestPlacement:
 def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> None:
     script = (
         "import torch\n"
-        "from accel_train.config import Augment, Data\n"
+        "from accel_train.config.schema import Augment, Data\n"
         "from accel_train.data.loading import create_loader\n"
-        "from accel_train.data.order import Plan, TrainingOrder\n"
-        "from accel_train.data.sources import load_splits\n"
+        "from accel_train.data.order.plan import Plan, TrainingOrder\n"
+        "from accel_train.data.sources.load import load_splits\n"
         "source = load_splits(Data(), 0).train\n"
         "order = TrainingOrder(Plan(len(source), 32, 1, 1), 0)\n"
         "loader = create_loader(source, order, Augment(policy='trivialaugment'), training=True, size=8, seed=0,\n"

@@ -8,8 +8,8 @@ from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.data.keyed import key, permuted
-from accel_train.data.order import Draw, EvaluationOrder, Plan, TrainingOrder, accumulation_steps
+from accel_train.data.order.keyed import key, permuted
+from accel_train.data.order.plan import Draw, EvaluationOrder, Plan, TrainingOrder, accumulation_steps
 from accel_train.errors import UserError
 
 

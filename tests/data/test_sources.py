@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.config import Data
-from accel_train.data.sources import known_sources, load_splits
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import known_sources, load_splits
 from accel_train.errors import UserError
 
 
@@ -33,7 +33,8 @@ def test_known_sources() -> None:
 def test_the_libraries_are_imported_only_where_used(tmp_path: Path) -> None:
     """A second or two of each start."""
     script = (
-        "import sys; from accel_train.config import Data; from accel_train.data.sources import load_splits\n"
+        "import sys\n"
+        "from accel_train.config.schema import Data; from accel_train.data.sources.load import load_splits\n"
         "splits = load_splits(Data(name='synthetic'), 0); splits.train.fetch([0])\n"
         "print([x for x in ('torchvision', 'timm', 'sklearn', 'datasets', 'PIL') if x in sys.modules])"
     )

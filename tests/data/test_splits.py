@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.config import Data
-from accel_train.data.splits import Splits, choose, divide
+from accel_train.config.schema import Data
+from accel_train.data.sources.splits import Splits, choose, divide
 from accel_train.errors import UserError
 
 

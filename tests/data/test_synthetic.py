@@ -8,8 +8,8 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from accel_train.config import Data
-from accel_train.data.sources import load_splits
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import load_splits
 
 
 def synthetic(**options):

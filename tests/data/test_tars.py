@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.config import Data
-from accel_train.data.sources import load_splits
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
 
 

@@ -13,16 +13,16 @@ from PIL import Image, ImageOps
 from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 
-from accel_train.accelerator import create_accelerator
-from accel_train.config import Augment, Config, Data
-from accel_train.data.images import ImageError, Picture
-from accel_train.data.keyed import hashed, key
+from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed, create_loader
-from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder
-from accel_train.data.sources import Source, load_splits
-from accel_train.data.transform import ImageTransform, crop_boxes, resize_default
+from accel_train.data.order.keyed import hashed, key
+from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.sources.images import ImageError, Picture
+from accel_train.data.sources.load import Source, load_splits
+from accel_train.data.transforms.image import ImageTransform, crop_boxes, resize_default
 from accel_train.errors import UserError
-from accel_train.launch import Launch
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
 
 NUMBERS = torch.Generator().manual_seed(0)
 SHAPES = [(3, 40, 40), (3, 31, 57), (3, 64, 33), (3, 20, 90)] * 6

@@ -1,0 +1,1 @@
+"""What is done with a finished run: evaluation and predictions."""

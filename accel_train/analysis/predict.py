@@ -1,0 +1,229 @@
+"""`accel-train predict RUN IMAGE…`: the most probable classes of images, by the model that a run has trained.
+
+Of the run's folder it needs config.yaml, model.json and the weights; the training data need not be there.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from accel_train.analysis.load_run import find_weights, load_model
+from accel_train.config.options import parse
+from accel_train.config.schema import Augment
+from accel_train.data.sources.images import MAX_PIXELS, ImageError, decode, find_images
+from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.transforms.image import ImageTransform
+from accel_train.errors import UserError
+from accel_train.files import write_whole
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.cores import available_cores
+from accel_train.launch.environment import Launch
+from accel_train.records.model_info import Signature, read_signature
+from accel_train.records.table import print_table
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of one image, the most probable one first."""
+
+    image: Path
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+    """Those of all classes, shown or not, add up to 1."""
+    error: str = ""
+    """Why the image cannot be read; there are no classes then."""
+
+
+def predict(
+    launch: Launch,
+    run: Path,
+    images: Sequence[Path],
+    *,
+    top_k: int,
+    output: Path | None,
+    batch_size: int,
+    max_pixels: int | None = None,
+) -> int:
+    """Classify image files, and those below folders, with the final or newest weights of the run in the folder `run`.
+
+    `top_k`: classes shown for an image. `output`: a .csv file (a row for each image and class) or a .jsonl file (a line
+    for each image); None: a table on the console. An image that cannot be read, or has more than `max_pixels` (None: as
+    in training), has a row without a class, is told on stderr, and the others go on. Returns the exit code: 1 if there
+    was one. Raises UserError.
+    """
+    if launch.world_size > 1:
+        raise UserError(
+            f"accel-train predict runs in one process, but {launch.world_size} were started: leave the launcher out."
+        )
+    configuration = parse([str(run / "config.yaml")])
+    signature = read_signature(run)
+    paths = [path for image in images for path in _image_files(image)]
+    if output is not None:
+        _check_writable(output)
+
+    accelerator = create_accelerator(launch)
+    name, weights = list(find_weights(run).items())[-1]  # the running mean, if there is one
+    model = load_model(configuration.model, signature, weights)
+    most = max_pixels or configuration.data.max_pixels
+    classifier = Classifier(model, signature, configuration.augment, accelerator, top_k, most)
+    mean = " (running mean of the weights)" if name == "ema" else ""
+    print(f"{configuration.model.name}, weights: {weights}{mean}", file=sys.stderr)
+
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    predictions: list[Prediction] = []
+    unreadable = 0
+    batches = [paths[at : at + batch_size] for at in range(0, len(paths), batch_size)]
+    quiet = not console.is_terminal or len(batches) == 1
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for batch in track(batches, "classifying", console=console, transient=True, disable=quiet):
+            found = list(pool.map(classifier.read, batch))
+            readable = [(path, image) for path, image in zip(batch, found, strict=True) if isinstance(image, Tensor)]
+            classified = iter(classifier.classify(*zip(*readable, strict=True)) if readable else ())
+            for path, image in zip(batch, found, strict=True):  # a row for each, in their order
+                if isinstance(image, Tensor):
+                    predictions.append(next(classified))
+                else:
+                    predictions.append(Prediction(path, (), (), error=image))
+                    unreadable += 1
+                    console.print(f"{path} cannot be read: {image}.")
+
+    if output is None:
+        _print(predictions)
+    else:
+        try:
+            write_whole(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
+        except OSError as error:
+            raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
+        print(f"{len(predictions)} image{'s' * (len(predictions) != 1)}: {output}")
+    if unreadable:
+        console.print(f"{unreadable} of {len(paths)} images cannot be read.")
+    return 1 if unreadable else 0
+
+
+class Classifier:
+    """A trained model with what comes before it: decoding, and the run's own preprocessing of evaluation."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        signature: Signature,
+        augment: Augment,
+        accelerator: Accelerator,
+        top_k: int,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        self.model = model.to(accelerator.device)
+        self.signature, self.accelerator = signature, accelerator
+        self.top_k, self.max_pixels = min(top_k, len(signature.classes)), max_pixels
+        native = signature.native_size
+        if native is None:
+            self.resize = ImageTransform(augment, signature.image_size, training=False)
+        else:  # images of the data's own size are left as they are here, and treated as in evaluation
+            self.resize = ImageTransform(Augment(resize=native), native, training=False)
+        self.normalise = BatchTransform(
+            augment,
+            size=signature.image_size,
+            mean=signature.mean,
+            std=signature.std,
+            num_classes=len(signature.classes),
+            training=False,
+            per_image=native is None,
+            device=accelerator.device,
+        )
+
+    def read(self, path: Path) -> Tensor | str:
+        """The image, uint8 [1, C, H, W] of one size for all; or why it cannot be read."""
+        try:
+            image = decode(path.read_bytes(), self.signature.channels, self.max_pixels)
+            return self.resize([image], torch.zeros(1))
+        except (ImageError, OSError) as error:
+            return (isinstance(error, OSError) and error.strerror) or str(error)
+
+    @torch.inference_mode()
+    def classify(self, paths: Sequence[Path], images: Sequence[Tensor]) -> list[Prediction]:
+        pixels = torch.cat(list(images)).to(self.accelerator.device)
+        unused = torch.zeros(len(pixels), dtype=torch.int64, device=pixels.device)
+        inputs, _ = self.normalise({"images": pixels, "labels": unused, "keys": unused, "weights": unused})
+        with self.accelerator.autocast():
+            logits = self.model(inputs).float()
+        found = logits.softmax(1).topk(self.top_k)
+        return [
+            Prediction(path, tuple(self.signature.classes[label] for label in labels), tuple(probabilities))
+            for path, labels, probabilities in zip(paths, found.indices.tolist(), found.values.tolist(), strict=True)
+        ]
+
+
+def _image_files(path: Path) -> list[Path]:
+    """The file itself, whatever its name, or the image files below the folder, sorted."""
+    if not path.is_dir():
+        return [path]
+    found = find_images(path).images
+    if not found:
+        raise UserError(f"{path}: no image was found in this folder.")
+    return [path / name for name in found]
+
+
+def _check_writable(output: Path) -> None:
+    """Find out now, not after an hour, that the output cannot be written."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+        if output.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
+
+
+def _rows(predictions: Iterable[Prediction], unreadable: str = "") -> Iterator[tuple[Path, str, str, float | str, str]]:
+    """Image, rank, class, probability and error; one row, with `unreadable` for its class, of what cannot be read."""
+    for found in predictions:
+        for rank, (name, probability) in enumerate(zip(found.classes, found.probabilities, strict=True), 1):
+            yield found.image, str(rank), name, probability, ""
+        if found.error:
+            yield found.image, "", unreadable, "", found.error
+
+
+def _print(predictions: Sequence[Prediction]) -> None:
+    rows = [
+        (str(image), name, probability if isinstance(probability, str) else f"{probability:.2%}")
+        for image, _, name, probability, _ in _rows(predictions, "cannot be read")
+    ]
+    if rows:
+        print_table(("image", "class", "probability"), rows, numbers=("probability",), grouped=True)
+
+
+def _csv(predictions: Sequence[Prediction]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("image", "rank", "class", "probability", "error"))
+    for image, rank, name, probability, error in _rows(predictions):
+        shown = probability if isinstance(probability, str) else f"{probability:.6g}"
+        writer.writerow((image, rank, name, shown, error))
+    return text.getvalue()
+
+
+def _jsonl(predictions: Sequence[Prediction]) -> str:
+    """{"image": …, "predictions": [{"class": …, "probability": …}, …]} on each line; "error", too, if unreadable."""
+    lines = []
+    for found in predictions:
+        pairs = zip(found.classes, found.probabilities, strict=True)
+        best = [{"class": name, "probability": float(f"{probability:.6g}")} for name, probability in pairs]
+        line: dict[str, Any] = {"image": str(found.image), "predictions": best}
+        lines.append(json.dumps(line | ({"error": found.error} if found.error else {})) + "\n")
+    return "".join(lines)

@@ -1,0 +1,1 @@
+"""How fast a recipe trains, and what limits it."""

@@ -1,0 +1,225 @@
+"""`accel-train bench`: how near the trainer comes to the limit of the device, and where the rest of the time goes.
+
+Three things are measured in turns, so that a machine whose speed drifts is as fast for each of them:
+
+    limit    a bare loop of forward, backward and step on tensors that already lie on the device
+    input    the training's input alone: loaded, moved to the device, augmented, normalised
+    trainer  train.train, as `accel-train train` runs it, with logging, metrics, guard and checkpoints
+
+The first updates of each are left out: workers start, kernels are chosen, models are compiled. The trainer's speed is
+what it writes into its own metrics.jsonl. Its checkpoints are rarer in a real run than in a short one: the time for
+which one holds up the training is measured, and added as often as the recipe saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+import math
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from accel_train.bench.flops import training_flops
+from accel_train.bench.machine import device_peak_bytes, host_peak_bytes, reset_peaks
+from accel_train.bench.report import Round, Trained, figures_of, print_figures
+from accel_train.bench.workload import Workload
+from accel_train.config.schema import Config
+from accel_train.data.order.plan import Plan
+from accel_train.data.sources.load import Splits, load_splits
+from accel_train.data.transforms.image import resize_default
+from accel_train.errors import UserError
+from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.environment import Launch
+from accel_train.records.directory import environment
+from accel_train.train import train
+
+ROUND_SECONDS, FEWEST_UPDATES = 5.0, 20  # of one measurement of the bare loop, if --updates is not given
+TEST_IMAGES = 256  # of the evaluations that end the trainer's epochs; they are not in its speed
+SHAPES = {  # of the published sets: channels, height and width, classes, training images
+    "mnist": (1, 28, 10, 60_000),
+    "fashion_mnist": (1, 28, 10, 60_000),
+    "kmnist": (1, 28, 10, 60_000),
+    "cifar10": (3, 32, 10, 50_000),
+    "cifar100": (3, 32, 100, 50_000),
+}
+
+
+def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, rounds: int, updates: int | None) -> int:
+    """Measure the recipe `config` in so many rounds; print tables and write all figures to `output`, as JSON.
+
+    `updates` of each measurement; None: as many as the bare loop does in 5 seconds. Returns the exit code.
+    Raises UserError if the data are not there, `output` cannot be written, or the trainer fails.
+    """
+    config = dataclasses.replace(config, resume="auto", trackers=())
+    if synthetic:
+        config = with_synthetic_data(config)
+    splits = _load(config, synthetic)
+    workload = Workload(config, launch, splits)
+    accelerator, plan = workload.accelerator, workload.plan
+    folder = decided_by_main(accelerator, lambda: temporary_folder(output))
+    try:
+        if updates is None:
+            seconds = workload.bare_seconds(5, warm_up=3) / 5
+            updates = decided_by_main(accelerator, lambda: max(FEWEST_UPDATES, math.ceil(ROUND_SECONDS / seconds)))
+        warm_up = max(1, min(config.log_every_updates, updates // 4))
+        flops = training_flops(config.model, splits, workload.size, plan.micro_batch)
+        del workload, splits
+        _clear(accelerator)
+        measured = []
+        for number in range(1, rounds + 1):
+            measured.append(_round(config, launch, folder / f"round-{number}", updates, warm_up))
+            if accelerator.is_main_process:
+                share = measured[-1].trainer.images_per_second / measured[-1].limit
+                print(f"round {number} of {rounds}: trainer {share:.1%} of the limit", flush=True)
+    finally:
+        if launch.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if accelerator.is_main_process:
+        figures = {
+            **figures_of(config, accelerator, plan, measured, flops),
+            "synthetic": synthetic,
+            "updates": updates,
+            "warm_up_updates": warm_up,
+            "environment": environment(launch.world_size, [str(accelerator.device)]),
+        }
+        print_figures(figures)
+        output.write_text(json.dumps(figures, indent=2) + "\n")
+        print(f"All figures: {output}")
+    return 0
+
+
+def with_synthetic_data(config: Config) -> Config:
+    """The same recipe on synthetic images of the same size, channels, classes and number.
+
+    Of folders and hubs nothing is known without them: their images are as large as an evaluation's before its crop.
+    """
+    data = config.data
+    if data.name in SHAPES:
+        channels, size, classes, images = SHAPES[data.name]
+    elif data.name in ("digits", "synthetic"):
+        return config  # always at hand
+    else:
+        given = config.model.image_size or 224
+        channels, size, classes, images = data.channels, config.augment.resize or resize_default(given), data.classes, 0
+    synthetic = dataclasses.replace(
+        data,
+        name="synthetic",
+        image_size=size,
+        channels=channels,
+        classes=classes,
+        train_images=images or max(data.train_images, 2 * config.batch_size),
+        val_fraction=0.0,
+        test_fraction=0.0,
+    )
+    return dataclasses.replace(config, data=synthetic)
+
+
+def shortened(config: Config, plan: Plan, updates: int, log_every: int) -> Config:
+    """The recipe with about so many updates: part of an epoch, or several epochs of a small set. `plan`: of its own.
+
+    It saves at the ends of epochs only, where no speed is measured; it evaluates little.
+    """
+    fits = updates * config.batch_size <= plan.samples
+    limit = updates * config.batch_size if fits else config.data.train_limit
+    in_an_epoch = updates if fits else plan.updates_per_epoch
+    warmup = config.schedule.warmup_epochs * plan.updates_per_epoch / in_an_epoch  # as many updates
+    return dataclasses.replace(
+        config,
+        epochs=1 if fits else math.ceil(updates / plan.updates_per_epoch),
+        log_every_updates=log_every,
+        data=dataclasses.replace(
+            config.data, train_limit=limit, test_limit=min(TEST_IMAGES, config.data.test_limit or TEST_IMAGES)
+        ),
+        schedule=dataclasses.replace(config.schedule, warmup_epochs=warmup),
+        checkpoint=dataclasses.replace(config.checkpoint, every_updates=None, every_seconds=0.0),
+    )
+
+
+def read_run(run: Path, config: Config, plan: Plan, warm_up: int) -> tuple[float, float, float]:
+    """Images a second, share of data wait, share of checkpoint stalls of a run that was `shortened`.
+
+    `config` and `plan` are the recipe's own: they say how often it saves.
+    """
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["kind"] == "train" and line["update"] > warm_up]
+    seconds = sum(line["seconds"] for line in trained)
+    images = sum(line["images_per_second"] * line["seconds"] for line in trained)
+    waiting = sum(line["data_wait_fraction"] * line["seconds"] for line in trained)
+    stalled = statistics.median(line["stalled_seconds"] for line in lines if line["kind"] == "checkpoint")
+
+    update = seconds / (trained[-1]["update"] - warm_up)
+    saves = config.checkpoint
+    between = saves.every_epochs * plan.updates_per_epoch
+    if saves.every_updates is not None:
+        between = min(between, saves.every_updates)
+    if saves.every_seconds:
+        between = min(between, math.ceil(saves.every_seconds / update))
+    stall = stalled / between
+    share = update / (update + stall)  # of the time in which no checkpoint holds it up
+    return images / seconds * share, waiting / seconds * share, 1 - share
+
+
+def _load(config: Config, synthetic: bool) -> Splits:
+    try:
+        return load_splits(config.data, config.seed)
+    except UserError as error:
+        if synthetic:
+            raise
+        raise UserError(f"{error} Or measure without the data: --synthetic.") from error
+
+
+def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int) -> Round:
+    """Each of the three, with a model and data of its own: nothing of the others is in memory then.
+
+    The limit is measured one half before the trainer and one after it: machines that are fast for some seconds, and
+    those that others begin to use, would favour one of the two.
+    """
+    workload = Workload(config, launch, load_splits(config.data, config.seed))
+    accelerator, plan, images = workload.accelerator, workload.plan, config.batch_size * updates
+    half = -(-updates // 2)
+    bare_seconds = workload.bare_seconds(half, warm_up)
+    alone = images / workload.input_seconds(updates, warm_up)
+    pieces = workload.piece_seconds()
+    del workload
+    _clear(accelerator)
+
+    reset_peaks(accelerator.device)
+    short = dataclasses.replace(shortened(config, plan, warm_up + updates, warm_up), output_dir=run)
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = train(short, launch)
+    if code:
+        raise UserError("The trainer could not save its checkpoints; see the warnings above.", every_process=False)
+    if not decided_by_main(accelerator, lambda: (run / "result.json").is_file()):  # a signal has stopped it
+        raise KeyboardInterrupt
+    trained = decided_by_main(accelerator, lambda: read_run(run, config, plan, warm_up))
+    memory = host_peak_bytes(), device_peak_bytes(accelerator.device)
+    _clear(accelerator)
+
+    workload = Workload(config, launch, load_splits(config.data, config.seed))
+    limit = config.batch_size * 2 * half / (bare_seconds + workload.bare_seconds(half, warm_up))
+    del workload
+    _clear(accelerator)
+    return Round(limit, alone, Trained(*trained, *memory), pieces)
+
+
+def _clear(accelerator: Accelerator) -> None:
+    accelerator.free_memory()
+    gc.collect()
+    torch.compiler.reset()  # torch compiles a net's code for a few models only, then no longer
+
+
+def temporary_folder(output: Path) -> Path:
+    """Beside the file that is to be written: on the disk of the user's choice, which all nodes share."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".bench-", dir=output.parent))
+    except OSError as error:
+        raise UserError(f"--output: {output.parent} cannot be written ({error.strerror}).") from error

@@ -1,0 +1,163 @@
+"""The figures of `accel-train bench`: what was measured in rounds, as a dictionary for JSON and as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+
+from accel_train.bench.flops import peak_flops, precision_of
+from accel_train.bench.machine import machine
+from accel_train.bench.statistics import Spread, ratio, spread
+from accel_train.config.schema import Config
+from accel_train.data.order.plan import Plan
+from accel_train.launch.accelerator import precision as computed_precision
+from accel_train.records.table import print_table
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the trainer wrote about itself, the first updates left out."""
+
+    images_per_second: float
+    """Of all processes; the checkpoints' stalls are counted as often as the recipe saves."""
+    data_wait: float
+    """Share of its time in which it waited for data."""
+    stall: float
+    """Share of its time in which a checkpoint held it up."""
+    host_peak_bytes: int
+    device_peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round has measured. Rates are images a second, of all processes together."""
+
+    limit: float
+    input: float
+    trainer: Trained
+    pieces: dict[str, float]
+    """Seconds of an update's "augmentation", "metrics" and "optimizer", each measured alone."""
+
+    def shares(self, batch_size: int) -> dict[str, float]:
+        """Where the time of one of the trainer's updates goes; each in 0..1."""
+        update, optimizer = batch_size / self.trainer.images_per_second, self.pieces["optimizer"]
+        parts = {
+            "forward and backward": (batch_size / self.limit - optimizer) / update,
+            "optimizer": optimizer / update,
+            "data wait": self.trainer.data_wait,
+            "augmentation": self.pieces["augmentation"] / update,
+            "metrics and guard": self.pieces["metrics"] / update,
+            "checkpoint stall": self.trainer.stall,
+        }
+        parts = {name: min(1.0, max(0.0, part)) for name, part in parts.items()}
+        return {**parts, "rest": max(0.0, 1 - sum(parts.values()))}
+
+
+def figures_of(
+    config: Config, accelerator: Accelerator, plan: Plan, rounds: list[Round], flops: int | None
+) -> dict[str, Any]:
+    """All figures, fit for JSON: of what was measured each round the median, the quartiles and the rounds.
+
+    `flops`: operations of one forward and backward pass over one process's micro-batch, None if not known.
+    """
+    limit = [each.limit for each in rounds]
+    trainer = [each.trainer.images_per_second for each in rounds]
+    alone = [each.input for each in rounds]
+    shares = [each.shares(config.batch_size) for each in rounds]
+    host = machine(accelerator.device)
+    computed = computed_precision(accelerator)
+    precision = precision_of("no" if computed == "fp32" else computed, accelerator.device)
+    per_image = None if flops is None else flops / plan.micro_batch
+    done = None if per_image is None else per_image * statistics.median(trainer) / plan.processes
+    peak = peak_flops(host["device"], precision)
+    on_device = [each.trainer.device_peak_bytes for each in rounds]
+    return {
+        "recipe": config.recipe,
+        "processes": plan.processes,
+        "precision": precision,
+        "batch_size": plan.batch_size,
+        "accumulation": plan.accumulation,
+        "micro_batch": plan.micro_batch,
+        "rounds": len(rounds),
+        "images_per_second": {
+            "limit": _plain(spread(limit)),
+            "input": _plain(spread(alone)),
+            "trainer": _plain(spread(trainer)),
+        },
+        "ratios": {"trainer/limit": _plain(ratio(trainer, limit)), "input/limit": _plain(ratio(alone, limit))},
+        "update_seconds": _plain(spread([plan.batch_size / rate for rate in trainer])),
+        "shares": {name: statistics.median(each[name] for each in shares) for name in shares[0]},
+        "memory": {
+            "host_peak_bytes": max(each.trainer.host_peak_bytes for each in rounds),
+            "device_peak_bytes": None if None in on_device else max(peak for peak in on_device if peak is not None),
+        },
+        "flops": {
+            "per_image": per_image,
+            "per_second": done,
+            "peak_per_second": peak,
+            "share_of_peak": None if done is None or peak is None else done / peak,
+        },
+        "machine": host,
+    }
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """The tables of what `figures_of` returned, with "updates" and "warm_up_updates" added."""
+    rates, ratios = figures["images_per_second"], figures["ratios"]
+    names = {"limit": "limit (bare loop)", "input": "input alone", "trainer": "trainer"}
+    rows = []
+    for key, name in names.items():
+        share = ratios.get(f"{key}/limit", {"median": 1.0, "low": 1.0, "high": 1.0})
+        rows.append(
+            [name, *_cells(rates[key], "{:,.0f}"), *_cells(share, "{:.1%}" if share["median"] < 10 else "{:,.0f}x")]
+        )
+    print()
+    head = ["", "images/s", "quartiles", "of the limit", "quartiles "]
+    print_table(head, rows, numbers=head[1:])
+
+    update = figures["update_seconds"]["median"]
+    print()
+    rows = [[name, f"{share * update * 1e3:.3f}", f"{share:.1%}"] for name, share in figures["shares"].items()]
+    print_table(["an update", "ms", "share"], [*rows, ["in all", f"{update * 1e3:.3f}", ""]], numbers=["ms", "share"])
+
+    memory, flops, host = figures["memory"], figures["flops"], figures["machine"]
+    processes = figures["processes"]
+    print()
+    lines = {
+        "device": f"{processes} process{'es' * (processes > 1)} on {host['device']}, {figures['precision']} "
+        f"({host['processor']}, {host['cores']} cores, {host['threads']} threads a process)",
+        "batch": f"{figures['batch_size']} = {processes} x {figures['accumulation']} accumulation x "
+        f"{figures['micro_batch']} images" + ", synthetic" * figures["synthetic"],
+        "memory": f"at most {_bytes(memory['host_peak_bytes'])} of the host, {_bytes(memory['device_peak_bytes'])} "
+        "of the device",
+        "operations": f"{_giga(flops['per_second'])} a process, {_percent(flops['share_of_peak'])} of its device's "
+        "peak",
+        "measured": f"{figures['rounds']} rounds of {figures['updates']} updates, in turns; the first "
+        f"{figures['warm_up_updates']} updates of each were left out as warm-up",
+    }
+    print("\n".join(f"{name:<12}{text}" for name, text in lines.items()))
+
+
+def _plain(found: Spread) -> dict[str, Any]:
+    return dataclasses.asdict(found)
+
+
+def _cells(found: dict[str, Any], form: str) -> list[str]:
+    low, high = form.format(found["low"]), form.format(found["high"])
+    return [form.format(found["median"]), f"{low} - {high}"]
+
+
+def _bytes(number: int | None) -> str:
+    return "n/a" if number is None else f"{number / 2**20:,.0f} MiB"
+
+
+def _giga(number: float | None) -> str:
+    return "n/a" if number is None else f"{number / 1e9:,.1f} GFLOP/s"
+
+
+def _percent(share: float | None) -> str:
+    return "n/a" if share is None else f"{share:.1%}"

@@ -1,0 +1,102 @@
+"""Where a run is: what the training loop counts, and a checkpoint keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from accel_train.data.order.plan import Plan
+from accel_train.errors import UserError
+from accel_train.untrusted import LARGEST, is_count, is_number
+
+
+@dataclass
+class TrainState:
+    """The position of a run and what it has counted. All numbers are of all processes together."""
+
+    epoch: int = 0
+    """The epoch that the next update belongs to."""
+    update: int = 0
+    """Updates done, in all."""
+    epoch_samples: int = 0
+    """Samples of the epoch whose updates are done or left out: where the next update begins in the epoch's order.
+    It holds under any batch size, which the number of updates does not."""
+    epoch_left_out: int = 0
+    """Those of them that cannot be read, or whose updates were left out; all others are in epoch_count."""
+    samples_seen: int = 0
+    best_accuracy: float | None = None
+    """The best validation accuracy so far (0..1)."""
+    best_update: int | None = None
+    """The update after which it was found."""
+    epoch_loss_sum: float = 0.0
+    """With the next two, of the epoch under way: sums over its samples; exact training figures after a
+    resume."""
+    epoch_correct: int = 0
+    epoch_count: int = 0
+    train_seconds: float = 0.0
+    """Time of training, without the first update of each start (see `meter.Stopwatch`)."""
+    timed_samples: int = 0
+    """The samples trained in it."""
+    left_out: list[int] = field(default_factory=list)
+    """The updates, counted from 1, that were not finite and are left out; see `nonfinite`."""
+
+    def check_position(self, samples: int, path: Path) -> None:
+        """Raise UserError unless a run with so many training samples can be here. `path`: where the checkpoints lie."""
+        counted = self.epoch_count + self.epoch_left_out
+        most = self.epoch_samples if self.epoch == 0 else self.update  # no update is without a sample
+        if not counted == self.epoch_samples <= samples or self.update > most:
+            raise UserError(
+                f"The checkpoint of update {self.update} in {path} does not fit the training data, which has {samples} "
+                f"samples: update {self.update} is not in epoch {self.epoch + 1} of it. Has the data changed?"
+            )
+
+    def check_epoch(self, plan: Plan) -> None:
+        """At an epoch's end: raise RuntimeError unless every sample of it was counted once, or is in an update that was
+        left out."""
+        done = self.epoch_samples
+        if self.epoch_count + self.epoch_left_out != done or done > plan.samples or plan.updates_from(done):
+            raise RuntimeError(
+                f"epoch {self.epoch + 1} counted {self.epoch_count} samples and left out {self.epoch_left_out}, in "
+                f"updates of {done}, but the training data has {plan.samples}"
+            )
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch: what is counted in one begins anew."""
+        self.epoch, self.epoch_samples, self.epoch_left_out = epoch, 0, 0
+        self.epoch_loss_sum, self.epoch_correct, self.epoch_count = 0.0, 0, 0
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any], path: Path) -> TrainState:
+        """What `dataclasses.asdict` made of it, as the checkpoint `path` has it. Raises UserError if it has more, or
+        what no run can have counted."""
+        if unknown := saved.keys() - {each.name for each in fields(cls)}:
+            raise UserError(f"{path} was written by a newer accel-train, which counts {', '.join(sorted(unknown))}.")
+        state = cls(**saved)
+        if name := next((name for name in ("update", "epoch") if name not in saved), "") or state._impossible():
+            raise UserError(
+                f"{path / 'state.json'}: {name} is {str(saved.get(name, 'missing'))[:40]!r}, which no run can have "
+                f"counted. If you do not trust it, delete {path}; the checkpoint before it is used then."
+            )
+        if path.name.startswith("update-") and path.name != f"update-{state.update:08d}":
+            raise UserError(f"{path} holds the checkpoint of update {state.update}: give it its name back.")
+        return state
+
+    def _impossible(self) -> str:
+        """The name of a number that is out of its range or of another type, or ""."""
+        fits = {
+            "update": is_count(self.update),
+            "epoch": is_count(self.epoch) and is_count(self.update) and self.epoch <= self.update,
+            "epoch_samples": is_count(self.epoch_samples),
+            "epoch_left_out": is_count(self.epoch_left_out),
+            "samples_seen": is_count(self.samples_seen),
+            "best_accuracy": self.best_accuracy is None or is_number(self.best_accuracy, most=1),
+            "best_update": self.best_update is None or is_count(self.best_update),
+            "epoch_loss_sum": is_number(self.epoch_loss_sum, -LARGEST),
+            "epoch_count": is_count(self.epoch_count),
+            "epoch_correct": is_number(self.epoch_correct),
+            "train_seconds": is_number(self.train_seconds),
+            "timed_samples": is_count(self.timed_samples),
+            "left_out": isinstance(self.left_out, list) and all(is_count(number, 1) for number in self.left_out),
+        }
+        return next((name for name, fit in fits.items() if not fit), "")

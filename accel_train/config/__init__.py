@@ -1,0 +1,1 @@
+"""The settings of a run: their names, values, recipes, and which of them may change."""

@@ -1,0 +1,1 @@
+"""Which samples come when, and the random numbers that belong to each."""

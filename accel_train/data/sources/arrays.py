@@ -1,0 +1,154 @@
+"""Small published sets that lie in memory as arrays: scikit-learn's digits, and torchvision's."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel_train.data.sources.splits import Splits, choose, subset
+from accel_train.errors import UserError
+
+
+@dataclass
+class Arrays:
+    """A source whose images lie in memory, as `pixels`: uint8 [n, C, H, W]."""
+
+    label: str
+    """What messages call the split: "mnist train"."""
+    pixels: torch.Tensor
+    labels: torch.Tensor
+    in_memory: bool = True
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fetch(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
+        return self.pixels.index_select(0, torch.as_tensor(ids, dtype=torch.int64))
+
+    def name(self, id: int) -> str:
+        return f"{self.label} image {id}"
+
+
+def digits() -> Splits:
+    """1797 handwritten digits of 8x8 pixels, embedded in scikit-learn (UCI optdigits, its test part).
+
+    Every fifth image, drawn from each class, is a test image: always the same ones, whatever the run's seed.
+    """
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    pixels = torch.from_numpy((found.images * (255 / 16)).round().astype(np.uint8))[:, None]  # from 0..16
+    whole = Arrays("digits", pixels, torch.from_numpy(found.target.astype(np.int64)))
+    test = choose(map(str, range(len(whole))), found.target, round(len(whole) / 5), "digits test")
+    return Splits(
+        classes=tuple("0123456789"),
+        channels=1,
+        image_size=8,
+        mean=(0.3050,),  # computed from the training images
+        std=(0.3759,),
+        train=subset(whole, ~test),
+        validation=None,
+        test=subset(whole, test),
+    )
+
+
+@dataclass(frozen=True)
+class Published:
+    kind: str
+    """The class in torchvision.datasets."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Of the training images, as they are usually quoted."""
+
+
+PUBLISHED = {
+    "mnist": Published("MNIST", (0.1307,), (0.3081,)),
+    "fashion_mnist": Published("FashionMNIST", (0.2860,), (0.3530,)),
+    "kmnist": Published("KMNIST", (0.1918,), (0.3483,)),
+    "cifar10": Published("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": Published("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+
+
+def torchvision_set(name: str, root: Path, *, download: bool = True) -> Splits:
+    """One of PUBLISHED, from files below `root`, downloaded there if they are missing. Raises UserError."""
+    import torchvision.datasets
+
+    published = PUBLISHED[name]
+    kind = getattr(torchvision.datasets, published.kind)
+    splits = _load(kind, name, root)
+    if splits is None and not download:
+        raise UserError(f"the data '{name}' is not in {root} yet; training downloads it.")
+    if splits is None:
+        _download(kind, name, root)
+        splits = _load(kind, name, root)
+    if splits is None:
+        raise UserError(f"the files of '{name}' in {root} are damaged: delete them, so that they are downloaded again.")
+    return replace(splits, mean=published.mean, std=published.std)
+
+
+def _load(kind: Any, name: str, root: Path) -> Splits | None:
+    """The set, if its files are there and whole; mean and std are still to be filled in."""
+    try:
+        train, test = kind(root, train=True), kind(root, train=False)
+    except (RuntimeError, AssertionError, ValueError, EOFError):  # missing, or cut short
+        return None
+    sources = []
+    for split, found in (("train", train), ("test", test)):
+        pixels = torch.as_tensor(found.data)  # [n, H, W], or [n, H, W, 3]
+        pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+        labels = torch.as_tensor(found.targets).long()
+        if len(pixels) != len(labels):
+            return None
+        sources.append(Arrays(f"{name} {split}", pixels, labels))
+    channels, size = sources[0].pixels.shape[1:3]
+    return Splits(tuple(train.classes), channels, size, (), (), sources[0], None, sources[1])
+
+
+def _download(kind: Any, name: str, root: Path) -> None:
+    """Download one of torchvision's sets: by one process, while the others wait for it; whole or not at all.
+
+    A lock on a file makes them wait, and not a barrier, which would time out during a long download.
+    """
+    from filelock import FileLock
+
+    if hasattr(kind, "resources"):
+        archives = [f"{kind.__name__}/raw/{file}" for file, _ in kind.resources]
+    else:
+        archives = [kind.filename]
+    timeout = socket.getdefaulttimeout()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with (
+            FileLock(root / f".{name}.lock"),
+            tempfile.TemporaryDirectory(prefix=".download-", dir=root) as aside,
+        ):
+            if _load(kind, name, root) is not None:
+                return  # another process was here first
+            for archive in archives:  # brought by hand to a machine without a network
+                if (root / archive).exists():
+                    (Path(aside) / archive).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(root / archive, Path(aside) / archive)
+            socket.setdefaulttimeout(30)  # seconds; a firewall may swallow packets, and urllib would wait for ever
+            kind(aside, train=True, download=True)
+            for file in sorted(Path(aside).rglob("*")):
+                if file.is_file():
+                    target = root / file.relative_to(aside)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    file.replace(target)
+    except (OSError, RuntimeError, AssertionError, ValueError, EOFError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(
+            f"the data '{name}' is not in {root} and could not be downloaded ({why[:200]}). "
+            f"Without a network, put {', '.join(archives)} into {root}, as published."
+        ) from error
+    finally:
+        socket.setdefaulttimeout(timeout)

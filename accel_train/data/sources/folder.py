@@ -1,0 +1,154 @@
+"""Trees of class folders, as ImageFolder reads them: train/ val/ test/, or one that is yet to be divided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from accel_train.config.schema import Data
+from accel_train.config.semantics import IMAGE_FILES
+from accel_train.data.sources.images import EXTENSIONS, FileImages, find_images, normalisation
+from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
+from accel_train.errors import UserError
+
+Samples = tuple[list[str], torch.Tensor]
+"""Paths relative to the root, sorted, and the label of each (int64 [n])."""
+
+
+def folder(data: Data) -> Splits:
+    """The images below `data.root`. Raises UserError."""
+    root = data.root
+    if not root.is_dir():
+        what = "is a file, not a folder" if root.exists() else "is not there"
+        raise UserError(f"--data.root {root} {what}: name the folder that holds train/ or the class folders.")
+    found = find_images(root)
+    if not found.images:
+        there = f"; there are {ignored_text(found.others)}" if found.others else ""
+        raise UserError(f"--data.root {root}: no image was found in it (looked for {' '.join(EXTENSIONS)}{there}).")
+    classes, splits, notes = arrange(found.images, found.folders, str(root))
+    if found.repeated:
+        notes.append(
+            f"{root} has symbolic links to folders whose images it has already; they are not followed: "
+            f"{_some(found.repeated)}"
+        )
+    check_command = f"accel-train check-data folder --root {root}"
+    sources: dict[str, Source] = {
+        split: FileImages(root, paths, labels, data.channels, check_command, data.max_pixels)
+        for split, (paths, labels) in splits.items()
+    }
+    mean, std = normalisation(data.channels)
+    return Splits(
+        classes,
+        data.channels,
+        None,
+        mean,
+        std,
+        sources["train"],
+        sources.get("validation"),
+        sources.get("test"),
+        semantics=IMAGE_FILES,
+        ignored=ignored_text(found.others, len(found.images) - sum(len(paths) for paths, _ in splits.values())),
+        notes=tuple(notes),
+    )
+
+
+def ignored_text(others: Counter[str], outside: int = 0) -> str:
+    """Files that are not used, in words: "3 images outside the class folders, 12 .heic, 1 .db"."""
+    parts = [f"{outside} image{'s' * (outside > 1)} outside the class folders"] if outside else []
+    parts += [f"{count} {ending}" for ending, count in others.most_common(5)]
+    rest = others.total() - sum(count for _, count in others.most_common(5))
+    return ", ".join(parts + [f"{rest} others"] * (rest > 0))
+
+
+def arrange(
+    images: Iterable[str], folders: Iterable[str], where: str
+) -> tuple[tuple[str, ...], dict[str, Samples], list[str]]:
+    """Classes and splits that a tree's paths speak of, and what the user should be told of them.
+
+    images, folders: paths relative to the tree's root `where`, with "/". The classes are the sorted folders
+    in train/, or at the top if there is no train/. Raises UserError if splits differ in their classes, or if
+    there is nothing to learn a class from.
+    """
+    folders = sorted(folders)
+    named: dict[str, str] = {}  # split -> its folder
+    for top in folders:
+        split = SPLIT_NAMES.get(top.lower())
+        if split is not None and any(path.startswith(top + "/") for path in folders):
+            if split in named:
+                raise UserError(
+                    f"{where} has both {named[split]}/ and {top}/: only one of them can be the {split} split."
+                )
+            named[split] = top
+    if named and "train" not in named:
+        others = " and ".join(f"{top}/" for top in named.values())
+        raise UserError(f"{where} has {others}, but no train/: there is nothing to train on.")
+
+    prefixes = {split: top + "/" for split, top in named.items()} or {"train": ""}
+    classes: tuple[str, ...] = ()
+    splits: dict[str, Samples] = {}
+    for split in sorted(prefixes, key=list(SPLIT_NAMES.values()).index):  # train first: it says what the classes are
+        prefix = prefixes[split]
+        found = {
+            path.removeprefix(prefix) for path in folders if path.startswith(prefix) and "/" not in path[len(prefix) :]
+        }
+        if split == "train":
+            classes = tuple(sorted(found))
+        elif found != set(classes):
+            raise UserError(
+                f"{where}/{prefix} has other classes than {prefixes['train']}: {_difference(found, classes)}."
+            )
+        splits[split] = _samples(images, prefix, classes)
+    empty = set(range(len(classes))) - set(splits["train"][1].tolist())  # other splits may lack a class
+    if empty:
+        raise UserError(
+            f"{where}/{prefixes['train']} has class folders without any image: "
+            f"{_some([classes[label] for label in sorted(empty)])}: "
+            f"fill them or remove them (looked for {' '.join(EXTENSIONS)})."
+        )
+    return classes, splits, _too_high(splits["train"], prefixes["train"], classes, where)
+
+
+def _too_high(train: Samples, prefix: str, classes: tuple[str, ...], where: str) -> list[str]:
+    """A warning if classes have no images themselves, only in sub-folders, which may be the classes meant."""
+    below: dict[int, set[str]] = {}
+    direct: set[int] = set()
+    for path, label in zip(train[0], train[1].tolist(), strict=True):
+        folder, inside, _ = path[len(f"{prefix}{classes[label]}/") :].partition("/")
+        if inside:
+            below.setdefault(label, set()).add(folder)
+        else:
+            direct.add(label)
+    deep = sorted(below.keys() - direct)
+    if not deep:
+        return []
+    which, first = _some([classes[label] for label in deep]), classes[deep[0]]
+    return [
+        f"the images of class {which} are all in sub-folders ({_some(sorted(below[deep[0]]))}): if these are the "
+        f"classes, the tree begins at {where}/{prefix}{first}"
+    ]
+
+
+def _difference(found: set[str], classes: tuple[str, ...]) -> str:
+    extra, missing = sorted(found - set(classes)), sorted(set(classes) - found)
+    parts = [f"it has {_some(extra)} besides"] if extra else []
+    parts += [f"it lacks {_some(missing)} (make an empty folder if that is meant)"] if missing else []
+    return " and ".join(parts)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _samples(images: Iterable[str], prefix: str, classes: tuple[str, ...]) -> Samples:
+    label_of = {name: label for label, name in enumerate(classes)}
+    paths: list[str] = []
+    labels: list[int] = []
+    for path in images:
+        if path.startswith(prefix):
+            name, inside, _ = path[len(prefix) :].partition("/")
+            if inside:  # a loose image, next to the class folders, has no class
+                paths.append(path)
+                labels.append(label_of[name])
+    return paths, torch.tensor(labels, dtype=torch.int64)

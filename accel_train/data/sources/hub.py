@@ -1,0 +1,199 @@
+"""Data sets of hubs, through timm's create_dataset: hfds/ and hfids/ (Hugging Face), tfds/ (TensorFlow).
+
+timm's readers find and label the images, but its data sets are not asked for any: they put another image in
+the place of an unreadable one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel_train.config.schema import Data
+from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
+from accel_train.data.sources.images import EncodedImages, normalisation
+from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
+from accel_train.errors import UserError
+
+
+class HubImages(EncodedImages):
+    """Images of a Hugging Face data set on this machine's disk (Arrow files, mapped into memory)."""
+
+    def __init__(
+        self, label: str, reader: Any, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int
+    ) -> None:
+        super().__init__(labels, channels, check_command, max_pixels)
+        self.label, self.reader = label, reader
+
+    def read(self, id: int) -> bytes:
+        file, *_ = self.reader[id]
+        with file:
+            data: bytes = file.read()
+        return data
+
+    def name(self, id: int) -> str:
+        return f"{self.label} image {id}"
+
+
+class Streamed:
+    """Images that came as a stream, kept in memory in the order in which they are stored."""
+
+    def __init__(self, label: str, images: list[torch.Tensor], labels: torch.Tensor) -> None:
+        self.label, self.images, self.labels = label, images, labels
+        self.one_size = len({image.shape for image in images}) == 1
+        self.in_memory = self.one_size  # else each has yet to be brought to the model's size
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def fetch(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
+        images = [self.images[id] for id in ids]
+        return torch.stack(images) if self.one_size else images
+
+    def name(self, id: int) -> str:
+        return f"{self.label} image {id}"
+
+
+def hub(data: Data) -> Splits:
+    """The data set that `data.name`, hfds/NAME, hfids/NAME or tfds/NAME, says. Raises UserError."""
+    prefix = data.name.partition("/")[0]
+    package, extra = ("tensorflow_datasets", "tfds") if prefix == "tfds" else ("datasets", "datasets")
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"the data '{data.name}' needs the package {package}: pip install 'accel-train[{extra}]'.")
+    try:
+        return _tensorflow(data) if prefix == "tfds" else _hugging_face(data)
+    except UserError:
+        raise
+    except Exception as error:  # whatever these libraries raise: no such set, no network, no disk space, …
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the data '{data.name}' cannot be read: {why[:300]}") from error
+
+
+def _hugging_face(data: Data) -> Splits:
+    from timm.data import create_dataset
+
+    datasets: Any = importlib.import_module("datasets")
+    if os.environ.get("RANK", "0") != "0":
+        datasets.disable_progress_bars()
+    prefix, _, name = data.name.partition("/")
+    root = str(data.root)  # downloaded sets are kept below it
+    named = _named_splits(datasets.get_dataset_split_names(name), data)
+    if prefix == "hfds":
+        features = datasets.load_dataset(name, split=named["train"], cache_dir=root).features or {}
+    else:
+        features = datasets.load_dataset(name, split=named["train"], streaming=True).features or {}
+    image_key = _column(data, features, datasets.Image, "image")
+    label_key = _column(data, features, datasets.ClassLabel, "label")
+    keys = {"input_key": image_key, "target_key": label_key, "input_img_mode": _mode(data)}
+    check_command = f"accel-train check-data {data.name} --root {data.root}"
+    sources: dict[str, Source] = {}
+    for split, stored in named.items():
+        label = f"{data.name} {stored}"
+        if prefix == "hfds":
+            reader = create_dataset(data.name, root=root, split=stored, **keys).reader
+            column = reader.dataset.select_columns([label_key])
+            labels = np.array([-1 if x is None else x for x in column[:][label_key]], dtype=np.int64)
+            source: Source = HubImages(
+                label, reader, torch.from_numpy(labels), data.channels, check_command, data.max_pixels
+            )
+        else:
+            stream = create_dataset(data.name, root=root, split=stored, num_samples=1, **keys)
+            reader = stream.reader
+            reader.dist_rank, reader.dist_num_replicas = 0, 1  # or each process is given its share only
+            source = _read(label, stream)
+        if split == "train" or not bool((source.labels == -1).all()):  # the hub's way to say: without labels
+            sources[split] = source
+    return _splits(data, tuple(features[label_key].names), sources)
+
+
+def _tensorflow(data: Data) -> Splits:
+    from timm.data import create_dataset
+
+    def stream(split: str) -> Any:
+        return create_dataset(data.name, root=str(data.root), split=split, download=True, input_img_mode=_mode(data))
+
+    reader = stream("train").reader
+    named = _named_splits(list(reader.builder.info.splits), data)
+    sources: dict[str, Source] = {
+        split: _read(f"{data.name} {stored}", stream(stored)) for split, stored in named.items()
+    }
+    return _splits(data, tuple(sorted(reader.class_to_idx, key=reader.class_to_idx.get)), sources)
+
+
+def _named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
+    """split -> what the data set calls it."""
+    stored = list(stored)
+    named = {SPLIT_NAMES[name.lower()]: name for name in reversed(stored) if name.lower() in SPLIT_NAMES}
+    if "train" not in named:
+        raise UserError(f"the data '{data.name}' has no train split, only {', '.join(stored) or 'none'}.")
+    return named
+
+
+def _column(data: Data, features: Any, kind: type, usual: str) -> str:
+    """The column of images or of labels: the one with the usual name, or the only one of its kind."""
+    found = [name for name, feature in features.items() if isinstance(feature, kind)]
+    if usual in found:
+        return usual
+    if len(found) != 1:
+        raise UserError(
+            f"the data '{data.name}' has {len(found)} columns of kind {kind.__name__} "
+            f"({', '.join(features) or 'it names no columns'}): one named '{usual}' is needed."
+        )
+    return str(found[0])
+
+
+def _mode(data: Data) -> str:
+    return "L" if data.channels == 1 else "RGB"
+
+
+def _read(label: str, stream: Iterable[tuple[Any, int]]) -> Streamed:
+    """Read a stream of (PIL image, label) into memory, if it takes no more than half of what is free."""
+    psutil: Any = importlib.import_module("psutil")
+
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process of this machine keeps its own copy
+    most = psutil.virtual_memory().available // 2 // processes
+    images: list[torch.Tensor] = []
+    labels: list[int] = []
+    taken = 0
+    for image, target in stream:
+        pixels = torch.from_numpy(np.array(image))
+        images.append((pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)).contiguous())
+        labels.append(int(target))
+        taken += pixels.numel()
+        if taken > most:
+            raise UserError(
+                f"{label} is a stream, which is read into memory, but {len(images)} of its images take "
+                f"more than {most / 2**30:.1f} GiB, half of the free memory (shared by {processes} processes): "
+                "use it as hfds/NAME or as a folder of images, which stay on the disk.",
+                every_process=False,
+            )
+    return Streamed(label, images, torch.tensor(labels, dtype=torch.int64))
+
+
+def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) -> Splits:
+    mean, std = normalisation(data.channels)
+    size = None
+    shapes = {
+        source.images[0].shape[1:] if source.one_size else None
+        for source in sources.values()
+        if isinstance(source, Streamed)
+    }
+    if len(shapes) == 1 and (shape := shapes.pop()) is not None and shape[0] == shape[1]:
+        size = int(shape[0])
+    return Splits(
+        classes,
+        data.channels,
+        size,
+        mean,
+        std,
+        sources["train"],
+        sources.get("validation"),
+        sources.get("test"),
+        semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,  # a stream comes decoded
+    )

@@ -1,0 +1,274 @@
+"""Images in tar files: trees of class folders (`tar`), and WebDataset shards (`wds`).
+
+The tar files are read through once to note where each image lies; then any image is one read at its place, so
+that the order of the samples is as free as with files, and nothing need fit in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import posixpath
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+import numpy as np
+import torch
+
+from accel_train.config.schema import Data
+from accel_train.config.semantics import IMAGE_FILES
+from accel_train.data.sources.folder import arrange, ignored_text
+from accel_train.data.sources.images import EncodedImages, Names, file_state, is_image, normalisation
+from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
+from accel_train.errors import UserError
+from accel_train.untrusted import require_ordinary
+
+DEEPEST = 4
+"""Tar files inside one another that are read; ImageNet's have two."""
+MOST_CLASSES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file inside a tar file."""
+
+    name: str
+    """Path inside `tar`."""
+    tar: str
+    """The tar file, relative to the data's root; "" if it is the root."""
+    offset: int
+    """Bytes from the tar file's start."""
+    size: int
+    """Bytes."""
+
+
+class TarImages(EncodedImages):
+    """Images inside tar files, read from where they lie."""
+
+    def __init__(
+        self,
+        root: Path,
+        members: Sequence[Member],
+        labels: torch.Tensor,
+        channels: int,
+        check_command: str,
+        max_pixels: int,
+    ) -> None:
+        super().__init__(labels, channels, check_command, max_pixels)
+        self.root, self.tars = root, sorted({member.tar for member in members})
+        number = {tar: i for i, tar in enumerate(self.tars)}
+        self.names = Names([member.name for member in members])
+        self.places = np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3)
+
+    def read(self, id: int) -> bytes:
+        tar, offset, size = map(int, self.places[id])
+        with (self.root / self.tars[tar]).open("rb", buffering=0) as file:
+            file.seek(offset)
+            data = file.read(size)
+        if len(data) < size:
+            raise OSError("the tar file ends before it")
+        return data
+
+    def name(self, id: int) -> str:
+        tar = self.tars[int(self.places[id, 0])]
+        return "/".join(part for part in (str(self.root), tar, self.names[id]) if part)
+
+    def states(self) -> Iterable[str]:
+        return (file_state(self.root / tar if tar else self.root) for tar in self.tars)
+
+
+def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
+    """Each file in the tar file `root / tar` and in those inside it, with its content. Raises UserError."""
+
+    def walk(archive: tarfile.TarFile, start: int, prefix: str, depth: int) -> Iterator[tuple[Member, IO[bytes]]]:
+        for info in archive:
+            if info.size < 0 or info.issparse():  # tarfile would read a header again and again, or from other places
+                raise tarfile.ReadError(f"{info.name} has no size or is sparse")
+            name = posixpath.normpath(prefix + info.name)
+            hidden = any(part.startswith(".") for part in name.split("/"))
+            if (info.issym() or info.islnk()) and not hidden and is_image(posixpath.basename(name)):
+                raise tarfile.ReadError(f"{name} is a link: pack it with tar's --dereference --hard-dereference")
+            content = archive.extractfile(info) if info.isreg() and not hidden else None
+            if content is None:
+                continue
+            if name.lower().endswith(".tar"):  # as ImageNet's: one for each class
+                if depth == DEEPEST:
+                    raise tarfile.ReadError(f"{name} is the {depth + 1}th tar file, each inside another")
+                with tarfile.open(fileobj=content, mode="r:") as inner:
+                    yield from walk(inner, start + info.offset_data, name[:-4] + "/", depth + 1)
+                    _check_end(inner, content)
+            else:
+                yield Member(name, tar, start + info.offset_data, info.size), content
+            archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps a note of each
+
+    path = root / tar
+    try:
+        size = require_ordinary(path, follow=True).st_size
+        with tarfile.open(path, mode="r:") as archive:
+            for member, content in walk(archive, 0, "", 0):
+                if member.offset + member.size > size:
+                    raise tarfile.ReadError("unexpected end of data")
+                yield member, content
+            with path.open("rb") as file:
+                _check_end(archive, file)
+    except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
+        raise UserError(
+            f"the tar file {path} cannot be read ({error}): it must be whole and not compressed."
+        ) from error
+
+
+def _check_end(archive: tarfile.TarFile, file: IO[bytes]) -> None:
+    """Raise ReadError unless the `archive`, read to its end, ends with a block of zeros and nothing else behind it:
+    tarfile takes the end of the file for that of the archive, wherever it was cut."""
+    file.seek(archive.offset)
+    marker = file.read(tarfile.BLOCKSIZE)
+    if len(marker) < tarfile.BLOCKSIZE or marker.strip(b"\0"):
+        raise tarfile.ReadError("it is cut short: its end marker is missing")
+    while rest := file.read(1 << 20):
+        if rest.strip(b"\0"):
+            raise tarfile.ReadError("something follows its end marker: pack what were several tar files as one")
+
+
+def tar(data: Data) -> Splits:
+    """A tar file with a tree of class folders, or a folder of them: train.tar, val.tar, … or CLASS.tar, ….
+
+    Raises UserError.
+    """
+    root = data.root
+    others: Counter[str] = Counter()
+
+    def images_in(name: str) -> dict[str, Member]:
+        images = {}
+        for member, _ in _members(root, name):
+            if _is_image(member):
+                images[member.name] = member
+            else:
+                others[posixpath.splitext(member.name)[1].lower() or posixpath.basename(member.name)] += 1
+        return images
+
+    if root.is_file():
+        found = images_in("")
+    elif root.is_dir() and (tars := sorted(path.name for path in root.glob("*.tar"))):
+        found = {}
+        for name in tars:
+            inside = images_in(name)
+            strip = _common_top(inside, but=())
+            found |= {f"{name[:-4]}/{path.removeprefix(strip)}": member for path, member in inside.items()}
+    else:
+        raise UserError(f"--data.root {root}: neither a tar file nor a folder with tar files.")
+    strip = _common_top(found, but=SPLIT_NAMES)
+    found = {path.removeprefix(strip): member for path, member in sorted(found.items())}
+    if not found:
+        there = f" (there are {ignored_text(others)})" if others else ""
+        raise UserError(f"--data.root {root}: no image was found in its tar files{there}.")
+    folders = {posixpath.dirname(path) for path in found} - {""}
+    folders |= {str(above) for path in folders for above in PurePosixPath(path).parents} - {"."}
+    classes, splits, notes = arrange(found, folders, str(root))
+    sources = {split: ([found[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
+    ignored = ignored_text(others, len(found) - sum(len(paths) for paths, _ in splits.values()))
+    return replace(_splits(data, classes, sources), ignored=ignored, notes=tuple(notes))
+
+
+def _is_image(member: Member) -> bool:
+    return is_image(posixpath.basename(member.name))
+
+
+def _common_top(paths: Iterable[str], but: Iterable[str]) -> str:
+    """The folders, with a "/" at the end, around all of a tree's classes; none whose name is among `but`."""
+    top = ""
+    while True:
+        names = {path[len(top) :].partition("/")[0] for path in paths}
+        deep = all(path[len(top) :].count("/") >= 2 for path in paths)
+        if len(names) != 1 or not deep or names & set(but):
+            return top
+        top += names.pop() + "/"
+
+
+def webdataset(data: Data) -> Splits:
+    """WebDataset shards below `data.root` (and the sub-folder that `wds/NAME` names): KEY.jpg with KEY.cls.
+
+    Their splits are in _info.json, if there is one, or else in their names: NAME-train-0000.tar.
+    Raises UserError.
+    """
+    root = data.root
+    name = data.name.partition("/")[2]
+    if name and (root / name).is_dir():
+        root = root / name
+    sources: dict[str, tuple[list[Member], torch.Tensor]] = {}
+    for split, shards in _shards(root).items():
+        pairs = [pair for shard in shards for pair in _pairs(root, shard)]
+        sources[split] = [member for member, _ in pairs], torch.tensor([label for _, label in pairs])
+    if "train" not in sources:
+        raise UserError(f"--data.root {root}: no shard (*.tar) of a train split was found.")
+    count = 1 + max((int(labels.max()) for _, labels in sources.values() if len(labels)), default=-1)
+    return _splits(data, tuple(str(label) for label in range(count)), sources, root)
+
+
+def _shards(root: Path) -> dict[str, list[str]]:
+    """split -> its shards' paths, relative to `root`."""
+    shards: dict[str, list[str]] = {}
+    for name in ("_info.json", "info.json"):
+        if (root / name).is_file():
+            try:
+                for split, info in json.loads((root / name).read_text(encoding="utf-8"))["splits"].items():
+                    if split.lower() in SPLIT_NAMES:
+                        shards[SPLIT_NAMES[split.lower()]] = list(info["filenames"])
+                for path in itertools.chain(*shards.values()):
+                    if not isinstance(path, str) or path.startswith("/") or ".." in path.split("/"):
+                        raise ValueError(f"{path!r} is not in this folder")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise UserError(
+                    f"{root / name} does not list shards as splits -> SPLIT -> filenames ({error}): "
+                    "mend it or remove it (then the shards' names tell their splits)."
+                ) from error
+            return shards
+    for path in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.tar")):
+        words = [SPLIT_NAMES[word] for word in re.split("[^a-z]+", path.lower()) if word in SPLIT_NAMES]
+        shards.setdefault(words[-1] if words else "", []).append(path)
+    if "" in shards and len(shards) > 1:
+        raise UserError(f"{root}: {shards[''][0]} has no split's name (train, val, test) in its own, but others have.")
+    if "" in shards:
+        return {"train": shards[""]}
+    return shards
+
+
+def _pairs(root: Path, shard: str) -> Iterator[tuple[Member, int]]:
+    """The images of a shard and their labels."""
+    images: dict[str, Member] = {}
+    labels: dict[str, int] = {}
+    for member, content in _members(root, shard):
+        folder, name = posixpath.split(member.name)
+        stem, _, extension = name.partition(".")  # WebDataset: the key ends at the name's first dot
+        key = f"{folder}/{stem}"
+        if extension == "cls":
+            text = content.read(64).decode(errors="replace").strip()
+            if not (text.isascii() and text.isdigit() and int(text) < MOST_CLASSES):
+                raise UserError(f"{root / shard}/{member.name}: '{text[:20]}' is no class number.")
+            labels[key] = int(text)
+        elif is_image(name):
+            images[key] = member
+    for key, member in images.items():
+        if key not in labels:
+            raise UserError(f"{root / shard}/{member.name} has no label: a file {key.lstrip('/')}.cls next to it.")
+        yield member, labels[key]
+
+
+def _splits(
+    data: Data,
+    classes: tuple[str, ...],
+    found: dict[str, tuple[list[Member], torch.Tensor]],
+    root: Path | None = None,
+) -> Splits:
+    check_command = f"accel-train check-data {data.name} --root {data.root}"
+    sources: dict[str, Source] = {
+        split: TarImages(root or data.root, members, labels, data.channels, check_command, data.max_pixels)
+        for split, (members, labels) in found.items()
+    }
+    mean, std = normalisation(data.channels)
+    validation, test = sources.get("validation"), sources.get("test")
+    return Splits(classes, data.channels, None, mean, std, sources["train"], validation, test, semantics=IMAGE_FILES)

@@ -1,0 +1,1 @@
+"""Work on a whole data set before training."""

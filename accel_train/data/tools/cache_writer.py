@@ -1,0 +1,262 @@
+"""What `accel-train cache-data` does: write the images of a data set, made ready, into one file (see cache).
+
+While it is written, the file is called .NAME.partial and has a journal, .NAME.journal: a line for every chunk of images
+that the disk has. After a kill the same command goes on behind the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shlex
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from filelock import FileLock, Timeout
+from rich.console import Console
+
+from accel_train.checkpoint.directory import flush
+from accel_train.config.schema import Data
+from accel_train.config.semantics import SEMANTICS
+from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, CacheFile, Description
+from accel_train.data.sources.images import EncodedImages, Names
+from accel_train.data.sources.load import Source, Splits, load_splits
+from accel_train.data.sources.splits import listed_names, owner
+from accel_train.data.tools.check import write_list
+from accel_train.data.tools.chunk import Chunk, encode
+from accel_train.data.tools.pool import Job, Shown, in_processes, jobs_of
+from accel_train.errors import UserError
+from accel_train.files import write_whole
+
+SYNC_SECONDS = 10.0  # what a kill may cost
+
+
+def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, processes: int) -> int:
+    """Write all images of `data`, whose short side becomes `short_side` at most, into the file `output`.
+
+    `encoding`: "raw" or "jpeg". Every image is tried; if some cannot be read, and `data.skip_unreadable` does not list
+    them, they are listed in `output`.unreadable.txt, the file stays partial and their number is returned. Raises
+    UserError.
+    """
+    whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
+    splits = load_splits(whole, seed=0)
+    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    sources = {split: owner(source)[0] for split, source in named.items() if source is not None}
+    if not isinstance(splits.train, EncodedImages):
+        raise UserError(f"the images of '{data.name}' lie in memory: there is nothing to cache.")
+    listed = listed_names(data) if data.skip_unreadable is not None else set()
+    described = Description(
+        encoding,
+        short_side,
+        splits.channels,
+        splits.classes,
+        splits.mean,
+        splits.std,
+        {split: len(source) for split, source in sources.items()},
+        _fingerprint(splits, sources, data.root, short_side, encoding),
+        SEMANTICS,
+    )
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for note in splits.notes:
+        console.print(f"warning: {note}")
+    if splits.ignored:
+        console.print(f"Not used: {splits.ignored}.")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        lock = output.with_name(f".{output.name}.lock")
+        with FileLock(lock, timeout=0):
+            try:
+                return _write(data, output, list(sources.values()), described, listed, processes, console)
+            finally:
+                lock.unlink(missing_ok=True)
+    except Timeout:
+        raise UserError(f"--output {output}: another process is writing it.") from None
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error.strerror or error}.") from error
+
+
+def _write(
+    data: Data,
+    output: Path,
+    sources: list[Source],
+    described: Description,
+    listed: set[str],
+    processes: int,
+    console: Console,
+) -> int:
+    if output.exists():
+        if output.is_dir():
+            raise UserError(f"--output {output} is a folder: name a file.")
+        if CacheFile(output).description.fingerprint != described.fingerprint:
+            raise UserError(f"--output {output} is there, of other images or settings: delete it or name another file.")
+        console.print(f"{output} is whole: nothing is left to do.")
+        return 0
+    partial, journal = (output.with_name(f".{output.name}.{suffix}") for suffix in ("partial", "journal"))
+    jobs = jobs_of(sources)
+    chunks = _begin(partial, journal, described.fingerprint, console)
+    done, total = sum(last - first for _, first, last in jobs[: len(chunks)]), sum(map(len, sources))
+    unreadable = [bad for chunk in chunks for bad in chunk.unreadable]
+    with (
+        partial.open("ab") as images,
+        journal.open("a", encoding="utf-8") as lines,
+        Shown(console, "cach", total, done) as shown,
+    ):
+        for chunk in _encoded(sources, jobs[len(chunks) :], described, processes, images, lines):
+            chunks.append(chunk)
+            unreadable += chunk.unreadable
+            shown.advance(len(chunk.sizes), len(unreadable))
+
+    bad = [(name, why) for name, why in unreadable if name.removeprefix(f"{data.root}/") not in listed]
+    if bad:
+        list_path = output.with_name(f"{output.name}.unreadable.txt")
+        write_list(list_path, data, unreadable, console)
+        console.print(
+            f"{len(unreadable)} of {total} images cannot be read. They are listed in {list_path}. What is done is "
+            f"kept: go on with the same command and\n  --skip-unreadable {shlex.quote(str(list_path))}"
+        )
+        return len(bad)
+
+    _finish(partial, chunks, sources, data.root, described, listed)
+    _verify(partial)
+    partial.replace(output)
+    flush(output.parent)
+    journal.unlink()
+    cached = CacheFile(output)
+    count = int((cached.columns["sizes"] > 0).sum())
+    console.print(f"{count} images, {cached.bytes / 1e9:.3f} GB: {output}. Train on it with")
+    console.print(f"  accel-train train RECIPE --data.name cache --data.root {shlex.quote(str(output))}")
+    return 0
+
+
+def _fingerprint(splits: Splits, sources: dict[str, Source], root: Path, short_side: int, encoding: str) -> str:
+    """SHA-256 of what the cache depends on: settings, and names, labels and state (size, time) of the images."""
+    digest = hashlib.sha256(json.dumps([MAGIC.decode(), SEMANTICS, short_side, encoding, splits.channels]).encode())
+    digest.update(json.dumps(splits.classes).encode())
+    for split, source in sources.items():
+        assert isinstance(source, EncodedImages)
+        digest.update(f"\0{split}\0{len(source)}\0".encode())
+        digest.update(source.labels.numpy().tobytes())
+        for id in range(len(source)):
+            name = source.name(id).removeprefix(f"{root}/")
+            digest.update(f"{name}\0".encode(errors="surrogateescape"))
+        for state in source.states():
+            digest.update(f"{state}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> list[Chunk]:
+    """What an earlier start has written; from there on the file is cut off."""
+    chunks: list[Chunk] = []
+    with contextlib.suppress(FileNotFoundError):
+        lines = journal.read_text(encoding="utf-8").splitlines()
+        if lines and lines[0] != fingerprint:
+            console.print("The images or the settings are not those of the part that was written: beginning anew.")
+        elif lines:
+            size = partial.stat().st_size
+            written = len(MAGIC)
+            for line in lines[1:]:
+                try:
+                    chunk = Chunk(b"", *json.loads(line))
+                except (ValueError, TypeError):  # torn in the middle of a line
+                    break
+                if written + sum(chunk.sizes) > size:
+                    break
+                written += sum(chunk.sizes)
+                chunks.append(chunk)
+            os.truncate(partial, written)
+    if not chunks:
+        partial.write_bytes(MAGIC)
+    else:
+        console.print(f"going on after {sum(len(chunk.sizes) for chunk in chunks)} images")
+    kept = "".join(_line(chunk) for chunk in chunks)
+    write_whole(journal, f"{fingerprint}\n{kept}")
+    return chunks
+
+
+def _line(chunk: Chunk) -> str:
+    fields = [chunk.sizes, chunk.heights, chunk.widths, chunk.checksums, chunk.unreadable]
+    return json.dumps(fields) + "\n"  # ASCII: names that are no text stand as escapes
+
+
+def _encoded(
+    sources: list[Source], jobs: list[Job], described: Description, processes: int, images: BinaryIO, lines: Any
+) -> Iterator[Chunk]:
+    """Encode and write the rest; a chunk is noted in the journal when the disk has its images."""
+    waiting: list[str] = []
+    last = time.monotonic()
+
+    def note() -> None:
+        images.flush()
+        os.fsync(images.fileno())
+        lines.writelines(waiting)
+        lines.flush()
+        waiting.clear()
+
+    for chunk in in_processes(encode, sources, jobs, processes, described.short_side, described.encoding):
+        images.write(chunk.data)
+        chunk.data = b""
+        waiting.append(_line(chunk))
+        if time.monotonic() - last > SYNC_SECONDS:
+            note()
+            last = time.monotonic()
+        yield chunk
+    note()
+
+
+def _finish(
+    partial: Path,
+    chunks: list[Chunk],
+    sources: list[Source],
+    root: Path,
+    described: Description,
+    listed: set[str],
+) -> None:
+    """Append the index, in which the listed images have no bytes, and the footer."""
+    lists = {name: [value for chunk in chunks for value in getattr(chunk, name)] for name in COLUMNS[1:-1]}
+    columns = {name: np.array(values, dtype=np.int64) for name, values in lists.items()}
+    columns["offsets"] = len(MAGIC) + np.cumsum(columns["sizes"]) - columns["sizes"]
+    columns["labels"] = np.concatenate([source.labels.numpy() for source in sources])
+    names = [source.name(id).removeprefix(f"{root}/") for source in sources for id in range(len(source))]
+    kept = np.array([size > 0 and name not in listed for size, name in zip(columns["sizes"], names, strict=True)])
+    train = slice(0, len(sources[0]))
+    lost = set(columns["labels"][train].tolist()) - set(columns["labels"][train][kept[train]].tolist())
+    if lost:
+        which = ", ".join(repr(described.classes[label]) for label in sorted(lost))
+        raise UserError(f"--skip-unreadable leaves no training image of class {which}.")
+    for name in ("sizes", "checksums"):  # of nothing
+        columns[name][~kept] = 0
+    packed = Names(names)
+    index = io.BytesIO()
+    np.savez(
+        index,
+        description=np.frombuffer(json.dumps(asdict(described)).encode(), dtype=np.uint8),
+        names=packed.text,
+        name_ends=packed.ends,
+        **columns,  # type: ignore[arg-type]
+    )
+    content = index.getvalue()
+    with partial.open("ab") as file:
+        at = file.tell()
+        file.write(content)
+        file.write(FOOTER.pack(MAGIC, at, len(content), hashlib.sha256(content).digest()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _verify(partial: Path) -> None:
+    """Read all back. Raises UserError if the disk does not have what was written."""
+    cached = CacheFile(partial)
+    for number, checksum in enumerate(cached.columns["checksums"]):
+        if zlib.crc32(cached.at(number)) != checksum:
+            raise UserError(
+                f"{partial} is altered: {cached.names[number]} is not as it was written. Check the disk, delete the "
+                "file and begin anew."
+            )

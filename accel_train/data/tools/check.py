@@ -1,0 +1,105 @@
+"""What `accel-train check-data` does: decode every image of a data set and list the unreadable ones."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from accel_train.config.schema import Data
+from accel_train.data.sources.images import EncodedImages
+from accel_train.data.sources.load import Source, load_splits
+from accel_train.data.tools.pool import Shown, in_processes, jobs_of
+from accel_train.errors import UserError
+
+SHOWN = 10  # unreadable images that are printed with their reason
+
+Unreadable = tuple[str, str]
+"""Name of the image, and why it cannot be read."""
+
+
+def check_data(data: Data, output: Path, processes: int) -> int:
+    """Decode all images of `data` in `processes` processes; list the unreadable ones in the file `output`.
+
+    The list has one path a line, relative to data.root, sorted; it is empty if all can be read, and it is
+    written whole or not at all. Returns the number of unreadable images. Raises UserError.
+    """
+    _prepare(output)
+    whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
+    splits = load_splits(whole, seed=0)
+    sources = [source for source in (splits.to_train_on, splits.validation, splits.test) if source is not None]
+    total = sum(map(len, sources))
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if not isinstance(splits.train, EncodedImages):
+        console.print(f"The {total} images of '{data.name}' lie in memory: there is nothing to decode.")
+        sources = []
+    for note in splits.notes:
+        console.print(f"warning: {note}")
+    if splits.ignored:
+        console.print(f"Not used: {splits.ignored}.")
+    found: list[Unreadable] = []
+    with Shown(console, "decod", total if sources else 0) as shown:
+        for count, bad in in_processes(unreadable, sources, jobs_of(sources), processes):
+            found += bad
+            shown.advance(count, len(found))
+    write_list(output, data, found, console)
+    if found:
+        console.print(
+            f"{len(found)} of {total} images cannot be read. They are listed in {output}; leave them out with"
+        )
+        options = f"--data.name {data.name} --data.root {shlex.quote(str(data.root))}"
+        console.print(f"  accel-train train RECIPE {options} --data.skip-unreadable {shlex.quote(str(output))}")
+    elif sources:
+        console.print(f"All {total} images can be read.")
+    return len(found)
+
+
+def unreadable(source: Source, first: int, last: int) -> tuple[int, list[Unreadable]]:
+    """(images tried, those of them that cannot be read) among images first..last-1."""
+    found = []
+    for id in range(first, last):
+        try:
+            source.fetch([id])
+        except UserError as error:
+            found.append((source.name(id), str(error.__cause__ or error)))
+    return last - first, found
+
+
+def write_list(output: Path, data: Data, found: list[Unreadable], console: Console) -> None:
+    """Write the sorted names of unreadable images, relative to data.root, one a line; print the first ones."""
+    found.sort()
+    _write(output, [name.removeprefix(f"{data.root}/") for name, _ in found])
+    for name, why in found[:SHOWN]:
+        console.print(f"  {name}: {why}")
+    if len(found) > SHOWN:
+        console.print(f"  … and {len(found) - SHOWN} more.")
+
+
+def _prepare(output: Path) -> None:
+    """Find out now, not after an hour, that the list cannot be written."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+        if output.is_dir():
+            raise IsADirectoryError("it is a folder")
+    except OSError as error:
+        raise UserError(
+            f"the list {output} cannot be written ({error.strerror or error}): choose another place."
+        ) from error
+
+
+def _write(output: Path, paths: list[str]) -> None:
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
+            file.writelines(f"{path}\n" for path in paths)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,70 @@
+"""Some images of a data set made ready for the cache: their short sides made smaller, encoded, with checksums."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accel_train.data.sources.images import EncodedImages
+from accel_train.data.sources.splits import Source
+from accel_train.data.tools.check import Unreadable
+from accel_train.errors import UserError
+
+JPEG_QUALITY = 90
+
+
+@dataclass
+class Chunk:
+    """Some images, one after the other: `data` is theirs, the lists have an entry for each."""
+
+    data: bytes
+    sizes: list[int]
+    """Bytes; 0: it cannot be read."""
+    heights: list[int]
+    widths: list[int]
+    checksums: list[int]
+    unreadable: list[Unreadable]
+
+
+def encode(source: Source, first: int, last: int, short_side: int, encoding: str) -> Chunk:
+    """Images first..last-1, made ready as `encoding` ("raw" or "jpeg") says. None is enlarged, and one that cannot be
+    read takes no bytes."""
+    assert isinstance(source, EncodedImages)
+    found, chunk = [], Chunk(b"", [], [], [], [], [])
+    for id in range(first, last):
+        try:
+            image = _resized(source.open(id).pixels(), short_side)
+        except UserError as error:
+            chunk.unreadable.append((source.name(id), str(error.__cause__ or error)))
+            image = torch.empty(0, 0, 0)
+        found.append(b"" if not image.numel() else _bytes(image, encoding))
+        chunk.sizes.append(len(found[-1]))
+        chunk.heights.append(image.shape[1])
+        chunk.widths.append(image.shape[2])
+        chunk.checksums.append(zlib.crc32(found[-1]))
+    chunk.data = b"".join(found)
+    return chunk
+
+
+def _resized(image: Tensor, short_side: int) -> Tensor:
+    from torchvision.transforms.v2 import functional
+
+    if min(image.shape[1:]) <= short_side:
+        return image
+    resized: Tensor = functional.resize(image, [short_side], antialias=True)  # as transform.py does in evaluation
+    return resized
+
+
+def _bytes(image: Tensor, encoding: str) -> bytes:
+    from PIL import Image
+
+    pixels = image.permute(1, 2, 0).contiguous().numpy()
+    if encoding == "raw":
+        return pixels.tobytes()
+    file = io.BytesIO()
+    Image.fromarray(pixels.squeeze(-1) if len(image) == 1 else pixels).save(file, "JPEG", quality=JPEG_QUALITY)
+    return file.getvalue()

@@ -1,0 +1,102 @@
+"""Work on all images of a data set in several processes, shown while it goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from accel_train.data.sources.splits import Source
+
+CHUNK = 64  # images of one job
+
+Job = tuple[int, int, int]
+"""Number of the source, first image, last image + 1."""
+T = TypeVar("T")
+
+
+def jobs_of(sources: list[Source]) -> list[Job]:
+    """All images of the sources, in chunks."""
+    return [
+        (number, first, min(first + CHUNK, len(source)))
+        for number, source in enumerate(sources)
+        for first in range(0, len(source), CHUNK)
+    ]
+
+
+def in_processes(
+    work: Callable[..., T], sources: list[Source], jobs: Iterable[Job], processes: int, *arguments: Any
+) -> Iterator[T]:
+    """`work(source, first, last, *arguments)` of each job, in the order of the jobs."""
+    jobs = list(jobs)
+    processes = min(processes, len(jobs))
+    if processes <= 1:
+        for number, first, last in jobs:
+            yield work(sources[number], first, last, *arguments)
+        return
+    spawn = multiprocessing.get_context("spawn")  # forking a process that runs torch's threads is not safe
+    with ProcessPoolExecutor(processes, spawn, initializer=_start, initargs=(sources,)) as pool:
+        try:
+            pending: deque[Future[T]] = deque()
+            for job in jobs:
+                pending.append(pool.submit(_run, work, job, arguments))
+                if len(pending) >= 4 * processes:  # so that a million images do not lie in the queue
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_sources: list[Source] = []  # of a worker process
+
+
+def _start(sources: list[Source]) -> None:
+    torch.set_num_threads(1)
+    _sources[:] = sources
+
+
+def _run(work: Callable[..., T], job: Job, arguments: tuple[Any, ...]) -> T:
+    number, first, last = job
+    return work(_sources[number], first, last, *arguments)
+
+
+class Shown:
+    """The progress: a bar on a terminal, else a line for every tenth."""
+
+    def __init__(self, console: Console, verb: str, total: int, done: int = 0) -> None:
+        """`verb`: "decod", which becomes "decoding" and "decoded". `done`: images that were before."""
+        self.console, self.verb, self.total, self.done = console, verb, total, done
+        self.printed = 10 * done // total if total else 0
+        self.bar = Progress(
+            TextColumn(f"{verb}ing"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[unreadable]} unreadable"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal or not total,
+        )
+        self.task = self.bar.add_task("", total=total, completed=done, unreadable=0)
+
+    def __enter__(self) -> Shown:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def advance(self, count: int, unreadable: int) -> None:
+        self.done += count
+        self.bar.update(self.task, completed=self.done, unreadable=unreadable)
+        tenth = 10 * self.done // self.total
+        if not self.console.is_terminal and tenth > self.printed:
+            self.printed = tenth
+            self.console.print(f"{self.verb}ed {self.done} of {self.total} images, {unreadable} unreadable")

@@ -1,0 +1,1 @@
+"""From the stored images to the input of the model."""

@@ -1,0 +1,1 @@
+"""How this process was started, and how it meets the other processes."""

@@ -1,0 +1,123 @@
+"""The one `Accelerator` of the world that the launcher promised, or a clear error."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import PartialState
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+
+from accel_train.errors import UserError
+from accel_train.launch.environment import Launch
+from accel_train.launch.launcher_config import apply_launcher_config
+from accel_train.launch.rendezvous import connecting, roll_call, set_collective_timeout, set_store_timeout
+
+
+def create_accelerator(
+    launch: Launch,
+    *,
+    gradient_accumulation_steps: int = 1,
+    log_with: Iterable[Any] = (),
+    project_dir: Path | None = None,
+    kwargs_handlers: Iterable[Any] = (),
+    rendezvous_seconds: float = 600.0,
+    collective_seconds: float = 1800.0,
+    share_gpus: bool = False,
+) -> Accelerator:
+    """Make the Accelerator of the world that `launch` promises; the precision is what the launcher was told.
+
+    `rendezvous_seconds` is how long the first processes wait for the last one, and gloo to connect them all;
+    `collective_seconds` is how long a collective may take until `rendezvous.set_collective_timeout` changes that:
+    downloads lie in between. With `share_gpus` several processes of a node may use one GPU, which gloo bears and NCCL
+    does not.
+
+    Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one.
+    """
+    apply_launcher_config(launch)
+    device: torch.device | None = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
+    cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
+    # In a process that trains several times the group of the first time is still there.
+    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
+    store = None if known else roll_call(launch, own_gpu, rendezvous_seconds)
+    group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # gloo connects all with all
+    if device is not None and not cpu and launch.world_size > 1:
+        # Accelerate and DDP take LOCAL_RANK for a device's index. A process that sees only its own GPU (srun
+        # --gpus-per-task, a container, a cgroup) has number 0, whatever its own number on the node.
+        os.environ["LOCAL_RANK"] = str(launch.local_rank % torch.accelerator.device_count())
+        if share_gpus and device.type == "cuda":
+            group["backend"] = "gloo"
+    with connecting():
+        accelerator = Accelerator(
+            cpu=cpu,
+            dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+            # A plugin, because a mere number gives way to ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
+            log_with=list(log_with) or None,
+            project_dir=project_dir,
+            kwargs_handlers=[InitProcessGroupKwargs(**group), *kwargs_handlers],
+        )
+    if not known:
+        set_collective_timeout(collective_seconds)
+        set_store_timeout(collective_seconds)
+    del store  # rank 0 served it until the process group had it
+    _give_index(accelerator)
+    if cpu and not known:  # a gloo group that is still open at the interpreter's end may abort it, with its own code
+        atexit.register(accelerator.state.destroy_process_group)
+    if (accelerator.num_processes, accelerator.process_index) != (launch.world_size, launch.rank):
+        raise UserError(
+            f"The launcher ({launch.launcher}) promised process {launch.rank} of {launch.world_size}, but "
+            f"Accelerate made process {accelerator.process_index} of {accelerator.num_processes}: each would "
+            "train alone. Compare the launcher's config file with those in accelerate_configs/.",
+            every_process=False,
+        )
+    return accelerator
+
+
+def precision(accelerator: Accelerator) -> str:
+    """What the forward pass computes in: "fp32", "bf16", "fp16" or "fp8"; see `precision_notice`."""
+    asked = str(accelerator.mixed_precision)
+    return "fp32" if asked == "no" or (asked == "fp16" and accelerator.device.type == "cpu") else asked
+
+
+def precision_notice(accelerator: Accelerator) -> str | None:
+    """A sentence for a run that does not compute in what the launcher asked for: Accelerate leaves that unsaid."""
+    if accelerator.mixed_precision in ("no", precision(accelerator)):
+        return None
+    asked, computed = accelerator.mixed_precision, precision(accelerator)
+    return (
+        f"{asked} was asked for, but the run computes in {computed}: Accelerate has no {asked} on a CPU (it has bf16)"
+    )
+
+
+def end_world() -> None:
+    """Leave the process group, if there is one: the last thing that a program does which has come to its end."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _give_index(accelerator: Accelerator) -> None:
+    """Make the accelerator's device the one that its tensors have: "cuda:0", where a single process gets "cuda".
+
+    torch takes the two for different devices, and so would every comparison.
+    """
+    device = torch.empty(0, device=accelerator.device).device
+    for state in (PartialState(), accelerator.state):  # the second is a copy of the first
+        state.device = device
+
+
+def _device_id(device: torch.device, launch: Launch) -> str:
+    """What tells one GPU of a host from another, also where each process sees only its own, as number 0."""
+    if device.type not in ("cuda", "xpu"):
+        return ""
+    index = launch.local_rank % torch.accelerator.device_count()
+    return str(getattr(torch.get_device_module(device).get_device_properties(index), "uuid", ""))

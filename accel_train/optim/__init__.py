@@ -1,0 +1,1 @@
+"""Everything that changes the weights: loss, optimizer, learning-rate schedule, clipping, EMA."""

@@ -1,0 +1,1 @@
+"""Which start of a run owns its directory."""

@@ -1,0 +1,306 @@
+"""The folder of a run, and the files in it that tell how it goes: one writer, many readers, no torn file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from accel_train.config.schema import Config, to_yaml
+from accel_train.ownership.folders import cannot_be_written, make_directory
+from accel_train.ownership.owner import Lease
+from accel_train.records.console import print_line
+from accel_train.records.model_info import FILE, Signature
+
+DAMAGED = "metrics.damaged.jsonl"
+MARKER = "REQUEUE"  # its presence in the run's folder asks the job script to start the run again
+STATUS_SECONDS = 2.0  # status.json is not renewed more often than this
+PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "numpy", "pillow")
+LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "PBS_", "OMPI_COMM_", "PMI_", "NCCL_", "TORCHELASTIC_", "FSDP_")
+LAUNCHER_NAMES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+SECRETS = ("TOKEN", "JWT", "KEY", "SECRET", "PASSWORD")
+
+
+class RunDirectory:
+    """Writes config.yaml, model.json, environment.json, metrics.jsonl, status.json and result.json.
+
+    Before each write it looks whether this start still owns the run, and raises owner.LostError if not. A write that
+    fails while the run goes on (disk full, mount gone) does not end it: it is counted in `failures`, and the first one
+    is told on stderr.
+    """
+
+    def __init__(self, path: Path, *, writes: bool, lease: Lease | None = None) -> None:
+        """Makes the folder. With `writes=False` (all processes but the main one) every method does nothing.
+
+        Raises UserError if the folder cannot be made or written to.
+        """
+        self.path = path
+        self.writes = writes
+        self.lease = lease or Lease(path, None)
+        self.failures = 0
+        self._status: dict[str, Any] = {}
+        self._status_time = -math.inf
+        if not writes:
+            return
+        make_directory(path)
+        try:
+            probe = path / f".write-test-{os.getpid()}"
+            probe.touch()  # os.access() is wrong on network file systems and for root
+            probe.unlink()
+            _cut_torn_lines(self.metrics_path)
+        except OSError as error:
+            raise cannot_be_written(path, error) from error
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end: its result is there."""
+        return (self.path / "result.json").is_file()
+
+    def begin(
+        self, config: Config, signature: Signature, *, world_size: int, devices: list[str], precision: str = "fp32"
+    ) -> None:
+        """Writes config.yaml, model.json and environment.json (of this start). `devices`: names, one a process."""
+        self._replace("config.yaml", to_yaml(config))
+        self._replace(FILE, signature.to_json())
+        self._replace("environment.json", _json(environment(world_size, devices, precision), indent=2))
+
+    def log(self, kind: str, **values: Any) -> None:
+        """Appends {"kind": kind, "time": seconds since 1970, **values} to metrics.jsonl.
+
+        Values are plain ones, NumPy's or tensors. JSON has no NaN and no infinity: they become null.
+        """
+        line = _json({"kind": kind, "time": round(time.time(), 3), **values}) + "\n"
+
+        def append() -> None:
+            if self.failures:  # an earlier write may have stopped within its line
+                _cut_torn_lines(self.metrics_path)
+            with self.metrics_path.open("ab") as file:
+                file.write(line.encode())
+
+        self._try("metrics.jsonl", append)
+
+    def event(self, text: str, **values: Any) -> None:
+        """Logs something worth knowing later: a resume, a set-aside checkpoint, a lost update."""
+        self.log("event", text=text, **values)
+
+    def rewind(self, update: int, epochs: int | None = None, *, tests_again: bool = False) -> int:
+        """Takes out of metrics.jsonl what will be done once more: the train and eval lines after `update`, and, if only
+        `epochs` epochs are done with all that belongs to them, the eval lines of the next; with `tests_again` those of
+        a test after `update`, too: of the final one, within which the run was stopped.
+
+        Lines that are damaged are moved to metrics.damaged.jsonl. Returns how many they are.
+        """
+        if not (self.writes and self.metrics_path.exists()):
+            return 0
+        kept, damaged = [], []
+        for line in self.metrics_path.read_bytes().splitlines(keepends=True):
+            values = _values(line)
+            if values is None:
+                damaged.append(line)
+            elif not _is_after(values, update, epochs, tests_again):
+                kept.append(line)
+
+        def move() -> None:
+            with (self.path / DAMAGED).open("ab") as file:
+                file.writelines(damaged)
+
+        if damaged and not self._try(DAMAGED, move, fresh=True):
+            return 0  # they stay where they are until they can be kept
+        self._replace("metrics.jsonl", b"".join(kept), fresh=True)
+        return len(damaged)
+
+    def status(self, state: str, *, force: bool = False, **values: Any) -> None:
+        """Renews status.json: state, time, pid, host and the latest value of all that was ever given.
+
+        Not more often than every 2 seconds, unless the state changes or `force` is set.
+        """
+        is_new = state != self._status.get("state")
+        self._status.update(values, state=state)
+        now = time.monotonic()
+        if not (is_new or force or now - self._status_time >= STATUS_SECONDS):
+            return
+        self._status_time = now
+        self._status.update(time=round(time.time(), 3), pid=os.getpid(), host=platform.node())
+        if self.failures:
+            self._status["failed_writes"] = self.failures
+        self._replace("status.json", _json(self._status, indent=2) + "\n")
+
+    def fail(self, reason: str) -> None:
+        """Says in status.json that the run has failed. For any process and thread, also if it never `writes`."""
+        if not self.lease.holds(fresh=True):
+            return
+        path = self.path / "status.json"
+        aside = path.with_name(f".status.json.{platform.node()}-{threading.get_native_id()}.tmp")
+        with contextlib.suppress(OSError):
+            status = _parsed(path.read_bytes()) if path.exists() else None
+            status = (status or {}) | {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
+            aside.write_text(_json(status, indent=2) + "\n")
+            aside.replace(path)
+
+    def result(self, values: Mapping[str, Any]) -> None:
+        """Writes result.json, which says that the run is finished."""
+        self._replace("result.json", _json(values, indent=2) + "\n", durable=True, fresh=True)
+
+    def ask_for_requeue(self, update: int) -> bool:
+        """Lays the file that asks the job script to start the run again, from the checkpoint of `update`. Returns
+        whether it is there."""
+        failures = self.failures
+        self._replace(MARKER, f"{update}\n", fresh=True)  # never an empty one, as a full disk would leave it
+        return self.failures == failures
+
+    def _replace(self, name: str, content: str | bytes, *, durable: bool = False, fresh: bool = False) -> None:
+        """The file is the old one or the new one at any moment, whole. `fresh`: see `owner.Lease.holds`."""
+
+        def replace() -> None:
+            aside = self.path / f".{name}.tmp"
+            try:
+                with aside.open("wb") as file:
+                    file.write(content.encode() if isinstance(content, str) else content)
+                    file.flush()
+                    if durable:
+                        os.fsync(file.fileno())
+                aside.replace(self.path / name)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    aside.unlink()
+                raise
+
+        self._try(name, replace, fresh=fresh)
+
+    def _try(self, name: str, write: Callable[[], None], *, fresh: bool = False) -> bool:
+        """Whether it was written."""
+        if not self.writes:
+            return False
+        self.lease.check(fresh=fresh)
+        try:
+            write()
+            return True
+        except OSError as error:
+            self.failures += 1
+            if self.failures == 1:
+                print_line(
+                    f"accel-train: warning: {self.path / name} cannot be written ({error.strerror}); "
+                    "training goes on, but its records have gaps.",
+                    sys.stderr,
+                )
+            return False
+
+
+def environment(world_size: int, devices: list[str], precision: str = "fp32") -> dict[str, Any]:
+    """What the run stands on: versions, devices, precision, host, launcher, commit, command line. Imports torch."""
+    import torch
+
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    versions["torch"] = torch.__version__  # with its build: +cpu, +cu130
+    launcher = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)) and not any(word in name for word in SECRETS)
+    }
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "cuda": torch.version.cuda,
+        "world_size": world_size,
+        "devices": devices,
+        "precision": precision,
+        "cores": os.cpu_count(),
+        "commit": _commit(Path(__file__).parent.parent),
+        "launcher": launcher,
+    }
+
+
+def _commit(folder: Path) -> str | None:
+    """The git commit of the package ("…-dirty" with changes), or None if it is not a checkout."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie within another repository
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cut_torn_lines(path: Path) -> None:
+    """Cuts off what a killed writer or a failed write left at the end of a file of JSON lines."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        end = len(content)
+        while end:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            if content[end - 1 : end] == b"\n" and _parsed(content[start:end]) is not None:
+                break
+            end = start
+        file.truncate(end)
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """The JSON object that a text is, or None."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _values(line: bytes) -> dict[str, Any] | None:
+    """What a line of metrics.jsonl says, or None if it cannot be one that this program has written."""
+    values = _parsed(line)
+    if values is None or not line.endswith(b"\n") or not isinstance(values.get("kind"), str):
+        return None
+    return values if all(isinstance(values.get(name, 0), int) for name in ("epoch", "update")) else None
+
+
+def _is_after(line: dict[str, Any], update: int, epochs: int | None, tests_again: bool) -> bool:
+    if tests_again and line["kind"] == "eval" and line.get("split") == "test" and line.get("update", 0) >= update:
+        return True
+    if line["kind"] == "eval" and epochs is not None and line.get("epoch", 0) > epochs:
+        return True
+    return line["kind"] in ("train", "eval") and line.get("update", 0) > update
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # a tensor, or a number or an array of NumPy's
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int)) else str(value)

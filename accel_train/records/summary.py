@@ -1,0 +1,137 @@
+"""A run in words and figures: what is about to be trained, what came out, and what to type next."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.compatibility import learned
+from accel_train.config.schema import Config, to_yaml
+from accel_train.data.order.plan import Plan, TrainingOrder
+from accel_train.data.placement import Placement
+from accel_train.data.sources.load import Splits, load_splits
+from accel_train.errors import UserError
+from accel_train.evaluate import Evaluation
+from accel_train.launch.accelerator import precision, precision_notice
+from accel_train.optim.optim import check_schedule
+
+
+def describe(
+    config: Config,
+    plan: Plan,
+    accelerator: Accelerator,
+    splits: Splits,
+    model: nn.Module,
+    size: int,
+    placement: Placement,
+) -> str:
+    """The first lines of a run: what is trained, where, and how a batch is shared.
+
+    `size`: height and width of the model's input, in pixels; `placement`: of training data.
+    """
+    sizes = {"training": splits.to_train_on, "validation": splits.validation, "test": splits.test}
+    images = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
+    left_out = f", {splits.left_out} unreadable left out" if splits.left_out else ""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    world = f"{plan.processes} process{'es' * (plan.processes > 1)}"
+    lines = {
+        "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
+        "data": f"{config.data.name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
+        "unused": splits.ignored,
+        "input": str(placement),
+        "model": f"{config.model.name} for {size}x{size} pixels, {parameters:,} parameters",
+        "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
+        "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images; "
+        f"{plan.updates_per_epoch} updates an epoch",
+        "run": str(config.output_dir),
+    }
+    return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
+
+
+def _named(splits: Splits) -> str:
+    """The classes of image files, if they are few: their names tell whether the folder is the one that was meant."""
+    named = ", ".join(splits.classes)
+    return f" ({named})" if not splits.train.in_memory and len(splits.classes) <= 10 and len(named) <= 80 else ""
+
+
+def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> str:
+    """What --config-only prints: the resolved configuration, then, as comments, what follows from it.
+
+    Nothing is downloaded for it; without the data, the number of updates is not known. Raises UserError if the schedule
+    does not fit the data.
+    """
+    processes, notice = accelerator.num_processes, precision_notice(accelerator)
+    lines = [
+        f"# processes: {processes}",
+        f"# precision: {precision(accelerator)}" + (f" ({notice})" if notice else ""),
+        f"# accumulation: {accumulation}",
+        f"# samples of a process in one forward pass: {config.batch_size // (processes * accumulation)}",
+    ]
+    try:
+        splits = load_splits(config.data, config.seed, download=False)
+        plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last)
+        order = TrainingOrder(plan, config.seed, splits.unreadable)
+    except UserError as error:
+        lines.append(f"# updates: not known ({error})")
+    else:
+        check_schedule(config.schedule, splits)
+        last = (plan.updates_per_epoch - 1) * plan.batch_size
+        lines += [
+            f"# training samples: {len(splits.to_train_on)}",
+            f"# updates an epoch: {plan.updates_per_epoch}",
+            f"# samples of an epoch's last update: {order.real_samples(last)}",
+            f"# updates in all: {plan.updates_per_epoch * config.epochs}",
+        ]
+    return to_yaml(config) + "\n".join(lines)
+
+
+def result_of(
+    config: Config, plan: Plan, train_images: int, state: TrainState, last: dict[str, Evaluation]
+) -> dict[str, Any]:
+    """The contents of result.json, but for the times of the last start."""
+    test, ema = last.get("test"), last.get("test (ema)")
+    result: dict[str, Any] = {
+        "recipe": config.recipe,
+        "epochs": config.epochs,
+        "updates": state.update,
+        "left_out_updates": len(state.left_out),
+        "world_size": plan.processes,
+        "train_images": train_images,
+        "test_images": test.count if test else 0,
+        "test_loss": test.loss if test else None,
+        "test_accuracy": test.accuracy if test else None,
+        "test_top5_accuracy": test.top5_accuracy if test else None,
+        "ema_test_loss": ema.loss if ema else None,
+        "ema_test_accuracy": ema.accuracy if ema else None,
+        "best_val_accuracy": state.best_accuracy,
+        "best_update": state.best_update,
+        "images_per_second": state.timed_samples / state.train_seconds if state.timed_samples else None,
+        "train_seconds": state.train_seconds,
+    }
+    if test:
+        result |= {"class_accuracy": test.class_accuracy, "confusion": test.confusion}
+    return result | {"settings": learned(config)}
+
+
+def next_steps(run: Path, image: Path | None) -> dict[str, str]:
+    """What to type after a run; `image`: one to try the model on."""
+    program, folder = typed_program(), shlex.quote(str(run))
+    return {
+        "evaluate": f"{program} evaluate {folder}",
+        "predict": f"{program} predict {folder} {shlex.quote(str(image)) if image else 'IMAGE…'}",
+        "other recipes": f"{program} recipes",
+    }
+
+
+def typed_program() -> str:
+    """What a person types to start this program: after `make train` it is not on their path yet."""
+    if shutil.which("accel-train"):
+        return "accel-train"
+    return sys.argv[0] if Path(sys.argv[0]).name == "accel-train" else f"{sys.executable} -m accel_train"

@@ -1,0 +1,1 @@
+"""What keeps one run alive around the training loop."""
