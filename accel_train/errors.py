@@ -1,10 +1,18 @@
-"""Errors that a user can mend: one line that says what was wrong, what was found and what to do."""
+"""Errors that a user can mend: one line that says what was wrong, what was found and what to do.
+
+And lines on the terminal or in a log, which never end a run because nobody reads them.
+"""
 
 from __future__ import annotations
 
+import atexit
 import difflib
+import os
 import re
+import sys
 from collections.abc import Iterable
+from functools import cache
+from typing import TextIO
 
 
 class UserError(Exception):
@@ -29,3 +37,31 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
     """A hint that names the `count` known names most like `name`: " Did you mean …?", or ""."""
     matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """A log that can no longer be written, for its reader has gone or its disk is full, does not end a run."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        _to_nowhere(stream)
+    except OSError:  # a disk may have space again for the next line
+        _give_up_at_the_end(stream)
+
+
+@cache
+def _give_up_at_the_end(stream: TextIO) -> None:
+    """The interpreter tries once more to write what could not be written, and would fail for it (exit code 120)."""
+
+    def last_try() -> None:
+        try:
+            stream.flush()
+        except OSError:
+            _to_nowhere(stream)
+
+    atexit.register(last_try)
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,24 +11,9 @@ from torch import Tensor, nn
 
 from accel_train.config.schema import Config
 from accel_train.data.loading import Feed
+from accel_train.records.metrics import Evaluation
 
 Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The figures of one split. Accuracies are from 0 to 1; `loss` is the mean cross-entropy, without smoothing."""
-
-    loss: float
-    accuracy: float
-    top5_accuracy: float  # among the min(5, classes) highest
-    count: int
-    confusion: list[list[int]]  # [true class][predicted class]: number of samples
-
-    @property
-    def class_accuracy(self) -> list[float | None]:
-        """Accuracy among the samples of each class; None for a class without any."""
-        return [row[at] / sum(row) if sum(row) else None for at, row in enumerate(self.confusion)]
 
 
 @torch.inference_mode()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -36,3 +38,25 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             aside.unlink()
         raise
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until the disk has a file, or a directory's list of names (fsync). Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems know no fsync of a directory; of a file all do.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)):
+            raise
+    finally:
+        os.close(descriptor)

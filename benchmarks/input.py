@@ -35,11 +35,12 @@ from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 from torchvision import transforms  # noqa: E402
 
-from accel_train.bench.clock import Clock  # noqa: E402
 from accel_train.bench.statistics import ratio, spread  # noqa: E402
+from accel_train.bench.workload import Clock  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data  # noqa: E402
 from accel_train.data.loading import create_feed, create_loader  # noqa: E402
-from accel_train.data.order.plan import Plan, TrainingOrder  # noqa: E402
+from accel_train.data.order.plan import Plan  # noqa: E402
+from accel_train.data.order.samplers import TrainingOrder  # noqa: E402
 from accel_train.data.sources.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
 from accel_train.data.sources.load import load_splits  # noqa: E402
 from accel_train.data.tools.cache_writer import write_cache  # noqa: E402

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from torchvision import transforms
 
-from accel_train.bench.clock import Clock
+from accel_train.bench.workload import Clock
 from accel_train.config.schema import Data
 from accel_train.data.sources.synthetic import synthetic
 

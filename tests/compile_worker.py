@@ -9,7 +9,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from accel_train import cli, train
-from accel_train.checkpoint.state_dict import bare
+from accel_train.models.wrapping import bare
 
 counted = 0
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from accel_train.bench.bench import read_run, shortened, temporary_folder, with_synthetic_data
 from accel_train.bench.report import Round, Trained
 from accel_train.cli import main
-from accel_train.config import options
+from accel_train.config.options import parse
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 
@@ -148,7 +148,7 @@ def test_shares_of_an_update() -> None:
 
 
 def test_a_runs_own_lines_make_its_speed(tmp_path: Path) -> None:
-    config = options.parse(["digits", "--checkpoint.every-epochs", "2"])
+    config = parse(["digits", "--checkpoint.every-epochs", "2"])
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every_seconds=0.0))
     plan = Plan(480, 48, 1, 1)  # 10 updates an epoch, a checkpoint every 20
     lines = [
@@ -170,7 +170,7 @@ def test_a_runs_own_lines_make_its_speed(tmp_path: Path) -> None:
 
 
 def test_a_short_run_is_a_part_of_an_epoch_or_several_small_ones() -> None:
-    config = options.parse(["digits", "--schedule.warmup-epochs", "2", "--checkpoint.every-updates", "3"])
+    config = parse(["digits", "--schedule.warmup-epochs", "2", "--checkpoint.every-updates", "3"])
     part = shortened(config, Plan(1438, 48, 1, 1), 10, 2)
     assert (part.epochs, part.data.train_limit, part.log_every_updates) == (1, 480, 2)
     assert part.schedule.warmup_epochs == 2 * 30 / 10  # 60 updates, as before
@@ -182,7 +182,7 @@ def test_a_short_run_is_a_part_of_an_epoch_or_several_small_ones() -> None:
 
 def test_synthetic_data_have_the_shapes_of_the_recipe() -> None:
     def shape(*words: str) -> tuple[Any, ...]:
-        data = with_synthetic_data(options.parse([*words])).data
+        data = with_synthetic_data(parse([*words])).data
         return data.name, data.channels, data.image_size, data.classes, data.train_images
 
     assert shape("mnist_cnn") == ("synthetic", 1, 28, 10, 60_000)

@@ -23,12 +23,13 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.directory import directory, updates
 from accel_train.checkpoint.format import read
 from accel_train.checkpoint.manager import Checkpoints, find, load_weights
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config, Data, Ema, Optim, Schedule
 from accel_train.errors import UserError
+from accel_train.files import sha256
 
 WORKER = Path(checkpoint_worker.__file__)
 
@@ -137,7 +138,7 @@ def test_killed_while_it_saves_as_fast_as_it_can(tmp_path, processes, kills):
     for _ in range(kills):
         workers = start(processes, steps)  # without a launcher: the workers of torchrun would outlive it
         try:
-            while max(commit.updates(checkpoints), default=0) <= newest:
+            while max(updates(checkpoints), default=0) <= newest:
                 assert all(worker.poll() is None for worker in workers)
                 time.sleep(0.01)
             time.sleep(generator.uniform(0, 0.5))
@@ -146,11 +147,11 @@ def test_killed_while_it_saves_as_fast_as_it_can(tmp_path, processes, kills):
                 worker.kill()
             for worker in workers:
                 worker.wait()
-        found = commit.updates(checkpoints)
+        found = updates(checkpoints)
         assert found[-1] > newest
         for update in found:
-            read(commit.directory(checkpoints, update))
-        assert read(commit.directory(checkpoints, found[-1])).state["train"]["update"] == found[-1]
+            read(directory(checkpoints, update))
+        assert read(directory(checkpoints, found[-1])).state["train"]["update"] == found[-1]
         newest = found[-1]
 
 
@@ -244,7 +245,7 @@ def test_a_hostile_file_is_not_executed(run, monkeypatch, tmp_path):
     place = run.folder / "update-00000002"
     (place / "optimizer.pt").write_bytes(pickle.dumps(Hostile(), protocol=2))
     manifest = json.loads((place / "manifest.json").read_text())
-    digest = {"size": (place / "optimizer.pt").stat().st_size, "sha256": commit.sha256(place / "optimizer.pt")}
+    digest = {"size": (place / "optimizer.pt").stat().st_size, "sha256": sha256(place / "optimizer.pt")}
     manifest["files"]["optimizer.pt"] = digest
     (place / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"optimizer\.pt is whole, but not a file of this program"):
@@ -257,7 +258,7 @@ def test_a_hostile_file_is_not_executed(run, monkeypatch, tmp_path):
 def test_never_does_not_mix_two_runs(run):
     with pytest.raises(UserError, match=r"--resume is never\. Give another --output-dir"):
         Run(run.folder.parent).checkpoints.restore("never")
-    assert commit.updates(run.folder) == [1, 2]
+    assert updates(run.folder) == [1, 2]
 
 
 @pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/update-00000002"])
@@ -288,7 +289,7 @@ def test_a_path_without_a_whole_checkpoint_is_an_error_and_stays_as_it_is(run, t
     (run.folder / "update-00000002" / "optimizer.pt").unlink()
     with pytest.raises(UserError, match=r"optimizer\.pt is missing"):
         Run(tmp_path / "new").checkpoints.restore(str(run.folder / "update-00000002"))
-    assert commit.updates(run.folder) == [1, 2]
+    assert updates(run.folder) == [1, 2]
 
 
 MIDDLE = {"epoch": 2, "epoch_samples": 20, "epoch_count": 20}
@@ -335,7 +336,7 @@ def test_an_older_checkpoint_counts_updates_of_its_own_batch_size(tmp_path, left
     (place / "state.json").write_text(json.dumps(state))
     manifest = json.loads((place / "manifest.json").read_text())
     size = (place / "state.json").stat().st_size
-    manifest["files"]["state.json"] = {"size": size, "sha256": commit.sha256(place / "state.json")}
+    manifest["files"]["state.json"] = {"size": size, "sha256": sha256(place / "state.json")}
     (place / "manifest.json").write_text(json.dumps(manifest))
 
     again = Run(tmp_path / "run", config=Config(epochs=3, batch_size=20), samples=95)
@@ -416,7 +417,7 @@ def test_weights_are_loaded_by_themselves(run):
     with pytest.raises(UserError, match=r"model\.safetensors is altered"):
         load_weights(model, path)
     assert find(run.folder.parent).name == "update-00000001"
-    assert commit.updates(run.folder) == [1, 2]
+    assert updates(run.folder) == [1, 2]
     assert find(run.folder / "nowhere") is None
 
 
@@ -439,7 +440,7 @@ def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
         run.save(10 * epoch - 5, epoch=epoch - 1, epoch_count=9, **best)  # in the middle of the epoch
         run.save(10 * epoch, epoch=epoch, **best)
     assert run.checkpoints.failures == []
-    assert commit.updates(run.folder) == [20, 30, 40, 60, 65, 70]
+    assert updates(run.folder) == [20, 30, 40, 60, 65, 70]
 
 
 def failing(run: Run, update: int) -> str:
@@ -511,7 +512,7 @@ def test_a_full_disk_and_a_read_only_one_do_not_stop_training(small_disk):
     assert find(run.folder.parent).name == "update-00000002"
     run.save(5)
     assert find(run.folder.parent).name == "update-00000005"
-    assert commit.updates(run.folder) == [2, 5]
+    assert updates(run.folder) == [2, 5]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])

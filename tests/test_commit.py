@@ -18,7 +18,7 @@ from accel_train.checkpoint.directory import BrokenError
 COMMITTING = """
 import os, sys
 from pathlib import Path
-from accel_train import commit
+from accel_train.checkpoint import directory as commit
 
 folder = Path(sys.argv[1])
 commit.tidy(folder)

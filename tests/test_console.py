@@ -16,7 +16,7 @@ import pytest
 
 RUN = """
 import os, sys, time
-from accel_train.console import Console
+from accel_train.records.console import Console
 speaks = "silent" not in sys.argv
 with Console(speaks=speaks, total_updates=20, updates_per_epoch=10, epochs=2, first_update=2) as console:
     console.say("a [bold]line[/bold]")

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accel_train import cli
 from accel_train.analysis import evaluate_run
 from accel_train.analysis.load_run import find_weights, load_model
-from accel_train.config import options
+from accel_train.config.options import parse
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.records.model_info import read_signature
@@ -49,7 +49,7 @@ def evaluated(run: Path, *words: str, split: str = "test") -> dict[str, Any]:
 
 
 def loss_by_hand(run: Path, source: Source) -> float:
-    config, signature = options.parse([str(run / "config.yaml")]), read_signature(run)
+    config, signature = parse([str(run / "config.yaml")]), read_signature(run)
     pixels = source.fetch(range(len(source)))
     assert isinstance(pixels, torch.Tensor)
     with torch.inference_mode():
@@ -105,7 +105,7 @@ def test_two_processes_count_the_same(run: Path) -> None:
 
 
 def test_the_training_split_is_not_augmented(run: Path) -> None:
-    config = options.parse([str(run / "config.yaml")])
+    config = parse([str(run / "config.yaml")])
     assert (config.augment.crop, config.augment.pad) == ("random", 1)
     source = load_splits(config.data, config.seed).train
     found = evaluated(run, split="train")["model"]

@@ -7,8 +7,17 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from accel_train.checkpoint import state_dict as full_state
 from accel_train.checkpoint.optimizer_check import fitting
+from accel_train.checkpoint.state_dict import (
+    HOW_TO_COMPUTE,
+    collect,
+    optimizer_state,
+    outline,
+    parameter_names,
+    spread,
+    spread_optimizer,
+    tensors,
+)
 
 OPTIMIZERS = (
     "plain sgd",
@@ -45,12 +54,12 @@ def move(
 ) -> None:
     """Through a file that holds no code."""
     file = io.BytesIO()
-    trees = full_state.tensors(source[0]), full_state.optimizer_state(*source)
-    torch.save(full_state.collect(trees, here=True), file)
+    trees = tensors(source[0]), optimizer_state(*source)
+    torch.save(collect(trees, here=True), file)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
-    full_state.spread(full_state.tensors(target[0]), weights)
-    full_state.spread_optimizer(*target, full_state.outline(state), state, **more)
+    spread(tensors(target[0]), weights)
+    spread_optimizer(*target, outline(state), state, **more)
 
 
 @pytest.mark.parametrize("updates", [0, 4], ids=["before-the-first-update", "after-some"])
@@ -70,10 +79,10 @@ def test_an_optimizer_goes_on_bitwise(name, updates):
 
 def test_to_save_changes_nothing_and_is_a_copy():
     model, optimizer = tiny(0, "momentum")
-    tree = full_state.collect((full_state.tensors(model), full_state.optimizer_state(model, optimizer)), here=True)
+    tree = collect((tensors(model), optimizer_state(model, optimizer)), here=True)
     assert tree[1]["state"] == {}  # torch.distributed.checkpoint would have made momentum of the weight decay
     step(model, optimizer, 0)
-    tree = full_state.collect((full_state.tensors(model), full_state.optimizer_state(model, optimizer)), here=True)
+    tree = collect((tensors(model), optimizer_state(model, optimizer)), here=True)
     before = tree[0]["0.weight"].clone(), tree[1]["state"]["0.weight"]["momentum_buffer"].clone()
     step(model, optimizer, 1)
     assert torch.equal(tree[0]["0.weight"], before[0])
@@ -95,8 +104,8 @@ def test_state_finds_its_parameters_by_name_if_they_are_grouped_in_another_way()
     move(source, target)
     assert len(source[1].param_groups) == 2
     assert len(target[1].param_groups) == 1
-    moved = full_state.optimizer_state(*target)["state"]
-    for name, values in full_state.optimizer_state(*source)["state"].items():
+    moved = optimizer_state(*target)["state"]
+    for name, values in optimizer_state(*source)["state"].items():
         assert torch.equal(values["exp_avg"], moved[name]["exp_avg"]), name
 
 
@@ -105,8 +114,8 @@ def test_names_are_the_plain_ones_under_compile_and_memory_formats_survive():
     plain = set(model.state_dict())
     model[3] = torch.compile(model[3])
     model = torch.compile(model)
-    assert set(full_state.tensors(model)) == plain
-    assert "3.weight" in full_state.parameter_names(model, optimizer)
+    assert set(tensors(model)) == plain
+    assert "3.weight" in parameter_names(model, optimizer)
 
     target = tiny(1, "adamw")
     target[0].to(memory_format=torch.channels_last)
@@ -123,15 +132,15 @@ def test_an_optimizers_own_state_is_found_fitting_and_left_as_it_is(name):
     source, target = tiny(0, name), tiny(1, name)
     for number in range(3):
         step(*source, number)
-    state = full_state.collect(full_state.optimizer_state(*source), here=True)
+    state = collect(optimizer_state(*source), here=True)
     found, missing = fitting(*target, state)
     assert not missing
     assert found["state"].keys() == state["state"].keys()
     torch.testing.assert_close(found["state"], state["state"], rtol=0, atol=0)
     for old, new in zip(state["param_groups"], found["param_groups"], strict=True):
-        assert {**old, **dict.fromkeys(full_state.HOW_TO_COMPUTE)} == {
+        assert {**old, **dict.fromkeys(HOW_TO_COMPUTE)} == {
             **new,
-            **dict.fromkeys(full_state.HOW_TO_COMPUTE),
+            **dict.fromkeys(HOW_TO_COMPUTE),
         }
     assert not target[1].state
 
@@ -142,9 +151,9 @@ def test_a_setting_may_be_changed_that_alters_what_a_state_has(name, then, now):
     source, target = tiny(0, name, momentum=then), tiny(1, name, momentum=now)
     for number in range(3):
         step(*source, number)
-    state = full_state.collect(full_state.optimizer_state(*source), here=True)
+    state = collect(optimizer_state(*source), here=True)
     found, missing = fitting(*target, state, keep=["momentum"])
     assert bool(missing) == (now > 0)  # then nothing was kept that could go on
     assert [group["momentum"] for group in found["param_groups"]] == [now, now]
-    full_state.spread_optimizer(*target, full_state.outline(found), found, keep=["momentum"])
+    spread_optimizer(*target, outline(found), found, keep=["momentum"])
     step(*target, 3)

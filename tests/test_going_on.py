@@ -10,15 +10,16 @@ import helpers
 import pytest
 import torch
 
-from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.directory import delete, directory, updates
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config, Optim, Schedule, to_yaml
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
+from accel_train.files import sha256
 from accel_train.launch.environment import Launch
-from accel_train.optim import optim
-from accel_train.ownership.owner import Lease
-from accel_train.run import finished
+from accel_train.optim.schedule import create_schedule
+from accel_train.ownership.lease import Lease
+from accel_train.run.finished import earlier_end
 
 SAMPLES, BATCH = 1438, 48  # of digits; 30 updates an epoch
 TIMES = {"train_seconds", "images_per_second", "warm_up_seconds", "wall_seconds"}
@@ -41,9 +42,9 @@ def copied(done: Path, run: Path, until: int | None = None) -> Path:
     if until is not None:
         for name in ("result.json", "model.safetensors"):
             (run / name).unlink()
-        for update in commit.updates(run / "checkpoints"):
+        for update in updates(run / "checkpoints"):
             if update > until:
-                commit.delete(run / "checkpoints", update)
+                delete(run / "checkpoints", update)
     return run
 
 
@@ -68,7 +69,7 @@ def altered(checkpoint: Path, **train: Any) -> None:
     state["train"] |= train
     file.write_text(json.dumps(state))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["state.json"] = {"size": file.stat().st_size, "sha256": commit.sha256(file)}
+    manifest["files"]["state.json"] = {"size": file.stat().st_size, "sha256": sha256(file)}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -80,12 +81,12 @@ def test_another_batch_size_in_the_middle_of_an_epoch(done: Path, tmp_path: Path
     assert ended.returncode == 0, ended.stderr
     assert [line["count"] for line in lines(run, "eval", "train")] == [SAMPLES] * 3
     assert (result(run)["updates"], result(run)["epochs"]) == (40 + 10 + 15, 3)
-    newest = json.loads((commit.directory(run / "checkpoints", 65) / "state.json").read_text())
+    newest = json.loads((directory(run / "checkpoints", 65) / "state.json").read_text())
     assert newest["train"]["samples_seen"] == 3 * SAMPLES
 
     # The third epoch has the rates of the third epoch of a run that always had this batch size.
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.05)
-    schedule = optim.create_schedule(Schedule(name="cosine"), optimizer, epochs=3, updates_per_epoch=15)
+    schedule = create_schedule(Schedule(name="cosine"), optimizer, epochs=3, updates_per_epoch=15)
     for line in lines(run, "train")[-15:]:
         schedule.step_update(line["update"] - 65 + 45 - 1)
         assert line["lr"] == optimizer.param_groups[0]["lr"]
@@ -111,7 +112,7 @@ def test_other_samples_wait_for_the_epochs_end(done: Path, tmp_path: Path) -> No
 
 def test_a_place_that_does_not_fit_what_was_counted_is_refused(done: Path, tmp_path: Path) -> None:
     run = copied(done, tmp_path / "run", until=40)
-    altered(commit.directory(run / "checkpoints", 40), epoch_samples=480 - BATCH)  # one window twice
+    altered(directory(run / "checkpoints", 40), epoch_samples=480 - BATCH)  # one window twice
     ended = helpers.run("digits", "--epochs", 2, "--output-dir", run)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert f"has {SAMPLES} samples: update 40 is not in epoch 2 of it" in ended.stderr
@@ -202,7 +203,7 @@ def test_a_finished_run_is_taken_to_another_directory(done: Path, tmp_path: Path
     ended = helpers.run("digits", "--epochs", 2, "--resume", done / "checkpoints", "--output-dir", run)
     assert ended.returncode == 0, ended.stderr
     assert (run / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
-    assert commit.updates(run / "checkpoints") == [60]
+    assert updates(run / "checkpoints") == [60]
     assert result(run) == result(done)
     assert lines(run, "train") == []
 
@@ -220,30 +221,30 @@ class TestEarlierEnd:
         return run
 
     def test_no_result(self, tmp_path: Path) -> None:
-        assert finished.earlier_end(tmp_path / "nothing", self.CONFIG, Launch()) is None
+        assert earlier_end(tmp_path / "nothing", self.CONFIG, Launch()) is None
 
     def test_an_older_result_is_of_the_runs_configuration(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path)
-        found = finished.earlier_end(run, self.CONFIG, Launch())
+        found = earlier_end(run, self.CONFIG, Launch())
         assert found is not None and found.nothing_left
         with pytest.raises(UserError, match=r"3 epochs.*: seed: 0 -> 1\. Give another --output-dir \(or more epochs"):
-            finished.earlier_end(run, Config(recipe="mine", epochs=3, optim=Optim(lr=0.2), seed=1), Launch())
+            earlier_end(run, Config(recipe="mine", epochs=3, optim=Optim(lr=0.2), seed=1), Launch())
 
     def test_another_recipes_result(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path, recipe="other")
         with pytest.raises(UserError, match="is of the recipe 'other'"):
-            finished.earlier_end(run, self.CONFIG, Launch())
+            earlier_end(run, self.CONFIG, Launch())
         settings = {"data.name": "mnist", "epochs": 3}
         run = self.finished(tmp_path / "newer", recipe="other", settings=settings)
         with pytest.raises(UserError, match=r"data\.name: mnist -> digits") as error:
-            finished.earlier_end(run, self.CONFIG, Launch())
+            earlier_end(run, self.CONFIG, Launch())
         assert "allow-change" not in str(error.value)
 
     def test_an_older_result_without_a_configuration(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path)
         (run / "config.yaml").write_text("- 1")
         with pytest.raises(UserError, match=r"does not say which settings it is of.*config\.yaml"):
-            finished.earlier_end(run, self.CONFIG, Launch())
+            earlier_end(run, self.CONFIG, Launch())
 
     @pytest.mark.parametrize(
         "content", [b"", b"{}", b"[1]", b"\xff", b"[" * 9999, b'{"recipe": "mine", "epochs": "3", "updates": 9}']
@@ -251,7 +252,7 @@ class TestEarlierEnd:
     def test_a_damaged_one_is_set_aside_only_if_there_are_checkpoints(self, tmp_path: Path, content: bytes) -> None:
         run = self.finished(tmp_path)
         (run / "result.json").write_bytes(content)
-        found = finished.earlier_end(run, self.CONFIG, Launch())
+        found = earlier_end(run, self.CONFIG, Launch())
         assert found is not None and not found.nothing_left
         assert (run / "result.json").exists()  # nothing is touched before it is certain that the run goes on
         found.set_aside(Lease(run, None))
@@ -259,11 +260,11 @@ class TestEarlierEnd:
         (run / "result.json").write_bytes(content)
         (run / "checkpoints" / "update-00000009").rmdir()
         with pytest.raises(UserError, match="is damaged, and there are no checkpoints"):
-            finished.earlier_end(run, self.CONFIG, Launch())
+            earlier_end(run, self.CONFIG, Launch())
 
     def test_checkpoints_that_are_gone(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path)
         (run / "checkpoints" / "update-00000009").rmdir()
         config = Config(recipe="mine", epochs=4, optim=Optim(lr=0.2), allow_change=("epochs",))
         with pytest.raises(UserError, match=r"epochs: 3 -> 4\. It cannot go on, for its checkpoints are gone"):
-            finished.earlier_end(run, config, Launch())
+            earlier_end(run, config, Launch())

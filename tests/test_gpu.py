@@ -21,7 +21,7 @@ from accel_train.cli import main
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed
 from accel_train.data.order.keyed import hashed
-from accel_train.data.order.plan import EvaluationOrder
+from accel_train.data.order.samplers import EvaluationOrder
 from accel_train.data.sources.load import load_splits
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.launch.accelerator import create_accelerator

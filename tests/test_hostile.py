@@ -25,17 +25,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from accel_train import models
-from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.directory import delete, directory, updates
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
-from accel_train.config import options
+from accel_train.config.options import parse
 from accel_train.config.schema import Data
 from accel_train.data.sources.cache import FOOTER, MAGIC, CacheFile
 from accel_train.data.sources.tars import tar, webdataset
 from accel_train.data.tools.cache_writer import write_cache
 from accel_train.errors import UserError
-from accel_train.optim import optim
+from accel_train.files import sha256
+from accel_train.optim.ema import create_ema
+from accel_train.optim.optimizer import create_optimizer
 from accel_train.records.model_info import read_signature
 
 HOSTILE = (
@@ -73,7 +75,7 @@ SAMPLES = 1294  # the run's training images
 
 
 def newest(run: Path) -> Path:
-    return commit.directory(run / "checkpoints", commit.updates(run / "checkpoints")[-1])
+    return directory(run / "checkpoints", updates(run / "checkpoints")[-1])
 
 
 def listed(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -87,7 +89,7 @@ def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) 
 def rehash(checkpoint: Path) -> None:
     """Write the manifest that belongs to the files as they are now."""
     files = {
-        path.name: {"size": path.stat().st_size, "sha256": commit.sha256(path)}
+        path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
         for path in checkpoint.iterdir()
         if path.name != "manifest.json"
     }
@@ -211,7 +213,7 @@ class Resumed:
 
     def __init__(self, run: Path) -> None:
         self.folder = run / "checkpoints"
-        self.config, signature = options.parse([str(run / "config.yaml")]), read_signature(run)
+        self.config, signature = parse([str(run / "config.yaml")]), read_signature(run)
         self.accelerator = Accelerator(cpu=True)
         self.model = models.create_model(
             self.config.model, num_classes=len(signature.classes), channels=1, image_size=signature.image_size
@@ -220,8 +222,8 @@ class Resumed:
 
     def restore(self) -> TrainState | None:
         """The position, after a step that shows that the optimizer can go on. Raises UserError."""
-        optimizer = optim.create_optimizer(self.config.optim, self.model)
-        ema = optim.create_ema(self.config.ema, self.model)
+        optimizer = create_optimizer(self.config.optim, self.model)
+        ema = create_ema(self.config.ema, self.model)
         checkpoints = Checkpoints(
             self.folder, self.config, self.accelerator, self.model, optimizer, samples=SAMPLES, ema=ema
         )
@@ -247,8 +249,8 @@ def mutate(value: Any, generator: random.Random) -> Any:
 
 
 def test_any_change_of_a_checkpoint_is_refused_or_harmless(run: Path) -> None:
-    for old in commit.updates(run / "checkpoints")[:-1]:
-        commit.delete(run / "checkpoints", old)
+    for old in updates(run / "checkpoints")[:-1]:
+        delete(run / "checkpoints", old)
     place, generator = newest(run), random.Random(0)
     whole = {path.name: path.read_bytes() for path in place.iterdir()}
     state, resumed = json.loads(whole["state.json"]), Resumed(run)
@@ -320,7 +322,7 @@ def test_a_missing_part_of_the_momentum_is_told(run: Path) -> None:
     resumed = Resumed(run)
     checkpoints = Checkpoints(
         resumed.folder, resumed.config, resumed.accelerator, resumed.model,
-        optim.create_optimizer(resumed.config.optim, resumed.model), samples=SAMPLES, ema=None,
+        create_optimizer(resumed.config.optim, resumed.model), samples=SAMPLES, ema=None,
     )  # fmt: skip
     assert checkpoints.restore("auto") is not None
     assert any("has no state of 1 parameters" in note for note in checkpoints.notes)

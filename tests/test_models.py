@@ -13,7 +13,7 @@ import torch
 import torchvision
 from torch import nn
 
-from accel_train.config import schema as config
+from accel_train.config.schema import Model
 from accel_train.errors import UserError
 from accel_train.models import (
     classifier_names,
@@ -85,7 +85,7 @@ TORCHVISION = {
 
 
 def make(name: str, *, num_classes: int = 7, channels: int = 3, image_size: int = 64, **options: object) -> nn.Module:
-    settings = config.Model(name=name, **options)  # type: ignore[arg-type]
+    settings = Model(name=name, **options)  # type: ignore[arg-type]
     return create_model(settings, num_classes=num_classes, channels=channels, image_size=image_size)
 
 
@@ -134,7 +134,7 @@ def test_every_twentieth_timm_model_builds(start: int) -> None:
         name for name in timm.list_models() if not any(big in name for big in ("giant", "huge", "gigantic", "_7b"))
     ]
     for name in names[start * 20 :: 400]:
-        settings = config.Model(name=name)
+        settings = Model(name=name)
         size = input_size(settings, 128)
         if size > 288:
             continue
@@ -284,15 +284,15 @@ def test_gradient_checkpointing_computes_the_same() -> None:
     ],
 )
 def test_input_size(settings: dict[str, object], native: int | None, expected: int) -> None:
-    assert input_size(config.Model(**settings), native) == expected  # type: ignore[arg-type]
+    assert input_size(Model(**settings), native) == expected  # type: ignore[arg-type]
 
 
 def test_pretrained_normalization() -> None:
     imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    assert pretrained_normalization(config.Model(name="resnet18")) is None
-    assert pretrained_normalization(config.Model(name="resnet18", pretrained=True)) == imagenet
-    assert pretrained_normalization(config.Model(name="torchvision/resnet18", pretrained=True)) == imagenet
-    half = pretrained_normalization(config.Model(name="vit_small_patch16_224.augreg_in21k_ft_in1k", pretrained=True))
+    assert pretrained_normalization(Model(name="resnet18")) is None
+    assert pretrained_normalization(Model(name="resnet18", pretrained=True)) == imagenet
+    assert pretrained_normalization(Model(name="torchvision/resnet18", pretrained=True)) == imagenet
+    half = pretrained_normalization(Model(name="vit_small_patch16_224.augreg_in21k_ft_in1k", pretrained=True))
     assert half == ((0.5,) * 3, (0.5,) * 3)
 
 
@@ -325,7 +325,7 @@ def test_published_weights_without_their_auxiliary_heads(monkeypatch: pytest.Mon
     assert model.transform_input is True
     assert torch.equal(model.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
     # The same architecture, which is not that of pretrained=False, for weights of a run's own.
-    settings = config.Model(name="torchvision/googlenet", pretrained=True)
+    settings = Model(name="torchvision/googlenet", pretrained=True)
     empty = create_model(settings, num_classes=7, channels=3, image_size=64, published=False)
     assert empty.transform_input is True
     assert not torch.equal(empty.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
@@ -384,7 +384,7 @@ def test_classifier_names_are_the_layers_that_depend_on_the_number_of_classes(na
     "name", ["resnet18", "torchvision/resnet18", "alexnet_bn", "resnet18_cifar", "test_efficientnet"]
 )
 def test_a_frozen_body_stays_as_it_is(name: str) -> None:
-    settings = config.Model(name=name, freeze_body=True)
+    settings = Model(name=name, freeze_body=True)
     model = create_model(settings, num_classes=3, channels=3, image_size=64)
     heads = tuple(f"{head}." for head in classifier_names(model))
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -404,7 +404,7 @@ def test_a_frozen_body_stays_as_it_is(name: str) -> None:
 
 
 def test_without_freezing_everything_moves() -> None:
-    settings = config.Model(name="torchvision/resnet18")
+    settings = Model(name="torchvision/resnet18")
     model = create_model(settings, num_classes=3, channels=3, image_size=32)
     set_train_mode(model, settings)
     model(torch.randn(4, 3, 32, 32))
@@ -413,7 +413,7 @@ def test_without_freezing_everything_moves() -> None:
 
 
 def test_dropout_before_a_trained_classifier_still_works() -> None:
-    settings = config.Model(name="mnist_cnn", freeze_body=True)
+    settings = Model(name="mnist_cnn", freeze_body=True)
     model = create_model(settings, num_classes=3, channels=1, image_size=28)
     set_train_mode(model, settings)
     assert all(module.training for module in model.modules() if isinstance(module, nn.Dropout))

@@ -12,7 +12,7 @@ import helpers
 
 LIVES = """
 import time
-from accel_train.monitor import Monitor
+from accel_train.run.monitor import Monitor
 monitor = Monitor()
 for _ in range(6):
     monitor.expect(2)
@@ -22,7 +22,7 @@ monitor.close()
 """
 HANGS = """
 import ctypes
-from accel_train.monitor import Monitor
+from accel_train.run.monitor import Monitor
 monitor = Monitor()
 monitor.expect(0)
 monitor.expect(2)

@@ -13,9 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from accel_train.checkpoint import directory as commit
-from accel_train.checkpoint import manager as checkpoint
+from accel_train.checkpoint.manager import find
 from accel_train.config.schema import Optim
-from accel_train.optim import optim
+from accel_train.optim.optimizer import create_optimizer
 from accel_train.run.nonfinite import _all_finite
 
 BATCH, UPDATES = 8, 5  # of an epoch
@@ -136,7 +136,7 @@ def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(
     assert rewound.returncode == 0, rewound.stderr
     assert [event["text"] for event in events(tmp_path / "rewind")][1:] == ["rewound"]
     assert_equal(end, states(tmp_path / "rewind", UPDATES))
-    found = checkpoint.find(tmp_path / "rewind")
+    found = find(tmp_path / "rewind")
     assert found is not None
     assert json.loads((found / "state.json").read_text())["train"]["left_out"] == [bad]
 
@@ -144,7 +144,7 @@ def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
 def test_fused_kernels_heed_the_flag_that_the_host_reads_later(name: str) -> None:
     model = torch.nn.Linear(3, 2)
-    optimizer = optim.create_optimizer(Optim(name=name), model)
+    optimizer = create_optimizer(Optim(name=name), model)
     assert all(group["fused"] for group in optimizer.param_groups)
 
     def step(flag: float) -> list[torch.Tensor]:

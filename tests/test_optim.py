@@ -15,20 +15,15 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_train.checkpoint import state_dict as full_state
-from accel_train.config import schema as config
+from accel_train.checkpoint.state_dict import collect, optimizer_state, outline, spread_optimizer
+from accel_train.config.schema import Ema, Loss, Model, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.models import create_model
-from accel_train.optim.optim import (
-    PlateauScheduler,
-    balanced_class_weights,
-    clip_gradients,
-    create_ema,
-    create_loss,
-    create_optimizer,
-    create_schedule,
-    parameters_to_clip,
-)
+from accel_train.optim.clipping import clip_gradients, parameters_to_clip
+from accel_train.optim.ema import create_ema
+from accel_train.optim.loss import balanced_class_weights, create_loss
+from accel_train.optim.optimizer import create_optimizer
+from accel_train.optim.schedule import PlateauScheduler, create_schedule
 
 
 def small_net() -> nn.Sequential:
@@ -53,8 +48,8 @@ def test_every_optimizer_of_timms_steps(name: str) -> None:
     torch.manual_seed(0)
     model = small_net()
     before = [parameter.clone() for parameter in model.parameters()]
-    optimizer = create_optimizer(config.Optim(name=name, lr=1e-2, weight_decay=1e-2), model)
-    create_schedule(config.Schedule(), optimizer, epochs=1, updates_per_epoch=3)
+    optimizer = create_optimizer(Optim(name=name, lr=1e-2, weight_decay=1e-2), model)
+    create_schedule(Schedule(), optimizer, epochs=1, updates_per_epoch=3)
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 1, 8, 8)).square().sum().backward()
@@ -63,7 +58,7 @@ def test_every_optimizer_of_timms_steps(name: str) -> None:
     assert all(moved)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     state = optimizer.state_dict()
-    again = create_optimizer(config.Optim(name=name, lr=1e-2, weight_decay=1e-2), model)
+    again = create_optimizer(Optim(name=name, lr=1e-2, weight_decay=1e-2), model)
     again.load_state_dict(state)
     assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
 
@@ -72,32 +67,32 @@ def test_every_optimizer_of_timms_steps(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(NOT_HERE))
 def test_an_optimizer_that_cannot_be_had_is_one_line(name: str) -> None:
     with pytest.raises(UserError, match=name):
-        create_optimizer(config.Optim(name=name), small_net())
+        create_optimizer(Optim(name=name), small_net())
 
 
 @pytest.mark.parametrize(
     ("optim", "needed"),
     [
-        (config.Optim(name="adamx"), "adamw"),
-        (config.Optim(name="sgd", betas=(0.9, 0.99)), "optim.betas"),
-        (config.Optim(name="adan", betas=(0.9, 0.99)), "optim.betas"),
-        (config.Optim(name="sgd", eps=1e-3), "optim.eps"),
-        (config.Optim(name="sgd", momentum=0.0), "sgd"),
-        (config.Optim(name="adamw", layer_decay=0.5), "optim.layer_decay"),
+        (Optim(name="adamx"), "adamw"),
+        (Optim(name="sgd", betas=(0.9, 0.99)), "optim.betas"),
+        (Optim(name="adan", betas=(0.9, 0.99)), "optim.betas"),
+        (Optim(name="sgd", eps=1e-3), "optim.eps"),
+        (Optim(name="sgd", momentum=0.0), "sgd"),
+        (Optim(name="adamw", layer_decay=0.5), "optim.layer_decay"),
     ],
 )
-def test_settings_that_do_not_fit(optim: config.Optim, needed: str) -> None:
+def test_settings_that_do_not_fit(optim: Optim, needed: str) -> None:
     with pytest.raises(UserError, match=needed):
         create_optimizer(optim, small_net())
 
 
 def test_settings_reach_the_optimizer() -> None:
-    adam = create_optimizer(config.Optim(name="adamw", lr=0.3, betas=(0.8, 0.7), eps=1e-3), small_net())
+    adam = create_optimizer(Optim(name="adamw", lr=0.3, betas=(0.8, 0.7), eps=1e-3), small_net())
     assert {key: adam.defaults[key] for key in ("lr", "betas", "eps")} == {"lr": 0.3, "betas": (0.8, 0.7), "eps": 1e-3}
     assert adam.defaults["fused"] is True
-    sgd = create_optimizer(config.Optim(name="sgd", momentum=0.7), small_net())
+    sgd = create_optimizer(Optim(name="sgd", momentum=0.7), small_net())
     assert (sgd.defaults["momentum"], sgd.defaults["nesterov"], sgd.defaults["fused"]) == (0.7, True, True)
-    plain = create_optimizer(config.Optim(name="momentum", momentum=0.0), small_net())
+    plain = create_optimizer(Optim(name="momentum", momentum=0.0), small_net())
     assert (plain.defaults["momentum"], plain.defaults["nesterov"]) == (0.0, False)
 
 
@@ -108,24 +103,24 @@ def decayed(optimizer: torch.optim.Optimizer) -> set[int]:
 def test_norms_and_biases_are_not_decayed() -> None:
     model = small_net()
     weights = {id(model[0].weight), id(model[4].weight)}
-    assert decayed(create_optimizer(config.Optim(weight_decay=0.1), model)) == weights
+    assert decayed(create_optimizer(Optim(weight_decay=0.1), model)) == weights
     everything = {id(parameter) for parameter in model.parameters()}
-    assert decayed(create_optimizer(config.Optim(weight_decay=0.1, decay_all=True), model)) == everything
+    assert decayed(create_optimizer(Optim(weight_decay=0.1, decay_all=True), model)) == everything
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_frozen_parameters_are_left_out(weight_decay: float) -> None:
     model = small_net()
     model[0].requires_grad_(False)
-    optimizer = create_optimizer(config.Optim(name="adamw", weight_decay=weight_decay), model)
+    optimizer = create_optimizer(Optim(name="adamw", weight_decay=weight_decay), model)
     held = {id(item) for group in optimizer.param_groups for item in group["params"]}
     assert held == {id(item) for item in model.parameters() if item.requires_grad}
 
 
 def test_layer_decay_is_in_the_rate_of_every_group() -> None:
-    model = create_model(config.Model(name="vit_s16_plain"), num_classes=3, channels=3, image_size=32)
-    optim = config.Optim(name="adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
-    schedule = config.Schedule(name="cosine", warmup_epochs=1, warmup_lr=0.02)
+    model = create_model(Model(name="vit_s16_plain"), num_classes=3, channels=3, image_size=32)
+    optim = Optim(name="adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
+    schedule = Schedule(name="cosine", warmup_epochs=1, warmup_lr=0.02)
     optimizer = create_optimizer(optim, model)
     made = create_schedule(schedule, optimizer, epochs=4, updates_per_epoch=10)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -155,8 +150,8 @@ def test_layer_decay_is_in_the_rate_of_every_group() -> None:
     ],
 )
 def test_muon_takes_the_hidden_weights_only(name: str, model: str, size: int, first: str, last: str) -> None:
-    net = create_model(config.Model(name=model), num_classes=10, channels=3, image_size=size)
-    optimizer = create_optimizer(config.Optim(name=name, weight_decay=0.1), net)
+    net = create_model(Model(name=model), num_classes=10, channels=3, image_size=size)
+    optimizer = create_optimizer(Optim(name=name, weight_decay=0.1), net)
     net(torch.randn(2, 3, size, size)).square().sum().backward()
     optimizer.step()
     by_muon = {key for key, parameter in net.named_parameters() if "momentum_buffer" in optimizer.state[parameter]}
@@ -171,13 +166,13 @@ def test_muon_of_an_older_checkpoint_goes_on_with_the_parameters_that_it_had() -
         optimizer.step()
         optimizer.zero_grad()
 
-    net = create_model(config.Model(name="digits_cnn"), num_classes=10, channels=1, image_size=8)
+    net = create_model(Model(name="digits_cnn"), num_classes=10, channels=1, image_size=8)
     older = create_optimizer_v2(net, opt="muon", lr=0.1)  # as earlier versions made it
     step(net, older)
     other = copy.deepcopy(net)
-    newer = create_optimizer(config.Optim(name="muon", lr=0.1), other)
-    state = copy.deepcopy(full_state.optimizer_state(net, older))
-    full_state.spread_optimizer(other, newer, full_state.outline(state), full_state.collect(state, here=True))
+    newer = create_optimizer(Optim(name="muon", lr=0.1), other)
+    state = copy.deepcopy(optimizer_state(net, older))
+    spread_optimizer(other, newer, outline(state), collect(state, here=True))
     step(net, older)
     step(other, newer)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
@@ -186,7 +181,7 @@ def test_muon_of_an_older_checkpoint_goes_on_with_the_parameters_that_it_had() -
 # Schedules
 
 SCHEDULES = st.builds(
-    config.Schedule,
+    Schedule,
     name=st.sampled_from(["constant", "cosine", "step", "multistep", "poly", "plateau"]),
     warmup_epochs=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     warmup_lr=st.sampled_from([0.0, 0.01]),
@@ -202,7 +197,7 @@ def one_weight(lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
 
 
-def rates_of(schedule: config.Schedule, epochs: int, updates_per_epoch: int, order: list[int]) -> list[float]:
+def rates_of(schedule: Schedule, epochs: int, updates_per_epoch: int, order: list[int]) -> list[float]:
     optimizer = one_weight()
     made = create_schedule(schedule, optimizer, epochs=epochs, updates_per_epoch=updates_per_epoch)
     rates = []
@@ -214,9 +209,7 @@ def rates_of(schedule: config.Schedule, epochs: int, updates_per_epoch: int, ord
 
 @settings(max_examples=200, deadline=None)
 @given(schedule=SCHEDULES, epochs=st.integers(3, 6), updates=st.integers(1, 9), draw=st.randoms(use_true_random=False))
-def test_the_rate_is_a_function_of_the_update(
-    schedule: config.Schedule, epochs: int, updates: int, draw: object
-) -> None:
+def test_the_rate_is_a_function_of_the_update(schedule: Schedule, epochs: int, updates: int, draw: object) -> None:
     in_order = list(range(epochs * updates))
     mixed = in_order * 2
     draw.shuffle(mixed)  # type: ignore[attr-defined]
@@ -227,7 +220,7 @@ def test_the_rate_is_a_function_of_the_update(
 
 @settings(max_examples=100, deadline=None)
 @given(schedule=SCHEDULES, updates=st.integers(1, 9))
-def test_the_warm_up_is_a_straight_line(schedule: config.Schedule, updates: int) -> None:
+def test_the_warm_up_is_a_straight_line(schedule: Schedule, updates: int) -> None:
     warmup = round(schedule.warmup_epochs * updates)
     rates = rates_of(schedule, 4, updates, list(range(warmup + 1)))
     for update in range(warmup):
@@ -238,7 +231,7 @@ def test_the_warm_up_is_a_straight_line(schedule: config.Schedule, updates: int)
 
 def test_the_first_rate_is_set_at_once() -> None:
     optimizer = one_weight()
-    create_schedule(config.Schedule(warmup_epochs=1, warmup_lr=0.03), optimizer, epochs=2, updates_per_epoch=5)
+    create_schedule(Schedule(warmup_epochs=1, warmup_lr=0.03), optimizer, epochs=2, updates_per_epoch=5)
     assert optimizer.param_groups[0]["lr"] == 0.03
 
 
@@ -246,11 +239,11 @@ def test_the_first_rate_is_set_at_once() -> None:
 def test_steps_fall_on_the_first_update_of_an_epoch(updates: int) -> None:
     every = list(range(8 * updates))
     expected = [0.1 * 0.5 ** (update // updates // 2) for update in every]
-    step = config.Schedule(name="step", step_epochs=2, decay=0.5)
+    step = Schedule(name="step", step_epochs=2, decay=0.5)
     assert rates_of(step, 8, updates, every) == pytest.approx(expected)
 
     expected = [0.1 * 0.2 ** sum(update // updates >= epoch for epoch in (3, 5)) for update in every]
-    multistep = config.Schedule(name="multistep", milestones=(3, 5), decay=0.2)
+    multistep = Schedule(name="multistep", milestones=(3, 5), decay=0.2)
     assert rates_of(multistep, 8, updates, every) == pytest.approx(expected)
 
     # The same as torch's, stepped once an epoch.
@@ -264,25 +257,25 @@ def test_steps_fall_on_the_first_update_of_an_epoch(updates: int) -> None:
 
 def test_cosine_and_poly_by_hand() -> None:
     every = list(range(20))
-    cosine = rates_of(config.Schedule(name="cosine", warmup_epochs=1, min_lr=0.02), 5, 4, every)
+    cosine = rates_of(Schedule(name="cosine", warmup_epochs=1, min_lr=0.02), 5, 4, every)
     for update in range(4, 20):
         assert cosine[update] == pytest.approx(0.02 + 0.08 * (1 + math.cos(math.pi * (update - 4) / 16)) / 2)
-    poly = rates_of(config.Schedule(name="poly", min_lr=0.02, power=2), 5, 4, every)
+    poly = rates_of(Schedule(name="poly", min_lr=0.02, power=2), 5, 4, every)
     assert poly == pytest.approx([0.02 + 0.08 * (1 - update / 20) ** 2 for update in every])
 
 
 @pytest.mark.parametrize("name", ["cosine", "poly"])
 def test_a_run_of_one_update_or_of_warm_up_alone(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    schedule = config.Schedule(name=name)  # type: ignore[arg-type]
+    schedule = Schedule(name=name)  # type: ignore[arg-type]
     assert rates_of(schedule, 1, 1, [0]) == [0.1]
-    warm = config.Schedule(name=name, warmup_epochs=2)  # type: ignore[arg-type]
+    warm = Schedule(name=name, warmup_epochs=2)  # type: ignore[arg-type]
     assert rates_of(warm, 2, 2, [0, 1, 2, 3]) == pytest.approx([0, 0.025, 0.05, 0.075])
     assert not caplog.records
 
 
 def test_plateau_decays_as_torchs_does_and_resumes_exactly() -> None:
     accuracies = [0.1, 0.2, 0.2, 0.15, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.4]
-    schedule = config.Schedule(name="plateau", decay=0.1, patience_epochs=2, min_lr=0.0005)
+    schedule = Schedule(name="plateau", decay=0.1, patience_epochs=2, min_lr=0.0005)
     reference = one_weight()
     torchs = torch.optim.lr_scheduler.ReduceLROnPlateau(
         reference, mode="max", factor=0.1, patience=2, threshold=0, min_lr=0.0005, eps=0
@@ -316,7 +309,7 @@ def decays_after(made: Scheduler, evaluated: list[int]) -> list[int]:
     return found
 
 
-PATIENT = config.Schedule(name="plateau", patience_epochs=10)
+PATIENT = Schedule(name="plateau", patience_epochs=10)
 
 
 def test_the_patience_of_plateau_counts_epochs_however_often_it_is_evaluated() -> None:
@@ -336,12 +329,12 @@ def test_a_plateau_of_a_checkpoint_that_counted_evaluations_goes_on_as_it_began(
 
 
 def test_ema_is_wanted_or_not() -> None:
-    assert create_ema(config.Ema(), small_net()) is None
+    assert create_ema(Ema(), small_net()) is None
 
 
 def test_ema_by_hand() -> None:
     model = nn.Linear(1, 1, bias=False)
-    ema = create_ema(config.Ema(enabled=True, decay=0.9), model)
+    ema = create_ema(Ema(enabled=True, decay=0.9), model)
     assert ema is not None
     assert not ema.module.training
     mean = None
@@ -356,7 +349,7 @@ def test_ema_warmup_follows_the_weights_closer_at_first() -> None:
     means = []
     for warmup in (False, True):
         model = nn.Linear(1, 1, bias=False)
-        ema = create_ema(config.Ema(enabled=True, decay=0.999, warmup=warmup), model)
+        ema = create_ema(Ema(enabled=True, decay=0.999, warmup=warmup), model)
         assert ema is not None
         for update in range(1, 11):
             model.weight.data.fill_(float(update))
@@ -382,13 +375,13 @@ def with_gradients() -> nn.Sequential:
 
 def test_no_clipping_leaves_gradients_alone() -> None:
     model, untouched = with_gradients(), with_gradients()
-    clip_gradients(config.Optim(), parameters_to_clip(config.Optim(), model))
+    clip_gradients(Optim(), parameters_to_clip(Optim(), model))
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(untouched), strict=True))
 
 
 def test_clipping_by_norm_keeps_the_direction() -> None:
     model, untouched = with_gradients(), with_gradients()
-    optim = config.Optim(clip=0.5)
+    optim = Optim(clip=0.5)
     clip_gradients(optim, parameters_to_clip(optim, model))
     clipped, before = (torch.cat([item.flatten() for item in gradients(net)]) for net in (model, untouched))
     assert clipped.norm().item() == pytest.approx(0.5, rel=1e-4)
@@ -397,7 +390,7 @@ def test_clipping_by_norm_keeps_the_direction() -> None:
 
 def test_clipping_by_value() -> None:
     model, untouched = with_gradients(), with_gradients()
-    optim = config.Optim(clip=0.1, clip_mode="value")
+    optim = Optim(clip=0.1, clip_mode="value")
     clip_gradients(optim, parameters_to_clip(optim, model))
     for clipped, before in zip(gradients(model), gradients(untouched), strict=True):
         assert torch.equal(clipped, before.clamp(-0.1, 0.1))
@@ -405,7 +398,7 @@ def test_clipping_by_value() -> None:
 
 def test_agc_leaves_the_classifier_alone() -> None:
     model, untouched = with_gradients(), with_gradients()
-    optim = config.Optim(clip=0.01, clip_mode="agc")
+    optim = Optim(clip=0.01, clip_mode="agc")
     clip_gradients(optim, parameters_to_clip(optim, model))
     assert torch.equal(gradients(model)[-2], gradients(untouched)[-2])
     weight, gradient = model[0].weight.detach(), model[0].weight.grad
@@ -425,14 +418,14 @@ def log_softmax_by_hand(row: list[float]) -> list[float]:
 
 
 def test_cross_entropy_of_each_sample() -> None:
-    losses = create_loss(config.Loss(), None)(LOGITS, torch.tensor([0, 2]))
+    losses = create_loss(Loss(), None)(LOGITS, torch.tensor([0, 2]))
     first, second = (log_softmax_by_hand(row) for row in LOGITS.tolist())
     assert losses.dtype == torch.float32
     assert losses.tolist() == pytest.approx([-first[0], -second[2]])
 
 
 def test_label_smoothing_by_hand() -> None:
-    losses = create_loss(config.Loss(label_smoothing=0.3), None)(LOGITS, torch.tensor([0, 2]))
+    losses = create_loss(Loss(label_smoothing=0.3), None)(LOGITS, torch.tensor([0, 2]))
     first, second = (log_softmax_by_hand(row) for row in LOGITS.tolist())
     assert losses.tolist() == pytest.approx([-0.7 * first[0] - 0.1 * sum(first), -0.7 * second[2] - 0.1 * sum(second)])
 
@@ -440,22 +433,22 @@ def test_label_smoothing_by_hand() -> None:
 def test_class_weights_multiply_each_sample() -> None:
     weights = torch.tensor([0.5, 1.0, 3.0])
     for smoothing in (0.0, 0.1):
-        plain = create_loss(config.Loss(label_smoothing=smoothing), None)(LOGITS, torch.tensor([0, 2]))
-        weighted = create_loss(config.Loss(label_smoothing=smoothing), weights)(LOGITS, torch.tensor([0, 2]))
+        plain = create_loss(Loss(label_smoothing=smoothing), None)(LOGITS, torch.tensor([0, 2]))
+        weighted = create_loss(Loss(label_smoothing=smoothing), weights)(LOGITS, torch.tensor([0, 2]))
         torch.testing.assert_close(weighted, plain * torch.tensor([0.5, 3.0]))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 1.0, 3.0])])
 def test_hard_targets_are_soft_targets_of_one_class(smoothing: float, weights: Tensor | None) -> None:
-    loss = create_loss(config.Loss(label_smoothing=smoothing), weights)
+    loss = create_loss(Loss(label_smoothing=smoothing), weights)
     target = torch.tensor([1, 2])
     torch.testing.assert_close(loss(LOGITS, target), loss(LOGITS, F.one_hot(target, 3).double()))
 
 
 def test_mixed_targets_by_hand() -> None:
     weights = torch.tensor([0.5, 1.0, 3.0])
-    losses = create_loss(config.Loss(), weights)(LOGITS, torch.tensor([[0.75, 0.25, 0.0], [0.0, 0.5, 0.5]]))
+    losses = create_loss(Loss(), weights)(LOGITS, torch.tensor([[0.75, 0.25, 0.0], [0.0, 0.5, 0.5]]))
     first, second = (log_softmax_by_hand(row) for row in LOGITS.tolist())
     expected = [-(0.75 * first[0] + 0.25 * first[1]) * 0.625, -(0.5 * second[1] + 0.5 * second[2]) * 2.0]
     assert losses.tolist() == pytest.approx(expected)
@@ -463,9 +456,9 @@ def test_mixed_targets_by_hand() -> None:
 
 def test_the_loss_is_taken_in_float32() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        losses = create_loss(config.Loss(), None)(LOGITS.to(dtype), torch.tensor([0, 2]))
+        losses = create_loss(Loss(), None)(LOGITS.to(dtype), torch.tensor([0, 2]))
         assert losses.dtype == torch.float32
-        torch.testing.assert_close(losses, create_loss(config.Loss(), None)(LOGITS, torch.tensor([0, 2])))
+        torch.testing.assert_close(losses, create_loss(Loss(), None)(LOGITS, torch.tensor([0, 2])))
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_train.config import options, synonyms
-from accel_train.config import schema as config
-from accel_train.config.schema import Config
+from accel_train.config.options import option_types, parse, parse_command
+from accel_train.config.recipe import recipe_about, recipe_names, recipe_text
+from accel_train.config.schema import Config, Data, Optim, to_yaml
+from accel_train.config.synonyms import LAUNCHER, OPTIONS, TABLES
 from accel_train.errors import UserError
 
 RECIPE = """\
@@ -42,21 +43,21 @@ def recipe(tmp_path: Path) -> str:
 def told(*arguments: str) -> str:
     """The message of the UserError; it must be one line."""
     with pytest.raises(UserError) as caught:
-        options.parse(arguments)
+        parse(arguments)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_the_recipe_gives_values_and_the_command_line_wins(recipe: str) -> None:
-    found = options.parse([recipe])
+    found = parse([recipe])
     assert found.recipe == "mine"
     assert found.epochs == 3
-    assert found.optim == config.Optim(name="adam", lr=1e-3, betas=(0.9, 0.99))
+    assert found.optim == Optim(name="adam", lr=1e-3, betas=(0.9, 0.99))
     assert found.schedule.milestones == (1, 2)
-    assert found.data == config.Data(train_limit=10)
+    assert found.data == Data(train_limit=10)
     assert found.augment.mean == (-0.5, 0.1)
 
-    found = options.parse(
+    found = parse(
         f"{recipe} --optim.lr -0 --optim.lr=2 --data.train_limit none --epochs 7 --schedule.milestones 4 5 6 "
         "--augment.mean -1e-2 -.5 --config-only --ema.enabled true --data.drop-last FALSE "
         "--resume=--odd=name".split()
@@ -74,7 +75,7 @@ def test_lists_can_be_emptied_and_null_undoes_a_base(recipe: str, tmp_path: Path
     (tmp_path / "child.yaml").write_text(
         "base: mine.yaml\nschedule: {name: cosine, milestones: []}\naugment: {mean: null}\noptim.lr: 5e-1\n"
     )
-    found = options.parse([str(tmp_path / "child.yaml")])
+    found = parse([str(tmp_path / "child.yaml")])
     assert found.recipe == "child"
     assert (found.schedule.name, found.schedule.milestones) == ("cosine", ())
     assert found.augment.mean is None
@@ -85,17 +86,17 @@ def test_lists_can_be_emptied_and_null_undoes_a_base(recipe: str, tmp_path: Path
 
 
 def test_the_configuration_of_a_run_keeps_its_recipes_name(recipe: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(config.to_yaml(options.parse([recipe, "--epochs", "4"])))
-    again = options.parse([str(tmp_path / "config.yaml")])
+    (tmp_path / "config.yaml").write_text(to_yaml(parse([recipe, "--epochs", "4"])))
+    again = parse([str(tmp_path / "config.yaml")])
     assert (again.recipe, again.epochs) == ("mine", 4)
     (tmp_path / "child.yaml").write_text("base: config.yaml")  # a recipe of its own
-    assert options.parse([str(tmp_path / "child.yaml")]) == dataclasses.replace(again, recipe="child")
+    assert parse([str(tmp_path / "child.yaml")]) == dataclasses.replace(again, recipe="child")
 
 
 def test_a_home_folder_is_found_in_paths_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     (tmp_path / "r.yaml").write_text("data: {root: ~/images}\nresume: ~/x")
-    found = options.parse([str(tmp_path / "r.yaml")])
+    found = parse([str(tmp_path / "r.yaml")])
     assert found.data.root == Path("/home/someone/images")
     assert found.resume == "~/x"
 
@@ -220,14 +221,14 @@ def test_what_other_trainers_call_it_is_known(tmp_path: Path, word: str, advice:
 def test_what_is_proposed_exists() -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    kinds, groups = options.option_types(), {"data", "model", "optim", "schedule", "ema", "checkpoint", "augment"}
-    proposed = {key for keys in synonyms.OPTIONS for key in keys.split()}
+    kinds, groups = option_types(), {"data", "model", "optim", "schedule", "ema", "checkpoint", "augment"}
+    proposed = {key for keys in OPTIONS for key in keys.split()}
     assert proposed <= kinds.keys()
-    words = [word for table in synonyms.TABLES for listed in table.values() for word in listed.split()]
+    words = [word for table in TABLES for listed in table.values() for word in listed.split()]
     assert len(words) == len(set(words))
     assert not set(words) & kinds.keys()
     assert all(not any(word.startswith(f"{group}.") for group in groups) for word in words)
-    for command in synonyms.LAUNCHER:
+    for command in LAUNCHER:
         flag, value = command.split()
         assert f'"{flag}"' in repr(launch_command_parser()._option_string_actions).replace("'", '"')
         if flag == "--config_file":
@@ -239,7 +240,7 @@ def test_only_options_of_the_command_are_proposed() -> None:
 
     def told_by_predict(word: str) -> str:
         with pytest.raises(UserError) as caught:
-            options.parse_command(Predict, ["run", "x.png", word, "1"], "predict", positional=("run", "images"))
+            parse_command(Predict, ["run", "x.png", word, "1"], "predict", positional=("run", "images"))
         return str(caught.value)
 
     assert "Did you mean 'batch-size'?" in told_by_predict("--bs")
@@ -262,20 +263,20 @@ def test_the_recipe_itself_is_checked(tmp_path: Path) -> None:
 
 
 def test_packaged_recipes_are_named_and_described() -> None:
-    names = options.recipe_names()
+    names = recipe_names()
     if not names:
         pytest.skip("no recipe in the package")
     for name in names:
-        assert options.parse([name]).recipe == name
-        assert options.recipe_about(name)["reproduces"]
-        assert "about:" in options.recipe_text(name)
+        assert parse([name]).recipe == name
+        assert recipe_about(name)["reproduces"]
+        assert "about:" in recipe_text(name)
     assert f"Did you mean '{names[0]}'?" in told(names[0] + "x")
 
 
 def test_help_names_the_recipe_and_shows_its_values(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, default in (["--help"], "(default: 1)"), ([recipe, "-h"], "(default: 3)"):
         with pytest.raises(SystemExit) as stop:
-            options.parse(arguments)
+            parse(arguments)
         assert stop.value.code == 0
         text = capsys.readouterr().out
         assert text.startswith("usage: accel-train train RECIPE")
@@ -317,7 +318,7 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
     values: dict[str, Any] = {}
-    for key, kind in options.option_types().items():
+    for key, kind in option_types().items():
         group, _, name = key.replace("-", "_").rpartition(".")
         value = draw(strategy(key, kind))
         values.setdefault(group, {})[name] = value
@@ -332,5 +333,5 @@ def configs(draw: st.DrawFn) -> Config:
 @given(found=configs())
 def test_to_yaml_and_back_is_the_same_config(found: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "round.yaml"
-    path.write_text(config.to_yaml(found), encoding="utf-8")
-    assert options.parse([str(path)]) == dataclasses.replace(found, recipe="round")
+    path.write_text(to_yaml(found), encoding="utf-8")
+    assert parse([str(path)]) == dataclasses.replace(found, recipe="round")

@@ -23,13 +23,13 @@ from torch import nn
 from accel_train import cli
 from accel_train.analysis.load_run import load_model
 from accel_train.analysis.predict import Classifier
-from accel_train.config import options
+from accel_train.config.options import parse
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed
-from accel_train.data.order.plan import EvaluationOrder
+from accel_train.data.order.samplers import EvaluationOrder
 from accel_train.data.sources.load import load_splits
-from accel_train.records.examples import example_image
 from accel_train.records.model_info import Signature, read_signature
+from accel_train.records.summary import example_image
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_probabilities_are_those_of_the_model(alone: Path, tmp_path: Path) -> No
     images = [tmp_path / f"{number}.png" for number in range(40)]
     for number, path in enumerate(images):
         digit(number).save(path)
-    config, signature = options.parse([str(alone / "config.yaml")]), read_signature(alone)
+    config, signature = parse([str(alone / "config.yaml")]), read_signature(alone)
     model = load_model(config.model, signature, alone / "ema.safetensors")
     pixels = torch.from_numpy(np.stack([np.asarray(digit(number)) for number in range(40)]))[:, None]
     with torch.inference_mode():

@@ -11,16 +11,19 @@ import torch
 import yaml
 from PIL import Image
 
-from accel_train.config import schema as config
+import accel_train
 from accel_train.config.options import parse
 from accel_train.config.recipe import RECIPES, recipe_names
+from accel_train.config.schema import Config
 from accel_train.data.loading import create_feed
-from accel_train.data.order.plan import EvaluationOrder, Plan
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import EvaluationOrder
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.models import create_model, input_size
-from accel_train.optim.optim import create_optimizer, create_schedule
+from accel_train.optim.optimizer import create_optimizer
+from accel_train.optim.schedule import create_schedule
 
 NAMES = (
     "digits",
@@ -77,12 +80,12 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_sets_what_exists(name: str) -> None:
     settings = {key: value for key, value in read(name).items() if key not in ("about", "base")}
-    assert unknown_keys(settings, config.Config) == []
+    assert unknown_keys(settings, Config) == []
 
 
 def test_a_misspelt_key_is_found() -> None:
     settings = {"epochs": 1, "optim": {"lr": 1, "lrr": 2}, "modl": {}, "seed": {"a": 1}}
-    assert unknown_keys(settings, config.Config) == ["optim.lrr", "modl", "seed"]
+    assert unknown_keys(settings, Config) == ["optim.lrr", "modl", "seed"]
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -119,7 +122,7 @@ def test_cifar10_fast_is_pages() -> None:
 
 
 def test_recipes_are_packaged() -> None:
-    assert Path(config.__file__).parent in RECIPES.parents
+    assert Path(accel_train.__file__).parent in RECIPES.parents
 
 
 @pytest.mark.parametrize("name", ["cifar10_fast", "cifar10_resnet18", "cifar10_resnet18_sota"])

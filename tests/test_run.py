@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from accel_train.config import options
+from accel_train.config.options import parse
 from accel_train.config.schema import Config, Optim
 from accel_train.errors import UserError
 from accel_train.records import directory as run
 from accel_train.records.directory import RunDirectory
+from accel_train.records.environment import _commit
 from accel_train.records.model_info import Signature, read_signature
 
 SIGNATURE = Signature(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
@@ -36,7 +37,7 @@ def test_begin_writes_a_config_that_starts_the_same_run_again(tmp_path: Path) ->
     directory = RunDirectory(tmp_path / "a" / "b", writes=True)
     config = Config(recipe="mine", optim=Optim(lr=3e-4), trackers=("x",))
     directory.begin(config, SIGNATURE, world_size=2, devices=["cpu", "cpu"])
-    found = options.parse([str(tmp_path / "a" / "b" / "config.yaml")])
+    found = parse([str(tmp_path / "a" / "b" / "config.yaml")])
     assert (found.recipe, found.optim, found.trackers) == ("mine", config.optim, config.trackers)
     assert read_signature(directory.path) == SIGNATURE
     environment = json.loads((directory.path / "environment.json").read_text())
@@ -59,17 +60,17 @@ def test_the_commit_is_the_checkout_of_the_package_only(tmp_path: Path) -> None:
 
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
-    assert run._commit(tmp_path / "package") is None
+    assert _commit(tmp_path / "package") is None
     git("init")
     git("commit", "--allow-empty", "-m", "other files")
-    assert run._commit(tmp_path / "package") is None  # lies in a repository, but is not of it
+    assert _commit(tmp_path / "package") is None  # lies in a repository, but is not of it
     git("add", ".")
     git("commit", "-m", "the package")
-    commit = run._commit(tmp_path / "package")
+    commit = _commit(tmp_path / "package")
     assert commit is not None
     assert len(commit) == 40
     (tmp_path / "package" / "__init__.py").write_text("changed")
-    assert run._commit(tmp_path / "package") == f"{commit}-dirty"
+    assert _commit(tmp_path / "package") == f"{commit}-dirty"
 
 
 def test_metrics_are_strict_json(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_a_folder_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> Non
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from accel_train.run import RunDirectory
+from accel_train.records.directory import RunDirectory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 directory = RunDirectory(Path(sys.argv[1]), writes=True)
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -226,7 +227,7 @@ def test_a_full_disk_costs_lines_but_neither_the_run_nor_a_whole_line(tmp_path: 
 WRITER = """
 import sys
 from pathlib import Path
-from accel_train.run import RunDirectory
+from accel_train.records.directory import RunDirectory
 directory = RunDirectory(Path(sys.argv[1]), writes=True)
 print("ready", flush=True)
 for update in range(10**9):

@@ -12,12 +12,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.directory import directory, updates
 from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.config.semantics import SEMANTICS
-from accel_train.data.order.plan import Plan, TrainingOrder
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import TrainingOrder
 from accel_train.data.sources.load import load_splits
+from accel_train.files import sha256
 
 WORDS = "digits --batch-size 8 --epochs 2 --model.image-size 8 --augment.crop resized --augment.flip 0.5"
 WORDS += " --checkpoint.every-updates 1 --data.workers 1 --data.name folder --data.val-fraction 0.1"
@@ -49,7 +51,7 @@ def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Pat
     assert main(words(data, tmp_path / "one", "--data.skip-unreadable", listed)) == 0
     refused = helpers.run(*words(data, tmp_path / "other")[1:])
     assert refused.returncode == 2 and f"{bad} cannot be read" in refused.stderr
-    at = commit.updates(tmp_path / "other" / "checkpoints")[-1]
+    at = updates(tmp_path / "other" / "checkpoints")[-1]
     assert at > 0
     assert main(words(data, tmp_path / "other", "--data.skip-unreadable", listed)) == 0
 
@@ -71,7 +73,7 @@ def older(checkpoint: Path) -> None:
     (checkpoint / "state.json").write_text(json.dumps(state))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     file = checkpoint / "state.json"
-    manifest["files"]["state.json"] = {"size": file.stat().st_size, "sha256": commit.sha256(file)}
+    manifest["files"]["state.json"] = {"size": file.stat().st_size, "sha256": sha256(file)}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -84,8 +86,8 @@ def test_an_older_run_goes_on_if_nothing_changed_and_else_is_refused(
     line += ["--schedule.name", "constant"]
     assert main([*line, "--epochs", "1"]) == 0
     (run / "result.json").unlink()
-    for update in commit.updates(run / "checkpoints"):
-        older(commit.directory(run / "checkpoints", update))
+    for update in updates(run / "checkpoints"):
+        older(directory(run / "checkpoints", update))
     capsys.readouterr()
     if kind == "digits":
         assert main([*line, "--epochs", "2"]) == 0

@@ -16,8 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from accel_train import models
 from accel_train.cli import main
-from accel_train.config import schema as config
-from accel_train.optim import performance as tuning
+from accel_train.config.schema import Model
+from accel_train.optim.performance import seed
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def test_gradient_checkpointing_leaves_the_same_weights_and_statistics(tmp_path:
 
 def test_activation_checkpointing_of_accelerates_draws_the_same_masks_again() -> None:
     def gradient(model: nn.Module) -> torch.Tensor:
-        kept = models.prepare_recomputation(model, config.Model())
-        tuning.seed(torch.device("cpu"), 7)
+        kept = models.prepare_recomputation(model, Model())
+        seed(torch.device("cpu"), 7)
         loss = model(torch.ones(4, 8)).square().sum()
         with models.buffers_kept(kept):
             loss.backward()

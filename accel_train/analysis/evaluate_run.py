@@ -21,15 +21,16 @@ from accel_train.config.options import parse
 from accel_train.config.schema import as_dict
 from accel_train.config.semantics import SEMANTICS, check_same_division
 from accel_train.data.loading import create_feed
-from accel_train.data.order.plan import EvaluationOrder
+from accel_train.data.order.samplers import EvaluationOrder
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.errors import UserError
-from accel_train.evaluate import Evaluation, evaluate, evaluation_batch_size
+from accel_train.evaluate import evaluate, evaluation_batch_size
 from accel_train.files import write_whole
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import decided_by_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import lay_out, set_defaults
+from accel_train.records.metrics import Evaluation
 from accel_train.records.model_info import Signature, read_signature
 from accel_train.records.table import print_table
 

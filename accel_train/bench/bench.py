@@ -38,7 +38,7 @@ from accel_train.data.transforms.image import resize_default
 from accel_train.errors import UserError
 from accel_train.launch.consensus import decided_by_main
 from accel_train.launch.environment import Launch
-from accel_train.records.directory import environment
+from accel_train.records.environment import environment
 from accel_train.train import train
 
 ROUND_SECONDS, FEWEST_UPDATES = 5.0, 20  # of one measurement of the bare loop, if --updates is not given
@@ -70,7 +70,7 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
             seconds = workload.bare_seconds(5, warm_up=3) / 5
             updates = decided_by_main(accelerator, lambda: max(FEWEST_UPDATES, math.ceil(ROUND_SECONDS / seconds)))
         warm_up = max(1, min(config.log_every_updates, updates // 4))
-        flops = training_flops(config.model, splits, workload.size, plan.micro_batch)
+        flops = training_flops(config.model, splits, workload.setup.image_size, plan.micro_batch)
         del workload, splits
         _clear(accelerator)
         measured = []

@@ -7,7 +7,7 @@ same backwards.
 
     update-00001234            whole, unless the disk or somebody altered it later: `verify` tells
     update-00001234.broken-1   `set_aside` found it altered; kept for whoever wants to know why
-    .update-00001234.*.tmp     being written        \\
+    .update-00001234.*.tmp     being written        \
     .update-00001234.gone      being deleted         } left by a killed process: `tidy` clears them up
     .update-00001234.old       being replaced       /
 """
@@ -15,9 +15,7 @@ same backwards.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import os
 import re
 import shutil
 import uuid
@@ -25,6 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from accel_train.errors import UserError
+from accel_train.files import flush, sha256
 from accel_train.untrusted import NotOrdinaryError, is_count, is_file_name, read_ordinary, require_ordinary
 
 MANIFEST = "manifest.json"
@@ -194,25 +193,3 @@ def survivors(found: Mapping[int, int | None], keep: int, best: int | None, ever
     newest = sorted(found)[-keep:]
     milestones = [update for update, epochs in found.items() if every and epochs and epochs % every == 0]
     return {*newest, *milestones, *(update for update in found if update == best)}
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Wait until the disk has a file, or a directory's list of names (fsync). Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network and FUSE file systems know no fsync of a directory; of a file all do.
-        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)):
-            raise
-    finally:
-        os.close(descriptor)

@@ -34,7 +34,7 @@ from accel_train.config.semantics import IN_MEMORY, SEMANTICS, check_same_divisi
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.launch.consensus import decided_by_main
-from accel_train.ownership.owner import Lease, LostError
+from accel_train.ownership.lease import Lease, LostError
 from accel_train.untrusted import NotOrdinaryError, is_count, read_ordinary
 
 # The settings of an optimizer's parameter groups that follow from a key of another name.

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from accel_train.models.wrapping import bare, plain_name
 
 HOW_TO_COMPUTE = (
     "foreach",
@@ -25,22 +26,6 @@ HOW_TO_COMPUTE = (
     "capturable",
     "differentiable",
 )  # of this machine, never from a checkpoint
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpointing add to names
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without the parts that wrappers inside the model add."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The model without DDP and torch.compile around it.
-
-    Accelerator.unwrap_model would take DDP out of the compiled model itself, which then had no `no_sync`: an all-reduce
-    for each micro-batch.
-    """
-    plain: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
-    return plain
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:

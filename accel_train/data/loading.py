@@ -20,9 +20,9 @@ from accel_train import models
 from accel_train.config.schema import Augment, Config
 from accel_train.data.memory import MemoryLoader
 from accel_train.data.order.keyed import hashed, key
-from accel_train.data.order.plan import Draw, Order
+from accel_train.data.order.samplers import Draw, Order
 from accel_train.data.placement import Placement, choose_place
-from accel_train.data.sources.images import EncodedImages
+from accel_train.data.sources.encoded import EncodedImages
 from accel_train.data.sources.splits import Source, Splits, owner
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.device_decoding import DeviceDecoder, Reading, Undecoded, check_device_decoding

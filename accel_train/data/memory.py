@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accel_train.data.order.keyed import hashed, key
-from accel_train.data.order.plan import Order
+from accel_train.data.order.samplers import Order
 from accel_train.data.sources.arrays import Arrays
 from accel_train.data.sources.splits import Source, owner
 

@@ -254,3 +254,8 @@ def _ranges(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def collective_seconds(limit: float) -> float:
+    """The time-out of collectives where a process may stand still for `limit` seconds: its stacks come first."""
+    return limit + 60 if limit else timedelta(days=365).total_seconds()

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.dataclasses import DynamoBackend
-from torch import nn
+from torch import Tensor, nn
 
 from accel_train.errors import UserError
 from accel_train.models.padding import leave_out_padding
@@ -107,3 +107,18 @@ def stepping(optimizer: Any) -> Any:
     """
     needed = optimizer.scaler is not None or optimizer.accelerator_state.distributed_type == DistributedType.XLA
     return optimizer if needed else optimizer.optimizer
+
+
+def settle_buckets(accelerator: Accelerator, model: nn.Module, inputs: Tensor) -> None:
+    """Pass once forward and backward through the prepared `model`, and leave weights and buffers as they were.
+
+    Collective. `inputs`: float32 [b, C, size, size], of a training batch's shape; their values do not matter.
+    """
+    if accelerator.num_processes < 3:
+        return
+    before = [buffer.clone() for buffer in model.buffers()]
+    model(inputs).sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import cache
 from types import TracebackType
-from typing import TextIO
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -19,6 +16,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from accel_train.errors import print_line
 
 REDRAWS_PER_SECOND = 4
 
@@ -165,34 +164,6 @@ class Console:
         for name, value in self._figures.items():
             figures.append(f"{name} ", style="dim").append(f"{value}   ", style="bold")
         return Group(bars, figures)
-
-
-def print_line(text: str, stream: TextIO | None = None) -> None:
-    """A log that can no longer be written, for its reader has gone or its disk is full, does not end a run."""
-    stream = stream or sys.stdout
-    try:
-        print(text, file=stream, flush=True)
-    except BrokenPipeError:
-        _to_nowhere(stream)
-    except OSError:  # a disk may have space again for the next line
-        _give_up_at_the_end(stream)
-
-
-@cache
-def _give_up_at_the_end(stream: TextIO) -> None:
-    """The interpreter tries once more to write what could not be written, and would fail for it (exit code 120)."""
-
-    def last_try() -> None:
-        try:
-            stream.flush()
-        except OSError:
-            _to_nowhere(stream)
-
-    atexit.register(last_try)
-
-
-def _to_nowhere(stream: TextIO) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _duration(seconds: float | None) -> str:

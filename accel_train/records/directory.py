@@ -7,32 +7,27 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from accel_train.config.schema import Config, to_yaml
+from accel_train.errors import print_line
 from accel_train.ownership.folders import cannot_be_written, make_directory
-from accel_train.ownership.owner import Lease
-from accel_train.records.console import print_line
+from accel_train.ownership.lease import Lease
+from accel_train.records.environment import environment
 from accel_train.records.model_info import FILE, Signature
 
 DAMAGED = "metrics.damaged.jsonl"
+
+
 MARKER = "REQUEUE"  # its presence in the run's folder asks the job script to start the run again
+
+
 STATUS_SECONDS = 2.0  # status.json is not renewed more often than this
-PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "numpy", "pillow")
-LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "PBS_", "OMPI_COMM_", "PMI_", "NCCL_", "TORCHELASTIC_", "FSDP_")
-LAUNCHER_NAMES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
-SECRETS = ("TOKEN", "JWT", "KEY", "SECRET", "PASSWORD")
 
 
 class RunDirectory:
@@ -204,49 +199,10 @@ class RunDirectory:
             return False
 
 
-def environment(world_size: int, devices: list[str], precision: str = "fp32") -> dict[str, Any]:
-    """What the run stands on: versions, devices, precision, host, launcher, commit, command line. Imports torch."""
-    import torch
-
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    versions["torch"] = torch.__version__  # with its build: +cpu, +cu130
-    launcher = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if (name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)) and not any(word in name for word in SECRETS)
-    }
-    return {
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "host": platform.node(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "packages": versions,
-        "cuda": torch.version.cuda,
-        "world_size": world_size,
-        "devices": devices,
-        "precision": precision,
-        "cores": os.cpu_count(),
-        "commit": _commit(Path(__file__).parent.parent),
-        "launcher": launcher,
-    }
-
-
-def _commit(folder: Path) -> str | None:
-    """The git commit of the package ("…-dirty" with changes), or None if it is not a checkout."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie within another repository
-        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    except (OSError, subprocess.SubprocessError):
-        return None
+def remove_requeue_marker(run: Path) -> None:
+    """Remove the file by which an earlier start has asked for this one."""
+    with contextlib.suppress(OSError):  # a finished run's directory may be one that cannot be written
+        (run / MARKER).unlink()
 
 
 def _cut_torn_lines(path: Path) -> None:

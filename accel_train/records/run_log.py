@@ -16,13 +16,12 @@ from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
 from accel_train.data.placement import Placement
 from accel_train.data.sources.load import Splits
-from accel_train.evaluate import Evaluation
 from accel_train.launch.accelerator import precision
 from accel_train.records.console import Console
 from accel_train.records.directory import DAMAGED, MARKER, RunDirectory
-from accel_train.records.examples import example_image
 from accel_train.records.meter import Count, Stopwatch
-from accel_train.records.summary import describe, next_steps, result_of
+from accel_train.records.metrics import Evaluation
+from accel_train.records.summary import describe, example_image, next_steps, result_of
 from accel_train.records.trackers import track
 
 

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import learned
 from accel_train.config.schema import Config, to_yaml
-from accel_train.data.order.plan import Plan, TrainingOrder
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import TrainingOrder
 from accel_train.data.placement import Placement
-from accel_train.data.sources.load import Splits, load_splits
+from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
-from accel_train.evaluate import Evaluation
 from accel_train.launch.accelerator import precision, precision_notice
-from accel_train.optim.optim import check_schedule
+from accel_train.optim.schedule import check_schedule
+from accel_train.records.metrics import Evaluation
 
 
 def describe(
@@ -135,3 +139,37 @@ def typed_program() -> str:
     if shutil.which("accel-train"):
         return "accel-train"
     return sys.argv[0] if Path(sys.argv[0]).name == "accel-train" else f"{sys.executable} -m accel_train"
+
+
+FOLDER = "examples"
+
+
+COUNT = 5
+
+
+def example_image(splits: Splits, run: Path) -> Path | None:
+    """The path of an image that the model was not trained on, if there is one.
+
+    Data that is not in image files of its own has its first test images written to RUN/examples, named by their class:
+    test-0-is-cat.png.
+    """
+    source = splits.test or splits.validation
+    if source is None:
+        return None
+    if (file := Path(source.name(0))).is_file():
+        return file
+    from PIL import Image
+
+    split = "test" if splits.test else "validation"
+    written: list[Path] = []
+    try:
+        (run / FOLDER).mkdir(exist_ok=True)
+        for id in range(min(COUNT, len(source))):
+            name = re.sub(r"[^\w.-]+", "_", splits.classes[int(source.labels[id])])
+            path = run / FOLDER / f"{split}-{id}-is-{name[:100]}.png"
+            pixels = torch.as_tensor(source.fetch([id])[0]).cpu().permute(1, 2, 0)
+            Image.fromarray(pixels.squeeze(-1).contiguous().numpy()).save(path)
+            written.append(path)
+    except (OSError, UserError):  # no room, an image that cannot be read: the run is finished without
+        pass
+    return written[0] if written else None

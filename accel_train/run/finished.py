@@ -18,7 +18,7 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict, value
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
-from accel_train.ownership.owner import Lease
+from accel_train.ownership.lease import Lease
 from accel_train.run.relaunch import command_to_go_on
 
 RESULT = "result.json"

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from accel_train.records.console import print_line
+from accel_train.errors import print_line
 
 ANSWER_SECONDS = 0.2  # a data worker's, to a signal
 

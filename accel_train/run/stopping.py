@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from accel_train.errors import print_line
 from accel_train.launch.environment import in_job
 from accel_train.launch.rendezvous import connecting, set_collective_timeout
 from accel_train.launch.signals import WARNINGS, came_too_early, note, noted
-from accel_train.records.console import print_line
 
 Batch = TypeVar("Batch")
 

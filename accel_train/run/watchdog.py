@@ -32,10 +32,9 @@ from typing import Any, NoReturn, TypeVar
 from accelerate import Accelerator
 from torch import distributed
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.launch.process import hostname, is_gone
-from accel_train.launch.rendezvous import set_collective_timeout
-from accel_train.records.console import print_line
+from accel_train.launch.rendezvous import collective_seconds, set_collective_timeout
 from accel_train.records.directory import RunDirectory
 from accel_train.run.monitor import Monitor
 from accel_train.run.stacks import Stacks
@@ -43,17 +42,23 @@ from accel_train.run.stopping import Stopping
 
 Batch = TypeVar("Batch")
 
+
 TICK_SECONDS = 2.0
+
+
 SILENT_SECONDS = 45.0  # not heard of for so long: dead. One that holds Python's lock for long is not.
+
+
 TERMINATION_SECONDS = 20.0  # launchers send SIGKILL 30 s after SIGTERM
+
+
 DUMP_SECONDS = 10.0  # for the others to write their stacks
+
+
 RELEASE_SECONDS = 5.0  # for the file system to take a deletion
+
+
 LEAVE_SECONDS = 20.0  # for a process to end by itself, once it is known that all have to
-
-
-def collective_seconds(limit: float) -> float:
-    """The time-out of collectives where a process may stand still for `limit` seconds: its stacks come first."""
-    return limit + 60 if limit else timedelta(days=365).total_seconds()
 
 
 class Watchdog:

@@ -20,7 +20,8 @@ from PIL import Image
 
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed, create_loader
-from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
 from accel_train.data.sources.cache import CachedImages, CacheFile
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
@@ -317,7 +318,7 @@ class TestWriting:
     def killed(self, folder: Data, output: Path) -> Path:
         """Start the command and kill it in its middle; returns the journal."""
         script = (
-            "import sys, time; from accel_train.data import cache_writer, pool\n"
+            "import sys, time; from accel_train.data.tools import cache_writer, pool\n"
             "cache_writer.SYNC_SECONDS, pool.CHUNK, encode = 0, 4, cache_writer.encode\n"
             "def slowly(*arguments):\n    time.sleep(0.05); return encode(*arguments)\n"
             "cache_writer.encode = slowly\n"

@@ -13,7 +13,8 @@ from PIL import Image
 from accel_train.cli import main
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed
-from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError

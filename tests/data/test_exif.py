@@ -16,7 +16,8 @@ from PIL import Image, ImageOps
 
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed
-from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
 from accel_train.data.sources.images import Picture, decode
 from accel_train.data.sources.load import load_splits
 from accel_train.data.tools.cache_writer import write_cache

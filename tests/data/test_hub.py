@@ -124,8 +124,8 @@ Pets(data_dir=sys.argv[1]).download_and_prepare()
 LOAD = """
 import sys, torch
 from pathlib import Path
-from accel_train.config import Data
-from accel_train.data.sources import load_splits
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import load_splits
 found = load_splits(Data(name="tfds/pets", root=Path(sys.argv[1])), 0)
 assert found.classes == ("cat", "dog") and found.image_size == 4 and found.validation is None
 images = found.train.fetch(range(6))

@@ -9,7 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.data.sources.images import FileImages, ImageError, Names, decode, find_images
+from accel_train.data.sources.encoded import FileImages, Names
+from accel_train.data.sources.find import find_images
+from accel_train.data.sources.images import ImageError, decode
 from accel_train.errors import UserError
 
 

@@ -14,7 +14,8 @@ from accel_train.config.schema import Augment, Config, Data
 from accel_train.data import placement
 from accel_train.data.loading import Feed, create_feed
 from accel_train.data.memory import MemoryLoader
-from accel_train.data.order.plan import Draw, EvaluationOrder, Order, Plan, TrainingOrder
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import Draw, EvaluationOrder, Order, TrainingOrder
 from accel_train.data.placement import Placement, choose_place
 from accel_train.data.sources.arrays import Arrays
 from accel_train.data.sources.load import load_splits
@@ -253,7 +254,8 @@ def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> 
         "import torch\n"
         "from accel_train.config.schema import Augment, Data\n"
         "from accel_train.data.loading import create_loader\n"
-        "from accel_train.data.order.plan import Plan, TrainingOrder\n"
+        "from accel_train.data.order.plan import Plan\n"
+        "from accel_train.data.order.samplers import TrainingOrder\n"
         "from accel_train.data.sources.load import load_splits\n"
         "source = load_splits(Data(), 0).train\n"
         "order = TrainingOrder(Plan(len(source), 32, 1, 1), 0)\n"

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.data.order.keyed import key, permuted
-from accel_train.data.order.plan import Draw, EvaluationOrder, Plan, TrainingOrder, accumulation_steps
+from accel_train.data.order.plan import Plan, accumulation_steps
+from accel_train.data.order.samplers import Draw, EvaluationOrder, TrainingOrder
 from accel_train.errors import UserError
 
 

@@ -16,7 +16,8 @@ from torchvision.transforms import v2
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed, create_loader
 from accel_train.data.order.keyed import hashed, key
-from accel_train.data.order.plan import EvaluationOrder, Plan, TrainingOrder
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
 from accel_train.data.sources.images import ImageError, Picture
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.transforms.image import ImageTransform, crop_boxes, resize_default

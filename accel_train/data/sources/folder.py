@@ -9,7 +9,9 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
-from accel_train.data.sources.images import EXTENSIONS, FileImages, find_images, normalisation
+from accel_train.data.sources.encoded import FileImages
+from accel_train.data.sources.find import EXTENSIONS, find_images
+from accel_train.data.sources.images import normalisation
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 

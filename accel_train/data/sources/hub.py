@@ -17,7 +17,8 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
-from accel_train.data.sources.images import EncodedImages, normalisation
+from accel_train.data.sources.encoded import EncodedImages
+from accel_train.data.sources.images import normalisation
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 

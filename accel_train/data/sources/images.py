@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import warnings
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePath
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from accel_train.errors import UserError
-
 if TYPE_CHECKING:
     from PIL import Image
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""As torchvision's ImageFolder has them: other files (Thumbs.db, notes) are no images."""
 
 END_OF_JPEG = b"\xff\xd9"
+
+
 ENDS = {"JPEG": END_OF_JPEG, "PNG": b"IEND\xaeB`\x82"}
+
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -43,79 +37,13 @@ def normalisation(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 MAX_PIXELS = 178_956_970  # twice the number from which Pillow warns of a "decompression bomb"
 
+
 Box = tuple[int, int, int, int]
 """Top, left, height and width, in pixels."""
 
 
 class ImageError(ValueError):
     """Why an image cannot be decoded."""
-
-
-def is_image(name: str) -> bool:
-    """Whether a file of this name (the last part of a path) counts as an image."""
-    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-
-
-@dataclass(frozen=True)
-class Found:
-    """What is below a folder. Paths are relative to it, with "/", and sorted; what is hidden is not among them."""
-
-    images: list[str]
-    folders: list[str]
-    others: Counter[str]
-    """Files that count as no images, by their endings: {".heic": 12}."""
-    repeated: list[str]
-    """Folders that a symbolic link leads to a second time: left out."""
-
-
-def find_images(root: Path) -> Found:
-    """The images below `root`, each folder once, whatever symbolic links lead to it.
-
-    Raises UserError if a folder cannot be read.
-    """
-    images: list[str] = []
-    folders: list[str] = []
-    others: Counter[str] = Counter()
-    repeated: list[str] = []
-
-    def refuse(error: OSError) -> None:  # os.walk would go on without the folder
-        raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}.")
-
-    def walk(top: Path) -> list[str]:
-        """Note all that is below `top`, a folder below the root or the root; return its links to folders."""
-        links: list[str] = []
-        for where, below, files in os.walk(top, onerror=refuse):
-            here = Path(where).relative_to(root).as_posix()
-            real = os.path.realpath(where)
-            if real in seen:
-                repeated.append(here)
-                below.clear()
-                continue
-            seen.add(real)
-            prefix = "" if here == "." else here + "/"
-            below[:] = [name for name in below if not name.startswith(".")]
-            for name in below:
-                (links if Path(where, name).is_symlink() else folders).append(prefix + name)
-            for name in files:
-                if is_image(name):
-                    images.append(prefix + name)
-                elif not name.startswith("."):
-                    others[PurePath(name).suffix.lower() or name] += 1
-        return links
-
-    # A link upwards would lead round in a circle.
-    seen = {str(above) for above in Path(os.path.realpath(root)).parents}
-    links = walk(root)
-    while links:  # behind all folders that are no links, and in the same order on every machine
-        following = sorted(links)
-        links = []
-        for link in following:
-            if os.path.realpath(root / link) not in seen:
-                folders.append(link)
-                links += walk(root / link)
-            else:
-                repeated.append(link)
-    return Found(sorted(images), sorted(folders), others, sorted(repeated))
 
 
 def decode(data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
@@ -273,121 +201,3 @@ def _to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
 
 def _as_tensor(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
-
-
-class EncodedImages(ABC):
-    """A source whose images lie somewhere in encoded form (JPEG, PNG, …) and are decoded when fetched."""
-
-    in_memory = False
-
-    def __init__(self, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int = MAX_PIXELS) -> None:
-        """labels: int64 [n]. check_command: the command line that finds all unreadable images; max_pixels: of one."""
-        self.labels, self.channels, self.check_command = labels, channels, check_command
-        self.max_pixels = max_pixels
-
-    @abstractmethod
-    def read(self, id: int) -> bytes:
-        """The encoded image; raises OSError."""
-
-    @abstractmethod
-    def name(self, id: int) -> str: ...
-
-    def states(self) -> Iterable[str]:
-        """What is not the same after an image has been changed, such as sizes and times of files. Raises OSError."""
-        return ()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def fetch(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
-        return [self.open(int(id)).pixels() for id in ids]
-
-    def open(self, id: int) -> Picture:
-        """An image of which only the size is known yet. Raises UserError, as do its `pixels`."""
-        try:
-            return _SourcePicture(self, id)
-        except (ImageError, OSError) as error:
-            raise self.unreadable(id, error) from ImageError(_reason(error))
-
-    def unreadable(self, id: int, error: Exception) -> UserError:
-        return UserError(
-            f"{self.name(id)} cannot be read: {_reason(error)}. `{self.check_command}` lists all such images; "
-            "--data.skip-unreadable LIST leaves them out.",
-            every_process=False,
-        )
-
-
-class _SourcePicture(Picture):
-    def __init__(self, source: EncodedImages, id: int) -> None:
-        self.source, self.id = source, id
-        super().__init__(source.read(id), source.channels, source.max_pixels)
-
-    def pixels(self) -> torch.Tensor:
-        try:
-            return super().pixels()
-        except ImageError as error:
-            raise self.source.unreadable(self.id, error) from error
-
-    def reduced(self, box: Box, height: int, width: int, reduction: int) -> torch.Tensor:
-        try:
-            return super().reduced(box, height, width, reduction)
-        except ImageError as error:
-            raise self.source.unreadable(self.id, error) from error
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
-
-
-class Names:
-    """Many strings in two arrays: a list of a million would be copied, in time, into each worker."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        encoded = [name.encode(errors="surrogateescape") for name in names]
-        self.text = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-        self.ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-
-    @classmethod
-    def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> Names:
-        """Of the two arrays."""
-        names = cls([])
-        names.text, names.ends = text, ends
-        return names
-
-    def __getitem__(self, id: int) -> str:
-        start = self.ends[id - 1] if id else 0
-        return self.text[start : self.ends[id]].tobytes().decode(errors="surrogateescape")
-
-
-def file_state(path: Path) -> str:
-    """Size and time of a file; "missing" without it."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return "missing"
-    return f"{found.st_size} {found.st_mtime_ns}"
-
-
-class FileImages(EncodedImages):
-    """Image files below a folder."""
-
-    def __init__(
-        self,
-        root: Path,
-        paths: Sequence[str],
-        labels: torch.Tensor,
-        channels: int,
-        check_command: str,
-        max_pixels: int = MAX_PIXELS,
-    ) -> None:
-        super().__init__(labels, channels, check_command, max_pixels)
-        self.root, self.paths = root, Names(paths)
-
-    def read(self, id: int) -> bytes:
-        return (self.root / self.paths[id]).read_bytes()
-
-    def name(self, id: int) -> str:
-        return f"{self.root}/{self.paths[id]}"
-
-    def states(self) -> Iterable[str]:
-        return (file_state(self.root / self.paths[id]) for id in range(len(self)))

@@ -23,18 +23,17 @@ import numpy as np
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from accel_train.checkpoint.directory import flush
 from accel_train.config.schema import Data
 from accel_train.config.semantics import SEMANTICS
 from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, CacheFile, Description
-from accel_train.data.sources.images import EncodedImages, Names
+from accel_train.data.sources.encoded import EncodedImages, Names
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.data.sources.splits import listed_names, owner
 from accel_train.data.tools.check import write_list
 from accel_train.data.tools.chunk import Chunk, encode
 from accel_train.data.tools.pool import Job, Shown, in_processes, jobs_of
 from accel_train.errors import UserError
-from accel_train.files import write_whole
+from accel_train.files import flush, write_whole
 
 SYNC_SECONDS = 10.0  # what a kill may cost
 

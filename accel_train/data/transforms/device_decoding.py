@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.data.sources.images import EncodedImages, ImageError, Picture, as_tensor, decode, turned
+from accel_train.data.sources.encoded import EncodedImages
+from accel_train.data.sources.images import ImageError, Picture, as_tensor, decode, turned
 from accel_train.data.sources.splits import Source, owner
 from accel_train.data.transforms.image import drawn_boxes, drawn_flips, resize_default, resized, sides
 from accel_train.errors import UserError

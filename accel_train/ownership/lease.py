@@ -26,24 +26,35 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from accel_train.config.schema import Config
 from accel_train.errors import UserError
 from accel_train.launch.process import hostname, is_gone, machine, started
-from accel_train.ownership.folders import cannot_be_written, make_directory, new_directory, remove_empty
-from accel_train.records.console import print_line
+from accel_train.ownership.folders import remove_empty
 
 FILE = "owner.json"
+
+
 BEAT_SECONDS = 10.0  # between two signs of life
+
+
 STALE_SECONDS = 120.0  # without a sign of life: dead. One that holds Python's lock for long is not
+
+
 CONFIRM_SECONDS = 2.5 * BEAT_SECONDS
+
+
 LOOK_SECONDS = 1.0  # how long the answer counts that the run is still ours, for lines of logs; asked anew for the rest
+
+
 MOST_BYTES = 10_000  # of owner.json
+
+
 POLL_SECONDS = 1.0  # between two looks of a start that waits
+
+
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # a file system without hard links
 
 
@@ -123,7 +134,7 @@ class Lease:
             if not self._keeps:
                 return
             with contextlib.suppress(OSError, ValueError):
-                if _read(self.directory / FILE).owner == self.owner:
+                if read_owner(self.directory / FILE).owner == self.owner:
                     (self.directory / FILE).unlink()
         if self._made:
             remove_empty((self.directory / "checkpoints", *self._made))
@@ -151,17 +162,17 @@ class Lease:
     def _look(self, *, renew: bool) -> None:
         place = self.directory / FILE
         try:
-            seen = _read(place, renew=self.owner if renew else None)
+            seen = read_owner(place, renew=self.owner if renew else None)
         except FileNotFoundError:
             if not self._keeps or self.owner is None or not self.directory.is_dir():
                 return
             # Somebody has deleted it. Where the name is free the run is still ours: nobody else has it.
-            private = _write_private(self.directory, self.owner)
+            private = write_private(self.directory, self.owner)
             try:
-                _publish(private, place)
+                publish(private, place)
             finally:
                 private.unlink(missing_ok=True)
-            seen = _read(place)
+            seen = read_owner(place)
         if seen.owner != self.owner:
             self._lost_to = seen.who
 
@@ -181,100 +192,7 @@ class Seen:
         return f"a start that {FILE} does not name" if self.owner is None else str(self.owner)
 
 
-class Claim:
-    """How a start becomes the owner: the main process calls `attempt` until it succeeds, and tells the others.
-
-    One step at a time, so that no collective in which they wait is long.
-    """
-
-    def __init__(self, config: Config, stopped: Callable[[], str]) -> None:
-        """`stopped`: the reason, once the start shall end instead of waiting for an owner that is silent."""
-        self.config, self.stopped = config, stopped
-        self.owner = Owner.of_this_process()
-        self._began: float | None = None  # to wait
-        self._first: Seen | None = None  # look at the owner that is waited for
-        self._last: Seen | None = None
-        self._changed = 0.0  # when a look first showed what the last one shows
-        self._took_over = False
-
-    def attempt(self) -> tuple[Path, Owner | None, tuple[Path, ...]] | None:
-        """One step: the directory, its owner from now on and the folders that were made; or None: ask again.
-
-        The owner is None if the directory holds a finished run and cannot be written. Raises UserError.
-        """
-        if self.config.output_dir is None:
-            directory, made = new_directory(self.config.recipe)
-        else:
-            directory = self.config.output_dir
-            made = make_directory(directory)
-        place = directory / FILE
-        try:
-            private = _write_private(directory, self.owner)
-            try:
-                published = _publish(private, place)
-                if not published:
-                    with contextlib.suppress(FileNotFoundError):  # it has just been given back
-                        seen = _read(place)
-                        age = max(0.0, (private.stat().st_mtime_ns - seen.changed) / 1e9)
-                        if self._is_free(directory, seen, age):
-                            published = _publish(private, place)
-            finally:
-                private.unlink(missing_ok=True)
-        except OSError as error:
-            remove_empty(made)
-            if (directory / "result.json").is_file():
-                return directory, None, ()
-            raise cannot_be_written(directory, error) from error
-        if not published:
-            return None
-        if self._took_over:
-            time.sleep(2 * LOOK_SECONDS)  # by then an owner that was alive has looked
-        return directory, self.owner, made
-
-    def _is_free(self, directory: Path, seen: Seen, age: float) -> bool:
-        """Remove the owner if it is dead, or wait a moment if that is not known yet; UserError if it lives.
-
-        `age`: the seconds since its last sign of life, as the file server says.
-        """
-        now = time.monotonic()
-        if self._first is None or self._first.owner != seen.owner:
-            self._first = seen
-        if self._last != seen:
-            self._last, self._changed = seen, now
-        silent = now - self._changed
-        lives = seen.owner.lives() if seen.owner is not None else None
-        dead = lives is False or (lives is None and max(age, silent) >= STALE_SECONDS and silent >= CONFIRM_SECONDS)
-        if dead or self.config.take_over:
-            if not dead:
-                self._took_over = True
-                print_line(f"accel-train: {directory} is taken over from {seen.who}")
-            _remove(directory, seen, self.owner)
-            return True
-        if reason := self.stopped():
-            raise UserError(f"Stopped by {reason} while waiting for {directory}, which has an owner: {seen.who}.")
-        in_job = bool(self.owner.job)
-        same_job = in_job and seen.owner is not None and seen.owner.job == self.owner.job
-        shows_life = lives or (self._first.changed != seen.changed and silent < CONFIRM_SECONDS)
-        self._began = self._began or now
-        waits_for_its_end = shows_life and same_job and now - self._began < STALE_SECONDS
-        waits_in_doubt = not shows_life and (in_job or age >= STALE_SECONDS)
-        if not (waits_for_its_end or waits_in_doubt):
-            raise UserError(
-                f"{directory} has an owner: {seen.who}; its last sign of life is {_ago(age)} old. One run has one "
-                "writer: wait for its end, or stop it. To take the run from it: --take-over true."
-            )
-        if now == self._began:
-            most = CONFIRM_SECONDS if waits_in_doubt and age >= STALE_SECONDS else STALE_SECONDS
-            what = "its end" if waits_for_its_end else "another one; without it counts as dead"
-            print_line(
-                f"accel-train: {directory} has an owner: {seen.who}; its last sign of life is {_ago(age)} old. "
-                f"Waiting {most:.0f} s at most for {what}"
-            )
-        time.sleep(POLL_SECONDS)
-        return False
-
-
-def _write_private(directory: Path, owner: Owner) -> Path:
+def write_private(directory: Path, owner: Owner) -> Path:
     path = directory / f".owner-{owner.token}.tmp"
     try:
         path.write_text(json.dumps(dataclasses.asdict(owner), indent=2) + "\n")
@@ -285,7 +203,7 @@ def _write_private(directory: Path, owner: Owner) -> Path:
     return path
 
 
-def _publish(private: Path, place: Path) -> bool:
+def publish(private: Path, place: Path) -> bool:
     """Give the file `private` the name `place` if that is free, for one host alone. Returns whether it was."""
     try:
         os.link(private, place)
@@ -306,7 +224,7 @@ def _publish(private: Path, place: Path) -> bool:
         return False
 
 
-def _read(place: Path, renew: Owner | None = None) -> Seen:
+def read_owner(place: Path, renew: Owner | None = None) -> Seen:
     """Look at owner.json; if its owner is `renew`, renew its time of change. Raises OSError.
 
     It is opened each time: so NFS asks the server. Renewed is the open file, which is no other's.
@@ -335,20 +253,20 @@ def _parse(content: bytes) -> Owner | None:
         return None
 
 
-def _remove(directory: Path, judged: Seen, by: Owner) -> None:
+def remove_owner(directory: Path, judged: Seen, by: Owner) -> None:
     """Remove the owner that was judged, and no other one that has come meanwhile."""
     aside = directory / f".owner-{by.token}.gone"
     try:
         (directory / FILE).rename(aside)
     except FileNotFoundError:
         return
-    found = _read(aside)
+    found = read_owner(aside)
     if (found.owner, found.inode) != (judged.owner, judged.inode):
-        _publish(aside, directory / FILE)
+        publish(aside, directory / FILE)
     aside.unlink()
 
 
-def _ago(seconds: float) -> str:
+def age_text(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 36000 else f"{seconds / 3600:.0f} h"

@@ -1,8 +1,9 @@
-"""What FSDP2 must not do to BatchNorm."""
+"""What Accelerate, torch.compile and FSDP2 put around a model, and how to look through it."""
 
 from __future__ import annotations
 
 from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
@@ -19,3 +20,21 @@ def shard_batchnorm(accelerator: Accelerator, model: nn.Module) -> None:
         return
     for module in [each for each in model.modules() if isinstance(each, _NormBase) and each.track_running_stats]:
         fully_shard(module, mp_policy=MixedPrecisionPolicy())
+
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and checkpointing add to names
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that wrappers inside the model add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model without DDP and torch.compile around it.
+
+    Accelerator.unwrap_model would take DDP out of the compiled model itself, which then had no `no_sync`: an all-reduce
+    for each micro-batch.
+    """
+    plain: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return plain

@@ -1,0 +1,274 @@
+"""One run around its training loop: its directory, checkpoints, records, signals and watchdog."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Literal
+
+from accelerate.utils import gather_object
+
+from accel_train.checkpoint.manager import Checkpoints
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.semantics import SEMANTICS
+from accel_train.data.loading import normalization
+from accel_train.evaluate import Batch, evaluate
+from accel_train.launch.accelerator import precision, precision_notice
+from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.environment import INTERRUPTED, at_terminal
+from accel_train.launch.rendezvous import check_shared_directory
+from accel_train.optim.ema import share_buffers
+from accel_train.ownership.lease import Lease
+from accel_train.records.console import Console
+from accel_train.records.directory import RunDirectory
+from accel_train.records.meter import Meter, Stopwatch
+from accel_train.records.metrics import Evaluation
+from accel_train.records.model_info import Signature
+from accel_train.records.run_log import Report
+from accel_train.records.trackers import end_trackers, start_trackers
+from accel_train.run.finished import Earlier
+from accel_train.run.nonfinite import Guard
+from accel_train.run.relaunch import command_to_go_on
+from accel_train.run.stopping import Stopping
+from accel_train.run.watchdog import Watchdog
+from accel_train.training_setup import TrainingSetup
+
+Next = Literal["go on", "save", "stop", "rewind"]
+"""What the training loop has to do after an update."""
+
+
+class Run:
+    """Opens the run of a setup, at its beginning or at its newest checkpoint; a context manager around its training.
+
+    All processes create it and make the same calls.
+    """
+
+    def __init__(
+        self, setup: TrainingSetup, lease: Lease, earlier: Earlier | None, stopping: Stopping, began: float
+    ) -> None:
+        """`earlier`: how a finished run ended that is gone on with. `began`: when this start did, by
+        time.monotonic(). Raises UserError if the directory or its checkpoints cannot be used."""
+        self.setup, self.config, self.accelerator = setup, setup.config, setup.accelerator
+        self.stopping, self.began = stopping, began
+        self.main = self.accelerator.is_main_process
+        self.directory = self._open_directory(lease)
+        self.checkpoints = Checkpoints(
+            lease.directory / "checkpoints",
+            self.config,
+            self.accelerator,
+            setup.model,
+            setup.optimizer,
+            samples=setup.plan.samples,
+            ema=setup.ema and setup.ema.module,
+            schedule=setup.schedule,
+            lease=lease,
+            pixels=setup.splits.semantics,
+        )
+        self.state, self.resumed = self._restore(earlier)
+        # Updates done beyond those of a run that had these settings from its start: with another batch size, say.
+        # Without them the schedule's epochs are the data's.
+        self.extra_updates = self.state.update - setup.plan.updates_until(self.state.epoch, self.state.epoch_samples)
+        setup.schedule.step_update(self.state.update - self.extra_updates)
+        self._describe()
+        self.meter = Meter(self.accelerator)
+        self.stopwatch = Stopwatch(self.state.train_seconds, self.state.timed_samples)
+        self.evaluations: dict[str, Evaluation] = {}
+        """The newest of each split: "val", "test", and with the EMA's weights "test (ema)"."""
+        self.save_is_due = False
+        """Asked for by a signal, a file, the clock or --checkpoint.every-updates, and not done yet."""
+        self.go_on = command_to_go_on(setup.launch, lease.directory)
+        config = self.config
+        self.watchdog = Watchdog(
+            self.accelerator,
+            self.directory,
+            stopping,
+            config.start_timeout_seconds,
+            config.hang_timeout_seconds,
+            setup.launch.agent,
+        )
+        self.console = Console(
+            speaks=self.main,
+            total_updates=config.epochs * setup.plan.updates_per_epoch + self.extra_updates,
+            updates_per_epoch=setup.plan.updates_per_epoch,
+            epochs=config.epochs,
+            first_update=self.state.update,
+        )
+        self.report = Report(config, setup.plan, self.accelerator, self.directory, self.console)
+        self.guard = Guard(
+            config, self.accelerator, setup.model, setup.optimizer, setup.training.transform, self.report
+        )
+
+    def _open_directory(self, lease: Lease) -> RunDirectory:
+        path = lease.directory
+        decided_by_main(self.accelerator, lambda: bool(RunDirectory(path, writes=True)))  # its error is everybody's
+        directory = RunDirectory(path, writes=self.main, lease=lease)
+        check_shared_directory(self.accelerator, path)
+        return directory
+
+    def _restore(self, earlier: Earlier | None) -> tuple[TrainState, bool]:
+        """The position of the run, and whether it goes on from a checkpoint."""
+        checkpoints, config = self.checkpoints, self.config
+        decided_by_main(self.accelerator, checkpoints.check_writable)
+        again = earlier is not None and config.resume == "auto"  # a run that has ended once never begins anew
+        restored = checkpoints.restore("must" if again else config.resume, config.allow_change)
+        state = restored or TrainState()
+        state.check_position(self.setup.plan.samples, checkpoints.folder)
+        if earlier is not None:
+            decided_by_main(self.accelerator, lambda: earlier.set_aside(self.directory.lease))
+            checkpoints.notes.append(earlier.note)
+        return state, restored is not None
+
+    def _describe(self) -> None:
+        """Write down what the run is: its settings, its model's input and classes, where it computes."""
+        setup, splits = self.setup, self.setup.splits
+        native = splits.image_size if splits.train.in_memory else None
+        mean, std = normalization(self.config, splits)
+        signature = Signature(splits.classes, splits.channels, setup.image_size, native, mean, std, SEMANTICS)
+        self.directory.begin(
+            self.config,
+            signature,
+            world_size=setup.launch.world_size,
+            devices=gather_object([str(setup.device)]),
+            precision=precision(self.accelerator),
+        )
+        start_trackers(self.config, self.accelerator)
+
+    def __enter__(self) -> Run:
+        with ExitStack() as around:
+            around.callback(self.checkpoints.wait)  # before the run is given back
+            around.enter_context(self.watchdog)
+            around.enter_context(self.console)
+            around.enter_context(self.report.last_words(self.checkpoints, self.go_on))
+            self._begin()
+            self._around = around.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._around.__exit__(kind, error, trace)
+
+    def _begin(self) -> None:
+        setup, config, state = self.setup, self.config, self.state
+        self.stopping.begin(
+            self.directory.path if self.main else None,
+            config.checkpoint.every_seconds,
+            config.rendezvous_timeout_seconds,
+        )
+        self.report.begin(
+            state,
+            resumed=self.resumed,
+            splits=setup.splits,
+            model=setup.model,
+            size=setup.image_size,
+            placement=setup.training.placement,
+            notes=[*setup.splits.notes, *self.checkpoints.notes],
+        )
+        for warning in (precision_notice(self.accelerator), *setup.warnings):
+            if warning is not None:
+                self.report.warn(warning)
+        if config.on_nonfinite == "rewind" and self._has_no_checkpoint():
+            self.save()  # something to go back to
+        if state.epoch == config.epochs and self._has_no_checkpoint():
+            self.save(wait=True)  # trained to the end elsewhere: what is published is a checkpoint of this run
+
+    def _has_no_checkpoint(self) -> bool:
+        return decided_by_main(self.accelerator, lambda: self.checkpoints.last_saved is None)
+
+    def batches(self) -> Iterator[Batch]:
+        """The training's micro-batches; the time in which the loop waits for them is measured, and watched over."""
+        return self.stopwatch.timed(self.watchdog.watched(self.setup.training.batches, "training"))
+
+    def end_update(self, *, applied: bool, window: int, samples: int, lr: float) -> Next:
+        """Count an update whose optimizer's step was `applied` or left out, and log it if a line is due.
+
+        `window`: samples of the epoch that it stands for, of which `samples` could be read; `lr`: of its step. Returns
+        what the loop has to do now. At the end of an epoch that is never "save": it saves after the evaluation.
+        """
+        state, config, plan = self.state, self.config, self.setup.plan
+        state.update += 1
+        state.epoch_samples += window
+        if applied:
+            self.meter.keep()
+            state.samples_seen += samples
+            state.epoch_left_out += window - samples
+        else:
+            self.meter.drop()
+            state.epoch_left_out += window
+        self.stopwatch.trained(samples)
+        self.report.advanced(state, self.checkpoints.last_saved)
+        self.watchdog.advance(state.update)
+        stop, save = self.stopping.agreed()
+        every = config.checkpoint.every_updates
+        self.save_is_due = save or (every is not None and state.update % every == 0)
+        ends_epoch = plan.updates_from(state.epoch_samples) == 0
+        due = stop or self.save_is_due or ends_epoch or state.update % config.log_every_updates == 0
+        if self.guard.rewinds(state, due=due):
+            return "rewind"
+        if due:
+            count = self.meter.read()
+            state.epoch_loss_sum += count.loss_sum
+            state.epoch_correct += count.correct
+            state.epoch_count += count.samples
+            self.report.trained(state, count, lr, self.stopwatch)
+        if stop:
+            return "stop"
+        return "save" if self.save_is_due and not ends_epoch else "go on"
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save a checkpoint: in the background, or `wait` until it is on the disk."""
+        self.watchdog.note("saves a checkpoint")
+        self.state.train_seconds, self.state.timed_samples = self.stopwatch.lap(), self.stopwatch.samples
+        self.checkpoints.save(self.state, wait=wait)
+        self.stopping.saved()
+        self.report.saved(self.state, self.checkpoints)
+
+    def rewind(self) -> None:
+        """Go back to the last checkpoint. The updates that were not finite are left out when they come again."""
+        self.setup.training.loader.end()  # it was left in its middle
+        self.stopwatch.stop()
+        self.checkpoints.wait()
+        position = self.checkpoints.restore("must", self.config.allow_change) or TrainState()
+        position.left_out = self.state.left_out
+        self.setup.schedule.step_update(position.update - self.extra_updates)
+        self.meter.read()
+        self.guard.rewound()
+        self.report.rewound(position)
+        self.state = position
+
+    def evaluate(self, split: str) -> Evaluation:
+        """Evaluate the model, and the EMA if there is one; returns the latter's figures then. Raises StopAskedError."""
+        ema = self.setup.ema
+        names = {split: self.setup.model} | ({} if ema is None else {f"{split} (ema)": ema.module})
+
+        def through(batches: Iterator[Batch]) -> Iterator[Batch]:
+            return self.stopping.heeded(self.watchdog.watched(batches, f"evaluating {split}"))
+
+        for name, model in names.items():
+            share_buffers(model)
+            self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
+            self.report.evaluated(name, self.state, self.evaluations[name])
+        return self.evaluations[name]
+
+    def interrupted(self) -> int:
+        """The end of a run that was asked to stop: it is saved. Returns the exit code."""
+        self.save(wait=True)
+        self.stopping.end()
+        reason = self.stopping.reason or "another process's signal"
+        code = decided_by_main(
+            self.accelerator, lambda: self.report.interrupted(self.state, reason, self.checkpoints, self.go_on)
+        )
+        self.accelerator.wait_for_everyone()  # the first to leave would take the others along
+        return INTERRUPTED if reason == "SIGINT" and at_terminal() else code
+
+    def finished(self) -> int:
+        """The end of a run that is trained and tested. Returns the exit code."""
+        self.stopping.end()
+        end_trackers(self.accelerator)
+        self.report.failed(self.checkpoints)
+        if self.main and self.checkpoints.last_saved != self.state.update:
+            return self.report.unsaved(self.checkpoints, self.go_on)
+        self.report.finished(self.state, self.evaluations, self.stopwatch, time.monotonic() - self.began)
+        return 1 if self.checkpoints.failures or self.directory.failures else 0

@@ -1,0 +1,193 @@
+"""What a recipe becomes on this process: model, optimizer, schedule, EMA, loss and input.
+
+train.py trains with it, and bench measures pieces of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from timm.layers import convert_sync_batchnorm
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from accel_train import models
+from accel_train.config.schema import Config
+from accel_train.data.loading import Feed, create_feed
+from accel_train.data.order.keyed import key
+from accel_train.data.order.plan import Plan, accumulation_steps
+from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
+from accel_train.data.sources.load import Splits
+from accel_train.evaluate import evaluation_batch_size
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
+from accel_train.launch.rendezvous import collective_seconds
+from accel_train.models.wrapping import bare, shard_batchnorm
+from accel_train.optim.clipping import parameters_to_clip
+from accel_train.optim.ema import create_ema
+from accel_train.optim.loss import balanced_class_weights, create_loss
+from accel_train.optim.optimizer import create_optimizer
+from accel_train.optim.performance import check_compilation, lay_out, set_defaults, settle_buckets, stepping
+from accel_train.optim.schedule import create_schedule
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A recipe on this process's device. All processes create it together."""
+
+    config: Config
+    launch: Launch
+    accelerator: Accelerator
+    splits: Splits
+    plan: Plan
+    order: TrainingOrder
+    image_size: int
+    """Height and width of the model's input, in pixels."""
+    memory_format: torch.memory_format
+    """Of the model's input."""
+    model: nn.Module
+    """As Accelerate prepared it."""
+    bare_model: nn.Module
+    """The same model without DDP and torch.compile around it."""
+    optimizer: Any
+    """To call `step` and `zero_grad` of."""
+    schedule: Scheduler
+    ema: ModelEmaV3 | None
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    """The loss of each sample, see `create_loss`."""
+    clipped: list[nn.Parameter]
+    """The parameters whose gradients are clipped."""
+    recomputed_buffers: list[Tensor]
+    """For `models.buffers_kept`."""
+    training: Feed
+    evaluations: dict[str, Feed]
+    """Of "val" and "test", as far as the data has them."""
+    warnings: tuple[str, ...]
+    """What the user should know of it."""
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.accelerator.device
+        return device
+
+
+def connect(config: Config, launch: Launch) -> Accelerator:
+    """Meet the other processes. The accumulation follows from their number, and Accelerate must know it from the start.
+
+    Raises UserError if they cannot share a batch, do not meet, or cannot compute as the launcher was told.
+    """
+    accelerator = create_accelerator(
+        launch,
+        gradient_accumulation_steps=_accumulation(config, launch),
+        log_with=config.trackers,
+        project_dir=config.output_dir or Path("runs"),
+        rendezvous_seconds=config.rendezvous_timeout_seconds,
+        collective_seconds=collective_seconds(config.start_timeout_seconds),
+        share_gpus=config.share_gpus,
+    )
+    set_defaults(accelerator.device)
+    check_compilation(accelerator)
+    return accelerator
+
+
+def create_training_setup(
+    config: Config, launch: Launch, accelerator: Accelerator, splits: Splits, *, published: bool = True
+) -> TrainingSetup:
+    """Make everything that `config` names. `published=False`: without published weights, for a benchmark.
+
+    Collective. Raises UserError if settings do not fit each other, the data or the device.
+    """
+    device = accelerator.device
+    accumulation = _accumulation(config, launch)
+    plan = Plan(len(splits.train), config.batch_size, launch.world_size, accumulation, config.data.drop_last)
+    order = TrainingOrder(plan, config.seed, splits.unreadable)
+    size = models.input_size(config.model, splits.image_size)
+    model, warnings = _create_model(config, accelerator, splits, size, published)
+
+    # EMA and optimizer come after the move to the device, for they keep tensors, and before the wrapping, for it
+    # changes names. FSDP2 makes other parameters of BatchNorm's: so that is sharded before the optimizer is made.
+    memory_format = lay_out(accelerator, model)
+    ema = create_ema(config.ema, model)
+    shard_batchnorm(accelerator, model)
+    optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
+    schedule = create_schedule(
+        config.schedule, optimizer, epochs=config.epochs, updates_per_epoch=plan.updates_per_epoch
+    )
+    # The schedule is not prepared: it is a function of the update's number, and Accelerate would count otherwise.
+    model, optimizer = accelerator.prepare(model, optimizer)
+    clipped = parameters_to_clip(config.optim, bare(model))  # FSDP2 has made new parameters
+    recomputed_buffers = models.prepare_recomputation(model, config.model)
+    shape = plan.micro_batch, splits.channels, size, size
+    settle_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
+    weights = None
+    if config.loss.class_weights == "balanced":
+        weights = balanced_class_weights(splits.train.labels, len(splits.classes)).to(device)
+
+    def feed(source: Any, order: Any, *, training: bool) -> Feed:
+        return create_feed(
+            config, splits, source, order, accelerator, training=training, size=size, memory_format=memory_format
+        )
+
+    at_once = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
+    held_out = {"val": splits.validation, "test": splits.test}
+    return TrainingSetup(
+        config=config,
+        launch=launch,
+        accelerator=accelerator,
+        splits=splits,
+        plan=plan,
+        order=order,
+        image_size=size,
+        memory_format=memory_format,
+        model=model,
+        bare_model=bare(model),
+        optimizer=stepping(optimizer),
+        schedule=schedule,
+        ema=ema,
+        criterion=create_loss(config.loss, weights),
+        clipped=clipped,
+        recomputed_buffers=recomputed_buffers,
+        training=feed(splits.train, order, training=True),
+        evaluations={
+            split: feed(source, EvaluationOrder(len(source), at_once), training=False)
+            for split, source in held_out.items()
+            if source is not None
+        },
+        warnings=warnings,
+    )
+
+
+def _accumulation(config: Config, launch: Launch) -> int:
+    """Micro-batches of an update."""
+    mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
+    return accumulation_steps(config.batch_size, launch.world_size, config.micro_batch_size, pairs=mixes)
+
+
+def _create_model(
+    config: Config, accelerator: Accelerator, splits: Splits, size: int, published: bool
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model on the device, and warnings. Weights that are not published follow from the seed alone."""
+    fetches = config.model.pretrained and published
+    with accelerator.main_process_first() if fetches else nullcontext():  # one of them downloads
+        torch.manual_seed(key(config.seed, "weights"))
+        model = models.create_model(
+            config.model,
+            num_classes=len(splits.classes),
+            channels=splits.channels,
+            image_size=size,
+            published=published,
+        ).to(accelerator.device)
+    if not config.model.sync_batchnorm:
+        return model, ()
+    if accelerator.device.type == "cuda":  # torch has it for GPUs only
+        return convert_sync_batchnorm(model), ()
+    kind = accelerator.device.type
+    warning = f"model.sync_batchnorm: {kind} has none; each process normalises by its own samples"
+    return model, (warning,) * (accelerator.num_processes > 1)

@@ -1,0 +1,85 @@
+"""The house that docs/architecture.md draws: who may import whom, and how large files, functions and folders get."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "accel_train"
+# From the top to the bottom: a file imports from rooms further down, and from its own.
+ROOMS = """
+__main__ preflight cli bench analysis train run training_setup evaluate records checkpoint ownership optim data models
+launch config untrusted files errors __init__
+""".split()  # noqa: SIM905
+# Within the data: the same.
+DATA = "loading held_out placement memory tools transforms sources order __init__".split()  # noqa: SIM905
+LONGEST_FUNCTION, LONGEST_FILE, MOST_FILES = 80, 300, 11
+
+
+def modules() -> dict[str, ast.Module]:
+    """Each file's name, such as "data.order.plan", and what it says."""
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def imports(tree: ast.Module, known: set[str]) -> Iterator[str]:
+    """The modules of the package that a file imports, inside functions too, but not as a program of its own."""
+    programs = [each for each in tree.body if isinstance(each, ast.If) and "__main__" in ast.unparse(each.test)]
+    left_out = {id(node) for program in programs for node in ast.walk(program)}
+    for node in ast.walk(tree):
+        if id(node) in left_out or not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        if node.module.split(".")[0] == "accel_train":
+            module = node.module.removeprefix("accel_train").removeprefix(".")
+            for name in node.names:
+                inner = f"{module}.{name.name}".removeprefix(".")
+                yield inner if inner in known else module
+
+
+def graph() -> dict[str, set[str]]:
+    found = modules()
+    return {name: {each for each in imports(tree, set(found)) if each} for name, tree in found.items() if name}
+
+
+def floor(name: str) -> tuple[int, int]:
+    """How far down a module stands; within the data, in its second number."""
+    room, *rest = name.split(".")
+    return ROOMS.index(room), DATA.index(rest[0]) if room == "data" and rest else 0
+
+
+def test_nothing_imports_upwards() -> None:
+    pairs = [(name, other) for name, used in graph().items() for other in used]
+    assert not [f"{name} imports {other}" for name, other in pairs if floor(name) > floor(other)]
+
+
+def test_every_room_has_its_place() -> None:
+    assert {name.split(".")[0] for name in modules() if name} == set(ROOMS)
+
+
+def test_no_circle() -> None:
+    left = {name: {other for other in used if other != name} for name, used in graph().items()}
+    while free := [name for name, used in left.items() if not used & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"these import each other: {sorted(left)}"
+
+
+def test_no_file_no_function_and_no_folder_grows_too_large() -> None:
+    large = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        lines = path.read_text().count("\n")
+        if lines > LONGEST_FILE:
+            large.append(f"{path.relative_to(PACKAGE)}: {lines} lines")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > LONGEST_FUNCTION:
+                    large.append(f"{path.relative_to(PACKAGE)}: {node.name} has {length} lines")
+    for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
+        count = len([each for each in folder.glob("*.py") if each.name != "__init__.py"])
+        if count > MOST_FILES:
+            large.append(f"{folder.relative_to(PACKAGE)}: {count} files")
+    assert not large
