@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timm.loss import BinaryCrossEntropy
 from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
@@ -428,6 +429,19 @@ def test_label_smoothing_by_hand() -> None:
     losses = create_loss(Loss(label_smoothing=0.3), None)(LOGITS, torch.tensor([0, 2]))
     first, second = (log_softmax_by_hand(row) for row in LOGITS.tolist())
     assert losses.tolist() == pytest.approx([-0.7 * first[0] - 0.1 * sum(first), -0.7 * second[2] - 0.1 * sum(second)])
+
+
+def test_binary_cross_entropy_by_hand_and_as_timm_has_it() -> None:
+    """One class against all others: the mean of -log sigmoid(+-logit), the target smoothed as timm smooths it."""
+    target = torch.tensor([0, 2])
+    losses = create_loss(Loss(name="binary_cross_entropy"), None)(LOGITS, target)
+    signs = torch.nn.functional.one_hot(target, LOGITS.shape[1]) * 2 - 1
+    torch.testing.assert_close(losses, -(LOGITS * signs).sigmoid().log().mean(1))
+    smoothed = create_loss(Loss(name="binary_cross_entropy", label_smoothing=0.3), None)
+    theirs = BinaryCrossEntropy(smoothing=0.3, reduction="none")(LOGITS, target).mean(1)
+    torch.testing.assert_close(smoothed(LOGITS, target), theirs)
+    mixed = torch.nn.functional.one_hot(target, LOGITS.shape[1]).float()
+    torch.testing.assert_close(smoothed(LOGITS, mixed), theirs)
 
 
 def test_class_weights_multiply_each_sample() -> None:

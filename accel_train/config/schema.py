@@ -160,6 +160,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Loss:
+    name: Literal["cross_entropy", "binary_cross_entropy"] = "cross_entropy"
+    """cross_entropy over the classes, or binary_cross_entropy: each class against all others, their mean."""
     label_smoothing: float = 0.0
     """Share of the target spread over all classes, in training only."""
     class_weights: Literal["none", "balanced"] = "none"
