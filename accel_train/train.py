@@ -43,7 +43,7 @@ from accel_train.config import Config
 from accel_train.console import Console
 from accel_train.data.held_out import HeldOutTrial
 from accel_train.data.keyed import key
-from accel_train.data.loading import create_feed, normalization
+from accel_train.data.loading import create_feed, normalization, start_workers_early
 from accel_train.data.order import EvaluationOrder, Plan, TrainingOrder, accumulation_steps
 from accel_train.data.sources import load_splits
 from accel_train.evaluate import Batch, Evaluation, evaluate, evaluation_batch_size
@@ -94,6 +94,7 @@ def _train(config: Config, launch: Launch, stopping: Stopping, ends: ExitStack) 
         if main:
             print(plan_text(config, accelerator, accumulation))
         return 0
+    start_workers_early(config)
 
     # The run's directory: one for all processes, and theirs alone from here on. What is finished stays as it is.
     claim = Claim(config, lambda: stopping.reason)
