@@ -102,6 +102,45 @@ def test_the_pretended_device_fails_and_waits_where_a_gpu_would() -> None:
     assert done.returncode == 0, done.stderr
 
 
+SIDE_STREAM = """
+import torch, pretend_cuda as pretended
+pretended.install()
+from accel_train.data.side_stream import SideStream
+from accel_train.errors import UserError
+
+fetched = []
+def loader():
+    for number in range(3):
+        fetched.append(number)
+        yield {"ids": torch.full((4,), number).pin_memory().to("cuda", non_blocking=True), "names": "of the host's"}
+    yield UserError("cannot be read")
+
+with pretended.PretendedCuda():
+    side = SideStream(torch.device("cuda", 0))
+    with torch.cuda.stream(side.stream):
+        early = next(loader())["ids"]
+    assert (early + 0).tolist() == [0x7F] * 4  # garbage: nobody has waited
+    pretended.orders.clear(), pretended.waits.clear(), fetched.clear()
+    batches = side.copied(loader())
+    for number in range(3):
+        ids = next(batches)["ids"] + 0
+        assert fetched == list(range(number + 1))  # none ahead of what was asked for
+        assert pretended.orders == ["default waits for side", "memory used on default"] * (number + 1)
+        assert not pretended.waits
+        assert ids.tolist() == [number] * 4
+        pretended.waits.clear()
+    assert str(next(batches)) == "cannot be read"
+    assert next(batches, None) is None
+"""
+
+
+def test_copies_on_a_stream_of_their_own_are_waited_for_by_the_device_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIDE_STREAM], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("placement", ["device", "host", "disk"])
 def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path, placement: str) -> None:
     done = succeeded(
@@ -110,9 +149,12 @@ def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path,
     assert quiet_updates(done) == [READ_LATER] * 3
 
 
-def test_the_weights_are_those_of_the_cpu(gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_the_weights_are_those_of_the_cpu(
+    gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
     words = ("digits", *SMALL, *ALL_AT_ONCE)
-    succeeded(gpu("train", *words, "--output-dir", tmp_path / "gpu"))
+    succeeded(gpu("train", *words, "--data.placement", placement, "--output-dir", tmp_path / "gpu"))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert main(["train", *map(str, words), "--output-dir", str(tmp_path / "cpu")]) == 0
     AcceleratorState._reset_state(True)

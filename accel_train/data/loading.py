@@ -21,6 +21,7 @@ from accel_train.data.device_decoding import DeviceDecoder, Reading, Undecoded, 
 from accel_train.data.memory import MemoryLoader
 from accel_train.data.order import Order
 from accel_train.data.placement import Placement, choose_place
+from accel_train.data.side_stream import SideStream
 from accel_train.data.sources import IN_MEMORY
 from accel_train.data.splits import Source, Splits
 from accel_train.data.transform import ImageTransform, resize_default
@@ -104,11 +105,12 @@ class Feed:
     samples: int  # of the split, on all processes
     placement: Placement
     decoder: DeviceDecoder | None = None
+    side: SideStream | None = None
 
     @property
     def batches(self) -> Iterator[dict[str, Tensor]]:
         """One pass over the loader; raises the UserError of an image that cannot be read."""
-        for batch in self.loader:
+        for batch in self.loader if self.side is None else self.side.copied(self.loader):
             if isinstance(batch, UserError):
                 raise batch
             if self.decoder is not None:
@@ -194,7 +196,8 @@ def create_feed(
         memory_format=memory_format,
     )
     placement = Placement(place, size_bytes, workers, ahead, config.data.decode_on)
-    return Feed(loader, transform, len(source), placement, decoder)
+    side = SideStream(device) if device.type == "cuda" and place != "device" else None
+    return Feed(loader, transform, len(source), placement, decoder, side)
 
 
 def normalization(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
