@@ -78,7 +78,8 @@ def _meet(store: Any, launch: Launch, device_id: str, seconds: float) -> None:
         if device and len(ranks) > 1:
             raise UserError(
                 f"Ranks {_ranges(ranks)} on {host} share one GPU ({device}): start one process for each GPU, "
-                "and let each see its own, or all of them see all. --share-gpus true allows it, slowly; "
+                "and let each see its own, or all of them see all (MIG slices of one GPU cannot be connected by NCCL: "
+                "one process). --share-gpus true allows it, slowly; "
                 "ACCELERATE_USE_CPU=true trains on the CPU."
             )
 

@@ -10,12 +10,13 @@ from typing import Literal, Protocol, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel_train import models
 from accel_train.config import Augment, Config
-from accel_train.cores import available_cores
+from accel_train.cores import core_set, share_of_cores
 from accel_train.data.augment import BatchTransform
 from accel_train.data.device_decoding import DeviceDecoder, Reading, Undecoded, check_device_decoding
 from accel_train.data.memory import MemoryLoader
@@ -27,6 +28,7 @@ from accel_train.data.splits import Source, Splits
 from accel_train.data.transform import ImageTransform, resize_default
 from accel_train.data.workers import BatchedSet, Beginning, WorkerContext, as_it_is, start_server
 from accel_train.errors import UserError
+from accel_train.process import hostname
 
 
 def transforms_each_image(source: Source, augment: Augment, *, training: bool) -> bool:
@@ -52,21 +54,20 @@ def create_loader(
     size: int,
     seed: int,
     workers: int | None,
-    local_processes: int,
     device: torch.device,
+    cores: int = 1,
     decode_on: Literal["host", "device"] = "host",
     reduced_decode: bool = True,
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
     `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
-    what is in memory, else this process's share of the cores, on a GPU but for one; `local_processes`: training
-    processes of this machine.
+    what is in memory, else as many as this process has `cores`, on a GPU but for one.
     """
     each = transforms_each_image(source, augment, training=training)
     if workers is None:
         spare = device.type != "cpu"  # a core for the thread that tells the device what to do
-        workers = max(1, available_cores() // local_processes - spare) if each else 0
+        workers = max(1, cores - spare) if each else 0
     if source.in_memory:  # as augment.py does: evaluation and training see the images at the same scale
         augment = dataclasses.replace(augment, resize=augment.resize or size)
     transform: ImageTransform | Reading | None = None
@@ -165,8 +166,8 @@ def create_feed(
             size=size,
             seed=config.seed,
             workers=config.data.workers,
-            local_processes=local_processes,
             device=device,
+            cores=_cores(accelerator) if config.data.workers is None else 1,
             decode_on=config.data.decode_on,
             reduced_decode=config.data.reduced_decode,
         )
@@ -198,6 +199,16 @@ def create_feed(
     placement = Placement(place, size_bytes, workers, ahead, config.data.decode_on)
     side = SideStream(device) if device.type == "cuda" and place != "device" else None
     return Feed(loader, transform, len(source), placement, decoder, side)
+
+
+def _cores(accelerator: Accelerator) -> int:
+    """This process's share of the host's cores. All processes must call it: they tell each other which they may use,
+    for Slurm and MPI may or may not have bound each to cores of its own."""
+    mine = core_set()
+    if accelerator.num_processes == 1:
+        return len(mine)
+    everyone = gather_object([(hostname(), mine)])
+    return share_of_cores(mine, [cores for host, cores in everyone if host == hostname()])
 
 
 def normalization(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
