@@ -2,6 +2,20 @@
 
 Every command line here is carried out by one process that believes in a CUDA device. Whether kernels compute the same
 there, and how fast, only a GPU can show: test_gpu.py.
+
+Decisions that depend on the kind of device, and which no test without a GPU (nor this one) covers:
+
+| where | what happens on the device | why not |
+|---|---|---|
+| data/device_decoding.py | nvJPEG decodes on its own stream; else the host does | no nvJPEG to pretend |
+| data/transform.py, resized | uint8 images are resized as floats on the device | reached by nvJPEG's images only |
+| data/side_stream.py | a copy overlaps with computation; its memory is kept | computes at once here |
+| data/placement.py, mps and xpu | free memory of the device | none to ask |
+| nonfinite.py, several processes | the all-reduce by NCCL | one process here; gloo: test_nonfinite.py |
+| tuning.py, FSDP2 and several processes on CUDA | contiguous weights, SyncBatchNorm's own exchange | one process here |
+| tuning.py, compilation | inductor's kernels, CUDA graphs (only that they are refused) | nothing to compile for |
+| accelerator.py | the backends nccl, rccl and xccl; MIG | decisions alone: test_accelerator.py |
+| accelerate's set_device, DDP's device_ids | the index that LOCAL_RANK gives | one device here |
 """
 
 from __future__ import annotations
@@ -27,9 +41,9 @@ from accel_train.recipe import recipe_names
 # The one wait of an update: for the answer whether the update before was finite, by then long there.
 READ_LATER = {"nonfinite.py:_read event.synchronize": 1}
 # Where the answer must be known before the optimizer's step.
-READ_NOW = {"nonfinite.py:passes _local_scalar_dense": 1}
-# Under fp16 the loss scaler's scale must be known, too.
-SCALE = {"nonfinite.py:_find_bad _local_scalar_dense": 1}
+READ_NOW = {"nonfinite.py:_is_bad _local_scalar_dense": 1}
+# Under fp16 the loss scaler's scale must be known, too: both come at once.
+READ_BOTH = {"nonfinite.py:_is_bad tolist": 1}
 
 SMALL = "--epochs 1 --batch-size 16 --data.train-limit 96 --data.test-limit 24 --log-every-updates 6".split()  # noqa: SIM905
 ALL_AT_ONCE = """
@@ -228,7 +242,7 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
 def test_waits_of_each_policy_and_precision(gpu: Pretended, tmp_path: Path, policy: str, precision: str) -> None:
     words = ("--on-nonfinite", policy, "--output-dir", tmp_path / "run")
     done = succeeded(gpu("train", "digits", *SMALL, *words, precision=precision))
-    named = READ_NOW | SCALE if precision == "fp16" else READ_NOW if policy == "skip" else READ_LATER
+    named = READ_BOTH if precision == "fp16" else READ_NOW if policy == "skip" else READ_LATER
     assert quiet_updates(done) == [named] * 3
 
 
@@ -325,6 +339,13 @@ def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimi
         assert {name: times for name, times in waits.items() if "full_state" in name or "checkpoint" in name} == saved
     last = torch.load(tmp_path / "run/checkpoints/update-00000006/optimizer.pt", weights_only=True)
     assert all(torch.isfinite(value).all() for each in last["state"].values() for value in each.values())
+
+
+def test_sync_batchnorm_of_one_process(gpu: Pretended, tmp_path: Path) -> None:
+    """On CUDA the layers become torch's SyncBatchNorm, which exists for GPUs only."""
+    model = "--model.name test_resnet --model.image-size 32 --model.sync-batchnorm true"
+    done = succeeded(gpu("train", "digits", *SMALL, *model.split(), "--output-dir", tmp_path / "run"))
+    assert quiet_updates(done) == [READ_LATER] * 3
 
 
 @pytest.mark.parametrize("command", ["train", "bench"])
