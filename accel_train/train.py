@@ -35,6 +35,7 @@ from accel_train import models
 from accel_train.config.compatibility import digest
 from accel_train.config.schema import Config
 from accel_train.data.held_out import HeldOutTrial
+from accel_train.data.loading import start_workers_early
 from accel_train.data.order.keyed import key
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.evaluate import Batch
@@ -65,6 +66,7 @@ def train(config: Config, launch: Launch) -> int:
             if accelerator.is_main_process:
                 print(plan_text(config, accelerator, accelerator.gradient_accumulation_steps))
             return 0
+        start_workers_early(config)
 
         # The run's directory: one for all processes, and theirs alone from here on. What is finished stays as it is.
         lease = claim_run(config, accelerator, lambda: stopping.reason)

@@ -2,6 +2,20 @@
 
 Every command line here is carried out by one process that believes in a CUDA device. Whether kernels compute the same
 there, and how fast, only a GPU can show: test_gpu.py.
+
+Decisions that depend on the kind of device, and which no test without a GPU (nor this one) covers:
+
+| where | what happens on the device | why not |
+|---|---|---|
+| data/device_decoding.py | nvJPEG decodes on its own stream; else the host does | no nvJPEG to pretend |
+| data/transform.py, resized | uint8 images are resized as floats on the device | reached by nvJPEG's images only |
+| data/side_stream.py | a copy overlaps with computation; its memory is kept | computes at once here |
+| data/placement.py, mps and xpu | free memory of the device | none to ask |
+| nonfinite.py, several processes | the all-reduce by NCCL | one process here; gloo: test_nonfinite.py |
+| tuning.py, FSDP2 and several processes on CUDA | contiguous weights, SyncBatchNorm's own exchange | one process here |
+| tuning.py, compilation | inductor's kernels, CUDA graphs (only that they are refused) | nothing to compile for |
+| accelerator.py | the backends nccl, rccl and xccl; MIG | decisions alone: test_accelerator.py |
+| accelerate's set_device, DDP's device_ids | the index that LOCAL_RANK gives | one device here |
 """
 
 from __future__ import annotations
@@ -27,9 +41,9 @@ from accel_train.config.recipe import recipe_names
 # The one wait of an update: for the answer whether the update before was finite, by then long there.
 READ_LATER = {"nonfinite.py:_read event.synchronize": 1}
 # Where the answer must be known before the optimizer's step.
-READ_NOW = {"nonfinite.py:passes _local_scalar_dense": 1}
-# Under fp16 the loss scaler's scale must be known, too.
-SCALE = {"nonfinite.py:_find_bad _local_scalar_dense": 1}
+READ_NOW = {"nonfinite.py:_is_bad _local_scalar_dense": 1}
+# Under fp16 the loss scaler's scale must be known, too: both come at once.
+READ_BOTH = {"nonfinite.py:_is_bad tolist": 1}
 
 SMALL = "--epochs 1 --batch-size 16 --data.train-limit 96 --data.test-limit 24 --log-every-updates 6".split()  # noqa: SIM905
 ALL_AT_ONCE = """
@@ -102,6 +116,45 @@ def test_the_pretended_device_fails_and_waits_where_a_gpu_would() -> None:
     assert done.returncode == 0, done.stderr
 
 
+SIDE_STREAM = """
+import torch, pretend_cuda as pretended
+pretended.install()
+from accel_train.data.side_stream import SideStream
+from accel_train.errors import UserError
+
+fetched = []
+def loader():
+    for number in range(3):
+        fetched.append(number)
+        yield {"ids": torch.full((4,), number).pin_memory().to("cuda", non_blocking=True), "names": "of the host's"}
+    yield UserError("cannot be read")
+
+with pretended.PretendedCuda():
+    side = SideStream(torch.device("cuda", 0))
+    with torch.cuda.stream(side.stream):
+        early = next(loader())["ids"]
+    assert (early + 0).tolist() == [0x7F] * 4  # garbage: nobody has waited
+    pretended.orders.clear(), pretended.waits.clear(), fetched.clear()
+    batches = side.copied(loader())
+    for number in range(3):
+        ids = next(batches)["ids"] + 0
+        assert fetched == list(range(number + 1))  # none ahead of what was asked for
+        assert pretended.orders == ["default waits for side", "memory used on default"] * (number + 1)
+        assert not pretended.waits
+        assert ids.tolist() == [number] * 4
+        pretended.waits.clear()
+    assert str(next(batches)) == "cannot be read"
+    assert next(batches, None) is None
+"""
+
+
+def test_copies_on_a_stream_of_their_own_are_waited_for_by_the_device_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIDE_STREAM], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("placement", ["device", "host", "disk"])
 def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path, placement: str) -> None:
     done = succeeded(
@@ -110,9 +163,12 @@ def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path,
     assert quiet_updates(done) == [READ_LATER] * 3
 
 
-def test_the_weights_are_those_of_the_cpu(gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_the_weights_are_those_of_the_cpu(
+    gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
     words = ("digits", *SMALL, *ALL_AT_ONCE)
-    succeeded(gpu("train", *words, "--output-dir", tmp_path / "gpu"))
+    succeeded(gpu("train", *words, "--data.placement", placement, "--output-dir", tmp_path / "gpu"))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert main(["train", *map(str, words), "--output-dir", str(tmp_path / "cpu")]) == 0
     AcceleratorState._reset_state(True)
@@ -186,7 +242,7 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
 def test_waits_of_each_policy_and_precision(gpu: Pretended, tmp_path: Path, policy: str, precision: str) -> None:
     words = ("--on-nonfinite", policy, "--output-dir", tmp_path / "run")
     done = succeeded(gpu("train", "digits", *SMALL, *words, precision=precision))
-    named = READ_NOW | SCALE if precision == "fp16" else READ_NOW if policy == "skip" else READ_LATER
+    named = READ_BOTH if precision == "fp16" else READ_NOW if policy == "skip" else READ_LATER
     assert quiet_updates(done) == [named] * 3
 
 
@@ -283,6 +339,13 @@ def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimi
         assert {name: times for name, times in waits.items() if "state_dict" in name or "manager" in name} == saved
     last = torch.load(tmp_path / "run/checkpoints/update-00000006/optimizer.pt", weights_only=True)
     assert all(torch.isfinite(value).all() for each in last["state"].values() for value in each.values())
+
+
+def test_sync_batchnorm_of_one_process(gpu: Pretended, tmp_path: Path) -> None:
+    """On CUDA the layers become torch's SyncBatchNorm, which exists for GPUs only."""
+    model = "--model.name test_resnet --model.image-size 32 --model.sync-batchnorm true"
+    done = succeeded(gpu("train", "digits", *SMALL, *model.split(), "--output-dir", tmp_path / "run"))
+    assert quiet_updates(done) == [READ_LATER] * 3
 
 
 @pytest.mark.parametrize("command", ["train", "bench"])

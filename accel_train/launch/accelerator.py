@@ -53,7 +53,7 @@ def create_accelerator(
     if device is not None and not cpu and launch.world_size > 1:
         # Accelerate and DDP take LOCAL_RANK for a device's index. A process that sees only its own GPU (srun
         # --gpus-per-task, a container, a cgroup) has number 0, whatever its own number on the node.
-        os.environ["LOCAL_RANK"] = str(launch.local_rank % torch.accelerator.device_count())
+        os.environ["LOCAL_RANK"] = str(_device_index(launch))
         if share_gpus and device.type == "cuda":
             group["backend"] = "gloo"
     with connecting():
@@ -115,9 +115,18 @@ def _give_index(accelerator: Accelerator) -> None:
         state.device = device
 
 
+def _device_index(launch: Launch) -> int:
+    """The number of this process's device among those that it sees. What hides the others (CUDA_VISIBLE_DEVICES, a
+    container, a cgroup, HIP's, ROCr's and Level Zero's own variables) does not matter: the driver has counted."""
+    return launch.local_rank % torch.accelerator.device_count()
+
+
 def _device_id(device: torch.device, launch: Launch) -> str:
     """What tells one GPU of a host from another, also where each process sees only its own, as number 0."""
     if device.type not in ("cuda", "xpu"):
         return ""
-    index = launch.local_rank % torch.accelerator.device_count()
-    return str(getattr(torch.get_device_module(device).get_device_properties(index), "uuid", ""))
+    found = torch.get_device_module(device).get_device_properties(_device_index(launch))
+    if device.type == "cuda" and not torch.version.hip and hasattr(found, "pci_bus_id"):
+        # What NCCL compares. Two MIG slices of one GPU have it in common, and NCCL refuses them, too.
+        return f"PCI {found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
+    return str(getattr(found, "uuid", ""))

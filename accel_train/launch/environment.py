@@ -75,9 +75,7 @@ def prepare_environment() -> Launch:
         env.setdefault("MASTER_PORT", str(port))
         env["RANK"], env["WORLD_SIZE"] = str(launch.rank), str(launch.world_size)
         env["LOCAL_WORLD_SIZE"] = str(launch.local_world_size)
-        # For Accelerate and DDP this is the index of a device: 0 where each task sees one GPU, its own.
-        gpus = len([gpu for gpu in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
-        env["LOCAL_RANK"] = str(launch.local_rank % gpus if gpus else launch.local_rank)
+        env["LOCAL_RANK"] = str(launch.local_rank)  # accelerator.py makes it the index of a device
     if "OMP_WAIT_POLICY" not in env:
         env["OMP_WAIT_POLICY"] = "PASSIVE"
         env.setdefault("GOMP_SPINCOUNT", SPINS)

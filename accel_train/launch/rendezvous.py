@@ -78,7 +78,8 @@ def _meet(store: Any, launch: Launch, device_id: str, seconds: float) -> None:
         if device and len(ranks) > 1:
             raise UserError(
                 f"Ranks {_ranges(ranks)} on {host} share one GPU ({device}): start one process for each GPU, "
-                "and let each see its own, or all of them see all. --share-gpus true allows it, slowly; "
+                "and let each see its own, or all of them see all (MIG slices of one GPU cannot be connected by NCCL: "
+                "one process). --share-gpus true allows it, slowly; "
                 "ACCELERATE_USE_CPU=true trains on the CPU."
             )
 
@@ -228,8 +229,16 @@ def connecting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "gloo" not in str(error).lower():
+        absent = isinstance(error, distributed.DistStoreError)  # the address of another one did not come in time
+        if not absent and "gloo" not in str(error).lower():
             raise
+        if absent:
+            raise UserError(
+                f"{hostname()} waited in vain for another process to say where it listens ({_first_line(error)}): that "
+                "one has failed, see its message, or cannot listen: set GLOO_SOCKET_IFNAME on all nodes to the "
+                "interface that they share.",
+                every_process=False,
+            ) from error
         try:
             address = socket.gethostbyname(socket.gethostname())
         except OSError:

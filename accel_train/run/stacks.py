@@ -7,22 +7,17 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
+from accel_train.data import workers
 from accel_train.errors import print_line
 
 ANSWER_SECONDS = 0.2  # a data worker's, to a signal
 
 
 class Stacks:
-    """Make it before data workers are started: they are forked, and inherit the handler that answers for them."""
-
-    def __init__(self) -> None:
-        # faulthandler's own handler needs no Python, and so answers from a worker that is stuck, too.
-        self._workers = tempfile.TemporaryFile()  # noqa: SIM115 -- stays open as long as the process lives
-        faulthandler.register(signal.SIGUSR2, self._workers, all_threads=True)
+    """Writes them; workers put theirs into a file that they have in common with this process."""
 
     def write(self, path: Path, heading: str) -> None:
         """Into the file `path`, below `heading`. What cannot be written is a warning: the run ends in any case."""
@@ -41,8 +36,9 @@ class Stacks:
     def _of_worker(self, pid: int) -> str:
         os.kill(pid, signal.SIGUSR2)
         time.sleep(ANSWER_SECONDS)
-        self._workers.seek(0)
-        found = self._workers.read().decode()
-        self._workers.seek(0)
-        self._workers.truncate()
+        file = workers.stacks_file()
+        file.seek(0)
+        found = file.read().decode()
+        file.seek(0)
+        file.truncate()
         return found

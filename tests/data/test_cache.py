@@ -160,7 +160,7 @@ class TestReading:
             order.seek(3, update * batch_size)
             loader = create_loader(
                 source, order, Augment(crop="resized", flip=0.5), training=True, size=24, seed=5, workers=workers,
-                local_processes=1, device=torch.device("cpu"),
+                device=torch.device("cpu"),
             )  # fmt: skip
             found = {}
             for batch in loader:

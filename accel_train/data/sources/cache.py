@@ -30,7 +30,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, SEMANTICS
-from accel_train.data.sources.encoded import EncodedImages, Names
+from accel_train.data.sources.encoded import EncodedImages, Names, Shared
 from accel_train.data.sources.images import Picture
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
@@ -82,6 +82,7 @@ class CacheFile:
             with np.load(io.BytesIO(index), allow_pickle=False) as arrays:
                 described: dict[str, Any] = json.loads(arrays["description"].tobytes())
                 self.columns: dict[str, npt.NDArray[Any]] = {name: arrays[name] for name in COLUMNS}
+                self._shared = {name: Shared(column) for name, column in self.columns.items()}
                 text, ends = arrays["names"], arrays["name_ends"]
                 self.names = Names.of(text, ends)
             for name in ("classes", "mean", "std"):
@@ -102,7 +103,11 @@ class CacheFile:
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}
+        return {**self.__dict__, "_map": None, "columns": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.columns = {name: column.array for name, column in self._shared.items()}
 
     def at(self, number: int) -> memoryview:
         """The bytes of an image, in the file's own memory. Raises OSError."""
