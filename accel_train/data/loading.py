@@ -25,6 +25,7 @@ from accel_train.data.images import EncodedImages
 from accel_train.data.keyed import hashed, key
 from accel_train.data.memory import MemoryLoader
 from accel_train.data.order import Draw, Order
+from accel_train.data.parameters import AugmentParameters
 from accel_train.data.placement import Placement, choose_place
 from accel_train.data.splits import Source, Splits, owner
 from accel_train.data.transform import ImageTransform, resize_default
@@ -40,17 +41,25 @@ class BatchedSet(Dataset[dict[str, Any]]):
     """Fetches a whole draw at once. Holds no state: epoch and keys come with each draw, so that a worker process
     that outlives an epoch never works with the last one's."""
 
-    def __init__(self, source: Source, transform: ImageTransform | Reading | None, seed: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        transform: ImageTransform | Reading | None,
+        seed: int,
+        draws: AugmentParameters | None = None,
+    ) -> None:
         self.source = source
         self.held, self.held_ids = owner(source)
         self.transform = transform
         self.seed = seed
+        self.draws = draws
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitems__(self, draw: Draw) -> dict[str, Any] | UserError:
-        """images uint8 [b, C, H, W], or yet Undecoded; labels, ids and keys int64 [b]; weights float32 [b].
+        """images uint8 [b, C, H, W], or yet Undecoded; labels, ids and keys int64 [b]; weights float32 [b]; and as
+        "parameters" what `draws` draws.
 
         An unreadable image's error is handed out in place of the batch: raised in a worker process, it would reach
         the user wrapped in torch's traceback.
@@ -72,13 +81,14 @@ class BatchedSet(Dataset[dict[str, Any]]):
             assert isinstance(self.transform, ImageTransform)
             images = self.transform(list(self.source.fetch(draw.ids.tolist())), keys)
         assert isinstance(images, Tensor | Undecoded), "images of different sizes need an ImageTransform"
-        return {
+        batch = {
             "images": images,
             "labels": self.source.labels[draw.ids],
             "ids": draw.ids,
             "keys": keys,
             "weights": draw.weights,
         }
+        return batch if self.draws is None else {**batch, "parameters": self.draws(keys, draw.weights)}
 
 
 def create_loader(
@@ -94,12 +104,13 @@ def create_loader(
     device: torch.device,
     decode_on: Literal["host", "device"] = "host",
     reduced_decode: bool = True,
+    draws: AugmentParameters | None = None,
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
     `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
     what is in memory, else this process's share of the cores, on a GPU but for one; `local_processes`: training
-    processes of this machine.
+    processes of this machine; `draws`: of the BatchTransform that takes the batches.
     """
     each = transforms_each_image(source, augment, training=training)
     if workers is None:
@@ -113,7 +124,7 @@ def create_loader(
     elif each:
         transform = ImageTransform(augment, size, training=training, reduces=reduced_decode)
     return DataLoader(
-        BatchedSet(source, transform, seed),
+        BatchedSet(source, transform, seed, draws),
         batch_sampler=order,  # type: ignore[arg-type]  # a Draw stands for a list of indices
         collate_fn=_as_it_is,
         num_workers=workers,
@@ -214,6 +225,17 @@ def create_feed(
     if config.data.decode_on == "device":
         check_device_decoding(source, config.augment, device, training=training)
         decoder = DeviceDecoder(source, size=size, channels=splits.channels, device=device)
+    transform = BatchTransform(
+        config.augment,
+        size=size,
+        mean=mean,
+        std=std,
+        num_classes=len(splits.classes),
+        training=training,
+        per_image=each,
+        device=device,
+        memory_format=memory_format,
+    )
     loader: Loader
     if place == "disk" or each:
         made = create_loader(
@@ -228,6 +250,7 @@ def create_feed(
             device=device,
             decode_on=config.data.decode_on,
             reduced_decode=config.data.reduced_decode,
+            draws=transform.draws,
         )
         workers, ahead = made.num_workers, made.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(made)
@@ -242,18 +265,8 @@ def create_feed(
             device=device,
             pixels_device=device if place == "device" else torch.device("cpu"),
             memory_format=memory_format,
+            draws=transform.draws,
         )
-    transform = BatchTransform(
-        config.augment,
-        size=size,
-        mean=mean,
-        std=std,
-        num_classes=len(splits.classes),
-        training=training,
-        per_image=each,
-        device=device,
-        memory_format=memory_format,
-    )
     placement = Placement(place, size_bytes, workers, ahead, config.data.decode_on)
     return Feed(loader, transform, len(source), placement, decoder)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from accel_train import config
-from accel_train.data.augment import Stream
 from accel_train.data.images import Picture
 from accel_train.data.keyed import uniform, uniforms
+from accel_train.data.parameters import Stream
 
 TRIES = 10  # boxes that are drawn until one lies inside the image, as torchvision does
 
