@@ -77,7 +77,6 @@ class AugmentParameters:
         """The parameters of samples with these keys (int64 [b]) and weights (float32 [b]), on the CPU; int32
         [b, columns]. With mixing `b` is even, and samples 2k and 2k+1 are neighbours in their update."""
         drawn = torch.zeros((len(keys), COLUMNS), dtype=torch.int32)
-        drawn[:, Column.LAST : Column.CUT] = -1
         if self.crops or self.flips:
             self._draw_windows(drawn, keys)
         if self.augment.erase:
@@ -88,10 +87,13 @@ class AugmentParameters:
 
     def _draw_windows(self, drawn: Tensor, keys: Tensor) -> None:
         draws = uniforms(keys, (Stream.FLIP, Stream.TOP, Stream.LEFT))
-        middle = torch.tensor((self.places - 1) // 2)
-        tops, lefts = ((each * self.places).int() if self.crops else middle for each in draws[1:])
-        mirrored = draws[0] < (self.augment.flip if self.flips else 0)
-        drawn[:, Column.TOP], drawn[:, Column.LEFT] = tops, lefts + mirrored * self.places
+        if self.crops:
+            corners = (draws[1:] * self.places).int()
+        else:
+            corners = torch.full((2, len(keys)), (self.places - 1) // 2, dtype=torch.int32)
+        if self.flips:
+            corners[1].add_(draws[0] < self.augment.flip, alpha=self.places)
+        drawn[:, Column.TOP : Column.LEFT + 1] = corners.T
 
     def _draw_erased(self, drawn: Tensor, keys: Tensor) -> None:
         """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896)."""
