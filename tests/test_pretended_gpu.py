@@ -24,7 +24,10 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 import pytest
@@ -161,6 +164,81 @@ def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path,
         gpu("train", "digits", *SMALL, *ALL_AT_ONCE, "--data.placement", placement, "--output-dir", tmp_path / "run")
     )
     assert quiet_updates(done) == [READ_LATER] * 3
+
+
+def launched(done: Done) -> dict[str, int]:
+    """Kernels that each file of accel_train starts in an update: the most of the quiet ones."""
+    found: list[Counter[str]] = [Counter() for _ in range(3)]
+    for count, kernels in zip(found, done.kernels[2:5], strict=True):
+        for where, times in kernels.items():
+            count[where.partition(":")[0]] += times
+    assert found[0]
+    return dict(reduce(or_, found))
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, placement: str) -> None:
+    words = ("digits", *SMALL, "--data.placement", placement, "--output-dir", tmp_path / "run")
+    kernels = launched(succeeded(gpu("train", *words)))
+    assert "keyed.py" not in kernels and "parameters.py" not in kernels  # all is drawn on the host
+    assert kernels["batch.py"] <= 6
+    assert kernels["nonfinite.py"] <= 2
+    assert kernels["meter.py"] <= 1
+    assert sum(kernels.values()) <= 43
+
+
+@pytest.mark.parametrize(("mixing", "augmenting"), [("--augment.mixup 0.2", 19), ("--augment.cutmix 1", 17)])
+def test_kernels_of_an_update_with_every_augmentation(
+    gpu: Pretended, tmp_path: Path, mixing: str, augmenting: int
+) -> None:
+    """A ResNet of channels last, with BatchNorm, whose counters EMA copies."""
+    model = ("--model.name", "test_resnet", "--model.image-size", 32, "--data.name", "synthetic")
+    images = ("--data.channels", 3, "--data.image-size", 32, "--augment.crop", "random", "--augment.pad", 4)
+    more = ("--augment.flip", 0.5, "--augment.erase", 0.5, "--optim.clip", 1, "--ema.enabled", "true", *mixing.split())
+    done = succeeded(gpu("train", "digits", *SMALL, *model, *images, *more, "--output-dir", tmp_path / "run"))
+    kernels = launched(done)
+    assert "keyed.py" not in kernels and "parameters.py" not in kernels
+    assert kernels["batch.py"] <= augmenting
+    assert kernels["nonfinite.py"] <= 2
+    assert kernels["meter.py"] <= 2
+    assert kernels["loss.py"] <= 4 and kernels["clipping.py"] <= 8 and kernels["ema.py"] <= 2
+
+
+TRANSFORMED = """
+import itertools, torch, pretend_cuda as pretended
+pretended.install()
+from accel_train.config.schema import Augment
+from accel_train.data.order.keyed import hashed
+from accel_train.data.transforms.batch import BatchTransform
+images = torch.randint(256, (40, 3, 12, 12), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+crops = [{}, {"crop": "random", "pad": 2}, {"crop": "random", "pad": 3, "pad_mode": "reflect"}]
+mixing = [{}, {"mixup": 0.2}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0, "mix_probability": 0.7}]
+layouts = torch.contiguous_format, torch.channels_last
+cases = itertools.product(crops, mixing, [0.0, 0.5], [0.0, 0.5], layouts, [12, 9])
+with pretended.PretendedCuda():
+    for crop, mix, flip, erase, layout, size in cases:
+        found = []
+        for device in "cpu", "cuda":
+            transform = BatchTransform(
+                Augment(flip=flip, erase=erase, resize=12, **crop, **mix), size=size, mean=(0.2, 0.5, 0.7),
+                std=(0.3, 0.25, 0.1), num_classes=5, training=True, per_image=False,
+                device=torch.device(device), memory_format=layout)
+            weights = torch.ones(40)
+            weights[-1] = 0
+            batch = {"images": images.contiguous(memory_format=layout), "labels": torch.arange(40) % 5}
+            if transform.draws is not None:
+                batch["parameters"] = transform.draws(hashed(7, torch.arange(40)), weights)
+            inputs, targets = transform({name: each.to(device) for name, each in batch.items()})
+            assert inputs.is_contiguous(memory_format=layout) and inputs.dtype == torch.float32
+            found.append((inputs.cpu(), targets.cpu()))
+        assert all(map(torch.equal, *found)), (crop, mix, flip, erase, layout, size)
+"""
+
+
+def test_a_gpus_way_to_augment_gives_the_bits_of_the_cpus() -> None:
+    tests = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", TRANSFORMED], cwd=tests, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])

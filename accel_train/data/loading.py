@@ -25,6 +25,7 @@ from accel_train.data.sources.splits import Source, Splits
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.device_decoding import DeviceDecoder, Reading, Undecoded, check_device_decoding
 from accel_train.data.transforms.image import ImageTransform, resize_default
+from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.data.workers import BatchedSet, Beginning, WorkerContext, as_it_is, start_server
 from accel_train.errors import UserError
 from accel_train.launch.cores import core_set, share_of_cores
@@ -58,11 +59,13 @@ def create_loader(
     cores: int = 1,
     decode_on: Literal["host", "device"] = "host",
     reduced_decode: bool = True,
+    draws: AugmentParameters | None = None,
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
     `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
-    what is in memory, else as many as this process has `cores`, on a GPU but for one.
+    what is in memory, else as many as this process has `cores`, on a GPU but for one; `draws`: of the BatchTransform
+    that takes the batches.
     """
     each = transforms_each_image(source, augment, training=training)
     if workers is None:
@@ -76,7 +79,7 @@ def create_loader(
     elif each:
         transform = ImageTransform(augment, size, training=training, reduces=reduced_decode)
     return DataLoader(
-        BatchedSet(source, transform, seed),
+        BatchedSet(source, transform, seed, draws),
         batch_sampler=order,  # type: ignore[arg-type]  # a Draw stands for a list of indices
         collate_fn=as_it_is,
         num_workers=workers,
@@ -156,6 +159,17 @@ def create_feed(
     if config.data.decode_on == "device":
         check_device_decoding(source, config.augment, device, training=training)
         decoder = DeviceDecoder(source, size=size, channels=splits.channels, device=device)
+    transform = BatchTransform(
+        config.augment,
+        size=size,
+        mean=mean,
+        std=std,
+        num_classes=len(splits.classes),
+        training=training,
+        per_image=each,
+        device=device,
+        memory_format=memory_format,
+    )
     loader: Loader
     if place == "disk" or each:
         made = create_loader(
@@ -170,6 +184,7 @@ def create_feed(
             cores=_cores(accelerator) if config.data.workers is None else 1,
             decode_on=config.data.decode_on,
             reduced_decode=config.data.reduced_decode,
+            draws=transform.draws,
         )
         workers, ahead = made.num_workers, made.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(made)
@@ -184,18 +199,8 @@ def create_feed(
             device=device,
             pixels_device=device if place == "device" else torch.device("cpu"),
             memory_format=memory_format,
+            draws=transform.draws,
         )
-    transform = BatchTransform(
-        config.augment,
-        size=size,
-        mean=mean,
-        std=std,
-        num_classes=len(splits.classes),
-        training=training,
-        per_image=each,
-        device=device,
-        memory_format=memory_format,
-    )
     placement = Placement(place, size_bytes, workers, ahead, config.data.decode_on)
     side = SideStream(device) if device.type == "cuda" and place != "device" else None
     return Feed(loader, transform, len(source), placement, decoder, side)

@@ -38,6 +38,7 @@ from accel_train.data.sources.encoded import EncodedImages
 from accel_train.data.sources.splits import Source, owner
 from accel_train.data.transforms.device_decoding import Reading, Undecoded
 from accel_train.data.transforms.image import ImageTransform
+from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.errors import UserError
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -48,17 +49,25 @@ class BatchedSet(Dataset[dict[str, Any]]):
     """Fetches a whole draw at once. Holds no state: epoch and keys come with each draw, so that a worker process
     that outlives an epoch never works with the last one's."""
 
-    def __init__(self, source: Source, transform: ImageTransform | Reading | None, seed: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        transform: ImageTransform | Reading | None,
+        seed: int,
+        draws: AugmentParameters | None = None,
+    ) -> None:
         self.source = source
         self.held, self.held_ids = owner(source)
         self.transform = transform
         self.seed = seed
+        self.draws = draws
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitems__(self, draw: Draw) -> dict[str, Any] | UserError:
-        """images uint8 [b, C, H, W], or yet Undecoded; labels, ids and keys int64 [b]; weights float32 [b].
+        """images uint8 [b, C, H, W], or yet Undecoded; labels, ids and keys int64 [b]; weights float32 [b]; and as
+        "parameters" what `draws` draws.
 
         An unreadable image's error is handed out in place of the batch: raised in a worker process, it would reach
         the user wrapped in torch's traceback.
@@ -80,13 +89,14 @@ class BatchedSet(Dataset[dict[str, Any]]):
             assert isinstance(self.transform, ImageTransform)
             images = self.transform(list(self.source.fetch(draw.ids.tolist())), keys)
         assert isinstance(images, Tensor | Undecoded), "images of different sizes need an ImageTransform"
-        return {
+        batch = {
             "images": images,
             "labels": self.source.labels[draw.ids],
             "ids": draw.ids,
             "keys": keys,
             "weights": draw.weights,
         }
+        return batch if self.draws is None else {**batch, "parameters": self.draws(keys, draw.weights)}
 
 
 def as_it_is(batch: Any) -> Any:
