@@ -140,18 +140,9 @@ def create_feed(
     Raises UserError if the settings of `config.augment` do not fit the images or the input, or if they cannot lie
     where `config.data.placement` says.
     """
-    if config.augment.resize is not None and config.augment.resize < size:
-        raise UserError(
-            f"--augment.resize: found {config.augment.resize}; the model's input has {size}: {size} or more."
-        )
+    _check_sizes(config.augment, source, size, training=training)
     mean, std = normalization(config, splits)
     device = accelerator.device
-    if training and config.augment.crop == "random" and config.augment.pad_mode == "reflect":
-        short = config.augment.resize or (size if source.in_memory else resize_default(size))
-        if config.augment.pad >= short:
-            raise UserError(
-                f"--augment.pad: found {config.augment.pad}; an image of {short} pixels reflects less than {short}."
-            )
     each = transforms_each_image(source, config.augment, training=training)
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     place, size_bytes = choose_place(config.data, source, accelerator, per_image=each, local_processes=local_processes)
@@ -204,6 +195,18 @@ def create_feed(
     placement = Placement(place, size_bytes, workers, ahead, config.data.decode_on)
     side = SideStream(device) if device.type == "cuda" and place != "device" else None
     return Feed(loader, transform, len(source), placement, decoder, side)
+
+
+def _check_sizes(augment: Augment, source: Source, size: int, *, training: bool) -> None:
+    """Raise UserError if the images are too small for what `augment` asks for."""
+    if augment.resize is not None and augment.resize < size:
+        raise UserError(f"--augment.resize: found {augment.resize}; the model's input has {size}: {size} or more.")
+    if training and augment.crop == "random" and augment.pad_mode == "reflect":
+        short = augment.resize or (size if source.in_memory else resize_default(size))
+        if augment.pad >= short:
+            raise UserError(
+                f"--augment.pad: found {augment.pad}; an image of {short} pixels reflects less than {short}."
+            )
 
 
 def _cores(accelerator: Accelerator) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn

@@ -27,11 +27,11 @@ TRAINER = """
 import sys
 from torch.utils.data import DataLoader, Dataset
 from accel_train.data import workers
-from accel_train.data.synthetic import Synthetic
+from accel_train.data.sources.synthetic import Synthetic
 if __name__ != "__main__":
     open("imported-again", "w").close()
-from accel_train.config import Data
-from accel_train.data.order import EvaluationOrder
+from accel_train.config.schema import Data
+from accel_train.data.order.samplers import EvaluationOrder
 source = Synthetic(Data(image_size=8, channels=1, train_images=64), "train", 0, 64)
 loader = DataLoader(
     workers.BatchedSet(source, None, 0), batch_sampler=EvaluationOrder(64, 8), collate_fn=workers.as_it_is,
