@@ -31,14 +31,19 @@ def test_stopped_process_is_named_and_the_run_ended(tmp_path: Path) -> None:
         assert not (run.run / "REQUEUE").exists()
 
 
+def stop_workers(trainer: int) -> None:
+    """Suspend a process's data workers: the children of their server, and not those of the process itself."""
+    workers = [child for child in helpers._family(trainer)[1:] if helpers._parent(child) != trainer]
+    assert workers
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+
+
 def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_path: Path) -> None:
     words = (*LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4)
     with started(tmp_path / "run", *words, processes=2) as run:
         run.until_trained(5)
-        workers = [child for child in helpers._family(run.pids()[1])[1:] if "python" in _command(child)]
-        for worker in workers:
-            os.kill(worker, signal.SIGSTOP)
-        assert workers
+        stop_workers(run.pids()[1])
         assert run.ended() != 0
         assert "The slow one: rank 1 on" in run.status["reason"]
         assert "waits for a batch" in run.status["reason"]
@@ -59,8 +64,7 @@ def test_single_process_that_hangs(tmp_path: Path) -> None:
         tmp_path / "run", *LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4
     ) as run:
         run.until_trained(5)
-        for worker in helpers._family(run.popen.pid)[1:]:
-            os.kill(worker, signal.SIGSTOP)
+        stop_workers(run.popen.pid)
         assert run.ended() == 1
         assert run.status["state"] == "failed"
         assert "waits for a batch" in run.status["reason"]
@@ -131,7 +135,3 @@ def test_error_of_one_process_ends_both_and_is_named_first(tmp_path: Path) -> No
 
 def first_error(run: helpers.Started) -> str:
     return next(line for line in run.output.splitlines() if re.search(r"\b(error|\w*Error)\b:|Traceback|failed", line))
-
-
-def _command(process: int) -> str:
-    return Path(f"/proc/{process}/cmdline").read_text()
