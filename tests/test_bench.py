@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,7 @@ from accel_train.errors import UserError
 
 
 def bench(*words: object, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    python = [sys.executable, "-m"]
-    if processes > 1:
-        launcher = ["accelerate.commands.launch", "--config_file", helpers.MULTI_CPU, "--num_processes", processes]
-        python += [*map(str, launcher), "-m"]
-    line = [*python, "accel_train", "bench", *map(str, words)]
-    return subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, timeout=200)
+    return helpers.python("-m", "accel_train", "bench", *words, processes=processes, timeout=200)
 
 
 def check(figures: dict[str, Any], rounds: int) -> None:

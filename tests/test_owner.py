@@ -124,7 +124,7 @@ def test_a_second_start_is_refused_and_a_killed_owners_run_goes_on_at_once(tmp_p
 
 
 def test_two_processes_have_one_owner_and_end_soon_after_their_launcher(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, "--checkpoint.every-updates", 1000, processes=2) as run:
+    with started(tmp_path / "run", *LONG, "--checkpoint.every-updates", 1000, processes=2, launcher=True) as run:
         run.until_trained(5)
         ranks = run.pids()
         started_at = {rank: process.started(rank) for rank in ranks}
@@ -141,7 +141,7 @@ def test_two_processes_have_one_owner_and_end_soon_after_their_launcher(tmp_path
 
 
 def test_a_suspended_owner_whose_run_was_taken_over_ends_and_writes_nothing(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, processes=2) as run:
+    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
         run.until_trained(25)
         run.until(lambda: commit.updates(run.run / "checkpoints"))
         refused = helpers.run(*LONG, "--output-dir", run.run, processes=2)
