@@ -186,6 +186,11 @@ class Started:
                     found[int(variables["RANK"])] = process
         return [found[rank] for rank in sorted(found)] or [self.popen.pid]
 
+    def family(self) -> list[int]:
+        """All processes of the run: the launcher, the ranks, and what they have started."""
+        first = [self.popen.pid] if not isinstance(self.popen, World) else self.pids()
+        return [member for process in first for member in _family(process)]
+
     def until(self, happened: Callable[[], Any], timeout: float = 90) -> None:
         """Wait until something has happened; an error if the run ends before, or if it takes too long."""
         deadline = time.monotonic() + timeout

@@ -80,7 +80,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     words = (recipe, *SETTINGS, *KEEP, "--output-dir", directory)
-    stopped = run(*words, processes=2, launcher=True)
+    stopped = run(*words, processes=2)
     assert stopped.returncode != 0
     bad = commit.updates(directory / "checkpoints")[-1] + 1 if (directory / "checkpoints").exists() else 1
     assert f"error: Update {bad} is not finite: the loss of" in stopped.stderr

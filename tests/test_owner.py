@@ -141,13 +141,13 @@ def test_two_processes_have_one_owner_and_end_soon_after_their_launcher(tmp_path
 
 
 def test_a_suspended_owner_whose_run_was_taken_over_ends_and_writes_nothing(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
+    with started(tmp_path / "run", *LONG, processes=2) as run:
         run.until_trained(25)
         run.until(lambda: commit.updates(run.run / "checkpoints"))
         refused = helpers.run(*LONG, "--output-dir", run.run, processes=2)
         assert refused.returncode != 0 and refused.stderr.count("accel-train: error:") == 1
         assert f"has an owner: process {run.pids()[0]} on" in refused.stderr
-        family = helpers._family(run.popen.pid)
+        family = run.family()
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
         newest = commit.directory(run.run / "checkpoints", commit.updates(run.run / "checkpoints")[-1])

@@ -48,10 +48,10 @@ def test_signal_to_every_process_of_a_job_with_data_workers(tmp_path: Path) -> N
 
 
 def test_signal_to_one_of_two_processes_stops_both_and_both_exit_with_0(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
+    with started(tmp_path / "run", *LONG, processes=2) as run:
         run.until_trained(5)
         os.kill(run.pids()[1], signal.SIGTERM)
-        assert run.ended() == 0, run.output  # the launcher's own, which is 1 if any process's is not 0
+        assert run.ended() == 0, run.output
         assert_interrupted(run)
 
 
@@ -311,13 +311,12 @@ def make_read_only(disk: Path) -> None:
 
 @pytest.mark.parametrize(("break_it", "processes"), [(fill, 1), (make_read_only, 2)])
 def test_signal_where_nothing_can_be_written_any_more(small_disk: Path, break_it, processes: int) -> None:  # type: ignore[no-untyped-def]
-    words = (*LONG, "--checkpoint.every-epochs", 1000)
-    with started(small_disk, *words, processes=processes, launcher=processes == 2) as run:
+    with started(small_disk, *LONG, "--checkpoint.every-epochs", 1000, processes=processes) as run:
         run.until_trained(5)
         break_it(small_disk)
         for process in run.pids():
             os.kill(process, signal.SIGTERM)
-        assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by the launcher's patience
+        assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by a launcher's patience
     assert "but this could not be saved.\n  kept   nothing, for there is no checkpoint\n" in run.output
     assert "Traceback" not in run.output.partition("ChildFailedError")[0].partition("torch/distributed")[0], run.output
     assert not (small_disk / "REQUEUE").exists()
