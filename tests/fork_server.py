@@ -20,6 +20,7 @@ import io
 import json
 import os
 import pkgutil
+import select
 import signal
 import socket
 import subprocess
@@ -106,8 +107,9 @@ class ForkServer:
         """Send a request; the server's answer."""
         with self._lock:
             content = json.dumps(request).encode()
-            socket.send_fds(self._socket, [len(content).to_bytes(4, "little")], files)
-            self._socket.sendall(content)
+            # Not SIGPIPE: some commands, which tests call in this process, let it end the program.
+            socket.send_fds(self._socket, [len(content).to_bytes(4, "little")], files, socket.MSG_NOSIGNAL)
+            self._socket.sendall(content, socket.MSG_NOSIGNAL)
             header = self._socket.recv(4, socket.MSG_WAITALL)
             if not header:
                 raise EOFError("the fork server has ended: its error is on stderr")
@@ -150,6 +152,8 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None
     """Answer requests until the tests end: None. In each child that is forked: its request, and its three files."""
     children: set[int] = set()
     while True:
+        select.select([connection], [], [])
+        connection.setblocking(True)
         header, files, _, _ = socket.recv_fds(connection, 4, 3)
         if not header:
             for child in children:

@@ -244,7 +244,8 @@ def started(
 def _end(popen: subprocess.Popen[Any] | Forked | World) -> None:
     """Kill what is left of what was started."""
     for process in popen.processes if isinstance(popen, World) else [popen]:
-        for member in reversed(_family(process.pid)):
+        # One that has been waited for has no number any more: it may be another's.
+        for member in reversed(_family(process.pid)) if process.poll() is None else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
