@@ -102,7 +102,7 @@ SHORT, LONG = pytest.mark.timeout(600), (pytest.mark.slow, pytest.mark.timeout(7
 @pytest.mark.parametrize(
     ("processes", "kills", "epochs"),
     [
-        pytest.param(1, 5, 5, marks=SHORT),
+        pytest.param(1, 5, 3, marks=SHORT),
         pytest.param(2, 2, 3, marks=SHORT),
         pytest.param(4, 6, 6, marks=LONG),
         pytest.param(1, 50, 40, marks=LONG),
