@@ -64,7 +64,7 @@ def test_digits_end_to_end_with_accumulation(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # the runs are gone
 
 
-def test_two_processes_under_the_launcher_train_several_times(tmp_path: Path) -> None:
+def test_two_processes_train_several_times(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     done = bench("digits", "--rounds", 2, "--updates", 40, "--output", output, processes=2)
     assert done.returncode == 0, done.stderr
