@@ -1,5 +1,5 @@
 # make train   everything from nothing: virtual environment, installation, a first real training run
-# make test    the same with what the tests need, then the tests (SLOW=1: the long ones, too)
+# make test    the same with what the tests need, then the tests, in parallel (SLOW=1: the long ones, too)
 # make lint    formatting, lint, types
 # make bench   measure the trainer beside others, half an hour; the tables go into docs/benchmarks.md (ARGS: --data-root DIR)
 # make gpu     on a machine with a GPU: the tests that need one, then its speed; prints what docs/benchmarks.md is to say
@@ -14,7 +14,7 @@ train: $(VENV)/.installed
 	$(BIN)/accel-train train digits
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(if $(SLOW),-m "slow or not slow") $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),-m "slow or not slow") $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

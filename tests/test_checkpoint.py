@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import checkpoint_worker
+import helpers
 import pytest
 import torch
 from accelerate import Accelerator
@@ -42,9 +43,7 @@ def launch(processes: int, steps: list[dict], folder: Path, *words: str) -> None
         return
     file = folder / f"steps-{processes}{''.join(words)}.json"
     file.write_text(json.dumps(steps))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(WORKER), str(file), *words], env=environment, capture_output=True, text=True)
+    done = helpers.python(WORKER, file, *words, processes=processes)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

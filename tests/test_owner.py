@@ -129,7 +129,7 @@ def test_a_second_start_is_refused_and_a_killed_owners_run_goes_on_at_once(tmp_p
 
 
 def test_two_processes_have_one_owner_and_end_soon_after_their_launcher(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, "--checkpoint.every-updates", 1000, processes=2) as run:
+    with started(tmp_path / "run", *LONG, "--checkpoint.every-updates", 1000, processes=2, launcher=True) as run:
         run.until_trained(5)
         ranks = run.pids()
         started_at = {rank: process.started(rank) for rank in ranks}
@@ -152,7 +152,7 @@ def test_a_suspended_owner_whose_run_was_taken_over_ends_and_writes_nothing(tmp_
         refused = helpers.run(*LONG, "--output-dir", run.run, processes=2)
         assert refused.returncode != 0 and refused.stderr.count("accel-train: error:") == 1
         assert f"has an owner: process {run.pids()[0]} on" in refused.stderr
-        family = helpers._family(run.popen.pid)
+        family = run.family()
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
         newest = commit.directory(run.run / "checkpoints", commit.updates(run.run / "checkpoints")[-1])

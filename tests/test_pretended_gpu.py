@@ -30,6 +30,7 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -115,7 +116,7 @@ with pretended.PretendedCuda():
 
 
 def test_the_pretended_device_fails_and_waits_where_a_gpu_would() -> None:
-    done = subprocess.run([sys.executable, "-c", WRONG], cwd=Path(__file__).parent, capture_output=True, text=True)
+    done = helpers.python("-c", WRONG, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
 
 

@@ -52,12 +52,12 @@ def test_signal_to_one_of_two_processes_stops_both_and_both_exit_with_0(tmp_path
     with started(tmp_path / "run", *LONG, processes=2) as run:
         run.until_trained(5)
         os.kill(run.pids()[1], signal.SIGTERM)
-        assert run.ended() == 0, run.output  # the launcher's own, which is 1 if any process's is not 0
+        assert run.ended() == 0, run.output
         assert_interrupted(run)
 
 
 def test_ctrl_c_in_the_launchers_terminal_makes_a_checkpoint(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, processes=2) as run:
+    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
         run.until_trained(5)
         os.killpg(run.popen.pid, signal.SIGINT)  # the launcher's
         for process in run.pids():  # in sessions of their own here, unlike on a terminal
@@ -161,7 +161,7 @@ def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Pat
 @pytest.mark.slow
 def test_second_ctrl_c_stops_at_once_under_a_launcher(tmp_path: Path) -> None:
     """It keeps its ranks from the terminal: it hands the first one on, and makes SIGTERM of the second."""
-    with started(tmp_path / "run", *ONE_LONG_UPDATE, processes=2) as run:
+    with started(tmp_path / "run", *ONE_LONG_UPDATE, processes=2, launcher=True) as run:
         run.until(lambda: run.status.get("state") == "training")
         os.killpg(run.popen.pid, signal.SIGINT)
         time.sleep(1.5)
@@ -182,17 +182,18 @@ def test_ctrl_c_is_answered_while_one_operation_lasts(tmp_path: Path) -> None:
         "    print('begun', flush=True)\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 100_000_000)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as popen:
-        assert popen.stdout is not None
-        assert popen.stdout.readline() == "begun\n"
-        pressed = time.monotonic()
-        popen.send_signal(signal.SIGINT)
-        assert "saving after this update" in popen.stdout.readline()
-        assert time.monotonic() - pressed < 5
-        assert popen.poll() is None
-        popen.kill()
+    ours, its = os.pipe()
+    with open(ours) as shown, open(its, "wb") as out:  # noqa: PTH123
+        popen = helpers.forked(("-c", program), 1, helpers.environment(), out, out)
+        try:
+            assert shown.readline() == "begun\n"
+            pressed = time.monotonic()
+            popen.send_signal(signal.SIGINT)
+            assert "saving after this update" in shown.readline()
+            assert time.monotonic() - pressed < 5
+            assert popen.poll() is None
+        finally:
+            popen.send_signal(signal.SIGKILL)
 
 
 def test_ctrl_c_at_a_terminal_saves_and_ends_a_loop_of_the_shells(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_signal_during_an_evaluation(tmp_path: Path) -> None:
 def test_directory_that_cannot_have_checkpoints_is_refused_by_all_processes(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").touch()
-    with started(tmp_path / "run", *LONG, processes=2) as run:
+    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
         assert run.ended() != 0
     assert run.output.count("checkpoints is not a folder, so no checkpoint can be written") == 1, run.output
     assert run.output.count("exitcode  : 2") + run.output.count("exitcode: 2") >= 1, run.output
@@ -316,7 +317,7 @@ def test_signal_where_nothing_can_be_written_any_more(small_disk: Path, break_it
         break_it(small_disk)
         for process in run.pids():
             os.kill(process, signal.SIGTERM)
-        assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by the launcher's patience
+        assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by a launcher's patience
     assert "but this could not be saved.\n  kept   nothing, for there is no checkpoint\n" in run.output
     assert "Traceback" not in run.output.partition("ChildFailedError")[0].partition("torch/distributed")[0], run.output
     assert not (small_disk / "REQUEUE").exists()

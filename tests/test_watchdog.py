@@ -17,7 +17,7 @@ LONG = ("digits", "--epochs", 500, "--log-every-updates", 5)
 
 
 def test_stopped_process_is_named_and_the_run_ended(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, "--hang-timeout-seconds", 4, processes=2) as run:
+    with started(tmp_path / "run", *LONG, "--hang-timeout-seconds", 4, processes=2, launcher=True) as run:
         run.until_trained(5)
         stopped = run.pids()[1]
         os.kill(stopped, signal.SIGSTOP)
@@ -76,7 +76,7 @@ def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
     long_update = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
     long_update += ("--data.train-images", 4000, "--batch-size", 4000, "--micro-batch-size", 1)
     words = ("--hang-timeout-seconds", 1, "--start-timeout-seconds", 5)
-    with started(tmp_path / "run", "digits", *long_update, *words, processes=2) as run:
+    with started(tmp_path / "run", "digits", *long_update, *words, processes=2, launcher=True) as run:
         run.until(lambda: run.status.get("state") == "training")
         stopped = run.pids()[1]
         os.kill(stopped, signal.SIGSTOP)
@@ -91,7 +91,7 @@ def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int) -> None:
     words = ("--hang-timeout-seconds", 4, "--data.placement", "disk", "--data.workers", 1)
-    with started(tmp_path / "run", *LONG, *words, processes=processes) as run:
+    with started(tmp_path / "run", *LONG, *words, processes=processes, launcher=True) as run:
         run.until_trained(5)
         family = helpers._family(run.popen.pid)
         for process in family:
@@ -108,7 +108,7 @@ def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int)
 
 
 def test_killed_process_is_named_first(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, processes=2) as run:
+    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
         run.until_trained(5)
         os.kill(run.pids()[1], signal.SIGKILL)
         assert run.ended(60) != 0
@@ -125,7 +125,7 @@ def test_error_of_one_process_ends_both_and_is_named_first(tmp_path: Path) -> No
     (tmp_path / "images" / "train" / "a" / "004.png").write_bytes(b"no image")
     words = ("digits", "--data.name", "folder", "--data.root", tmp_path / "images", "--data.workers", 0)
     words += ("--augment.resize", 8, "--model.image-size", 8, "--batch-size", 8, "--epochs", 50)
-    with started(tmp_path / "run", *words, processes=2) as run:
+    with started(tmp_path / "run", *words, processes=2, launcher=True) as run:
         assert run.ended() != 0
         assert run.status["state"] == "failed"
         assert "004.png" in run.status["reason"]
