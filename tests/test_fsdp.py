@@ -14,8 +14,9 @@ import helpers
 import numpy as np
 import pytest
 import yaml
-from accel_train.launch.launcher_config import VARIABLE
 from safetensors.numpy import load_file
+
+from accel_train.launch.launcher_config import VARIABLE
 
 # A transformer of timm's with two blocks, SGD with momentum, clipping and a running mean: all that sees the parameters;
 # stochastic depth, which whatever computes activations anew must draw again.
