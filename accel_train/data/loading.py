@@ -28,7 +28,7 @@ from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.device_decoding import DeviceDecoder, Reading, Undecoded, check_device_decoding
 from accel_train.data.transforms.image import ImageTransform, resize_default
 from accel_train.errors import UserError
-from accel_train.launch.cores import available_cores
+from accel_train.launch.process import available_cores
 
 
 def transforms_each_image(source: Source, augment: Augment, *, training: bool) -> bool:
