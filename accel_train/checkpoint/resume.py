@@ -54,7 +54,7 @@ class RestorePlan:
     state: dict[str, Any]
     position: TrainState
     optimizer: dict[str, Any] | None
-    """The outline of the optimizer's state; None: the optimizer starts anew."""
+    """The outline of the optimizer's state; None: the optimizer starts with a new state."""
     keep: tuple[str, ...]
     """Settings of its parameter groups that are taken from this run, not from the checkpoint."""
 
@@ -87,7 +87,7 @@ def plan_restore(
     changed = [key.removeprefix("optim.") for key in changes if key.startswith("optim.")]
     keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
     if "name" in changed:
-        notes.append("the checkpoint is of a different optimizer: the optimizer starts anew")
+        notes.append("the checkpoint is of a different optimizer, so its state is not used")
         return RestorePlan(snapshot.state, position, None, keep), snapshot
     optimizer = _matching_optimizer(path, snapshot, run, position, keep, notes)
     plan = RestorePlan(snapshot.state, position, outline(optimizer), keep)
@@ -112,7 +112,7 @@ def _matching_optimizer(
     if missing and trained:
         notes.append(
             f"{path / 'optimizer.pt'} has no state of {len(missing)} parameters, such as {missing[0]}: the "
-            "optimizer starts anew for them"
+            "optimizer starts with a new state for them"
         )
     return matching
 
