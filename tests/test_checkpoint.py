@@ -112,7 +112,7 @@ def test_files_are_those_of_the_plain_model_and_hold_tied_weights_under_both_nam
 def test_every_process_raises_the_same_error(elastic):
     messages = {(elastic / f"refused.{rank}").read_text() for rank in range(2)}
     assert len(messages) == 1
-    assert "no whole checkpoint" in messages.pop()
+    assert "no complete checkpoint" in messages.pop()
 
 
 def start(processes: int, steps: Path) -> list[subprocess.Popen]:
@@ -286,7 +286,7 @@ def test_a_path_in_this_run_is_its_newest_or_an_error(run):
 
 
 def test_a_path_without_a_whole_checkpoint_is_an_error_and_stays_as_it_is(run, tmp_path):
-    with pytest.raises(UserError, match="no whole checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         Run(tmp_path / "new").checkpoints.restore(str(tmp_path / "nowhere"))
     (run.folder / "update-00000002" / "optimizer.pt").unlink()
     with pytest.raises(UserError, match=r"optimizer\.pt is missing"):
