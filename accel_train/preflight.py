@@ -27,14 +27,14 @@ def main(arguments: list[str]) -> int:
         import torch
         from accelerate.utils import gather_object
 
-        from accel_train.launch import rendezvous
         from accel_train.launch.process import hostname
+        from accel_train.launch.rendezvous import check_agreement, check_shared_directory
 
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         versions |= {"accelerate": accelerate.__version__, "cuda": str(torch.version.cuda)}
-        rendezvous.check_agreement(accelerator, **versions)
+        check_agreement(accelerator, **versions)
         for directory in arguments:
-            rendezvous.check_shared_directory(accelerator, Path(directory))
+            check_shared_directory(accelerator, Path(directory))
         device = accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         line = f"{hostname()}  {device} ({name})  {torch.get_num_threads()} threads"

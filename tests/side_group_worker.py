@@ -12,14 +12,14 @@ from accel_train.launch.environment import prepare_environment
 launch = prepare_environment()
 
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
-from accel_train.run.stopping import Stopping  # noqa: E402
+from accel_train.run.stopping import StopRequests  # noqa: E402
 
 code = 0
 create_accelerator(launch, rendezvous_seconds=60)
 if launch.rank == int(sys.argv[1]):
     os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[2]
 try:
-    with Stopping() as stopping:
+    with StopRequests() as stopping:
         stopping.begin(None, 0, float(sys.argv[3]))
     print("connected")
 except UserError as error:

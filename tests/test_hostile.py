@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from accel_train import models
-from accel_train.checkpoint.directory import delete, directory, updates
+from accel_train.checkpoint.directory import checkpoint_path, delete_checkpoint, list_updates
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
@@ -75,7 +75,7 @@ SAMPLES = 1294  # the run's training images
 
 
 def newest(run: Path) -> Path:
-    return directory(run / "checkpoints", updates(run / "checkpoints")[-1])
+    return checkpoint_path(run / "checkpoints", list_updates(run / "checkpoints")[-1])
 
 
 def listed(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -249,8 +249,8 @@ def mutate(value: Any, generator: random.Random) -> Any:
 
 
 def test_any_change_of_a_checkpoint_is_refused_or_harmless(run: Path) -> None:
-    for old in updates(run / "checkpoints")[:-1]:
-        delete(run / "checkpoints", old)
+    for old in list_updates(run / "checkpoints")[:-1]:
+        delete_checkpoint(run / "checkpoints", old)
     place, generator = newest(run), random.Random(0)
     whole = {path.name: path.read_bytes() for path in place.iterdir()}
     state, resumed = json.loads(whole["state.json"]), Resumed(run)

@@ -307,7 +307,7 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
         codes, worlds, text = finish(*twins)
         assert codes == [2, 2, 2] and not worlds and "Rank 1 exists twice" in text
         codes, worlds, text = finish(*unlike[:2], unlike[2])
-        assert codes[0] == 2 and not worlds and "was told of 2 processes, rank 1" in text
+        assert codes[0] == 2 and not worlds and "expects 2 processes, but rank 1" in text
 
 
 def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -> None:
@@ -317,8 +317,8 @@ def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -
         "from accel_train.errors import UserError\n"
         "rendezvous.AFTER_SIGTERM_SECONDS = 1.0\n"
         "if len(sys.argv) > 2: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "with signals.noting():\n"
-        "    try: store = rendezvous.roll_call(environment.prepare_environment(), sys.argv[1], 60)\n"
+        "with signals.recording_stop_signals():\n"
+        "    try: store = rendezvous.meet_all_ranks(environment.prepare_environment(), sys.argv[1], 60)\n"
         "    except UserError as error: print(error)\n"
     )
 
@@ -359,5 +359,5 @@ def test_an_output_directory_of_one_node_only_is_an_error(tmp_path: Path) -> Non
     codes, worlds, text = finish(
         *(by_hand(r, port, SHARED_0=str(tmp_path / "one"), SHARED_1=str(tmp_path / "two")) for r in range(2))
     )
-    assert codes == [2, 2] and not worlds and "is not one directory for all nodes" in text
+    assert codes == [2, 2] and not worlds and "is not shared by all nodes" in text
     assert not any((tmp_path / "one").iterdir())

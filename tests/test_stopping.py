@@ -21,8 +21,8 @@ import helpers
 import pytest
 from helpers import started
 
-from accel_train.checkpoint.directory import directory, updates
-from accel_train.checkpoint.manager import find
+from accel_train.checkpoint.choose import find_newest_checkpoint
+from accel_train.checkpoint.directory import checkpoint_path, list_updates
 
 LONG = ("digits", "--epochs", 200, "--log-every-updates", 5)
 
@@ -30,8 +30,8 @@ LONG = ("digits", "--epochs", 200, "--log-every-updates", 5)
 def assert_interrupted(run: helpers.Started) -> None:
     """The run has stopped with a whole checkpoint of its last update, and asks to be started again."""
     assert run.status["state"] == "interrupted", run.output
-    newest = find(run.run)
-    assert newest == directory(run.run / "checkpoints", run.status["update"]), run.output
+    newest = find_newest_checkpoint(run.run)
+    assert newest == checkpoint_path(run.run / "checkpoints", run.status["update"]), run.output
     assert (run.run / "REQUEUE").exists()
     assert run.events[-1]["text"] == "interrupted"
 
@@ -76,7 +76,7 @@ def test_files_save_and_stop(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, "--checkpoint.every-epochs", 1000) as run:
         run.until_trained(5)
         (run.run / "SAVE").touch()
-        run.until(lambda: updates(run.run / "checkpoints"))
+        run.until(lambda: list_updates(run.run / "checkpoints"))
         assert run.popen.poll() is None
         assert not (run.run / "SAVE").exists()
         (run.run / "STOP").touch()
@@ -142,7 +142,7 @@ ONE_LONG_UPDATE += ("--data.train-images", 40000, "--batch-size", 40000, "--micr
 def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Path) -> None:
     # to be able to rewind, it begins with a checkpoint
     with started(tmp_path / "run", *ONE_LONG_UPDATE, "--on-nonfinite", "rewind") as run:
-        run.until(lambda: run.status.get("state") == "training" and updates(run.run / "checkpoints"))
+        run.until(lambda: run.status.get("state") == "training" and list_updates(run.run / "checkpoints"))
         run.popen.send_signal(signal.SIGINT)
         time.sleep(1.5)  # less would be taken for the same one, handed on by a launcher
         assert run.popen.poll() is None
@@ -154,7 +154,7 @@ def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Pat
         assert "Traceback" not in run.output
         assert run.status["state"] == "failed"
         assert "Ctrl-C" in run.status["reason"]
-        assert updates(run.run / "checkpoints") == [0]
+        assert list_updates(run.run / "checkpoints") == [0]
         assert not (run.run / "REQUEUE").exists()
 
 
@@ -176,8 +176,8 @@ def test_ctrl_c_is_answered_while_one_operation_lasts(tmp_path: Path) -> None:
     """Python's own handler of a signal would wait for a backward pass, say. Here it is another long operation."""
     program = (
         "import hashlib, pathlib, sys\n"
-        "from accel_train.run.stopping import Stopping\n"
-        "with Stopping() as stopping:\n"
+        "from accel_train.run.stopping import StopRequests\n"
+        "with StopRequests() as stopping:\n"
         f"    stopping.begin(pathlib.Path({str(tmp_path)!r}), 0, 1)\n"
         "    print('begun', flush=True)\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 100_000_000)\n"
@@ -262,11 +262,11 @@ def let_saves_fail(run: helpers.Started) -> None:
 
 def test_last_save_that_fails_is_told_and_requeued_only_after_progress(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG) as run:
-        run.until(lambda: updates(run.run / "checkpoints"))
+        run.until(lambda: list_updates(run.run / "checkpoints"))
         let_saves_fail(run)
         run.popen.send_signal(signal.SIGTERM)
         assert run.ended() == 1, run.output
-    newest = find(run.run)
+    newest = find_newest_checkpoint(run.run)
     assert newest is not None
     update = int(newest.name.removeprefix("update-"))
     assert run.status["state"] == "failed" and run.status["update"] > update

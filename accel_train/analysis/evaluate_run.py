@@ -25,9 +25,9 @@ from accel_train.data.order.samplers import EvaluationOrder
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import evaluate, evaluation_batch_size
-from accel_train.files import write_whole
+from accel_train.files import atomic_write
 from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import lay_out, set_defaults
 from accel_train.records.metrics import Evaluation
@@ -53,7 +53,7 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     config = dataclasses.replace(config, augment=augment)
 
     accelerator = create_accelerator(launch)
-    weights = decided_by_main(accelerator, lambda: find_weights(run, checkpoint))
+    weights = broadcast_from_main(accelerator, lambda: find_weights(run, checkpoint))
     splits = load_splits(config.data, config.seed)
     source = _source(splits, split, config.data.name)
     _check_fit(splits, signature, run)
@@ -84,7 +84,8 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
         **{name: _record(figures, names[name]) for name, figures in found.items()},
     }
     try:
-        write_whole(output, json.dumps(record) + "\n")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(output, json.dumps(record) + "\n")
     except OSError as error:
         print(f"accel-train: warning: {output} cannot be written ({error.strerror}).", file=sys.stderr)
         return 1

@@ -15,8 +15,8 @@ from accel_train.config import schema as configuration
 from accel_train.config.options import parse, parse_command
 from accel_train.config.recipe import read_recipe, recipe_names, recipe_text
 from accel_train.errors import UserError
-from accel_train.launch.cores import available_cores
 from accel_train.launch.environment import prepare_environment
+from accel_train.launch.process import available_cores
 from accel_train.records.table import print_table
 
 

@@ -12,7 +12,7 @@ from accel_train import __version__
 from accel_train.cli.imports import importing
 from accel_train.errors import UserError, nearest, one_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process, prepare_environment
-from accel_train.launch.signals import noting
+from accel_train.launch.signals import recording_stop_signals
 
 COMMANDS = {
     "train": "train a model as a recipe says, or go on with a run",
@@ -65,7 +65,7 @@ def _run(words: list[str]) -> int:
     if command not in COMMANDS:
         raise UserError(f"unknown command {command!r}.{nearest(command, COMMANDS)} See accel-train --help.")
     if command == "train":
-        with noting():
+        with recording_stop_signals():
             from accel_train.config import options
 
             config = options.parse(rest)

@@ -28,8 +28,7 @@ from accel_train.data.transforms.image import ImageTransform, resize_default
 from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.data.workers import BatchedSet, Beginning, WorkerContext, as_it_is, start_server
 from accel_train.errors import UserError
-from accel_train.launch.cores import core_set, share_of_cores
-from accel_train.launch.process import hostname
+from accel_train.launch.process import core_set, hostname, share_of_cores
 
 
 def transforms_each_image(source: Source, augment: Augment, *, training: bool) -> bool:

@@ -13,7 +13,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
-from accel_train.launch.cores import share_of_cores
+from accel_train.launch.process import share_of_cores
 
 
 @pytest.fixture
