@@ -302,7 +302,7 @@ MIDDLE = {"epoch": 2, "epoch_samples": 20, "epoch_count": 20}
         (MIDDLE, Config(epochs=3, seed=1), 64, "in the middle of epoch 3.*seed: 0 -> 1.*--resume .*update-00000001"),
         (MIDDLE, Config(epochs=3, data=Data(train_limit=9)), 9, "train-limit: None -> 9; 64 -> 9 training samples"),
         (MIDDLE, Config(epochs=3), 63, "data: 64 -> 63 training samples"),
-        (MIDDLE, Config(epochs=2), 64, "--epochs 2: epoch 3 is under way .* at least 3"),
+        (MIDDLE, Config(epochs=2), 64, "--epochs 2: epoch 3 has begun .* at least 3"),
         ({"epoch": 2}, Config(epochs=1), 64, "--epochs 1: 2 epochs are done .* at least 2"),
     ],
 )
