@@ -1,4 +1,4 @@
-"""Files that are the old one or the new one at any moment, whole."""
+"""Writing files so that a reader, or a crash, never sees half of one."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import shutil
 from pathlib import Path
 
 
-def give_usual_mode(path: Path) -> None:
-    """Give a file the permissions that any new file gets there: safetensors makes it readable by its owner alone.
+def set_default_permissions(path: Path) -> None:
+    """Give a file the permissions of a new file in its folder: safetensors makes files readable by their owner alone.
 
-    The umask itself can only be read by changing it, for all threads.
+    An empty file shows these permissions. Reading the umask instead would change it for all threads for a moment.
     """
-    usual = path.with_name(f".{path.name}.mode")
-    usual.touch()
-    shutil.copymode(usual, path)
-    usual.unlink()
+    empty = path.with_name(f".{path.name}.mode")
+    empty.touch()
+    shutil.copymode(empty, path)
+    empty.unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file (UTF-8) aside, flush it to the disk and bring it to its place. Raises OSError.
+def atomic_write(path: Path, text: str) -> None:
+    """Write a text file (UTF-8): at any moment the path has the old content or the new one. Raises OSError.
 
-    Missing folders are made.
+    The text is written to a temporary file, flushed to the disk and renamed. Missing folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
-            aside.unlink()
+            temporary.unlink()
         raise
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -49,13 +49,13 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def flush(path: Path) -> None:
-    """Wait until the disk has a file, or a directory's list of names (fsync). Raises OSError."""
+def fsync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and FUSE file systems know no fsync of a directory; of a file all do.
+        # Some network and FUSE file systems do not support fsync of a folder; all support it of a file.
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)):
             raise
     finally:

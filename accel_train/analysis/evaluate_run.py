@@ -25,7 +25,7 @@ from accel_train.data.order.samplers import EvaluationOrder
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import evaluate, evaluation_batch_size
-from accel_train.files import write_whole
+from accel_train.files import atomic_write
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import decided_by_main
 from accel_train.launch.environment import Launch
@@ -84,7 +84,7 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
         **{name: _record(figures, names[name]) for name, figures in found.items()},
     }
     try:
-        write_whole(output, json.dumps(record) + "\n")
+        atomic_write(output, json.dumps(record) + "\n")
     except OSError as error:
         print(f"accel-train: warning: {output} cannot be written ({error.strerror}).", file=sys.stderr)
         return 1

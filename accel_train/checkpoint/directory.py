@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from accel_train.errors import UserError
-from accel_train.files import flush, sha256
-from accel_train.untrusted import NotOrdinaryError, is_count, is_file_name, read_ordinary, require_ordinary
+from accel_train.files import fsync, sha256
+from accel_train.untrusted import NotRegularFileError, is_count, is_file_name, read_regular_file, require_regular_file
 
 MANIFEST = "manifest.json"
 
@@ -70,7 +70,7 @@ def commit(
         manifest = temporary / MANIFEST
         manifest.write_text(json.dumps({"files": entries}, indent=1) + "\n")
         for path in (*files, manifest, temporary):
-            flush(path)
+            fsync(path)
         check()
         if place.exists():
             place.rename(old)
@@ -80,7 +80,7 @@ def commit(
         if old.exists() and not place.exists():
             old.rename(place)
         raise
-    flush(folder)
+    fsync(folder)
     shutil.rmtree(old, ignore_errors=True)
     return place
 
@@ -97,7 +97,7 @@ def probe(folder: Path) -> None:
         temporary.mkdir()
         file = temporary / "probe"
         file.write_bytes(bytes(4096))  # an empty file needs no room on a full disk
-        flush(file)
+        fsync(file)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -111,7 +111,7 @@ def verify(checkpoint: Path, only: str | None = None) -> set[str]:
     """
     manifest = checkpoint / MANIFEST
     try:
-        entries = json.loads(read_ordinary(manifest))["files"]
+        entries = json.loads(read_regular_file(manifest))["files"]
         wanted = {name: (entry["size"], str(entry["sha256"])) for name, entry in entries.items()}
         if not all(is_count(size) for size, _ in wanted.values()):
             raise ValueError("a size is not a number")
@@ -120,7 +120,7 @@ def verify(checkpoint: Path, only: str | None = None) -> set[str]:
             wanted = {only: wanted[only]}
     except FileNotFoundError:
         raise BrokenError(f"{manifest} is missing") from None
-    except NotOrdinaryError as error:
+    except NotRegularFileError as error:
         raise _foreign(checkpoint, str(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenError(f"{manifest} is altered ({error!r})") from None
@@ -132,13 +132,13 @@ def verify(checkpoint: Path, only: str | None = None) -> set[str]:
     for name, (size, digest) in wanted.items():
         path = checkpoint / name
         try:
-            if (found := require_ordinary(path).st_size) != size:
+            if (found := require_regular_file(path).st_size) != size:
                 raise BrokenError(f"{path} has {found} bytes instead of {size}")
             if sha256(path) != digest:
                 raise BrokenError(f"{path} is altered (its SHA-256 is not the manifest's)")
         except FileNotFoundError:
             raise BrokenError(f"{path} is missing") from None
-        except NotOrdinaryError as error:
+        except NotRegularFileError as error:
             raise _foreign(checkpoint, str(error)) from None
         except OSError as error:
             if error.errno == errno.EIO:
@@ -160,7 +160,7 @@ def set_aside(checkpoint: Path) -> Path:
     while (aside := checkpoint.with_name(f"{checkpoint.name}.broken-{number}")).exists():
         number += 1
     checkpoint.rename(aside)
-    flush(checkpoint.parent)
+    fsync(checkpoint.parent)
     return aside
 
 

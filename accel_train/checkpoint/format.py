@@ -27,8 +27,8 @@ from torch import Tensor
 from accel_train.checkpoint import directory as commit
 from accel_train.checkpoint.directory import BrokenError
 from accel_train.errors import UserError
-from accel_train.files import give_usual_mode
-from accel_train.untrusted import is_count, is_number, read_ordinary
+from accel_train.files import set_default_permissions
+from accel_train.untrusted import is_count, is_number, read_regular_file
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -52,7 +52,7 @@ def write(folder: Path, snapshot: Snapshot) -> None:
             # Each name has a tensor of its own here, so that tied weights are found under all their names.
             plain = {key: tensor.contiguous() for key, tensor in weights.items()}
             save_file(plain, folder / f"{name}.safetensors", metadata={"format": "pt"})
-            give_usual_mode(folder / f"{name}.safetensors")
+            set_default_permissions(folder / f"{name}.safetensors")
     torch.save(snapshot.optimizer, folder / "optimizer.pt")
     (folder / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
 
@@ -66,7 +66,7 @@ def read(path: Path) -> Snapshot:
     names = verify(path)
     file = path / "state.json"
     try:
-        state = json.loads(read_ordinary(file))
+        state = json.loads(read_regular_file(file))
         _check_records(state)
         file = path / "optimizer.pt"
         optimizer = _load_optimizer(file)

@@ -35,7 +35,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.launch.consensus import decided_by_main
 from accel_train.ownership.lease import Lease, LostError
-from accel_train.untrusted import NotOrdinaryError, is_count, read_ordinary
+from accel_train.untrusted import NotRegularFileError, is_count, read_regular_file
 
 # The settings of an optimizer's parameter groups that follow from a key of another name.
 GROUP_SETTINGS = {"lr": ("lr", "initial_lr"), "weight-decay": ("weight_decay",), "layer-decay": ("lr_scale",)}
@@ -468,7 +468,7 @@ def _named(path: Path) -> tuple[Path, Snapshot]:
 def _epochs_done(checkpoint: Path) -> int | None:
     """The number of epochs that a checkpoint ends, or None if it is in the middle of one (or is broken)."""
     try:
-        train = json.loads(read_ordinary(checkpoint / "state.json"))["train"]
+        train = json.loads(read_regular_file(checkpoint / "state.json"))["train"]
         return None if train["epoch_count"] or train.get("epoch_samples") else int(train["epoch"])
-    except (FileNotFoundError, NotOrdinaryError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+    except (FileNotFoundError, NotRegularFileError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None

@@ -34,8 +34,7 @@ class Bench(CommandOptions):
     updates: int | None = None
     """Updates of each measurement; default: those of the bare loop in 5 seconds, at least 20."""
     output: Path | None = None
-    """JSON file of all figures; default: bench-RECIPE.json. The runs are kept beside it
-    while they are needed."""
+    """JSON file of all figures; default: bench-RECIPE.json. The runs are kept beside it while they are needed."""
 
     def mistakes(self) -> list[str]:
         mistakes = below_one(rounds=self.rounds, updates=self.updates)

@@ -27,8 +27,7 @@ class Evaluate(CommandOptions):
     split: Literal["test", "val", "train"] = "test"
     """Split to evaluate; the training samples are not augmented."""
     checkpoint: Path | None = None
-    """A checkpoint of the run, such as update-00001234; default: the final model, else the
-    newest checkpoint."""
+    """A checkpoint of the run, such as update-00001234; default: the final model, else the newest checkpoint."""
 
     def mistakes(self) -> list[str]:
         return not_a_run(self.run)

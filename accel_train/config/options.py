@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import types
 from collections.abc import Mapping, Sequence
@@ -54,8 +55,8 @@ def parse(arguments: Sequence[str], prog: str = "accel-train train") -> Config:
         _help(
             Config,
             f"{prog} RECIPE",
-            "Train an image classifier. RECIPE is the path of a YAML file, or one of "
-            f"{', '.join(recipe_names())}. Each option changes one value of the recipe.",
+            "Train an image classifier. Each option changes one value of the recipe.\n\n"
+            f"RECIPE is the path of a YAML file, or one of {', '.join(recipe_names())}.",
             default=parse(named, prog) if named else Config(),
         )
     if not arguments:
@@ -118,7 +119,7 @@ def _read_command(
 ) -> tuple[C | None, dict[str, Option]]:
     """Return (an object of `cls`, the options of `Config`); None instead of the object if a word is missing."""
     if "-h" in arguments or "--help" in arguments:
-        _help(cls, prog, " ".join((cls.__doc__ or "").split()))
+        _help(cls, prog, inspect.cleandoc(cls.__doc__ or ""))
     own = option_types(cls, without=positional)
     known = {**{key: kind for key, kind in option_types().items() if others and key.startswith(others)}, **own}
     words, rest = separate(arguments, known)
@@ -233,9 +234,7 @@ def _tyro(cls: type[T], words: Sequence[str]) -> T | None:
 
 
 def _help(cls: type[T], prog: str, description: str, default: T | None = None) -> NoReturn:
-    import shutil
     import signal
-    import textwrap
 
     import tyro
 
@@ -244,6 +243,5 @@ def _help(cls: type[T], prog: str, description: str, default: T | None = None) -
     flags = (tyro.conf.FlagConversionOff,)
     if cls is Config:  # the program sets this field; an annotation in schema.py would import tyro in every process
         cls.__annotations__["recipe"] = tyro.conf.Suppress[str]
-    description = textwrap.fill(description, shutil.get_terminal_size().columns)  # tyro does not break it
     tyro.cli(cls, prog=prog, description=description, args=["--help"], config=flags, **defaults)
     raise AssertionError("--help has returned")

@@ -17,8 +17,7 @@ from typing import Any, Literal
 @dataclass(frozen=True)
 class Data:
     name: str = "digits"
-    """digits, mnist, fashion_mnist, cifar10, cifar100, folder, cache, synthetic, tar,
-    hfds/NAME, wds or tfds/NAME."""
+    """digits, mnist, fashion_mnist, cifar10, cifar100, folder, cache, synthetic, tar, hfds/NAME, wds or tfds/NAME."""
     root: Path = Path("data")
     """Folder of the dataset, a cache file, or the folder torchvision downloads to."""
     val_fraction: float = 0.0
@@ -34,13 +33,12 @@ class Data:
     skip_unreadable: Path | None = None
     """Skip the images in this list, which `accel-train check-data` writes."""
     placement: Literal["auto", "device", "host", "disk"] = "auto"
-    """Where to keep the images: in the device's memory, in the host's, or on disk;
-    auto: the fastest of these with enough room."""
+    """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
     decode_on: Literal["host", "device"] = "host"
     """What decodes JPEG files: worker processes, or a CUDA device, a batch at a time."""
     reduced_decode: bool = True
-    """In training, decode a JPEG of at least twice the needed size at a reduced size: 1.4 to 2 times as fast.
-    Median PSNR against Pillow's resize of the full image: 48 dB; if false: 61 dB."""
+    """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
+    # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
     max_pixels: int = 178_956_970
     """Refuse larger images: a small malicious file can fill the memory when decoded."""
     workers: int | None = None
@@ -60,8 +58,7 @@ class Data:
 @dataclass(frozen=True)
 class Augment:
     resize: int | None = None
-    """Resize the short side to this many pixels before cropping, in training (not for
-    crop=resized) and evaluation."""
+    """Resize the short side to this many pixels before cropping, in training (not for crop=resized) and evaluation."""
     crop: Literal["center", "random", "resized"] = "center"
     """Training crop: the centre, a random position, or torchvision's RandomResizedCrop."""
     pad: int = 0
@@ -85,13 +82,11 @@ class Augment:
     mixup: float = 0.0
     """Mixup: alpha of the Beta distribution; 0: off."""
     cutmix: float = 0.0
-    """CutMix: alpha of the Beta distribution; 0: off. If Mixup is on too, each pair of
-    samples uses one of the two, chosen at random."""
+    """CutMix: alpha of the Beta distribution; 0: off. With Mixup on too, each pair uses one of them at random."""
     mix_probability: float = 1.0
     """Probability of mixing a pair of samples (Mixup or CutMix)."""
     mean: tuple[float, ...] | None = None
-    """Mean to subtract from each channel (0 to 1); default: the pretrained model's, else
-    the data's."""
+    """Mean to subtract from each channel (0 to 1); default: the pretrained model's, else the data's."""
     std: tuple[float, ...] | None = None
     """Standard deviation to divide each channel by (0 to 1); default: as for augment.mean."""
 
@@ -99,8 +94,7 @@ class Augment:
 @dataclass(frozen=True)
 class Model:
     name: str = "mnist_cnn"
-    """A timm model, torchvision/NAME, or one of accel_train's: digits_cnn, mnist_cnn,
-    alexnet_bn, resnet9, resnet18_cifar, …"""
+    """A timm model, torchvision/NAME, or ours: digits_cnn, mnist_cnn, alexnet_bn, resnet9, resnet18_cifar, …"""
     pretrained: bool = False
     """Start from published weights. The last layer is new if the number of classes differs."""
     image_size: int | None = None
@@ -120,8 +114,7 @@ class Model:
 @dataclass(frozen=True)
 class Optim:
     name: str = "sgd"
-    """A timm optimizer: sgd (Nesterov), momentum (plain SGD), adam, adamw, lamb, lion,
-    muon (hidden layers), …"""
+    """A timm optimizer: sgd (Nesterov), momentum (plain SGD), adam, adamw, lamb, lion, muon (hidden layers), …"""
     lr: float = 0.1
     """Learning rate for the whole batch, on any number of processes."""
     weight_decay: float = 0.0
@@ -169,10 +162,10 @@ class Loss:
     label_smoothing: float = 0.0
     """Fraction of the target that is spread over all classes, in training only."""
     class_weights: Literal["none", "balanced"] = "none"
-    """balanced: a sample's weight is inversely proportional to the size of its class; the mean weight of the training
-    samples is 1. With label smoothing, the weight multiplies the whole loss of a sample. This differs from torch's
-    CrossEntropyLoss(weight, label_smoothing), which weights each class's part of the smoothed target by that class
-    and divides by the sum of the weights."""
+    """balanced: weight samples inversely to the size of their class; the mean weight is 1."""
+    # The mean is over the training samples. With label smoothing, the weight multiplies the whole loss of a sample.
+    # torch's CrossEntropyLoss(weight, label_smoothing) differs: it weights each class's part of the smoothed target by
+    # the weight of that class, and divides by the sum of the weights.
 
 
 @dataclass(frozen=True)
@@ -204,8 +197,7 @@ class Config:
     recipe: str = ""
     """Name of the recipe (set by the program)."""
     output_dir: Path | None = None
-    """Folder of the run; default: runs/RECIPE/DATE-TIME. If it contains an unfinished run,
-    that run is resumed."""
+    """Folder of the run; default: runs/RECIPE/DATE-TIME. If it contains an unfinished run, that run is resumed."""
     seed: int = 0
     """Seed of everything random: weights, order, augmentation, dropout and splits."""
     epochs: int = 1
@@ -215,28 +207,23 @@ class Config:
     micro_batch_size: int | None = None
     """Most samples per process and forward pass; determines gradient accumulation."""
     eval_batch_size: int | None = None
-    """Samples per process and forward pass in evaluation; default: as in training, at
-    least 256."""
+    """Samples per process and forward pass in evaluation; default: as in training, at least 256."""
     eval_every_epochs: int = 1
     """Evaluate after every N epochs, and after the last epoch."""
     log_every_updates: int = 50
     """Write a line to metrics.jsonl (and to the log, if not on a terminal) every N updates."""
     resume: str = "auto"
-    """auto: continue from the newest checkpoint in the run's folder, if there is one; must:
-    fail if there is none; never; or the path of a checkpoint."""
+    """auto: continue from the newest checkpoint of the run, if any; must: fail without one; never; or a path."""
     allow_change: tuple[str, ...] = ()
     """Options (optim.lr, or a group: optim) that may differ from the resumed checkpoint's."""
     take_over: bool = False
-    """Take the run over from the process that owns it, alive or not; that process ends.
-    Applies to this start only."""
+    """Take the run over from the process that owns it, alive or not; that process ends. Applies to this start only."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """What to do about a NaN or infinite loss or gradient: stop the run, skip the update,
-    or return to the last checkpoint and skip the update there (rewind)."""
+    """On a NaN or infinite loss or gradient: stop; skip the update; or rewind to a checkpoint and skip it there."""
     rendezvous_timeout_seconds: float = 600.0
     """How long processes wait for each other at the start; then the missing ones are named."""
     start_timeout_seconds: float = 3600.0
-    """hang-timeout-seconds until the first update of this start, which includes downloads
-    and compilation; 0: never."""
+    """As hang-timeout-seconds, until this start's first update (downloads, compilation); 0: never."""
     hang_timeout_seconds: float = 1800.0
     """Write all stacks and end the run after so long without progress; 0: never."""
     share_gpus: bool = False
