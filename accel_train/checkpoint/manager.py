@@ -28,9 +28,9 @@ from accel_train.checkpoint.directory import BrokenError
 from accel_train.checkpoint.format import Snapshot, check_fit, read, read_weights, verify, versions, write
 from accel_train.checkpoint.optimizer_check import MisfitError, fitting
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import OF_SAMPLES, compare, differences, digest, flat
+from accel_train.config.compatibility import SAMPLE_KEYS, check_changes, differences, flatten, learning_fingerprint
 from accel_train.config.schema import Config, as_dict
-from accel_train.config.semantics import IN_MEMORY, SEMANTICS, check_same_division, check_same_pixels
+from accel_train.config.semantics import IN_MEMORY, SEMANTICS, check_same_pixels, check_same_splits
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.launch.consensus import decided_by_main
@@ -213,7 +213,7 @@ class Checkpoints:
 
     def _decide(self, resume: str, allow: Sequence[str]) -> Decision | None:
         """On the main process: what to restore, or None for a new run. Sets `_source`."""
-        compare({}, Config(), allow)  # a wrong key is wrong in a new run, too
+        check_changes({}, Config(), allow)  # a wrong key is wrong in a new run, too
         try:
             self._source = self._choose(resume)
         except OSError as error:
@@ -226,9 +226,9 @@ class Checkpoints:
         found = differences(saved, self.config, samples)
         position = self._position(path, source, found)
         obstacle = self._obstacle(path, source, position, found)
-        compare(saved, self.config, allow, samples=samples, obstacle=obstacle)
+        check_changes(saved, self.config, allow, samples=samples, obstacle=obstacle)
         check_same_pixels(str(path), source.state.get("pixels", IN_MEMORY), self.pixels)
-        check_same_division(str(path), source.state.get("semantics", 1), saved.get("data", {}))
+        check_same_splits(str(path), source.state.get("semantics", 1), saved.get("data", {}))
         if source.ema is not None and self.ema is not None:
             check_fit(full_state.tensors(self.ema), source.ema, path)
         self._check_schedule(source.state["schedule"], path)
@@ -287,13 +287,13 @@ class Checkpoints:
         """Where the checkpoint is; `found` are the differences of this run's settings to its own."""
         saved = source.state["train"]
         position = TrainState.from_saved(saved, path)
-        if not found.keys().isdisjoint({*OF_SAMPLES, "data", "batch-size", "data.drop-last"}):
+        if not found.keys().isdisjoint({*SAMPLE_KEYS, "data", "batch-size", "data.drop-last"}):
             # Updates that are still to come, and are to be left out, have other samples now.
             position.left_out = [update for update in position.left_out if update <= position.update]
         if "epoch_samples" not in saved:  # older versions counted updates, all of one size
             position.epoch_samples = position.epoch_count
-            if found.keys().isdisjoint(OF_SAMPLES):
-                old = {**flat(as_dict(Config())), **flat(source.state["configuration"])}
+            if found.keys().isdisjoint(SAMPLE_KEYS):
+                old = {**flatten(as_dict(Config())), **flatten(source.state["configuration"])}
                 if not is_count(old["batch-size"], 1):
                     raise self._misplaced(position, path)
                 plan = Plan(self.samples, old["batch-size"], 1, 1, bool(old["data.drop-last"]))
@@ -322,7 +322,7 @@ class Checkpoints:
                 f"--epochs {self.config.epochs}: {state} in {path}. Give at least {least}, or start a new run with "
                 "another --output-dir."
             )
-        changed = [f"{key}: {found[key]}" for key in (*OF_SAMPLES, "data") if key in found]
+        changed = [f"{key}: {found[key]}" for key in (*SAMPLE_KEYS, "data") if key in found]
         then = source.state.get("samples", self.samples)
         if then != self.samples and "data" not in found:
             changed.append(f"{then} -> {self.samples} training samples")
@@ -384,7 +384,7 @@ class Checkpoints:
             "seed": self.config.seed,
             "samples": self.samples,
             "configuration": as_dict(self.config),
-            "configuration_digest": digest(self.config),
+            "configuration_digest": learning_fingerprint(self.config),
             "versions": versions(),
             "semantics": SEMANTICS,
             "pixels": self.pixels,

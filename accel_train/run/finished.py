@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoint.directory import updates
-from accel_train.config.compatibility import alters, differences, not_allowed, under
+from accel_train.config.compatibility import affects_learning, differences, is_under, not_allowed
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict, value
 from accel_train.errors import UserError
@@ -76,7 +76,7 @@ def earlier_end(run: Path, config: Config, launch: Launch) -> Earlier | None:
         return Earlier(renamed={RESULT: kept}, note=f"{path} is damaged and renamed to {kept}; it is made anew")
 
     done, found = result["epochs"], differences(_settings(run, result), config)
-    changed = [key for key in found if key == "epochs" or alters(key, config.schedule.name)]
+    changed = [key for key in found if key == "epochs" or affects_learning(key, config.schedule.name)]
     if not changed:
         return Earlier(nothing_left=True)
     head = f"{run} holds a finished run of {done} epoch{'s' * (done > 1)}, which differs from what is asked for now: "
@@ -92,7 +92,7 @@ def earlier_end(run: Path, config: Config, launch: Launch) -> Earlier | None:
         renamed = {name: f"{Path(name).stem}-epoch-{done}{Path(name).suffix}" for name in (*WEIGHTS, RESULT)}
         note = f"goes on from the end of a run of {done} epochs: its result is kept as {renamed[RESULT]}"
         return Earlier(renamed=renamed, note=note)
-    if any(under(key, OF_THE_MODEL) for key in refused):
+    if any(is_under(key, OF_THE_MODEL) for key in refused):
         raise UserError(f"{head}. Give another --output-dir.")
     words = [word for key in found for word in _words(key, value(config, key))]
     command = command_to_go_on(launch, run, *words, "--allow-change", *config.allow_change, *refused)
