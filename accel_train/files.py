@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def give_usual_mode(path: Path) -> None:
+def set_default_permissions(path: Path) -> None:
     """Give a file the permissions of a newly created file. safetensors makes its files readable by their owner only.
 
     The umask can only be read by changing it, and that would change it for all threads.
     """
-    usual = path.with_name(f".{path.name}.mode")
-    usual.touch()
-    shutil.copymode(usual, path)
-    usual.unlink()
+    empty = path.with_name(f".{path.name}.mode")
+    empty.touch()
+    shutil.copymode(empty, path)
+    empty.unlink()
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def atomic_write(path: Path, content: str | bytes, *, durable: bool = True) -> N
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -64,7 +64,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def flush(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Wait until a file, or a directory's list of names, is on the disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -32,7 +32,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from accel_train import models
-from accel_train.config.compatibility import digest
+from accel_train.config.compatibility import learning_fingerprint
 from accel_train.config.schema import Config
 from accel_train.data.held_out import HeldOutTrial
 from accel_train.data.loading import start_workers_early
@@ -100,7 +100,7 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
     check_schedule(config.schedule, splits)
     check_agreement(
         accelerator,
-        configuration=digest(config),
+        configuration=learning_fingerprint(config),
         samples=str(len(splits.train)),
         classes=" ".join(splits.classes),
     )

@@ -95,4 +95,4 @@ def test_an_older_run_goes_on_if_nothing_changed_and_else_is_refused(
     else:
         assert main([*line, "--epochs", "2"]) == 2
         (error,) = capsys.readouterr().err.splitlines()
-        assert "is of an older accel-train, which ignored the EXIF orientation" in error
+        assert "is from an older accel-train, which ignored the EXIF orientation" in error

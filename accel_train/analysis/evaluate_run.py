@@ -19,7 +19,7 @@ from typing import Any
 from accel_train.analysis.load_run import find_weights, load_model
 from accel_train.config.options import parse
 from accel_train.config.schema import as_dict
-from accel_train.config.semantics import SEMANTICS, check_same_division
+from accel_train.config.semantics import SEMANTICS, check_same_splits
 from accel_train.data.loading import create_feed
 from accel_train.data.order.samplers import EvaluationOrder
 from accel_train.data.sources.load import Source, Splits, load_splits
@@ -47,7 +47,7 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     config = parse([str(run / "config.yaml"), *overrides])
     signature = read_signature(run)
     if signature.semantics != SEMANTICS:
-        check_same_division(str(run), signature.semantics, as_dict(parse([str(run / "config.yaml")]).data))
+        check_same_splits(str(run), signature.semantics, as_dict(parse([str(run / "config.yaml")]).data))
     # The model was trained with these, even if it is evaluated on other data than that which they were taken from.
     augment = dataclasses.replace(config.augment, mean=signature.mean, std=signature.std)
     config = dataclasses.replace(config, augment=augment)

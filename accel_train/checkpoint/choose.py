@@ -14,7 +14,7 @@ from accel_train.checkpoint.directory import (
 )
 from accel_train.checkpoint.format import Snapshot, read_checkpoint, verify_checkpoint
 from accel_train.errors import UserError
-from accel_train.untrusted import NotOrdinaryError, read_ordinary
+from accel_train.untrusted import NotRegularFileError, read_regular_file
 
 
 def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path, Snapshot] | None:
@@ -63,9 +63,9 @@ def find_newest_checkpoint(run: Path) -> Path | None:
 def epochs_done(checkpoint: Path) -> int | None:
     """The number of epochs completed in a checkpoint; None if it is in the middle of an epoch, or broken."""
     try:
-        train = json.loads(read_ordinary(checkpoint / "state.json"))["train"]
+        train = json.loads(read_regular_file(checkpoint / "state.json"))["train"]
         return None if train["epoch_count"] or train.get("epoch_samples") else int(train["epoch"])
-    except (FileNotFoundError, NotOrdinaryError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+    except (FileNotFoundError, NotRegularFileError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
 
 

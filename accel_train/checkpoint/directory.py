@@ -23,8 +23,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from accel_train.errors import UserError
-from accel_train.files import flush, sha256
-from accel_train.untrusted import NotOrdinaryError, is_count, is_file_name, read_ordinary, require_ordinary
+from accel_train.files import fsync, sha256
+from accel_train.untrusted import (
+    NotRegularFileError,
+    is_count,
+    is_file_name,
+    read_regular_file,
+    require_regular_file,
+)
 
 MANIFEST = "manifest.json"
 
@@ -70,7 +76,7 @@ def commit(
         manifest = temporary / MANIFEST
         manifest.write_text(json.dumps({"files": entries}, indent=1) + "\n")
         for path in (*files, manifest, temporary):
-            flush(path)
+            fsync(path)
         check()
         if place.exists():
             place.rename(old)
@@ -80,7 +86,7 @@ def commit(
         if old.exists() and not place.exists():
             old.rename(place)
         raise
-    flush(folder)
+    fsync(folder)
     shutil.rmtree(old, ignore_errors=True)
     return place
 
@@ -97,7 +103,7 @@ def check_can_commit(folder: Path) -> None:
         temporary.mkdir()
         file = temporary / "probe"
         file.write_bytes(bytes(4096))  # an empty file needs no space on a full disk
-        flush(file)
+        fsync(file)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -111,7 +117,7 @@ def verify_files(checkpoint: Path, only: str | None = None) -> set[str]:
     """
     manifest = checkpoint / MANIFEST
     try:
-        entries = json.loads(read_ordinary(manifest))["files"]
+        entries = json.loads(read_regular_file(manifest))["files"]
         expected = {name: (entry["size"], str(entry["sha256"])) for name, entry in entries.items()}
         if not all(is_count(size) for size, _ in expected.values()):
             raise ValueError("a size is not a number")
@@ -120,7 +126,7 @@ def verify_files(checkpoint: Path, only: str | None = None) -> set[str]:
             expected = {only: expected[only]}
     except FileNotFoundError:
         raise BrokenError(f"{manifest} is missing") from None
-    except NotOrdinaryError as error:
+    except NotRegularFileError as error:
         raise _untrusted(checkpoint, str(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenError(f"{manifest} is altered ({error!r})") from None
@@ -137,13 +143,13 @@ def verify_files(checkpoint: Path, only: str | None = None) -> set[str]:
 def _verify_file(path: Path, size: int, digest: str) -> None:
     """Check the size in bytes and the SHA-256 of a file; raises as `verify_files` does."""
     try:
-        if (actual_size := require_ordinary(path).st_size) != size:
+        if (actual_size := require_regular_file(path).st_size) != size:
             raise BrokenError(f"{path} has {actual_size} bytes instead of {size}")
         if sha256(path) != digest:
             raise BrokenError(f"{path} is altered (its SHA-256 differs from the manifest's)")
     except FileNotFoundError:
         raise BrokenError(f"{path} is missing") from None
-    except NotOrdinaryError as error:
+    except NotRegularFileError as error:
         raise _untrusted(path.parent, str(error)) from None
     except OSError as error:
         if error.errno == errno.EIO:
@@ -164,7 +170,7 @@ def quarantine(checkpoint: Path) -> Path:
     while (renamed := checkpoint.with_name(f"{checkpoint.name}.broken-{number}")).exists():
         number += 1
     checkpoint.rename(renamed)
-    flush(checkpoint.parent)
+    fsync(checkpoint.parent)
     return renamed
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
 from accel_train.errors import UserError
-from accel_train.files import give_usual_mode
-from accel_train.untrusted import is_count, is_number, read_ordinary
+from accel_train.files import set_default_permissions
+from accel_train.untrusted import is_count, is_number, read_regular_file
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -51,7 +51,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
             # Every name has its own tensor here, so tied weights are stored under each of their names.
             plain = {key: tensor.contiguous() for key, tensor in weights.items()}
             save_file(plain, folder / f"{name}.safetensors", metadata={"format": "pt"})
-            give_usual_mode(folder / f"{name}.safetensors")
+            set_default_permissions(folder / f"{name}.safetensors")
     torch.save(snapshot.optimizer, folder / "optimizer.pt")
     (folder / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
 
@@ -65,7 +65,7 @@ def read_checkpoint(path: Path) -> Snapshot:
     names = verify_checkpoint(path)
     file = path / "state.json"
     try:
-        state = json.loads(read_ordinary(file))
+        state = json.loads(read_regular_file(file))
         _check_records(state)
         file = path / "optimizer.pt"
         optimizer = _load_optimizer(file)

@@ -38,7 +38,7 @@ from accel_train.checkpoint.state_dict import (
     optimizer_state,
 )
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import compare, digest
+from accel_train.config.compatibility import check_changes, learning_fingerprint
 from accel_train.config.schema import Config, as_dict
 from accel_train.config.semantics import IN_MEMORY, SEMANTICS
 from accel_train.errors import UserError
@@ -213,7 +213,7 @@ class Checkpoints:
 
     def _plan_restore(self, resume: str, allow: Sequence[str]) -> RestorePlan | None:
         """On the main process: what to restore, or None for a new run. Sets `_snapshot`."""
-        compare({}, Config(), allow)  # so that an unknown key is refused in a new run, too
+        check_changes({}, Config(), allow)  # so that an unknown key is refused in a new run, too
         self._check_owner()
         try:
             chosen = choose_checkpoint(self.folder, resume, self.notes)
@@ -237,7 +237,7 @@ class Checkpoints:
             "seed": self.config.seed,
             "samples": self.parts.samples,
             "configuration": as_dict(self.config),
-            "configuration_digest": digest(self.config),
+            "configuration_digest": learning_fingerprint(self.config),
             "versions": versions(),
             "semantics": SEMANTICS,
             "pixels": self.parts.pixels,

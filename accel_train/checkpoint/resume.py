@@ -19,9 +19,9 @@ from accel_train.checkpoint.optimizer_check import MismatchError, matching_state
 from accel_train.checkpoint.state_dict import named_tensors, outline
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.checkpoint.weights import check_same_model
-from accel_train.config.compatibility import OF_SAMPLES, compare, differences, flat
+from accel_train.config.compatibility import SAMPLE_KEYS, check_changes, differences, flatten
 from accel_train.config.schema import Config, as_dict
-from accel_train.config.semantics import IN_MEMORY, check_same_division, check_same_pixels
+from accel_train.config.semantics import IN_MEMORY, check_same_pixels, check_same_splits
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count
@@ -72,9 +72,9 @@ def plan_restore(
     changes = differences(saved, run.config, samples)
     position = _position(path, snapshot, run, changes)
     obstacle = _obstacle(path, snapshot, run, position, changes)
-    compare(saved, run.config, allow, samples=samples, obstacle=obstacle)
+    check_changes(saved, run.config, allow, samples=samples, obstacle=obstacle)
     check_same_pixels(str(path), snapshot.state.get("pixels", IN_MEMORY), run.pixels)
-    check_same_division(str(path), snapshot.state.get("semantics", 1), saved.get("data", {}))
+    check_same_splits(str(path), snapshot.state.get("semantics", 1), saved.get("data", {}))
     if snapshot.ema is not None and run.ema is not None:
         check_same_model(named_tensors(run.ema), snapshot.ema, path)
     _check_schedule(snapshot.state["schedule"], run, path)
@@ -130,13 +130,13 @@ def _position(path: Path, snapshot: Snapshot, run: RunParts, changes: Mapping[st
     """The position of the checkpoint; `changes` are the differences between its settings and this run's."""
     saved = snapshot.state["train"]
     position = TrainState.from_saved(saved, path)
-    if not changes.keys().isdisjoint({*OF_SAMPLES, "data", "batch-size", "data.drop-last"}):
+    if not changes.keys().isdisjoint({*SAMPLE_KEYS, "data", "batch-size", "data.drop-last"}):
         # Updates to be skipped that are still to come have different samples now.
         position.left_out = [update for update in position.left_out if update <= position.update]
     if "epoch_samples" not in saved:  # older versions counted updates, all of one size
         position.epoch_samples = position.epoch_count
-        if changes.keys().isdisjoint(OF_SAMPLES):
-            old = {**flat(as_dict(Config())), **flat(snapshot.state["configuration"])}
+        if changes.keys().isdisjoint(SAMPLE_KEYS):
+            old = {**flatten(as_dict(Config())), **flatten(snapshot.state["configuration"])}
             if not is_count(old["batch-size"], 1):
                 raise _misplaced(path, run, position)
             plan = Plan(run.samples, old["batch-size"], 1, 1, bool(old["data.drop-last"]))
@@ -169,7 +169,7 @@ def _obstacle(
             f"--epochs {run.config.epochs}: {state} in {path}. Give at least {least}, or start a new run with "
             "another --output-dir."
         )
-    changed = [f"{key}: {changes[key]}" for key in (*OF_SAMPLES, "data") if key in changes]
+    changed = [f"{key}: {changes[key]}" for key in (*SAMPLE_KEYS, "data") if key in changes]
     saved_samples = snapshot.state.get("samples", run.samples)
     if saved_samples != run.samples and "data" not in changes:
         changed.append(f"{saved_samples} -> {run.samples} training samples")

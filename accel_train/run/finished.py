@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoint.directory import list_updates
-from accel_train.config.compatibility import alters, differences, not_allowed, under
+from accel_train.config.compatibility import affects_learning, differences, is_under, not_allowed
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict, value
 from accel_train.errors import UserError
@@ -79,7 +79,7 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
         return FinishedRun(renamed={RESULT: kept}, note=f"{path} is damaged and renamed to {kept}; it is created again")
 
     done, changes = result["epochs"], differences(_settings(run, result), config)
-    changed = [key for key in changes if key == "epochs" or alters(key, config.schedule.name)]
+    changed = [key for key in changes if key == "epochs" or affects_learning(key, config.schedule.name)]
     if not changed:
         return FinishedRun(nothing_left=True)
     head = f"{run} holds a finished run of {done} epoch{'s' * (done > 1)}, which differs from this start's settings: "
@@ -95,7 +95,7 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
         renamed = {name: f"{Path(name).stem}-epoch-{done}{Path(name).suffix}" for name in (*WEIGHTS, RESULT)}
         note = f"goes on from the end of a run of {done} epochs: its result is kept as {renamed[RESULT]}"
         return FinishedRun(renamed=renamed, note=note)
-    if any(under(key, MODEL_KEYS) for key in refused):
+    if any(is_under(key, MODEL_KEYS) for key in refused):
         raise UserError(f"{head}. Give another --output-dir.")
     words = [word for key in changes for word in _words(key, value(config, key))]
     command = resume_command(launch, run, *words, "--allow-change", *config.allow_change, *refused)

@@ -35,7 +35,7 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
-from accel_train.files import give_usual_mode
+from accel_train.files import set_default_permissions
 from accel_train.records.run_log import Report
 
 MOST_IN_A_ROW = 10  # updates left out one after the other: then it is the model that is broken, not a sample
@@ -235,7 +235,7 @@ class Guard:
             tensors = [{**batch, "inputs": self.transform(batch)[0]} for batch in window.batches]
             together = {key: torch.cat([each[key] for each in tensors]).cpu().contiguous() for key in tensors[0]}
             save_file({**together, "losses": torch.cat(window.losses).cpu()}, mine.with_suffix(".safetensors"))
-            give_usual_mode(mine.with_suffix(".safetensors"))
+            set_default_permissions(mine.with_suffix(".safetensors"))
             save_image(together["images"].float() / 255, mine.with_suffix(".png"), nrow=16)
             if self.accelerator.is_main_process:
                 samples = [

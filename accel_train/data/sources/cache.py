@@ -34,7 +34,7 @@ from accel_train.data.sources.encoded import EncodedImages, Names, Shared
 from accel_train.data.sources.images import Picture
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
-from accel_train.untrusted import is_count, is_number, require_ordinary
+from accel_train.untrusted import is_count, is_number, require_regular_file
 
 MAGIC = b"ACTRAIN1"
 FOOTER = struct.Struct("<8sQQ32s")  # magic, offset of the index, its length, its SHA-256
@@ -68,7 +68,7 @@ class CacheFile:
         self.path = path
         self._map: mmap.mmap | None = None
         try:
-            require_ordinary(path, follow=True)
+            require_regular_file(path, follow=True)
             with path.open("rb") as file:
                 self.bytes = file.seek(0, io.SEEK_END)
                 file.seek(max(0, self.bytes - FOOTER.size))

@@ -28,7 +28,7 @@ from accel_train.data.sources.folder import arrange, ignored_text
 from accel_train.data.sources.images import normalisation
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
-from accel_train.untrusted import require_ordinary
+from accel_train.untrusted import require_regular_file
 
 DEEPEST = 4
 """Tar files inside one another that are read; ImageNet's have two."""
@@ -111,7 +111,7 @@ def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
 
     path = root / tar
     try:
-        size = require_ordinary(path, follow=True).st_size
+        size = require_regular_file(path, follow=True).st_size
         with tarfile.open(path, mode="r:") as archive:
             for member, content in walk(archive, 0, "", 0):
                 if member.offset + member.size > size:
