@@ -34,7 +34,7 @@ from accelerate.utils import ProjectConfiguration
 from accel_train import models
 from accel_train.config.compatibility import digest
 from accel_train.config.schema import Config
-from accel_train.data.held_out import HeldOutTrial
+from accel_train.data.held_out import HeldOutCheck
 from accel_train.data.loading import start_workers_early
 from accel_train.data.order.keyed import key
 from accel_train.data.sources.load import Splits, load_splits
@@ -44,7 +44,7 @@ from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import check_agreement
 from accel_train.optim.clipping import clip_gradients
 from accel_train.optim.ema import update_ema
-from accel_train.optim.performance import seed
+from accel_train.optim.performance import seed_generators
 from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.claim import claim_run
 from accel_train.records.directory import remove_requeue_marker
@@ -83,7 +83,7 @@ def train(config: Config, launch: Launch) -> int:
             return 0
 
         splits = load_data(config, accelerator)
-        images = HeldOutTrial(splits, launch.rank, launch.world_size)  # goes on while the model is made
+        images = HeldOutCheck(splits, launch.rank, launch.world_size)  # goes on while the model is made
         setup = create_training_setup(config, launch, accelerator, splits)
         images.finish(accelerator)
         with Run(setup, lease, earlier, stopping, began) as run:
@@ -122,13 +122,13 @@ def fit(setup: TrainingSetup, run: Run) -> None:
 
 def train_epoch(setup: TrainingSetup, run: Run) -> bool:
     """The rest of the epoch that the run is in. Returns False if the run has to go back to its last checkpoint."""
-    state, plan, order = run.state, setup.plan, setup.order
-    order.seek(state.epoch, state.epoch_samples)
+    state, plan, sampler = run.state, setup.plan, setup.sampler
+    sampler.seek(state.epoch, state.epoch_samples)
     models.set_train_mode(setup.model, setup.config.model)
     run.stopwatch.start()
     for micro_batches in grouped(run.batches(), plan.accumulation):
-        # The update's samples: its window of the epoch's order, but for unreadable ones that are left out.
-        window, samples = plan.real_samples(state.epoch_samples), order.real_samples(state.epoch_samples)
+        # The update's samples: its window of the epoch's sampler, but for unreadable ones that are left out.
+        window, samples = plan.real_samples(state.epoch_samples), sampler.real_samples(state.epoch_samples)
         lr = max(group["lr"] for group in setup.optimizer.param_groups)  # with layer decay: the last layer's
         applied = update(setup, run, micro_batches, samples)
         then = run.end_update(applied=applied, window=window, samples=samples, lr=lr)
@@ -146,19 +146,19 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
     config, accelerator, state, guard = setup.config, setup.accelerator, run.state, run.guard
     # DDP will average over the processes and Accelerate divide by the accumulation steps: this cancels both.
     scale = accelerator.num_processes * setup.plan.accumulation / max(1, samples)
-    guard.begin_update(state)
+    guard.start(state)
     for number, batch in enumerate(micro_batches):
         with accelerator.accumulate(setup.model):
             # Dropout's masks follow from the position: a restart draws the same again.
-            seed(setup.device, key(config.seed, "dropout", state.update, accelerator.process_index, number))
+            seed_generators(setup.device, key(config.seed, "dropout", state.update, accelerator.process_index, number))
             inputs, targets = setup.training.transform(batch)
             logits = setup.model(inputs)
             losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding weighs 0
-            with models.buffers_kept(setup.recomputed_buffers):
+            with models.preserve_buffers(setup.recomputed_buffers):
                 accelerator.backward(losses.sum() * scale)
-            guard.add(batch, losses)
+            guard.record(batch, losses)
             run.meter.add(logits, targets, losses.detach(), batch["weights"])
-    applied = guard.passes(state)
+    applied = guard.check_step(state)
     if applied:
         if config.optim.clip is not None:
             accelerator.unscale_gradients(setup.optimizer)

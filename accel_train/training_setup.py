@@ -20,21 +20,27 @@ from torch import Tensor, nn
 
 from accel_train import models
 from accel_train.config.schema import Config
-from accel_train.data.loading import Feed, create_feed
+from accel_train.data.loading import InputPipeline, create_input_pipeline
 from accel_train.data.order.keyed import key
 from accel_train.data.order.plan import Plan, accumulation_steps
-from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.evaluate import evaluation_batch_size
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import collective_seconds
-from accel_train.models.wrapping import bare, shard_batchnorm
+from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.clipping import parameters_to_clip
 from accel_train.optim.ema import create_ema
 from accel_train.optim.loss import balanced_class_weights, create_loss
 from accel_train.optim.optimizer import create_optimizer
-from accel_train.optim.performance import check_compilation, lay_out, set_defaults, settle_buckets, stepping
+from accel_train.optim.performance import (
+    check_compilation,
+    rebuild_ddp_buckets,
+    set_defaults,
+    unwrap_optimizer,
+    use_fastest_memory_format,
+)
 from accel_train.optim.schedule import create_schedule
 
 
@@ -47,7 +53,7 @@ class TrainingSetup:
     accelerator: Accelerator
     splits: Splits
     plan: Plan
-    order: TrainingOrder
+    sampler: TrainingSampler
     image_size: int
     """Height and width of the model's input, in pixels."""
     memory_format: torch.memory_format
@@ -65,9 +71,9 @@ class TrainingSetup:
     clipped: list[nn.Parameter]
     """The parameters whose gradients are clipped."""
     recomputed_buffers: list[Tensor]
-    """For `models.buffers_kept`."""
-    training: Feed
-    evaluations: dict[str, Feed]
+    """For `models.preserve_buffers`."""
+    training: InputPipeline
+    evaluations: dict[str, InputPipeline]
     """Of "val" and "test", as far as the data has them."""
     warnings: tuple[str, ...]
     """What the user should know of it."""
@@ -107,13 +113,13 @@ def create_training_setup(
     device = accelerator.device
     accumulation = _accumulation(config, launch)
     plan = Plan(len(splits.train), config.batch_size, launch.world_size, accumulation, config.data.drop_last)
-    order = TrainingOrder(plan, config.seed, splits.unreadable)
+    sampler = TrainingSampler(plan, config.seed, splits.unreadable)
     size = models.input_size(config.model, splits.image_size)
     model, warnings = _create_model(config, accelerator, splits, size, published)
 
     # EMA and optimizer come after the move to the device, for they keep tensors, and before the wrapping, for it
     # changes names. FSDP2 makes other parameters of BatchNorm's: so that is sharded before the optimizer is made.
-    memory_format = lay_out(accelerator, model)
+    memory_format = use_fastest_memory_format(accelerator, model)
     ema = create_ema(config.ema, model)
     shard_batchnorm(accelerator, model)
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
@@ -122,17 +128,17 @@ def create_training_setup(
     )
     # The schedule is not prepared: it is a function of the update's number, and Accelerate would count otherwise.
     model, optimizer = accelerator.prepare(model, optimizer)
-    clipped = parameters_to_clip(config.optim, bare(model))  # FSDP2 has made new parameters
+    clipped = parameters_to_clip(config.optim, unwrap_model(model))  # FSDP2 has made new parameters
     recomputed_buffers = models.prepare_recomputation(model, config.model)
     shape = plan.micro_batch, splits.channels, size, size
-    settle_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
+    rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
     weights = None
     if config.loss.class_weights == "balanced":
         weights = balanced_class_weights(splits.train.labels, len(splits.classes)).to(device)
 
-    def feed(source: Any, order: Any, *, training: bool) -> Feed:
-        return create_feed(
-            config, splits, source, order, accelerator, training=training, size=size, memory_format=memory_format
+    def pipeline(source: Any, sampler: Any, *, training: bool) -> InputPipeline:
+        return create_input_pipeline(
+            config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
         )
 
     at_once = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
@@ -143,20 +149,20 @@ def create_training_setup(
         accelerator=accelerator,
         splits=splits,
         plan=plan,
-        order=order,
+        sampler=sampler,
         image_size=size,
         memory_format=memory_format,
         model=model,
-        bare_model=bare(model),
-        optimizer=stepping(optimizer),
+        bare_model=unwrap_model(model),
+        optimizer=unwrap_optimizer(optimizer),
         schedule=schedule,
         ema=ema,
         criterion=create_loss(config.loss, weights),
         clipped=clipped,
         recomputed_buffers=recomputed_buffers,
-        training=feed(splits.train, order, training=True),
+        training=pipeline(splits.train, sampler, training=True),
         evaluations={
-            split: feed(source, EvaluationOrder(len(source), at_once), training=False)
+            split: pipeline(source, EvaluationSampler(len(source), at_once), training=False)
             for split, source in held_out.items()
             if source is not None
         },

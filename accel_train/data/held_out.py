@@ -9,14 +9,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_train.data.sources.encoded import EncodedImages
-from accel_train.data.sources.splits import Source, Splits, owner
+from accel_train.data.sources.splits import Source, Splits, unwrap_subset
 from accel_train.errors import UserError
 
 MOST = 1000  # images of a split, by all processes together: of local files 0.2 s on one core, while the model is made
 THREADS = 8  # for a network's file system, where each file is waited for
 
 
-class HeldOutTrial:
+class HeldOutCheck:
     """Tries to open validation and test images in threads of its own, from its creation on.
 
     All images of a small split, a sample of a large one, shared by the processes. Only the header is looked at, and a
@@ -28,7 +28,7 @@ class HeldOutTrial:
         self._tried = [
             self._pool.submit(_try, source, id)
             for source in (splits.validation, splits.test)
-            if source is not None and isinstance(owner(source)[0], EncodedImages)
+            if source is not None and isinstance(unwrap_subset(source)[0], EncodedImages)
             for id in _sample(len(source))[process::processes]
         ]
 
@@ -50,12 +50,12 @@ def _sample(count: int) -> list[int]:
 
 
 def _try(source: Source, id: int) -> UserError | None:
-    held, ids = owner(source)
+    held, ids = unwrap_subset(source)
     assert isinstance(held, EncodedImages)
     try:
-        picture = held.open(id if ids is None else int(ids[id]))
-        if picture.looks_cut_short():
-            picture.pixels()
+        image = held.open(id if ids is None else int(ids[id]))
+        if image.looks_truncated():
+            image.pixels()
     except UserError as error:
         return error
     return None

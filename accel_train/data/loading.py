@@ -17,16 +17,16 @@ from torch.utils.data import DataLoader
 from accel_train import models
 from accel_train.config.schema import Augment, Config
 from accel_train.data.memory import MemoryLoader
-from accel_train.data.order.samplers import Order
+from accel_train.data.order.samplers import IndexSampler
 from accel_train.data.placement import Placement, choose_place
 from accel_train.data.side_stream import SideStream
 from accel_train.data.sources.load import IN_MEMORY
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.device_decoding import DeviceDecoder, Reading, Undecoded, check_device_decoding
+from accel_train.data.transforms.device_decoding import DeviceDecoder, EncodedBatch, JpegReader, check_device_decoding
 from accel_train.data.transforms.image import ImageTransform, resize_default
 from accel_train.data.transforms.parameters import AugmentParameters
-from accel_train.data.workers import BatchedSet, Beginning, WorkerContext, as_it_is, start_server
+from accel_train.data.workers import BatchDataset, WorkerContext, WorkerInit, no_collate, start_server
 from accel_train.errors import UserError
 from accel_train.launch.cores import core_set, share_of_cores
 from accel_train.launch.process import hostname
@@ -41,14 +41,14 @@ def start_workers_early(config: Config) -> None:
     """If the configuration needs data workers, start what they are forked from: while data and model are prepared it
     imports torch."""
     in_memory = config.data.name.removeprefix("torch/") in IN_MEMORY
-    each = not in_memory or config.augment.crop == "resized" or config.augment.policy != "none"
-    if each and config.data.workers != 0:
+    per_image = not in_memory or config.augment.crop == "resized" or config.augment.policy != "none"
+    if per_image and config.data.workers != 0:
         start_server()
 
 
 def create_loader(
     source: Source,
-    order: Order,
+    sampler: IndexSampler,
     augment: Augment,
     *,
     training: bool,
@@ -59,34 +59,34 @@ def create_loader(
     cores: int = 1,
     decode_on: Literal["host", "device"] = "host",
     reduced_decode: bool = True,
-    draws: AugmentParameters | None = None,
+    draw_parameters: AugmentParameters | None = None,
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
     `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
-    what is in memory, else as many as this process has `cores`, on a GPU but for one; `draws`: of the BatchTransform
+    what is in memory, else as many as this process has `cores`, on a GPU but for one; `draw_parameters`: of the BatchTransform
     that takes the batches.
     """
-    each = transforms_each_image(source, augment, training=training)
+    per_image = transforms_each_image(source, augment, training=training)
     if workers is None:
         spare = device.type != "cpu"  # a core for the thread that tells the device what to do
-        workers = max(1, cores - spare) if each else 0
+        workers = max(1, cores - spare) if per_image else 0
     if source.in_memory:  # as augment.py does: evaluation and training see the images at the same scale
         augment = dataclasses.replace(augment, resize=augment.resize or size)
-    transform: ImageTransform | Reading | None = None
-    if each and decode_on == "device":
-        transform = Reading(augment, size, training=training)
-    elif each:
-        transform = ImageTransform(augment, size, training=training, reduces=reduced_decode)
+    transform: ImageTransform | JpegReader | None = None
+    if per_image and decode_on == "device":
+        transform = JpegReader(augment, size, training=training)
+    elif per_image:
+        transform = ImageTransform(augment, size, training=training, decodes_smaller=reduced_decode)
     return DataLoader(
-        BatchedSet(source, transform, seed, draws),
-        batch_sampler=order,  # type: ignore[arg-type]  # a Draw stands for a list of indices
-        collate_fn=as_it_is,
+        BatchDataset(source, transform, seed, draw_parameters),
+        batch_sampler=sampler,  # type: ignore[arg-type]  # an IndexBatch stands for a list of indices
+        collate_fn=no_collate,
         num_workers=workers,
         pin_memory=device.type == "cuda",
         # Those of an evaluation end with it: they and training's, which wait meanwhile, have the same cores.
         persistent_workers=training and workers > 0,
-        worker_init_fn=Beginning() if workers else None,
+        worker_init_fn=WorkerInit() if workers else None,
         multiprocessing_context=WorkerContext() if workers else None,
     )
 
@@ -101,7 +101,7 @@ class Loader(Protocol):
 
 
 @dataclass(frozen=True)
-class Feed:
+class InputPipeline:
     """One split on its way into the model."""
 
     loader: Loader
@@ -118,21 +118,21 @@ class Feed:
             if isinstance(batch, UserError):
                 raise batch
             if self.decoder is not None:
-                batch["images"] = self.decoder(cast(Undecoded, batch["images"]), batch["ids"])
+                batch["images"] = self.decoder(cast(EncodedBatch, batch["images"]), batch["ids"])
             yield batch
 
 
-def create_feed(
+def create_input_pipeline(
     config: Config,
     splits: Splits,
     source: Source,
-    order: Order,
+    sampler: IndexSampler,
     accelerator: Accelerator,
     *,
     training: bool,
     size: int,
     memory_format: torch.memory_format = torch.contiguous_format,
-) -> Feed:
+) -> InputPipeline:
     """The loader of `source` and what the device does to its batches: augmentation if `training`. `size` and
     `memory_format` are of the model's input. To be called on all processes at once, for they agree where the images are
     to lie.
@@ -141,11 +141,11 @@ def create_feed(
     where `config.data.placement` says.
     """
     _check_sizes(config.augment, source, size, training=training)
-    mean, std = normalization(config, splits)
+    mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
-    each = transforms_each_image(source, config.augment, training=training)
+    per_image = transforms_each_image(source, config.augment, training=training)
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    place, size_bytes = choose_place(config.data, source, accelerator, per_image=each, local_processes=local_processes)
+    place, size_bytes = choose_place(config.data, source, accelerator, per_image=per_image, local_processes=local_processes)
     decoder = None
     if config.data.decode_on == "device":
         check_device_decoding(source, config.augment, device, training=training)
@@ -157,15 +157,15 @@ def create_feed(
         std=std,
         num_classes=len(splits.classes),
         training=training,
-        per_image=each,
+        per_image=per_image,
         device=device,
         memory_format=memory_format,
     )
     loader: Loader
-    if place == "disk" or each:
+    if place == "disk" or per_image:
         made = create_loader(
             source,
-            order,
+            sampler,
             config.augment,
             training=training,
             size=size,
@@ -175,7 +175,7 @@ def create_feed(
             cores=_cores(accelerator) if config.data.workers is None else 1,
             decode_on=config.data.decode_on,
             reduced_decode=config.data.reduced_decode,
-            draws=transform.draws,
+            draw_parameters=transform.draw_parameters,
         )
         workers, ahead = made.num_workers, made.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(made)
@@ -183,18 +183,18 @@ def create_feed(
         workers = ahead = 0
         loader = MemoryLoader(
             source,
-            order,
+            sampler,
             seed=config.seed,
             process=accelerator.process_index,
             processes=accelerator.num_processes,
             device=device,
             pixels_device=device if place == "device" else torch.device("cpu"),
             memory_format=memory_format,
-            draws=transform.draws,
+            draw_parameters=transform.draw_parameters,
         )
     placement = Placement(place, size_bytes, workers, ahead, config.data.decode_on)
     side = SideStream(device) if device.type == "cuda" and place != "device" else None
-    return Feed(loader, transform, len(source), placement, decoder, side)
+    return InputPipeline(loader, transform, len(source), placement, decoder, side)
 
 
 def _check_sizes(augment: Augment, source: Source, size: int, *, training: bool) -> None:
@@ -219,7 +219,7 @@ def _cores(accelerator: Accelerator) -> int:
     return share_of_cores(mine, [cores for host, cores in everyone if host == hostname()])
 
 
-def normalization(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def resolve_mean_std(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel: as configured, else the published weights', else the data's."""
     for name, values in (("mean", config.augment.mean), ("std", config.augment.std)):
         if values is not None and len(values) != splits.channels:

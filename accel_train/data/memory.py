@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from accel_train.data.order.keyed import hashed, key
-from accel_train.data.order.samplers import Order
-from accel_train.data.sources.arrays import Arrays
-from accel_train.data.sources.splits import Source, owner
+from accel_train.data.order.samplers import IndexSampler
+from accel_train.data.sources.arrays import ArraySource
+from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.parameters import AugmentParameters
 
 AT_ONCE = 1024  # images that are fetched at a time when a set is laid out
@@ -22,10 +22,14 @@ class Pixels:
 
     def __init__(self, source: Source, device: torch.device, memory_format: torch.memory_format) -> None:
         """Copies them, but for those that lie there already, as they should."""
-        held, ids = owner(source)
+        held, ids = unwrap_subset(source)
         self.channels_last = memory_format == torch.channels_last
         self.ids: Tensor | None = None  # where each image lies; None: in their own order
-        if isinstance(held, Arrays) and device.type == "cpu" and (not self.channels_last or held.pixels.shape[1] == 1):
+        if (
+            isinstance(held, ArraySource)
+            and device.type == "cpu"
+            and (not self.channels_last or held.pixels.shape[1] == 1)
+        ):
             self.rows, self.ids = held.pixels, ids
             self.channels_last = False  # one channel lies the same way in both
             return
@@ -52,7 +56,7 @@ class Pixels:
 
 
 class MemoryLoader:
-    """One process's slices of the global micro-batches of an order, each a batch as `loading.BatchedSet` has them.
+    """One process's slices of the global micro-batches of an sampler, each a batch as `loading.BatchDataset` has them.
 
     Numbers, keys and labels are computed for some thousand samples at once and cut; only they travel to the device.
     """
@@ -60,7 +64,7 @@ class MemoryLoader:
     def __init__(
         self,
         source: Source,
-        order: Order,
+        sampler: IndexSampler,
         *,
         seed: int,
         process: int,
@@ -68,30 +72,30 @@ class MemoryLoader:
         device: torch.device,
         pixels_device: torch.device,
         memory_format: torch.memory_format,
-        draws: AugmentParameters | None = None,
+        draw_parameters: AugmentParameters | None = None,
     ) -> None:
-        """`device` takes the batches; `pixels_device` is where the images lie, that one or the CPU. What `draws` draws
+        """`device` takes the batches; `pixels_device` is where the images lie, that one or the CPU. What `draw_parameters` draws
         of each sample comes with it as "parameters"."""
-        self.labels, self.order, self.seed = source.labels, order, seed
+        self.labels, self.sampler, self.seed = source.labels, sampler, seed
         self.process, self.processes = process, processes
-        self.device, self.draws = device, draws
+        self.device, self.draw_parameters = device, draw_parameters
         self.pixels = Pixels(source, pixels_device, memory_format)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        share = self.order.batch_size // self.processes  # of one micro-batch
-        for stretch in self.order.stretches():
+        share = self.sampler.batch_size // self.processes  # of one micro-batch
+        for block in self.sampler.blocks():
             ids, weights = (
                 values.view(-1, self.processes, share)[:, self.process].reshape(-1)
-                for values in (stretch.ids, stretch.weights)
+                for values in (block.ids, block.weights)
             )
             columns = {
                 "labels": self.labels.index_select(0, ids),
                 "ids": ids,
-                "keys": hashed(key(self.seed, stretch.epoch, "augment"), ids),
+                "keys": hashed(key(self.seed, block.epoch, "augment"), ids),
                 "weights": weights,
             }
-            if self.draws is not None:
-                columns["parameters"] = self.draws(columns["keys"], weights)
+            if self.draw_parameters is not None:
+                columns["parameters"] = self.draw_parameters(columns["keys"], weights)
             columns = {name: self._sent(values, self.device) for name, values in columns.items()}
             places = self._sent(self.pixels.places(ids), self.pixels.rows.device)
             some = max(1, FETCHED_BYTES // (share * self.pixels.rows[0].numel())) * share

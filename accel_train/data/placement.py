@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.arrays import Arrays
+from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.cache import CachedImages
-from accel_train.data.sources.splits import Source, owner
+from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 
 DEVICE_SHARE = 4  # a split may take this part, a quarter, of the device's free memory: the model's work needs the rest
@@ -90,7 +90,7 @@ def choose_place(
 
 
 def _encoded(data: Data, source: Source, accelerator: Accelerator, advice: str) -> tuple[Place, int | None]:
-    held, _ = owner(source)
+    held, _ = unwrap_subset(source)
     if isinstance(held, CachedImages):
         if data.placement == "device":
             raise UserError(
@@ -120,7 +120,7 @@ def pixel_bytes(source: Source) -> int | None:
 
 def _owned(source: Source) -> bool:
     """Whether the images lie in this process's memory already, and are not made when they are asked for."""
-    return isinstance(owner(source)[0], Arrays)
+    return isinstance(unwrap_subset(source)[0], ArraySource)
 
 
 def all_agree(accelerator: Accelerator, found: bool) -> bool:

@@ -6,7 +6,7 @@ thread and all memory: CUDA, and every other driver of a device, does not work i
 a lock that another thread holds at that moment (of NCCL's or gloo's threads, OpenMP, the display) stays locked in the
 copy for ever. "spawn" is as safe, but each worker would import torch by itself.
 
-What a worker is given is pickled. Tensors travel as shared memory, one copy for all; `Shared` does so with arrays.
+What a worker is given is pickled. Tensors travel as shared memory, one copy for all; `SharedArray` does so with arrays.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from accel_train.data.order.keyed import hashed, key
-from accel_train.data.order.samplers import Draw
+from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.sources.encoded import EncodedImages
-from accel_train.data.sources.splits import Source, owner
-from accel_train.data.transforms.device_decoding import Reading, Undecoded
+from accel_train.data.sources.splits import Source, unwrap_subset
+from accel_train.data.transforms.device_decoding import EncodedBatch, JpegReader
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.errors import UserError
@@ -45,61 +45,61 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """They go to every process of a job. The trainer answers them with a checkpoint, for which it needs its workers."""
 
 
-class BatchedSet(Dataset[dict[str, Any]]):
+class BatchDataset(Dataset[dict[str, Any]]):
     """Fetches a whole draw at once. Holds no state: epoch and keys come with each draw, so that a worker process
     that outlives an epoch never works with the last one's."""
 
     def __init__(
         self,
         source: Source,
-        transform: ImageTransform | Reading | None,
+        transform: ImageTransform | JpegReader | None,
         seed: int,
-        draws: AugmentParameters | None = None,
+        draw_parameters: AugmentParameters | None = None,
     ) -> None:
         self.source = source
-        self.held, self.held_ids = owner(source)
+        self.held, self.held_ids = unwrap_subset(source)
         self.transform = transform
         self.seed = seed
-        self.draws = draws
+        self.draw_parameters = draw_parameters
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, draw: Draw) -> dict[str, Any] | UserError:
-        """images uint8 [b, C, H, W], or yet Undecoded; labels, ids and keys int64 [b]; weights float32 [b]; and as
-        "parameters" what `draws` draws.
+    def __getitems__(self, indices: IndexBatch) -> dict[str, Any] | UserError:
+        """images uint8 [b, C, H, W], or yet EncodedBatch; labels, ids and keys int64 [b]; weights float32 [b]; and as
+        "parameters" what `draw_parameters` draws.
 
         An unreadable image's error is handed out in place of the batch: raised in a worker process, it would reach
         the user wrapped in torch's traceback.
         """
         try:
-            return self._fetch(draw)
+            return self._fetch(indices)
         except UserError as error:
             return error
 
-    def _fetch(self, draw: Draw) -> dict[str, Any]:
-        keys = hashed(key(self.seed, draw.epoch, "augment"), draw.ids)
-        images: Tensor | Sequence[Tensor] | Undecoded
+    def _fetch(self, indices: IndexBatch) -> dict[str, Any]:
+        keys = hashed(key(self.seed, indices.epoch, "augment"), indices.ids)
+        images: Tensor | Sequence[Tensor] | EncodedBatch
         if self.transform is None:
-            images = self.source.fetch(draw.ids.tolist())
+            images = self.source.fetch(indices.ids.tolist())
         elif isinstance(self.held, EncodedImages):  # what is not needed of an image is not decoded
-            ids = draw.ids if self.held_ids is None else self.held_ids[draw.ids]
+            ids = indices.ids if self.held_ids is None else self.held_ids[indices.ids]
             images = self.transform([self.held.open(id) for id in ids.tolist()], keys)
         else:
             assert isinstance(self.transform, ImageTransform)
-            images = self.transform(list(self.source.fetch(draw.ids.tolist())), keys)
-        assert isinstance(images, Tensor | Undecoded), "images of different sizes need an ImageTransform"
+            images = self.transform(list(self.source.fetch(indices.ids.tolist())), keys)
+        assert isinstance(images, Tensor | EncodedBatch), "images of different sizes need an ImageTransform"
         batch = {
             "images": images,
-            "labels": self.source.labels[draw.ids],
-            "ids": draw.ids,
+            "labels": self.source.labels[indices.ids],
+            "ids": indices.ids,
             "keys": keys,
-            "weights": draw.weights,
+            "weights": indices.weights,
         }
-        return batch if self.draws is None else {**batch, "parameters": self.draws(keys, draw.weights)}
+        return batch if self.draw_parameters is None else {**batch, "parameters": self.draw_parameters(keys, indices.weights)}
 
 
-def as_it_is(batch: Any) -> Any:
+def no_collate(batch: Any) -> Any:
     """A loader's collate_fn: a batch is whole when it is fetched."""
     return batch
 
@@ -179,7 +179,7 @@ atexit.register(_end_workers)  # what is registered last runs first: before mult
 # --- What a worker does first.
 
 
-class Beginning:
+class WorkerInit:
     """A loader's worker_init_fn."""
 
     def __init__(self) -> None:

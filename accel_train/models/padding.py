@@ -25,7 +25,7 @@ class PaddingAwareConv2d(nn.Conv2d):
         return F.conv2d(images, weight, self.bias, self.stride, (above, beside), groups=self.groups)
 
 
-def leave_out_padding(model: nn.Module) -> None:
+def use_padding_aware_convolutions(model: nn.Module) -> None:
     """Make plain convolutions of `model` padding-aware, in place: its weights and their names stay as they are."""
     for module in model.modules():
         plain = type(module) is nn.Conv2d and isinstance(module.padding, tuple) and module.padding_mode == "zeros"

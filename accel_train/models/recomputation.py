@@ -14,7 +14,7 @@ from accel_train.config.schema import Model
 
 
 def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
-    """The buffers that `buffers_kept` has to keep: none unless `model` (as Accelerate prepared it) computes parts anew.
+    """The buffers that `preserve_buffers` has to keep: none unless `model` (as Accelerate prepared it) computes parts anew.
 
     Parts that Accelerate wrapped (fsdp_activation_checkpointing) are told to draw the same dropout masks again, which
     Accelerate tells them not to.
@@ -26,7 +26,7 @@ def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
 
 
 @contextmanager
-def buffers_kept(buffers: Sequence[Tensor]) -> Iterator[None]:
+def preserve_buffers(buffers: Sequence[Tensor]) -> Iterator[None]:
     """For the backward pass: gives `buffers` the values back that the forward pass left in them.
 
     BatchNorm would count the micro-batch in its running statistics a second time.

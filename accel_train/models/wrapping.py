@@ -30,7 +30,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model without DDP and torch.compile around it.
 
     Accelerator.unwrap_model would take DDP out of the compiled model itself, which then had no `no_sync`: an all-reduce

@@ -67,7 +67,7 @@ class _Whole:
             yield tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def share_buffers(model: nn.Module) -> None:
+def broadcast_buffers(model: nn.Module) -> None:
     """Give all processes the main one's buffers: BatchNorm's statistics, which each counts on its own. Collective.
 
     DDP does so by itself before each forward pass, but nobody does under FSDP2, nor for an EMA.

@@ -18,7 +18,7 @@ from accelerate.utils.dataclasses import DynamoBackend
 from torch import Tensor, nn
 
 from accel_train.errors import UserError
-from accel_train.models.padding import leave_out_padding
+from accel_train.models.padding import use_padding_aware_convolutions
 
 CHANNELS_LAST_DEVICES = ("cpu", "cuda", "xpu")
 
@@ -62,7 +62,7 @@ def _keep_freed_memory() -> None:
         mallopt(trim_threshold, 1 << 30)
 
 
-def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
+def use_fastest_memory_format(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
     """Lay out the weights of `model` (not yet prepared) as it is the fastest; returns the layout for its images.
 
     Channels last for nets of convolutions; a transformer has only the one that cuts its patches. FSDP shards
@@ -78,7 +78,7 @@ def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
         and accelerator.distributed_type != DistributedType.FSDP
     ):
         if accelerator.device.type == "cpu":
-            leave_out_padding(model)
+            use_padding_aware_convolutions(model)
             for weight in model.parameters():
                 if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
                     weight.data = weight.data.to(memory_format=torch.channels_last)  # the strides; nothing is moved
@@ -88,7 +88,7 @@ def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def seed(device: torch.device, word: int) -> None:
+def seed_generators(device: torch.device, word: int) -> None:
     """Seed the generators that dropout and stochastic depth draw from: the CPU's and that of `device`.
 
     `torch.manual_seed` seeds those of all kinds of devices, present or not: 0.1 to 0.4 ms, as long as the update of a
@@ -99,7 +99,7 @@ def seed(device: torch.device, word: int) -> None:
         torch.get_device_module(device).manual_seed(word)
 
 
-def stepping(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """The optimizer to call `step` and `zero_grad` of, for one that Accelerate prepared.
 
     Accelerate's own does more only for fp16's loss scaler and on XLA; elsewhere it looks twice a step for a package
@@ -109,7 +109,7 @@ def stepping(optimizer: Any) -> Any:
     return optimizer if needed else optimizer.optimizer
 
 
-def settle_buckets(accelerator: Accelerator, model: nn.Module, inputs: Tensor) -> None:
+def rebuild_ddp_buckets(accelerator: Accelerator, model: nn.Module, inputs: Tensor) -> None:
     """Pass once forward and backward through the prepared `model`, and leave weights and buffers as they were.
 
     Collective. `inputs`: float32 [b, C, size, size], of a training batch's shape; their values do not matter.

@@ -83,20 +83,20 @@ class Guard:
         self._everyone: list[tuple[int, int, float, float]] = []  # rank, id, loss, weight of each sample of one
         self._rewinds = False
 
-    def begin_update(self, state: TrainState) -> None:
+    def start(self, state: TrainState) -> None:
         """Before the first forward pass of an update, which may spoil the statistics of BatchNorm."""
         self._window = Window(state.update + 1)
         self._before = []
         if self.config.on_nonfinite == "skip" or state.update + 1 in state.left_out:
             self._before = [buffer.clone() for buffer in self.buffers]
 
-    def add(self, batch: dict[str, Tensor], losses: Tensor) -> None:
+    def record(self, batch: dict[str, Tensor], losses: Tensor) -> None:
         """A micro-batch of the update, as it came from the loader, and its losses float32 [b]."""
         self._window.batches.append(batch)
         self._window.losses.append(losses.detach())
 
     @torch.no_grad()
-    def passes(self, state: TrainState) -> bool:
+    def check_step(self, state: TrainState) -> bool:
         """After the last backward pass: whether the optimizer may take its step.
 
         If not, the update is left out, and all is as it was before it but for its gradients. Raises UserError if
@@ -120,7 +120,7 @@ class Guard:
         return False
 
     def rewinds(self, state: TrainState, *, due: bool) -> bool:
-        """At an update's end: whether the run has to go back to its last checkpoint. Raises UserError as `passes`.
+        """At an update's end: whether the run has to go back to its last checkpoint. Raises UserError as `check_step`.
 
         `due`: something will be logged or saved now, so that all updates must have been looked at.
         """
@@ -128,7 +128,7 @@ class Guard:
             self._read(state)
         return self._rewinds
 
-    def rewound(self) -> None:
+    def reset(self) -> None:
         """The run has gone back, and goes on."""
         self._unread, self._rewinds = None, False
 

@@ -19,9 +19,9 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_feed, create_loader
+from accel_train.data.loading import create_input_pipeline, create_loader
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.cache import CachedImages, CacheFile
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
@@ -156,7 +156,7 @@ class TestReading:
         source = load_splits(cached, 0).train
 
         def seen(batch_size: int, workers: int, update: int = 0) -> dict[int, bytes]:
-            order = TrainingOrder(Plan(100, batch_size, 1, 1), 5)
+            order = TrainingSampler(Plan(100, batch_size, 1, 1), 5)
             order.seek(3, update * batch_size)
             loader = create_loader(
                 source, order, Augment(crop="resized", flip=0.5), training=True, size=24, seed=5, workers=workers,
@@ -179,8 +179,10 @@ class TestReading:
     def test_where_it_lies(self, cached: Data, place: str) -> None:
         config = Config(data=replace(cached, placement=place, workers=0))
         splits = load_splits(config.data, 0)
-        order = EvaluationOrder(100, 50)
-        feed = create_feed(config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=24)
+        order = EvaluationSampler(100, 50)
+        feed = create_input_pipeline(
+            config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=24
+        )
         assert feed.placement.place == ("host" if place == "host" else "disk")
         assert feed.placement.bytes == cached.root.stat().st_size
         assert sum(len(batch["ids"]) for batch in feed.batches) == 100
@@ -195,8 +197,8 @@ class TestReading:
             config = Config(data=replace(data, placement=place))
             splits = load_splits(config.data, 0)
             with pytest.raises(UserError, match=rf"--data\.placement {place}: .*{message}"):
-                order = EvaluationOrder(100, 50)
-                create_feed(config, splits, splits.train, order, accelerator, training=False, size=24)
+                order = EvaluationSampler(100, 50)
+                create_input_pipeline(config, splits, splits.train, order, accelerator, training=False, size=24)
 
     def test_a_file_that_was_cut_or_altered_is_not_taken(self, cached: Data, tmp_path: Path) -> None:
         whole = cached.root.read_bytes()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.splits import Splits, choose, divide
+from accel_train.data.sources.splits import Splits, divide, stratified_choice
 from accel_train.errors import UserError
 
 
@@ -76,7 +76,7 @@ def test_splits_are_disjoint_complete_and_independent_of_order(found, seed, val,
 def test_choosing_gives_each_class_its_share(found, count) -> None:
     paths, labels = found
     count = min(count, len(paths))
-    chosen = choose(paths, labels, count, "salt")
+    chosen = stratified_choice(paths, labels, count, "salt")
     assert chosen.sum() == count
     for label in set(labels):
         of_class = np.array(labels) == label
@@ -85,7 +85,7 @@ def test_choosing_gives_each_class_its_share(found, count) -> None:
 
 def test_the_draw_is_the_same_for_ever() -> None:
     """A resumed run, a newer library: the test set must not move. These figures were recorded."""
-    chosen = choose([f"image-{i}" for i in range(20)], [i % 2 for i in range(20)], 6, "0 test")
+    chosen = stratified_choice([f"image-{i}" for i in range(20)], [i % 2 for i in range(20)], 6, "0 test")
     assert np.flatnonzero(chosen).tolist() == [3, 6, 10, 14, 17, 19]
 
 

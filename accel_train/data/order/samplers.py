@@ -15,7 +15,7 @@ from accel_train.data.order.plan import Plan
 
 
 @dataclass(frozen=True)
-class Draw:
+class IndexBatch:
     """The samples of a micro-batch, or of a slice of it. A sampler hands it out and `loading` fetches it."""
 
     epoch: int
@@ -25,11 +25,11 @@ class Draw:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, part: slice) -> Draw:
-        return Draw(self.epoch, self.ids[part], self.weights[part])
+    def __getitem__(self, part: slice) -> IndexBatch:
+        return IndexBatch(self.epoch, self.ids[part], self.weights[part])
 
 
-class Order(Protocol):
+class IndexSampler(Protocol):
     """A batch sampler: which samples come when."""
 
     batch_size: int
@@ -37,13 +37,13 @@ class Order(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[Draw]: ...
+    def __iter__(self) -> Iterator[IndexBatch]: ...
 
-    def stretches(self) -> Iterator[Draw]:
+    def blocks(self) -> Iterator[IndexBatch]:
         """The same, many whole draws at once."""
 
 
-class TrainingOrder(Sampler[Draw]):
+class TrainingSampler(Sampler[IndexBatch]):
     """The batch sampler of training: yields the global micro-batches of one epoch, from a given sample on.
 
     Accelerate gives each process its slice of each. Position is set by `seek`, not by a loader's own epoch: that
@@ -89,7 +89,7 @@ class TrainingOrder(Sampler[Draw]):
         ids = permuted(positions, self.plan.samples, key(self.seed, self.epoch, "order"))
         return int(self.unreadable[ids].sum())
 
-    def stretches(self) -> Iterator[Draw]:
+    def blocks(self) -> Iterator[IndexBatch]:
         """Many whole global micro-batches at once, one after the other."""
         plan, epoch = self.plan, self.epoch
         word = key(self.seed, epoch, "order")
@@ -103,15 +103,15 @@ class TrainingOrder(Sampler[Draw]):
             if self.unreadable is not None:
                 gone = self.unreadable[ids]
                 weights[gone], ids[gone] = 0.0, self.stand_in
-            yield Draw(epoch, ids, weights)
+            yield IndexBatch(epoch, ids, weights)
 
-    def __iter__(self) -> Iterator[Draw]:
-        for stretch in self.stretches():
-            for at in range(0, len(stretch), self.batch_size):
-                yield stretch[at : at + self.batch_size]
+    def __iter__(self) -> Iterator[IndexBatch]:
+        for block in self.blocks():
+            for at in range(0, len(block), self.batch_size):
+                yield block[at : at + self.batch_size]
 
 
-class EvaluationOrder(Sampler[Draw]):
+class EvaluationSampler(Sampler[IndexBatch]):
     """The batch sampler of evaluation: every sample once, in its stored order, padded to full batches."""
 
     def __init__(self, samples: int, batch_size: int) -> None:
@@ -122,12 +122,12 @@ class EvaluationOrder(Sampler[Draw]):
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
-    def stretches(self) -> Iterator[Draw]:
+    def blocks(self) -> Iterator[IndexBatch]:
         """All batches at once."""
         positions = torch.arange(len(self) * self.batch_size)
-        yield Draw(0, positions % self.samples, (positions < self.samples).to(torch.float32))
+        yield IndexBatch(0, positions % self.samples, (positions < self.samples).to(torch.float32))
 
-    def __iter__(self) -> Iterator[Draw]:
-        for stretch in self.stretches():
-            for at in range(0, len(stretch), self.batch_size):
-                yield stretch[at : at + self.batch_size]
+    def __iter__(self) -> Iterator[IndexBatch]:
+        for block in self.blocks():
+            for at in range(0, len(block), self.batch_size):
+                yield block[at : at + self.batch_size]

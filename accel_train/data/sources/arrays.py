@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel_train.data.sources.splits import Splits, choose, subset
+from accel_train.data.sources.splits import Splits, stratified_choice, subset
 from accel_train.errors import UserError
 
 
 @dataclass
-class Arrays:
+class ArraySource:
     """A source whose images lie in memory, as `pixels`: uint8 [n, C, H, W]."""
 
     label: str
@@ -46,8 +46,8 @@ def digits() -> Splits:
 
     found = load_digits()
     pixels = torch.from_numpy((found.images * (255 / 16)).round().astype(np.uint8))[:, None]  # from 0..16
-    whole = Arrays("digits", pixels, torch.from_numpy(found.target.astype(np.int64)))
-    test = choose(map(str, range(len(whole))), found.target, round(len(whole) / 5), "digits test")
+    whole = ArraySource("digits", pixels, torch.from_numpy(found.target.astype(np.int64)))
+    test = stratified_choice(map(str, range(len(whole))), found.target, round(len(whole) / 5), "digits test")
     return Splits(
         classes=tuple("0123456789"),
         channels=1,
@@ -61,7 +61,7 @@ def digits() -> Splits:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSet:
     kind: str
     """The class in torchvision.datasets."""
     mean: tuple[float, ...]
@@ -70,11 +70,11 @@ class Published:
 
 
 PUBLISHED = {
-    "mnist": Published("MNIST", (0.1307,), (0.3081,)),
-    "fashion_mnist": Published("FashionMNIST", (0.2860,), (0.3530,)),
-    "kmnist": Published("KMNIST", (0.1918,), (0.3483,)),
-    "cifar10": Published("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": Published("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "mnist": PublishedSet("MNIST", (0.1307,), (0.3081,)),
+    "fashion_mnist": PublishedSet("FashionMNIST", (0.2860,), (0.3530,)),
+    "kmnist": PublishedSet("KMNIST", (0.1918,), (0.3483,)),
+    "cifar10": PublishedSet("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": PublishedSet("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 
 
@@ -108,7 +108,7 @@ def _load(kind: Any, name: str, root: Path) -> Splits | None:
         labels = torch.as_tensor(found.targets).long()
         if len(pixels) != len(labels):
             return None
-        sources.append(Arrays(f"{name} {split}", pixels, labels))
+        sources.append(ArraySource(f"{name} {split}", pixels, labels))
     channels, size = sources[0].pixels.shape[1:3]
     return Splits(tuple(train.classes), channels, size, (), (), sources[0], None, sources[1])
 

@@ -30,8 +30,8 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, SEMANTICS
-from accel_train.data.sources.encoded import EncodedImages, Names, Shared
-from accel_train.data.sources.images import Picture
+from accel_train.data.sources.encoded import EncodedImages, SharedArray, StringArray
+from accel_train.data.sources.images import LazyImage
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, require_ordinary
@@ -82,9 +82,9 @@ class CacheFile:
             with np.load(io.BytesIO(index), allow_pickle=False) as arrays:
                 described: dict[str, Any] = json.loads(arrays["description"].tobytes())
                 self.columns: dict[str, npt.NDArray[Any]] = {name: arrays[name] for name in COLUMNS}
-                self._shared = {name: Shared(column) for name, column in self.columns.items()}
+                self._shared = {name: SharedArray(column) for name, column in self.columns.items()}
                 text, ends = arrays["names"], arrays["name_ends"]
-                self.names = Names.of(text, ends)
+                self.names = StringArray.of(text, ends)
             for name in ("classes", "mean", "std"):
                 described[name] = tuple(described[name])
             self.description = Description(**described)
@@ -195,12 +195,12 @@ class CachedImages(EncodedImages):
     def states(self) -> Iterable[str]:
         return [self.file.description.fingerprint]
 
-    def open(self, id: int) -> Picture:
+    def open(self, id: int) -> LazyImage:
         if self.file.description.encoding != "raw":
             return super().open(id)
         columns, number = self.file.columns, self.first + id
         try:
-            return _RawPicture(self.at(id), int(columns["heights"][number]), int(columns["widths"][number]))
+            return _RawImage(self.at(id), int(columns["heights"][number]), int(columns["widths"][number]))
         except OSError as error:
             raise self.unreadable(id, error) from error
 
@@ -208,14 +208,14 @@ class CachedImages(EncodedImages):
         return f"{self.file.path}/{self.file.names[self.first + id]}"
 
 
-class _RawPicture(Picture):
+class _RawImage(LazyImage):
     def __init__(self, data: memoryview, height: int, width: int) -> None:
         self.bytes, self.height, self.width = data, height, width
 
     def whole_jpeg(self) -> None:
         return None
 
-    def looks_cut_short(self) -> bool:
+    def looks_truncated(self) -> bool:
         return False
 
     def pixels(self) -> torch.Tensor:

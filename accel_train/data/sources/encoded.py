@@ -15,7 +15,7 @@ from accel_train.errors import UserError
 
 if TYPE_CHECKING:
     pass
-from accel_train.data.sources.images import MAX_PIXELS, Box, ImageError, Picture
+from accel_train.data.sources.images import MAX_PIXELS, Box, ImageError, LazyImage
 
 
 class EncodedImages(ABC):
@@ -45,10 +45,10 @@ class EncodedImages(ABC):
     def fetch(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
         return [self.open(int(id)).pixels() for id in ids]
 
-    def open(self, id: int) -> Picture:
+    def open(self, id: int) -> LazyImage:
         """An image of which only the size is known yet. Raises UserError, as do its `pixels`."""
         try:
-            return _SourcePicture(self, id)
+            return _SourceImage(self, id)
         except (ImageError, OSError) as error:
             raise self.unreadable(id, error) from ImageError(_reason(error))
 
@@ -60,7 +60,7 @@ class EncodedImages(ABC):
         )
 
 
-class _SourcePicture(Picture):
+class _SourceImage(LazyImage):
     def __init__(self, source: EncodedImages, id: int) -> None:
         self.source, self.id = source, id
         super().__init__(source.read(id), source.channels, source.max_pixels)
@@ -82,7 +82,7 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-class Shared:
+class SharedArray:
     """An array that a process has in common with its data workers: pickled for one, it becomes a tensor, and these
     travel as shared memory. A copy each would take its time, and memory."""
 
@@ -100,19 +100,19 @@ class Shared:
         self.array, self._tensor = tensor.numpy(), tensor
 
 
-class Names:
+class StringArray:
     """Many strings in two arrays: a list of a million would be copied, in time, into each worker."""
 
     def __init__(self, names: Sequence[str]) -> None:
         encoded = [name.encode(errors="surrogateescape") for name in names]
-        self._text = Shared(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8))
-        self._ends = Shared(np.cumsum([len(name) for name in encoded], dtype=np.int64))
+        self._text = SharedArray(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8))
+        self._ends = SharedArray(np.cumsum([len(name) for name in encoded], dtype=np.int64))
 
     @classmethod
-    def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> Names:
+    def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> StringArray:
         """Of the two arrays."""
         names = cls([])
-        names._text, names._ends = Shared(text), Shared(ends)
+        names._text, names._ends = SharedArray(text), SharedArray(ends)
         return names
 
     @property
@@ -153,7 +153,7 @@ class FileImages(EncodedImages):
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         super().__init__(labels, channels, check_command, max_pixels)
-        self.root, self.paths = root, Names(paths)
+        self.root, self.paths = root, StringArray(paths)
 
     def read(self, id: int) -> bytes:
         return (self.root / self.paths[id]).read_bytes()

@@ -24,7 +24,7 @@ def is_image(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Found:
+class FolderContents:
     """What is below a folder. Paths are relative to it, with "/", and sorted; what is hidden is not among them."""
 
     images: list[str]
@@ -35,7 +35,7 @@ class Found:
     """Folders that a symbolic link leads to a second time: left out."""
 
 
-def find_images(root: Path) -> Found:
+def find_images(root: Path) -> FolderContents:
     """The images below `root`, each folder once, whatever symbolic links lead to it.
 
     Raises UserError if a folder cannot be read.
@@ -82,4 +82,4 @@ def find_images(root: Path) -> Found:
                 links += walk(root / link)
             else:
                 repeated.append(link)
-    return Found(sorted(images), sorted(folders), others, sorted(repeated))
+    return FolderContents(sorted(images), sorted(folders), others, sorted(repeated))

@@ -11,7 +11,7 @@ from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.encoded import FileImages
 from accel_train.data.sources.find import EXTENSIONS, find_images
-from accel_train.data.sources.images import normalisation
+from accel_train.data.sources.images import default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 
@@ -40,7 +40,7 @@ def folder(data: Data) -> Splits:
         split: FileImages(root, paths, labels, data.channels, check_command, data.max_pixels)
         for split, (paths, labels) in splits.items()
     }
-    mean, std = normalisation(data.channels)
+    mean, std = default_mean_std(data.channels)
     return Splits(
         classes,
         data.channels,

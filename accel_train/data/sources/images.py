@@ -28,7 +28,7 @@ ENDS = {"JPEG": END_OF_JPEG, "PNG": b"IEND\xaeB`\x82"}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def normalisation(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def default_mean_std(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation for image files: ImageNet's; for grey ones the mean of its channels'."""
     if channels == 1:
         return (0.449,), (0.226,)
@@ -47,11 +47,11 @@ class ImageError(ValueError):
 
 
 def decode(data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
-    """The image in `data`, as uint8 [channels, H, W]; see `Picture`. Raises ImageError."""
-    return Picture(data, channels, max_pixels).pixels()
+    """The image in `data`, as uint8 [channels, H, W]; see `LazyImage`. Raises ImageError."""
+    return LazyImage(data, channels, max_pixels).pixels()
 
 
-class Picture:
+class LazyImage:
     """An encoded image, whose size is known before its pixels are decoded.
 
     The format is found from the content, not from a file's name. It is turned as its EXIF orientation says, and so are
@@ -87,7 +87,7 @@ class Picture:
         """The file, if it is a JPEG as GPUs decode them: coloured or grey, not CMYK, and with its end."""
         return self.data if self.reducible and self.data.endswith(END_OF_JPEG) else None
 
-    def looks_cut_short(self) -> bool:
+    def looks_truncated(self) -> bool:
         """Whether the file does not end as its format does: it is cut short, or has something behind its end."""
         return not self.data.endswith(ENDS.get(self.image.format or "", b""))
 
@@ -95,7 +95,7 @@ class Picture:
         """uint8 [channels, H, W]. Raises ImageError."""
         with _strictly(), self.image as image:
             pixels = _decode_jpeg(self.data, self.channels) if self.reducible else None
-            return turned(_to_tensor(image, self.channels) if pixels is None else pixels, self.orientation)
+            return apply_orientation(_to_tensor(image, self.channels) if pixels is None else pixels, self.orientation)
 
     def reduced(self, box: Box, height: int, width: int, reduction: int) -> torch.Tensor:
         """The box of a `reducible` image, brought to uint8 [channels, height, width]. Raises ImageError.
@@ -113,7 +113,7 @@ class Picture:
 
             whole = image.convert("L" if self.channels == 1 else "RGB")
             found = np.array(whole.resize((width, height), Image.Resampling.BILINEAR, box=corners))
-        return turned(_as_tensor(found), self.orientation)
+        return apply_orientation(_as_tensor(found), self.orientation)
 
     def _stored(self, box: Box) -> Box:
         """Where the box lies in the image as it is stored."""
@@ -128,7 +128,7 @@ class Picture:
 FLIPPED = {1: (3, 4, 7, 8), 2: (2, 3, 6, 7)}  # dimension -> EXIF orientations; from 5 on they are transposed before
 
 
-def turned(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
+def apply_orientation(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
     """uint8 [C, H, W], as stored -> as it is to be seen, in memory as decoders lay it out; `orientation`: EXIF's."""
     if orientation == 1:
         return pixels
@@ -170,7 +170,7 @@ def _strictly() -> Iterator[None]:
             raise ImageError(str(error) or type(error).__name__) from error
 
 
-def as_tensor(file: bytes) -> torch.Tensor:
+def bytes_to_tensor(file: bytes) -> torch.Tensor:
     """Its bytes, uint8 [n]; a copy, for tensors may be written to."""
     return torch.frombuffer(bytearray(file), dtype=torch.uint8)
 
@@ -181,7 +181,7 @@ def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor | None:
         from torchvision.io import ImageReadMode, decode_jpeg
 
         mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
-        pixels: torch.Tensor = decode_jpeg(as_tensor(data), mode=mode)
+        pixels: torch.Tensor = decode_jpeg(bytes_to_tensor(data), mode=mode)
     except (ImportError, RuntimeError):
         return None
     return pixels

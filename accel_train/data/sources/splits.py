@@ -103,7 +103,7 @@ class Subset:
         return self.source.name(int(self.ids[id]))
 
 
-def owner(source: Source) -> tuple[Source, torch.Tensor | None]:
+def unwrap_subset(source: Source) -> tuple[Source, torch.Tensor | None]:
     """What holds the samples of `source`, and their numbers there (int64 [n]; None: the same)."""
     return (source.source, source.ids) if isinstance(source, Subset) else (source, None)
 
@@ -114,12 +114,12 @@ def subset(source: Source, chosen: npt.NDArray[np.bool_]) -> Source:
     return Subset(source.source, source.ids[ids]) if isinstance(source, Subset) else Subset(source, ids)
 
 
-def keys(source: Source, root: Path) -> Iterator[str]:
+def sample_keys(source: Source, root: Path) -> Iterator[str]:
     """What tells each sample from all others of its data set: its name, less that of the folder `root`."""
     return (source.name(id).removeprefix(f"{root}/") for id in range(len(source)))
 
 
-def choose(keys: Iterable[str], labels: npt.ArrayLike, count: int, salt: str) -> npt.NDArray[np.bool_]:
+def stratified_choice(keys: Iterable[str], labels: npt.ArrayLike, count: int, salt: str) -> npt.NDArray[np.bool_]:
     """Draw `count` samples, of each class its share: bool [n], true for those drawn.
 
     Each sample draws a number, the BLAKE2b hash of `salt` and its key. Within its class it gets a place
@@ -157,7 +157,7 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
     ):
         source: Source | None = getattr(splits, split)
         if source is not None and limit is not None and limit < len(source):
-            drawn = choose(keys(source, data.root), source.labels.numpy(), limit, f"{seed} limit")
+            drawn = stratified_choice(sample_keys(source, data.root), source.labels.numpy(), limit, f"{seed} limit")
             splits = _with(splits, split, subset(source, drawn))
     return _leave_out(splits, unreadable) if unreadable else splits
 
@@ -213,10 +213,10 @@ def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:
     for source in (splits.train, splits.validation, splits.test):
         if source is None:
             continue
-        held, ids = owner(source)
+        held, ids = unwrap_subset(source)
         marks = found.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
         if listed:
-            chosen = np.fromiter((key in listed for key in keys(source, data.root)), np.bool_, len(source))
+            chosen = np.fromiter((key in listed for key in sample_keys(source, data.root)), np.bool_, len(source))
             marks[slice(None) if ids is None else ids.numpy()] |= chosen
             listed_here += int(chosen.sum())
         missing: npt.NDArray[np.bool_] | None = getattr(held, "missing", None)
@@ -237,7 +237,7 @@ def _leave_out(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> 
         source: Source | None = getattr(splits, split)
         if source is None:
             continue
-        held, ids = owner(source)
+        held, ids = unwrap_subset(source)
         gone = unreadable[id(held)] if ids is None else unreadable[id(held)][ids.numpy()]
         left_out += int(gone.sum())
         if not gone.any():
@@ -273,6 +273,8 @@ def _set_aside(splits: Splits, data: Data, seed: int) -> Splits:
                 f"--data.{option} {fraction} of {total} training images is {count} images, "
                 f"which leaves nothing to {'train on' if count else 'evaluate'}: choose another share."
             )
-        drawn = choose(keys(splits.train, data.root), splits.train.labels.numpy(), count, f"{seed} {split}")
+        drawn = stratified_choice(
+            sample_keys(splits.train, data.root), splits.train.labels.numpy(), count, f"{seed} {split}"
+        )
         splits = replace(_with(splits, split, subset(splits.train, drawn)), train=subset(splits.train, ~drawn))
     return splits

@@ -22,10 +22,10 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
-from accel_train.data.sources.encoded import EncodedImages, Names, Shared, file_state
+from accel_train.data.sources.encoded import EncodedImages, SharedArray, StringArray, file_state
 from accel_train.data.sources.find import is_image
 from accel_train.data.sources.folder import arrange, ignored_text
-from accel_train.data.sources.images import normalisation
+from accel_train.data.sources.images import default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import require_ordinary
@@ -64,9 +64,9 @@ class TarImages(EncodedImages):
         super().__init__(labels, channels, check_command, max_pixels)
         self.root, self.tars = root, sorted({member.tar for member in members})
         number = {tar: i for i, tar in enumerate(self.tars)}
-        self.names = Names([member.name for member in members])
+        self.names = StringArray([member.name for member in members])
         places = np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3)
-        self.places = Shared(places)
+        self.places = SharedArray(places)
 
     def read(self, id: int) -> bytes:
         tar, offset, size = map(int, self.places.array[id])
@@ -272,6 +272,6 @@ def _splits(
         split: TarImages(root or data.root, members, labels, data.channels, check_command, data.max_pixels)
         for split, (members, labels) in found.items()
     }
-    mean, std = normalisation(data.channels)
+    mean, std = default_mean_std(data.channels)
     validation, test = sources.get("validation"), sources.get("test")
     return Splits(classes, data.channels, None, mean, std, sources["train"], validation, test, semantics=IMAGE_FILES)

@@ -45,8 +45,8 @@ class BatchTransform:
         self.training = training
         self.per_image = per_image
         self.memory_format = memory_format
-        draws = AugmentParameters(augment, size, per_image=per_image)
-        self.draws = draws if training and draws.any else None
+        parameters = AugmentParameters(augment, size, per_image=per_image)
+        self.draw_parameters = parameters if training and parameters.any else None
         """Draws what batches must bring along as "parameters"; None: nothing is random about them."""
         # A pixel becomes pixel / scale + shift. Both lie in the input's layout, so that the arithmetic runs along its
         # memory: [C, 1, 1], or a row of it, [size, C].
@@ -58,17 +58,17 @@ class BatchTransform:
         self.steps = torch.arange(size, dtype=torch.int32).to(device)
         self.classes = torch.arange(num_classes).to(device)
         self.planes = torch.arange(len(mean))[:, None, None].to(device)
-        if self.draws is not None:
+        if self.draw_parameters is not None:
             # The rows and columns of the image that each window takes, int64 [windows, size]; mirrored ones follow.
-            taken = window_places(self.draws, reflects=augment.pad_mode == "reflect")
+            taken = window_places(self.draw_parameters, reflects=augment.pad_mode == "reflect")
             self.rows, self.columns = taken.to(device), torch.cat([taken, taken.flip(1)]).to(device)
 
     @property
     def mixes(self) -> bool:
-        return self.draws is not None and self.draws.mixes
+        return self.draw_parameters is not None and self.draw_parameters.mixes
 
     def __call__(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """`batch`: images uint8 [b, C, H, W], labels int64 [b]; unless `draws` is None what it draws, int32
+        """`batch`: images uint8 [b, C, H, W], labels int64 [b]; unless `draw_parameters` is None what it draws, int32
         [b, columns], as "parameters".
 
         Returns the input, float32 [b, C, size, size] in `memory_format`, and the targets: labels int64 [b] or,
@@ -78,7 +78,7 @@ class BatchTransform:
         resize = self.augment.resize or self.size
         if not self.per_image and images.shape[-1] != resize:
             images = F.interpolate(images.float(), (resize, resize), mode="bilinear", antialias=True)
-        if self.draws is None:
+        if self.draw_parameters is None:
             return self._normalise(self._center(images)), labels
         parameters = batch["parameters"]
         images = self._normalise(self._crop_and_flip(images, parameters))
@@ -96,7 +96,7 @@ class BatchTransform:
 
     def _crop_and_flip(self, images: Tensor, parameters: Tensor) -> Tensor:
         """One window of size x size of each image, at random or in the middle, by chance mirrored."""
-        draws = self.draws
+        draws = self.draw_parameters
         if draws is None or not (draws.crops or draws.flips):
             return self._center(images)
         tops, lefts = parameters[:, Column.TOP], parameters[:, Column.LEFT]

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from accel_train.config.schema import Augment
 from accel_train.data.sources.encoded import EncodedImages
-from accel_train.data.sources.images import ImageError, Picture, as_tensor, decode, turned
-from accel_train.data.sources.splits import Source, owner
+from accel_train.data.sources.images import ImageError, LazyImage, apply_orientation, bytes_to_tensor, decode
+from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.image import drawn_boxes, drawn_flips, resize_default, resized, sides
 from accel_train.errors import UserError
 
 DEVICES = ("cuda", "cpu")  # the CPU for whoever wants to see what would be done
 
 
-class Cut(NamedTuple):
+class CropSpec(NamedTuple):
     """What is to be made of an image."""
 
     jpeg: bool  # its bytes are a file; else they are pixels, uint8 [C, height, width]
@@ -40,45 +40,45 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Undecoded:
+class EncodedBatch:
     """The images of a batch. No tensor: Accelerate leaves it on the host, where nvJPEG wants to find it."""
 
     bytes: Tensor
     """uint8 [n], of one image behind the other: a tensor for each would need a file descriptor on its way."""
     ends: list[int]
     """Where each one ends in `bytes`."""
-    cuts: list[Cut]
+    cuts: list[CropSpec]
 
 
-class Reading:
+class JpegReader:
     """What a worker does in place of an ImageTransform."""
 
     def __init__(self, augment: Augment, size: int, *, training: bool) -> None:
         self.augment, self.size, self.training = augment, size, training
         self.short_side = augment.resize or resize_default(size)
 
-    def __call__(self, pictures: Sequence[Picture], keys: Tensor) -> Undecoded:
+    def __call__(self, images: Sequence[LazyImage], keys: Tensor) -> EncodedBatch:
         """`keys`: int64 [b]. Draws what an ImageTransform would draw. Raises UserError."""
         mirrored = drawn_flips(keys, self.augment, training=self.training)
         if self.training and self.augment.crop == "resized":
-            boxes = drawn_boxes(pictures, keys, self.augment)
-            targets = [(self.size, self.size)] * len(pictures)
+            boxes = drawn_boxes(images, keys, self.augment)
+            targets = [(self.size, self.size)] * len(images)
         else:
-            boxes = [[0, 0, each.height, each.width] for each in pictures]
-            targets = [sides(each.height, each.width, self.short_side) for each in pictures]
+            boxes = [[0, 0, each.height, each.width] for each in images]
+            targets = [sides(each.height, each.width, self.short_side) for each in images]
         pieces: list[Tensor] = []
-        cuts: list[Cut] = []
-        for picture, box, target, mirror in zip(pictures, boxes, targets, mirrored, strict=True):
-            file = picture.whole_jpeg()
-            pieces.append(picture.pixels().flatten() if file is None else as_tensor(file))
-            turn = 1 if file is None else picture.orientation  # pixels are turned already
-            cuts.append(Cut(file is not None, picture.height, picture.width, tuple(box), target, mirror, turn))
+        cuts: list[CropSpec] = []
+        for image, box, target, mirror in zip(images, boxes, targets, mirrored, strict=True):
+            file = image.whole_jpeg()
+            pieces.append(image.pixels().flatten() if file is None else bytes_to_tensor(file))
+            turn = 1 if file is None else image.orientation  # pixels are turned already
+            cuts.append(CropSpec(file is not None, image.height, image.width, tuple(box), target, mirror, turn))
         ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
-        return Undecoded(torch.cat(pieces), ends, cuts)
+        return EncodedBatch(torch.cat(pieces), ends, cuts)
 
 
 class DeviceDecoder:
-    """What the device does with the images that a Reading has read."""
+    """What the device does with the images that a JpegReader has read."""
 
     def __init__(self, source: Source, *, size: int, channels: int, device: torch.device) -> None:
         """`size`: of the model's input, in pixels; `channels`: 3 (RGB) or 1 (grey).
@@ -99,7 +99,7 @@ class DeviceDecoder:
         cuda: Any = torch.cuda
         self.stream = cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, batch: Undecoded, ids: Tensor) -> Tensor:
+    def __call__(self, batch: EncodedBatch, ids: Tensor) -> Tensor:
         """uint8 [b, C, size, size] on the device, in memory channels last. `ids`: int64 [b], the samples' numbers.
 
         Raises UserError if an image cannot be decoded.
@@ -114,7 +114,7 @@ class DeviceDecoder:
         images.record_stream(here)
         return images
 
-    def _images(self, batch: Undecoded, ids: Tensor) -> Tensor:
+    def _images(self, batch: EncodedBatch, ids: Tensor) -> Tensor:
         pieces = [batch.bytes[start:end] for start, end in pairwise([0, *batch.ends])]
         files = [at for at, cut in enumerate(batch.cuts) if cut.jpeg]
         turns = [batch.cuts[at].orientation for at in files]
@@ -134,10 +134,10 @@ class DeviceDecoder:
                 found: list[Tensor] = self.decode_jpeg(files)
             except RuntimeError:  # it does not say which one: the host's decoders have the last word, one by one
                 return [self._on_host(file, ids, place) for file, place in zip(files, places, strict=True)]
-        return [turned(pixels, turn) for pixels, turn in zip(found, turns, strict=True)]
+        return [apply_orientation(pixels, turn) for pixels, turn in zip(found, turns, strict=True)]
 
     def _on_host(self, file: Tensor, ids: Tensor, place: int) -> Tensor:
-        held, held_ids = owner(self.source)
+        held, held_ids = unwrap_subset(self.source)
         assert isinstance(held, EncodedImages)
         try:
             return decode(file.numpy().tobytes(), self.channels, held.max_pixels)
@@ -145,7 +145,7 @@ class DeviceDecoder:
             id = int(ids[place])
             raise held.unreadable(id if held_ids is None else int(held_ids[id]), error) from error
 
-    def _cut(self, pixels: Tensor, cut: Cut) -> Tensor:
+    def _cut(self, pixels: Tensor, cut: CropSpec) -> Tensor:
         top, left, height, width = cut.box
         image = pixels[:, top : top + height, left : left + width]
         if image.shape[1:] != cut.resized:
@@ -158,7 +158,7 @@ class DeviceDecoder:
 def check_device_decoding(source: Source, augment: Augment, device: torch.device, *, training: bool) -> None:
     """Raises UserError if the images of `source` cannot be decoded on the device."""
     key = "--data.decode-on device"
-    if not isinstance(owner(source)[0], EncodedImages):
+    if not isinstance(unwrap_subset(source)[0], EncodedImages):
         raise UserError(f"{key}: the images of this data set are no files: leave it host.")
     if training and (augment.policy != "none" or augment.crop == "random"):
         raise UserError(

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
 from accel_train.data.order.keyed import uniform, uniforms
-from accel_train.data.sources.images import Picture
+from accel_train.data.sources.images import LazyImage
 from accel_train.data.transforms.parameters import Stream
 
 TRIES = 10  # boxes that are drawn until one lies inside the image, as torchvision does
@@ -31,13 +31,13 @@ class ImageTransform:
     """Turns images of any size into one uint8 tensor [b, C, size, size], in memory channels last.
 
     In training, what is random about an image follows from its key alone. Of a JPEG more than twice as large as is
-    needed training decodes a smaller version (see `Picture.reduced`), unless `reduces` is false; evaluation decodes all
+    needed training decodes a smaller version (see `LazyImage.reduced`), unless `decodes_smaller` is false; evaluation decodes all
     there is.
     """
 
-    def __init__(self, augment: Augment, size: int, *, training: bool, reduces: bool = True) -> None:
+    def __init__(self, augment: Augment, size: int, *, training: bool, decodes_smaller: bool = True) -> None:
         self.augment, self.size, self.training = augment, size, training
-        self.reduces = training and reduces
+        self.decodes_smaller = training and decodes_smaller
         self.short_side = augment.resize or resize_default(size)
         self.resized_crop = training and augment.crop == "resized"
         steps: list[torch.nn.Module] = []
@@ -53,9 +53,9 @@ class ImageTransform:
         elif training and augment.policy == "trivialaugment":
             steps.append(v2.TrivialAugmentWide())
         self.steps = torch.nn.Sequential(*steps)
-        self.draws = training and (augment.policy != "none" or augment.crop == "random")
+        self.is_random = training and (augment.policy != "none" or augment.crop == "random")
 
-    def __call__(self, images: Sequence[Tensor | Picture], keys: Tensor) -> Tensor:
+    def __call__(self, images: Sequence[Tensor | LazyImage], keys: Tensor) -> Tensor:
         """`images`: uint8 [C, H, W] each, or yet to be decoded; `keys`: int64 [b]. Returns uint8 [b, C, size, size]."""
         if self.resized_crop:
             boxes = drawn_boxes(images, keys, self.augment)
@@ -66,9 +66,9 @@ class ImageTransform:
         batch: Tensor | None = None
         # torchvision's own transforms draw from torch's CPU generator: it is seeded with the key, for this image only,
         # and put back as it was.
-        with torch.random.fork_rng(devices=[], enabled=self.draws):
+        with torch.random.fork_rng(devices=[], enabled=self.is_random):
             for at, (image, word) in enumerate(zip(turned, keys.tolist(), strict=True)):
-                if self.draws:
+                if self.is_random:
                     torch.default_generator.manual_seed(word)  # torch.manual_seed would seed the GPUs', too
                 image = self.steps(image)
                 if batch is None:
@@ -77,7 +77,7 @@ class ImageTransform:
         assert batch is not None
         return batch.permute(0, 3, 1, 2)
 
-    def _whole(self, image: Tensor | Picture) -> Tensor:
+    def _whole(self, image: Tensor | LazyImage) -> Tensor:
         if isinstance(image, Tensor):
             return image
         reduction = self._reduction(image, min(image.height, image.width), self.short_side)
@@ -86,9 +86,9 @@ class ImageTransform:
             return image.reduced(box, *sides(image.height, image.width, self.short_side), reduction)
         return image.pixels()
 
-    def _resized_crop(self, image: Tensor | Picture, top: int, left: int, height: int, width: int) -> Tensor:
+    def _resized_crop(self, image: Tensor | LazyImage, top: int, left: int, height: int, width: int) -> Tensor:
         """The box of the image, brought to size x size: cropped first, so that no pixel is resized in vain."""
-        if isinstance(image, Picture):
+        if isinstance(image, LazyImage):
             reduction = self._reduction(image, min(height, width), self.size)
             if reduction > 1:
                 return image.reduced((top, left, height, width), self.size, self.size, reduction)
@@ -98,14 +98,14 @@ class ImageTransform:
             return box
         return resized(box, self.size, self.size)
 
-    def _reduction(self, image: Picture, side: int, needed: int) -> int:
+    def _reduction(self, image: LazyImage, side: int, needed: int) -> int:
         """The largest factor by which `side` pixels of the image may come smaller and are `needed` ones still."""
-        if not (self.reduces and image.reducible):
+        if not (self.decodes_smaller and image.reducible):
             return 1
         return max(factor for factor in (1, 2, 4, 8) if factor == 1 or side >= factor * needed)
 
 
-def drawn_boxes(images: Sequence[Tensor | Picture], keys: Tensor, augment: Augment) -> list[list[int]]:
+def drawn_boxes(images: Sequence[Tensor | LazyImage], keys: Tensor, augment: Augment) -> list[list[int]]:
     """Top, left, height and width of what crop=resized takes of each image, as its key (int64 [b]) says."""
     sizes = torch.tensor([_size(image) for image in images])
     boxes: list[list[int]] = crop_boxes(keys, sizes[:, 0], sizes[:, 1], augment.scale, augment.ratio).tolist()
@@ -150,7 +150,7 @@ def crop_boxes(
     return torch.stack([top, left, height, width], 1)
 
 
-def _size(image: Tensor | Picture) -> tuple[int, int]:
+def _size(image: Tensor | LazyImage) -> tuple[int, int]:
     return (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
 
 
