@@ -85,8 +85,8 @@ def test_of_a_large_split_a_sample_is_tried_and_in_little_time(tmp_path: Path) -
     splits = load_splits(Data(name="folder", root=tmp_path), 0)
     began = time.monotonic()
     tried = [HeldOutCheck(splits, process, 3) for process in range(3)]
-    assert sum(len(each._tried) for each in tried) == MOST
+    assert sum(len(each._checks) for each in tried) == MOST
     for each in tried:
         each._pool.shutdown()
-        assert all(found.result() is None for found in each._tried)
+        assert all(found.result() is None for found in each._checks)
     assert time.monotonic() - began < 5

@@ -1,4 +1,4 @@
-"""From a draw of samples to a batch of tensors: the data set and the loaders that Accelerate prepares."""
+"""Input pipelines: from a sampler's index batches to batches of tensors on the device."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ from accel_train.launch.process import hostname
 
 
 def transforms_each_image(source: Source, augment: Augment, *, training: bool) -> bool:
-    """Whether images must be turned one by one, by transform.py, before they make a batch."""
+    """Whether images must be transformed one by one (transforms/image.py) before they form a batch."""
     return not source.in_memory or (training and (augment.crop == "resized" or augment.policy != "none"))
 
 
 def start_workers_early(config: Config) -> None:
-    """If the configuration needs data workers, start what they are forked from: while data and model are prepared it
-    imports torch."""
+    """If the configuration needs data workers, start the server process from which they are forked.
+
+    It imports torch while this process prepares data and model.
+    """
     in_memory = config.data.name.removeprefix("torch/") in IN_MEMORY
     per_image = not in_memory or config.augment.crop == "resized" or config.augment.policy != "none"
     if per_image and config.data.workers != 0:
@@ -64,14 +66,14 @@ def create_loader(
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
     `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
-    what is in memory, else as many as this process has `cores`, on a GPU but for one; `draw_parameters`: of the BatchTransform
-    that takes the batches.
+    data in memory, else one for each of this process's `cores` (with a GPU: one less); `draw_parameters`: from the
+    BatchTransform that takes the batches.
     """
     per_image = transforms_each_image(source, augment, training=training)
     if workers is None:
-        spare = device.type != "cpu"  # a core for the thread that tells the device what to do
+        spare = device.type != "cpu"  # one core for the thread that launches the device's work
         workers = max(1, cores - spare) if per_image else 0
-    if source.in_memory:  # as augment.py does: evaluation and training see the images at the same scale
+    if source.in_memory:  # as BatchTransform does: evaluation and training see images at the same scale
         augment = dataclasses.replace(augment, resize=augment.resize or size)
     transform: ImageTransform | JpegReader | None = None
     if per_image and decode_on == "device":
@@ -80,11 +82,11 @@ def create_loader(
         transform = ImageTransform(augment, size, training=training, decodes_smaller=reduced_decode)
     return DataLoader(
         BatchDataset(source, transform, seed, draw_parameters),
-        batch_sampler=sampler,  # type: ignore[arg-type]  # an IndexBatch stands for a list of indices
+        batch_sampler=sampler,  # type: ignore[arg-type]  # an IndexBatch in place of a list of indices
         collate_fn=no_collate,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        # Those of an evaluation end with it: they and training's, which wait meanwhile, have the same cores.
+        # Evaluation's workers end with each pass, because they use the same cores as training's.
         persistent_workers=training and workers > 0,
         worker_init_fn=WorkerInit() if workers else None,
         multiprocessing_context=WorkerContext() if workers else None,
@@ -92,28 +94,28 @@ def create_loader(
 
 
 class Loader(Protocol):
-    """This process's slices of the micro-batches, on its device: Accelerate's, or that of a set in memory."""
+    """Yields this process's slices of the micro-batches, on its device: Accelerate's loader, or a MemoryLoader."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]: ...
 
     def end(self) -> None:
-        """To be called if a pass was left in its middle."""
+        """To be called when a pass ends early."""
 
 
 @dataclass(frozen=True)
 class InputPipeline:
-    """One split on its way into the model."""
+    """Loads one split and transforms it into the model's input."""
 
     loader: Loader
     transform: BatchTransform
-    samples: int  # of the split, on all processes
+    samples: int  # of the split, over all processes
     placement: Placement
     decoder: DeviceDecoder | None = None
     side: SideStream | None = None
 
     @property
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """One pass over the loader; raises the UserError of an image that cannot be read."""
+        """One pass over the loader. Raises the UserError of an image that cannot be read."""
         for batch in self.loader if self.side is None else self.side.copied(self.loader):
             if isinstance(batch, UserError):
                 raise batch
@@ -133,19 +135,21 @@ def create_input_pipeline(
     size: int,
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> InputPipeline:
-    """The loader of `source` and what the device does to its batches: augmentation if `training`. `size` and
-    `memory_format` are of the model's input. To be called on all processes at once, for they agree where the images are
-    to lie.
+    """The input pipeline of `source`: its loader, and the transform of its batches (with augmentation if `training`).
 
-    Raises UserError if the settings of `config.augment` do not fit the images or the input, or if they cannot lie
-    where `config.data.placement` says.
+    `size` and `memory_format` are of the model's input. Collective: the processes agree on where to keep the images.
+
+    Raises UserError if the settings of `config.augment` do not fit the images or the input, or if the images cannot be
+    kept where `config.data.placement` says.
     """
     _check_sizes(config.augment, source, size, training=training)
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
     per_image = transforms_each_image(source, config.augment, training=training)
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    place, size_bytes = choose_place(config.data, source, accelerator, per_image=per_image, local_processes=local_processes)
+    place, size_bytes = choose_place(
+        config.data, source, accelerator, per_image=per_image, local_processes=local_processes
+    )
     decoder = None
     if config.data.decode_on == "device":
         check_device_decoding(source, config.augment, device, training=training)
@@ -163,7 +167,7 @@ def create_input_pipeline(
     )
     loader: Loader
     if place == "disk" or per_image:
-        made = create_loader(
+        torch_loader = create_loader(
             source,
             sampler,
             config.augment,
@@ -177,10 +181,10 @@ def create_input_pipeline(
             reduced_decode=config.data.reduced_decode,
             draw_parameters=transform.draw_parameters,
         )
-        workers, ahead = made.num_workers, made.prefetch_factor or 0
-        loader = accelerator.prepare_data_loader(made)
+        workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
+        loader = accelerator.prepare_data_loader(torch_loader)
     else:
-        workers = ahead = 0
+        workers = prefetch = 0
         loader = MemoryLoader(
             source,
             sampler,
@@ -192,7 +196,7 @@ def create_input_pipeline(
             memory_format=memory_format,
             draw_parameters=transform.draw_parameters,
         )
-    placement = Placement(place, size_bytes, workers, ahead, config.data.decode_on)
+    placement = Placement(place, size_bytes, workers, prefetch, config.data.decode_on)
     side = SideStream(device) if device.type == "cuda" and place != "device" else None
     return InputPipeline(loader, transform, len(source), placement, decoder, side)
 
@@ -200,33 +204,38 @@ def create_input_pipeline(
 def _check_sizes(augment: Augment, source: Source, size: int, *, training: bool) -> None:
     """Raise UserError if the images are too small for what `augment` asks for."""
     if augment.resize is not None and augment.resize < size:
-        raise UserError(f"--augment.resize: found {augment.resize}; the model's input has {size}: {size} or more.")
+        raise UserError(
+            f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
+        )
     if training and augment.crop == "random" and augment.pad_mode == "reflect":
-        short = augment.resize or (size if source.in_memory else resize_default(size))
-        if augment.pad >= short:
+        short_side = augment.resize or (size if source.in_memory else resize_default(size))
+        if augment.pad >= short_side:
             raise UserError(
-                f"--augment.pad: found {augment.pad}; an image of {short} pixels reflects less than {short}."
+                f"--augment.pad: found {augment.pad}; reflecting an image of {short_side} pixels gives less than {short_side}."
             )
 
 
 def _cores(accelerator: Accelerator) -> int:
-    """This process's share of the host's cores. All processes must call it: they tell each other which they may use,
-    for Slurm and MPI may or may not have bound each to cores of its own."""
-    mine = core_set()
+    """The number of the host's cores for this process. Collective.
+
+    The processes exchange the sets of cores that they may use, because Slurm and MPI may or may not have bound each
+    process to its own cores.
+    """
+    own_cores = core_set()
     if accelerator.num_processes == 1:
-        return len(mine)
-    everyone = gather_object([(hostname(), mine)])
-    return share_of_cores(mine, [cores for host, cores in everyone if host == hostname()])
+        return len(own_cores)
+    everyone = gather_object([(hostname(), own_cores)])
+    return share_of_cores(own_cores, [cores for host, cores in everyone if host == hostname()])
 
 
 def resolve_mean_std(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel: as configured, else the published weights', else the data's."""
+    """Mean and standard deviation of each channel: the configured, else the pretrained weights', else the data's."""
     for name, values in (("mean", config.augment.mean), ("std", config.augment.std)):
         if values is not None and len(values) != splits.channels:
             raise UserError(
                 f"--augment.{name}: found {len(values)} values; the images have {splits.channels} channels."
             )
     mean, std = models.pretrained_normalization(config.model) or (splits.mean, splits.std)
-    if len(mean) != splits.channels:  # published weights of colour images, fed with grey ones
+    if len(mean) != splits.channels:  # weights pretrained on colour images, used for grey ones
         mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
     return config.augment.mean or mean, config.augment.std or std

@@ -106,9 +106,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("data", "augment", "message"),
     [
-        (Data(decode_on="device"), Augment(), "the images of this data set are no files: leave it host"),
-        (None, Augment(crop="random"), "augment.policy and crop=random turn each decoded image on the host"),
-        (None, Augment(crop="resized", policy="randaugment"), "augment.policy and crop=random turn each"),
+        (Data(decode_on="device"), Augment(), "the images of this dataset are not files; use host"),
+        (None, Augment(crop="random"), "augment.policy and crop=random transform decoded images on the host"),
+        (None, Augment(crop="resized", policy="randaugment"), "augment.policy and crop=random transform decoded"),
     ],
 )
 def test_what_it_cannot_do_is_said(tree: Path, data: Data | None, augment: Augment, message: str) -> None:

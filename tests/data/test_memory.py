@@ -213,7 +213,7 @@ class TestPlacement:
         assert self.place(monkeypatch, asked, device, free) == found
 
     def test_what_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(UserError, match=r"--data\.placement device: the images take 0\.1 MB.*choose host or auto"):
+        with pytest.raises(UserError, match=r"--data\.placement device: the images take 0\.1 MB.*use host or auto"):
             self.place(monkeypatch, "device", "cuda", PIXELS.numel() - 1)
         source = load_splits(Data(name="synthetic"), 0).train
         needed = 2048 * 3 * 32 * 32

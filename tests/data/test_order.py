@@ -153,7 +153,7 @@ def test_a_billion_samples_begin_anywhere() -> None:
 
 
 def test_a_batch_of_more_than_the_data_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"--batch-size: 101 .* only 100"):
+    with pytest.raises(UserError, match=r"--batch-size: found 101, .* only 100"):
         Plan(100, 101, 1, 1)
     assert Plan(100, 100, 1, 1).updates_per_epoch == 1
 
@@ -191,8 +191,11 @@ class TestAccumulationSteps:
     def test_the_message(self) -> None:
         with pytest.raises(UserError) as error:
             accumulation_steps(50, 4, None)
-        assert str(error.value) == "--batch-size: 50 samples cannot be shared evenly by 4 processes; try 48 or 52."
-        with pytest.raises(UserError, match=r"by 1 process in pairs, which mixup and cutmix mix; try 2\.$"):
+        assert (
+            str(error.value)
+            == "--batch-size: found 50, which cannot be divided evenly among 4 processes; try 48 or 52."
+        )
+        with pytest.raises(UserError, match=r"among 1 process in pairs, as mixup and cutmix need; try 2\.$"):
             accumulation_steps(1, 1, None, pairs=True)
 
 

@@ -115,7 +115,7 @@ def test_validation_of_a_set_with_its_own_test_split_comes_from_training() -> No
 @pytest.mark.parametrize(("split", "option"), [("validation", "val_fraction"), ("test", "test_fraction")])
 def test_a_share_for_a_split_that_is_there_is_refused(split: str, option: str) -> None:
     found = splits(["0/i-1"] * 10, [0] * 10, **{split: Named(["0/i-2"], [0])})
-    with pytest.raises(UserError, match=f"has a {split} split of its own"):
+    with pytest.raises(UserError, match=f"already has a {split} split"):
         divide(found, replace(DATA, **{option: 0.5}), 0)
 
 
@@ -205,5 +205,5 @@ class TestSkipping:
 
     def test_a_class_that_it_would_empty(self, tmp_path: Path) -> None:
         (tmp_path / "list").write_text("".join(f"1/i-{i}\n" for i in range(1, 20, 2)))
-        with pytest.raises(UserError, match="no training image of class 'b'"):
+        with pytest.raises(UserError, match="all training images of class 'b'"):
             self.skip(tmp_path / "list")

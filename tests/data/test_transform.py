@@ -276,5 +276,7 @@ class TestLoader:
         splits = load_splits(config.data, 0)
         accelerator = create_accelerator(Launch())
         order = TrainingSampler(Plan(len(splits.train), 64, 1, 1), 0) if training else EvaluationSampler(10, 10)
-        with pytest.raises(UserError, match=r"--augment\.resize: found 7; the model's input has 8: 8 or more"):
+        with pytest.raises(
+            UserError, match=r"--augment\.resize: found 7, but the model's input has 8 pixels; use 8 or more"
+        ):
             create_input_pipeline(config, splits, splits.train, order, accelerator, training=training, size=8)
