@@ -52,7 +52,8 @@ def evaluate(
     number, label, prediction, in_top5, loss = (part[order][everywhere[0][order] >= 0] for part in everywhere)
     if not torch.equal(number, torch.arange(pipeline.samples)):
         raise RuntimeError(
-            f"evaluation counted {len(number)} results of {len(number.unique())} samples, but there are {pipeline.samples}"
+            f"evaluation counted {len(number)} results of {len(number.unique())} samples, "
+            f"but there are {pipeline.samples}"
         )
     classes = pipeline.transform.num_classes
     confusion = torch.bincount(label * classes + prediction, minlength=classes * classes).view(classes, classes)

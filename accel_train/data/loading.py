@@ -211,7 +211,7 @@ def _check_sizes(augment: Augment, source: Source, size: int, *, training: bool)
         short_side = augment.resize or (size if source.in_memory else resize_default(size))
         if augment.pad >= short_side:
             raise UserError(
-                f"--augment.pad: found {augment.pad}; reflecting an image of {short_side} pixels gives less than {short_side}."
+                f"--augment.pad: found {augment.pad}, but images have {short_side} pixels; use fewer."
             )
 
 

@@ -83,8 +83,8 @@ def choose_place(
             )
     if requested == "host" and not fits["host"]:
         raise UserError(
-            f"--data.placement host: the images take {_text(needed)} in each process, more than half of the free memory; "
-            "use disk."
+            f"--data.placement host: the images take {_text(needed)} in each process, more than half of the free "
+            "memory; use disk."
         )
     return "host" if fits["host"] else "disk", needed
 

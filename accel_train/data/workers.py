@@ -6,7 +6,8 @@ and all memory. CUDA and other device drivers do not work in the copy of a proce
 another thread holds at that moment (NCCL, gloo, OpenMP, the display) stays locked in the copy for ever. "spawn" is as
 safe, but each worker would import torch separately.
 
-What a worker receives is pickled. Tensors are passed as shared memory, one copy for all; `SharedArray` does so with arrays.
+What a worker receives is pickled. Tensors are passed as shared memory, one copy for all; `SharedArray` does so
+with arrays.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def stacks_file() -> IO[bytes]:
 
 
 def _end_workers() -> None:
-    """Kill the workers that are left at exit: multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
+    """Kill remaining workers at exit: multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
     workers = [child for child in multiprocessing.active_children() if child.daemon]
     for worker in workers:
         worker.kill()

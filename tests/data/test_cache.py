@@ -130,7 +130,7 @@ class TestContent:
         images = cached.train.fetch(range(100))
         assert {len(image) for image in images} == {1}
         coloured = written(Data(name="folder", root=original), tmp_path / "coloured")
-        with pytest.raises(UserError, match="holds coloured images"):
+        with pytest.raises(UserError, match="contains colour images"):
             load_splits(replace(coloured, channels=1), 0)
 
     def test_tar_files(self, original: Path, tmp_path: Path) -> None:
@@ -205,16 +205,16 @@ class TestReading:
         torn = tmp_path / "torn"
         for end in (0, 1, 8, 63, len(whole) // 2, len(whole) - 100, len(whole) - 1):
             torn.write_bytes(whole[:end])
-            with pytest.raises(UserError, match="is no whole cache"):
+            with pytest.raises(UserError, match="is not a complete cache"):
                 CacheFile(torn)
         for at in (len(whole) - 3, len(whole) - 30, len(whole) - 1000):  # digest, place, index
             altered = bytearray(whole)
             altered[at] ^= 1
             torn.write_bytes(altered)
-            with pytest.raises(UserError, match="is no whole cache"):
+            with pytest.raises(UserError, match="is not a complete cache"):
                 CacheFile(torn)
         torn.write_bytes(whole + b"\0")
-        with pytest.raises(UserError, match="is no whole cache"):
+        with pytest.raises(UserError, match="is not a complete cache"):
             CacheFile(torn)
         for missing in (tmp_path / "nowhere", tmp_path):
             with pytest.raises(UserError, match="cannot be read"):
@@ -229,7 +229,7 @@ class TestReading:
         source = load_splits(data, 0).train
         assert isinstance(source, CachedImages)
         for read in (source.fetch, lambda ids: source.open(ids[0])):
-            with pytest.raises(UserError, match=r"train/cat/15\.jpg cannot be read: it is altered") as caught:
+            with pytest.raises(UserError, match=r"train/cat/15\.jpg cannot be read: it was changed") as caught:
                 read([7])
             assert f"accel-train check-data cache --root {altered}" in str(caught.value)
         source.fetch([6, 8])
@@ -264,7 +264,7 @@ class TestWriting:
             assert torch.equal(one.labels, other.labels)
         assert torch.equal(skipped.unreadable, after.unreadable) and after.left_out == 3
         after.to_train_on.fetch(range(98))
-        with pytest.raises(UserError, match=r"cat/0\.jpg cannot be read: it was left out when the cache was written"):
+        with pytest.raises(UserError, match=r"cat/0\.jpg cannot be read: it was skipped when the cache was written"):
             after.train.fetch(range(100))
         assert check_data(cached, tmp_path / "list", 1) == 0
         for seed in range(4):  # divided like the folder, whatever was left out
@@ -281,7 +281,7 @@ class TestWriting:
         monkeypatch.setattr(cache_writer, "SEMANTICS", 1)
         old = load_splits(written(folder, tmp_path / "old"), 0)
         assert (new.semantics, new.notes, old.semantics) == (2, (), 1)  # checkpoints note it
-        assert old.notes[0].startswith(f"{tmp_path}/old was written by an older accel-train, which ignored EXIF")
+        assert old.notes[0].startswith(f"{tmp_path}/old was written by an older accel-train, which ignored the EXIF")
         monkeypatch.setattr(cache_writer, "SEMANTICS", 99)
         with pytest.raises(UserError, match="was written by a newer accel-train"):
             load_splits(written(folder, tmp_path / "newer"), 0)
@@ -346,7 +346,7 @@ class TestWriting:
         output = tmp_path / "killed"
         journal = self.killed(folder, output)
         partial = output.with_name(".killed.partial")
-        with pytest.raises(UserError, match="is no whole cache"):
+        with pytest.raises(UserError, match="is not a complete cache"):
             CacheFile(partial)
         with partial.open("ab") as file:  # a chunk that the journal does not know yet, and half a line
             file.write(b"torn" * 1000)
@@ -422,7 +422,7 @@ def test_wrong_words_on_the_command_line(tmp_path: Path) -> None:
         (["folder", "--output", "x", "--channels", "2"], "--channels: expected 1 or 3, found 2"),
         (["folder", "--output", "x", "--short-side", "0"], "--short-side: expected at least 1"),
         (["folder", "--output", "x", "--encoding", "png"], "--encoding: expected one of raw, jpeg"),
-        (["folder", "--output", "x", "--root", str(tmp_path / "none")], "is not there"),
+        (["folder", "--output", "x", "--root", str(tmp_path / "none")], "does not exist"),
     ):
         line = [sys.executable, "-m", "accel_train", "cache-data", *words]
         done = subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, cwd=tmp_path, timeout=60)

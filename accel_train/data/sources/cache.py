@@ -91,7 +91,8 @@ class CacheFile:
             _check(self.description, self.columns, text, ends, index_start)
         except OSError as error:
             raise UserError(
-                f"--data.root {path} cannot be read ({error.strerror}); name a file written by `accel-train cache-data`."
+                f"--data.root {path} cannot be read ({error.strerror}); name a file that `accel-train cache-data` "
+                "wrote."
             ) from error
         except (
             ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError, MemoryError, OverflowError,

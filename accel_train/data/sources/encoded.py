@@ -21,7 +21,7 @@ class EncodedImages(ABC):
     in_memory = False
 
     def __init__(self, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int = MAX_PIXELS) -> None:
-        """labels: int64 [n]; check_command: the command that lists unreadable images; max_pixels: limit for an image."""
+        """labels: int64 [n]; check_command: lists all unreadable images; max_pixels: limit for one image."""
         self.labels, self.channels, self.check_command = labels, channels, check_command
         self.max_pixels = max_pixels
 

@@ -80,7 +80,7 @@ def arrange(
         if split is not None and any(path.startswith(top + "/") for path in folders):
             if split in named:
                 raise UserError(
-                    f"{where} has both {named[split]}/ and {top}/; only one of them can be the {split} split: rename one."
+                    f"{where} has both {named[split]}/ and {top}/; only one can be the {split} split: rename the other."
                 )
             named[split] = top
     if named and "train" not in named:
@@ -99,7 +99,8 @@ def arrange(
             classes = tuple(sorted(class_folders))
         elif class_folders != set(classes):
             raise UserError(
-                f"{where}/{prefix} has different classes from {prefixes['train']}: {_difference(class_folders, classes)}."
+                f"{where}/{prefix} has different classes from {prefixes['train']}: "
+                f"{_difference(class_folders, classes)}."
             )
         splits[split] = _samples(images, prefix, classes)
     empty = set(range(len(classes))) - set(splits["train"][1].tolist())  # other splits may have classes without images
