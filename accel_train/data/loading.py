@@ -210,9 +210,7 @@ def _check_sizes(augment: Augment, source: Source, size: int, *, training: bool)
     if training and augment.crop == "random" and augment.pad_mode == "reflect":
         short_side = augment.resize or (size if source.in_memory else resize_default(size))
         if augment.pad >= short_side:
-            raise UserError(
-                f"--augment.pad: found {augment.pad}, but images have {short_side} pixels; use fewer."
-            )
+            raise UserError(f"--augment.pad: found {augment.pad}, but images have {short_side} pixels; use fewer.")
 
 
 def _cores(accelerator: Accelerator) -> int:
