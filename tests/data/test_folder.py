@@ -180,5 +180,5 @@ def test_links_do_not_multiply_images(tmp_path: Path) -> None:
     found = load(tmp_path, test_fraction=0.5)
     assert len(found.train) + len(found.test) == 8
     assert found.notes == (
-        f"{tmp_path} has symbolic links to folders whose images it has already; they are not followed: 'cat/again'",
+        f"{tmp_path} has symbolic links to folders that are already included; they are not followed: 'cat/again'",
     )
