@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config.schema import Config
-from accel_train.data.loading import Feed
+from accel_train.data.loading import InputPipeline
 from accel_train.records.metrics import Evaluation
 
 Batch = dict[str, Tensor]
@@ -20,10 +20,10 @@ Batch = dict[str, Tensor]
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
-    feed: Feed,
+    pipeline: InputPipeline,
     through: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> Evaluation:
-    """Run `model` in evaluation mode over every sample of a split; `feed` is one over an EvaluationOrder, and
+    """Run `model` in evaluation mode over every sample of a split; `pipeline` is one over an EvaluationSampler, and
     `through` may look at its batches on their way.
 
     The precision is the accelerator's, whether or not the model was prepared (the running mean of the weights is not).
@@ -33,8 +33,8 @@ def evaluate(
     """
     model.eval()
     ids, labels, predictions, top5, losses = [], [], [], [], []
-    for batch in through(feed.batches):
-        inputs, label = feed.transform(batch)
+    for batch in through(pipeline.batches):
+        inputs, label = pipeline.transform(batch)
         with accelerator.autocast():
             logits = model(inputs).float()
         real = batch["weights"] > 0
@@ -50,17 +50,18 @@ def evaluate(
     # In the samples' own order, so that the sums do not depend on who computed what.
     order = everywhere[0].argsort()
     number, label, prediction, in_top5, loss = (part[order][everywhere[0][order] >= 0] for part in everywhere)
-    if not torch.equal(number, torch.arange(feed.samples)):
+    if not torch.equal(number, torch.arange(pipeline.samples)):
         raise RuntimeError(
-            f"evaluation counted {len(number)} results of {len(number.unique())} samples, but there are {feed.samples}"
+            f"evaluation counted {len(number)} results of {len(number.unique())} samples, "
+            f"but there are {pipeline.samples}"
         )
-    classes = feed.transform.num_classes
+    classes = pipeline.transform.num_classes
     confusion = torch.bincount(label * classes + prediction, minlength=classes * classes).view(classes, classes)
     return Evaluation(
         loss=loss.double().mean().item(),
-        accuracy=int(confusion.trace()) / feed.samples,
-        top5_accuracy=int(in_top5.sum()) / feed.samples,
-        count=feed.samples,
+        accuracy=int(confusion.trace()) / pipeline.samples,
+        top5_accuracy=int(in_top5.sum()) / pipeline.samples,
+        count=pipeline.samples,
         confusion=confusion.tolist(),
     )
 

@@ -34,7 +34,7 @@ from accelerate.utils import ProjectConfiguration
 from accel_train import models
 from accel_train.config.compatibility import learning_fingerprint
 from accel_train.config.schema import Config
-from accel_train.data.held_out import HeldOutTrial
+from accel_train.data.held_out import HeldOutCheck
 from accel_train.data.loading import start_workers_early
 from accel_train.data.order.keyed import key
 from accel_train.data.sources.load import Splits, load_splits
@@ -44,7 +44,7 @@ from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import check_agreement
 from accel_train.optim.clipping import clip_gradients
 from accel_train.optim.ema import update_ema
-from accel_train.optim.performance import seed
+from accel_train.optim.performance import seed_generators
 from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.claim import claim_run
 from accel_train.records.directory import remove_requeue_marker
@@ -57,7 +57,7 @@ from accel_train.training_setup import TrainingSetup, connect, create_training_s
 
 
 def train(config: Config, launch: Launch) -> int:
-    """Train as `config` says, or go on with the run in its output directory. Returns the program's exit code."""
+    """Start the run of `config`, or continue the run in its output directory. Returns the program's exit code."""
     with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
         began = time.monotonic()
         check_trackers(config.trackers)
@@ -68,7 +68,7 @@ def train(config: Config, launch: Launch) -> int:
             return 0
         start_workers_early(config)
 
-        # The run's directory: one for all processes, and theirs alone from here on. What is finished stays as it is.
+        # From here on, these processes alone own the run directory. A finished run is not changed.
         lease = claim_run(config, accelerator, lambda: stop_requests.reason)
         at_end.callback(lease.release)
         directory = lease.directory
@@ -83,7 +83,7 @@ def train(config: Config, launch: Launch) -> int:
             return 0
 
         splits = load_data(config, accelerator)
-        images = HeldOutTrial(splits, launch.rank, launch.world_size)  # goes on while the model is made
+        images = HeldOutCheck(splits, launch.rank, launch.world_size)  # continues while the model is created
         setup = create_training_setup(config, launch, accelerator, splits)
         images.finish(accelerator)
         with Run(setup, lease, finished, stop_requests, began) as run:
@@ -95,7 +95,7 @@ def train(config: Config, launch: Launch) -> int:
 
 
 def load_data(config: Config, accelerator: Accelerator) -> Splits:
-    """The data set, divided; the same on all processes, or a UserError."""
+    """The dataset with its splits. Raises UserError unless all processes have the same."""
     splits = load_splits(config.data, config.seed)
     check_schedule(config.schedule, splits)
     check_agreement(
@@ -108,27 +108,27 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
 
 
 def fit(setup: TrainingSetup, run: Run) -> None:
-    """Train the epochs that are left, then test. Raises StopAskedError."""
+    """Train the remaining epochs, then test. Raises StopAskedError."""
     while run.state.epoch < setup.config.epochs:
         if train_epoch(setup, run):
             end_epoch(setup, run)
         else:
             run.rewind()
-    # The weights where they are easily found, and only then the test, which may find a bad image.
+    # Publish the weights before the test, which may fail because of an unreadable image.
     run.checkpoints.publish_weights(run.state.update)
     if "test" in setup.evaluations:
         run.evaluate("test")
 
 
 def train_epoch(setup: TrainingSetup, run: Run) -> bool:
-    """The rest of the epoch that the run is in. Returns False if the run has to go back to its last checkpoint."""
-    state, plan, order = run.state, setup.plan, setup.order
-    order.seek(state.epoch, state.epoch_samples)
+    """Train the rest of the current epoch. Returns False if the run must return to its last checkpoint."""
+    state, plan, sampler = run.state, setup.plan, setup.sampler
+    sampler.seek(state.epoch, state.epoch_samples)
     models.set_train_mode(setup.model, setup.config.model)
     run.stopwatch.start()
     for micro_batches in grouped(run.batches(), plan.accumulation):
-        # The update's samples: its window of the epoch's order, but for unreadable ones that are left out.
-        window, samples = plan.real_samples(state.epoch_samples), order.real_samples(state.epoch_samples)
+        # Samples of this update: its window of the epoch's order, without unreadable ones.
+        window, samples = plan.real_samples(state.epoch_samples), sampler.real_samples(state.epoch_samples)
         lr = max(group["lr"] for group in setup.optimizer.param_groups)  # with layer decay: the last layer's
         applied = update(setup, run, micro_batches, samples)
         then = run.end_update(applied=applied, window=window, samples=samples, lr=lr)
@@ -142,23 +142,23 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
 
 
 def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], samples: int) -> bool:
-    """One update by the mean gradient of `samples` samples. Returns False if it was not finite, and left out."""
+    """Make one update with the mean gradient of `samples` samples. Returns False if it was skipped as not finite."""
     config, accelerator, state, guard = setup.config, setup.accelerator, run.state, run.guard
-    # DDP will average over the processes and Accelerate divide by the accumulation steps: this cancels both.
+    # DDP will average over processes and Accelerate divide by the accumulation steps; multiply by both to cancel that.
     scale = accelerator.num_processes * setup.plan.accumulation / max(1, samples)
-    guard.begin_update(state)
+    guard.start(state)
     for number, batch in enumerate(micro_batches):
         with accelerator.accumulate(setup.model):
-            # Dropout's masks follow from the position: a restart draws the same again.
-            seed(setup.device, key(config.seed, "dropout", state.update, accelerator.process_index, number))
+            # Dropout's masks depend only on the position, so a restart draws the same ones.
+            seed_generators(setup.device, key(config.seed, "dropout", state.update, accelerator.process_index, number))
             inputs, targets = setup.training.transform(batch)
             logits = setup.model(inputs)
-            losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding weighs 0
-            with models.buffers_kept(setup.recomputed_buffers):
+            losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
+            with models.preserve_buffers(setup.recomputed_buffers):
                 accelerator.backward(losses.sum() * scale)
-            guard.add(batch, losses)
+            guard.record(batch, losses)
             run.meter.add(logits, targets, losses.detach(), batch["weights"])
-    applied = guard.passes(state)
+    applied = guard.check_step(state)
     if applied:
         if config.optim.clip is not None:
             accelerator.unscale_gradients(setup.optimizer)
@@ -172,7 +172,7 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
 
 
 def end_epoch(setup: TrainingSetup, run: Run) -> None:
-    """Evaluate, keep the best, save if that is due, and go to the next epoch."""
+    """Evaluate, update the best result, save if due, and go to the next epoch."""
     config, state = setup.config, run.state
     run.stopwatch.stop()
     state.check_epoch(setup.plan)
@@ -187,7 +187,7 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
                 state.best_accuracy, state.best_update = accuracy, state.update
             setup.schedule.step(done, accuracy)
         elif "test" in setup.evaluations and not is_last:
-            # The test is looked at along the way only where nothing else is, and nothing follows from it.
+            # Without a validation split, test during training; nothing is decided by the result.
             run.evaluate("test")
     state.begin_epoch(done)
     if run.save_is_due or is_last or is_best or done % config.checkpoint.every_epochs == 0:
@@ -195,6 +195,6 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
 
 
 def grouped(batches: Iterator[Batch], size: int) -> Iterator[Iterator[Batch]]:
-    """`size` batches at a time, each fetched when it is asked for."""
+    """Yields iterators of `size` batches each; a batch is fetched when it is requested."""
     for first in batches:
         yield chain((first,), islice(batches, size - 1))

@@ -1,6 +1,6 @@
-"""What a recipe becomes on this process: model, optimizer, schedule, EMA, loss and input.
+"""Creates everything that training needs from a recipe: model, optimizer, schedule, EMA, loss and input pipelines.
 
-train.py trains with it, and bench measures pieces of it.
+train.py trains with them, and bench measures them.
 """
 
 from __future__ import annotations
@@ -20,34 +20,40 @@ from torch import Tensor, nn
 
 from accel_train import models
 from accel_train.config.schema import Config
-from accel_train.data.loading import Feed, create_feed
+from accel_train.data.loading import InputPipeline, create_input_pipeline
 from accel_train.data.order.keyed import key
 from accel_train.data.order.plan import Plan, accumulation_steps
-from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.evaluate import evaluation_batch_size
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import collective_seconds
-from accel_train.models.wrapping import bare, shard_batchnorm
+from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.clipping import parameters_to_clip
 from accel_train.optim.ema import create_ema
 from accel_train.optim.loss import balanced_class_weights, create_loss
 from accel_train.optim.optimizer import create_optimizer
-from accel_train.optim.performance import check_compilation, lay_out, set_defaults, settle_buckets, stepping
+from accel_train.optim.performance import (
+    check_compilation,
+    rebuild_ddp_buckets,
+    set_defaults,
+    unwrap_optimizer,
+    use_fastest_memory_format,
+)
 from accel_train.optim.schedule import create_schedule
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A recipe on this process's device. All processes create it together."""
+    """All objects of a recipe, on this process's device. All processes create it together."""
 
     config: Config
     launch: Launch
     accelerator: Accelerator
     splits: Splits
     plan: Plan
-    order: TrainingOrder
+    sampler: TrainingSampler
     image_size: int
     """Height and width of the model's input, in pixels."""
     memory_format: torch.memory_format
@@ -57,7 +63,7 @@ class TrainingSetup:
     bare_model: nn.Module
     """The same model without DDP and torch.compile around it."""
     optimizer: Any
-    """To call `step` and `zero_grad` of."""
+    """The object on which to call `step` and `zero_grad`."""
     schedule: Scheduler
     ema: ModelEmaV3 | None
     criterion: Callable[[Tensor, Tensor], Tensor]
@@ -65,12 +71,12 @@ class TrainingSetup:
     clipped: list[nn.Parameter]
     """The parameters whose gradients are clipped."""
     recomputed_buffers: list[Tensor]
-    """For `models.buffers_kept`."""
-    training: Feed
-    evaluations: dict[str, Feed]
-    """Of "val" and "test", as far as the data has them."""
+    """For `models.preserve_buffers`."""
+    training: InputPipeline
+    evaluations: dict[str, InputPipeline]
+    """For "val" and "test", if the data has them."""
     warnings: tuple[str, ...]
-    """What the user should know of it."""
+    """Warnings for the user."""
 
     @property
     def device(self) -> torch.device:
@@ -79,9 +85,9 @@ class TrainingSetup:
 
 
 def connect(config: Config, launch: Launch) -> Accelerator:
-    """Meet the other processes. The accumulation follows from their number, and Accelerate must know it from the start.
+    """Connect to the other processes and create the Accelerator, with the accumulation that their number requires.
 
-    Raises UserError if they cannot share a batch, do not meet, or cannot compute as the launcher was told.
+    Raises UserError if the batch cannot be divided, the processes do not connect, or torch.compile's mode does not fit.
     """
     accelerator = create_accelerator(
         launch,
@@ -100,42 +106,42 @@ def connect(config: Config, launch: Launch) -> Accelerator:
 def create_training_setup(
     config: Config, launch: Launch, accelerator: Accelerator, splits: Splits, *, published: bool = True
 ) -> TrainingSetup:
-    """Make everything that `config` names. `published=False`: without published weights, for a benchmark.
+    """Create everything that `config` names. `published=False`: without pretrained weights, for a benchmark.
 
     Collective. Raises UserError if settings do not fit each other, the data or the device.
     """
     device = accelerator.device
     accumulation = _accumulation(config, launch)
     plan = Plan(len(splits.train), config.batch_size, launch.world_size, accumulation, config.data.drop_last)
-    order = TrainingOrder(plan, config.seed, splits.unreadable)
+    sampler = TrainingSampler(plan, config.seed, splits.unreadable)
     size = models.input_size(config.model, splits.image_size)
     model, warnings = _create_model(config, accelerator, splits, size, published)
 
-    # EMA and optimizer come after the move to the device, for they keep tensors, and before the wrapping, for it
-    # changes names. FSDP2 makes other parameters of BatchNorm's: so that is sharded before the optimizer is made.
-    memory_format = lay_out(accelerator, model)
+    # Create EMA and optimizer after the move to the device, because they keep tensors, and before the wrapping, which
+    # changes names. FSDP2 replaces BatchNorm's parameters, so shard those before creating the optimizer.
+    memory_format = use_fastest_memory_format(accelerator, model)
     ema = create_ema(config.ema, model)
     shard_batchnorm(accelerator, model)
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
     schedule = create_schedule(
         config.schedule, optimizer, epochs=config.epochs, updates_per_epoch=plan.updates_per_epoch
     )
-    # The schedule is not prepared: it is a function of the update's number, and Accelerate would count otherwise.
+    # The schedule is not prepared: it depends on the update's number, which Accelerate counts differently.
     model, optimizer = accelerator.prepare(model, optimizer)
-    clipped = parameters_to_clip(config.optim, bare(model))  # FSDP2 has made new parameters
+    clipped = parameters_to_clip(config.optim, unwrap_model(model))  # FSDP2 has replaced the parameters
     recomputed_buffers = models.prepare_recomputation(model, config.model)
     shape = plan.micro_batch, splits.channels, size, size
-    settle_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
+    rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
     weights = None
     if config.loss.class_weights == "balanced":
         weights = balanced_class_weights(splits.train.labels, len(splits.classes)).to(device)
 
-    def feed(source: Any, order: Any, *, training: bool) -> Feed:
-        return create_feed(
-            config, splits, source, order, accelerator, training=training, size=size, memory_format=memory_format
+    def pipeline(source: Any, sampler: Any, *, training: bool) -> InputPipeline:
+        return create_input_pipeline(
+            config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
         )
 
-    at_once = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
+    evaluation_batch = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
     held_out = {"val": splits.validation, "test": splits.test}
     return TrainingSetup(
         config=config,
@@ -143,20 +149,20 @@ def create_training_setup(
         accelerator=accelerator,
         splits=splits,
         plan=plan,
-        order=order,
+        sampler=sampler,
         image_size=size,
         memory_format=memory_format,
         model=model,
-        bare_model=bare(model),
-        optimizer=stepping(optimizer),
+        bare_model=unwrap_model(model),
+        optimizer=unwrap_optimizer(optimizer),
         schedule=schedule,
         ema=ema,
         criterion=create_loss(config.loss, weights),
         clipped=clipped,
         recomputed_buffers=recomputed_buffers,
-        training=feed(splits.train, order, training=True),
+        training=pipeline(splits.train, sampler, training=True),
         evaluations={
-            split: feed(source, EvaluationOrder(len(source), at_once), training=False)
+            split: pipeline(source, EvaluationSampler(len(source), evaluation_batch), training=False)
             for split, source in held_out.items()
             if source is not None
         },
@@ -165,7 +171,7 @@ def create_training_setup(
 
 
 def _accumulation(config: Config, launch: Launch) -> int:
-    """Micro-batches of an update."""
+    """Number of micro-batches per update."""
     mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
     return accumulation_steps(config.batch_size, launch.world_size, config.micro_batch_size, pairs=mixes)
 
@@ -173,9 +179,9 @@ def _accumulation(config: Config, launch: Launch) -> int:
 def _create_model(
     config: Config, accelerator: Accelerator, splits: Splits, size: int, published: bool
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model on the device, and warnings. Weights that are not published follow from the seed alone."""
+    """The model on the device, and warnings. Weights that are not pretrained follow from the seed alone."""
     fetches = config.model.pretrained and published
-    with accelerator.main_process_first() if fetches else nullcontext():  # one of them downloads
+    with accelerator.main_process_first() if fetches else nullcontext():  # one process downloads
         torch.manual_seed(key(config.seed, "weights"))
         model = models.create_model(
             config.model,
@@ -186,8 +192,8 @@ def _create_model(
         ).to(accelerator.device)
     if not config.model.sync_batchnorm:
         return model, ()
-    if accelerator.device.type == "cuda":  # torch has it for GPUs only
+    if accelerator.device.type == "cuda":  # torch supports it only on GPUs
         return convert_sync_batchnorm(model), ()
     kind = accelerator.device.type
-    warning = f"model.sync_batchnorm: {kind} has none; each process normalises by its own samples"
+    warning = f"model.sync_batchnorm: not available on {kind}; each process normalises by its own samples"
     return model, (warning,) * (accelerator.num_processes > 1)

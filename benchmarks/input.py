@@ -38,9 +38,9 @@ from torchvision import transforms  # noqa: E402
 from accel_train.bench.statistics import ratio, spread  # noqa: E402
 from accel_train.bench.workload import Clock  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data  # noqa: E402
-from accel_train.data.loading import create_feed, create_loader  # noqa: E402
+from accel_train.data.loading import create_input_pipeline, create_loader  # noqa: E402
 from accel_train.data.order.plan import Plan  # noqa: E402
-from accel_train.data.order.samplers import TrainingOrder  # noqa: E402
+from accel_train.data.order.samplers import TrainingSampler  # noqa: E402
 from accel_train.data.sources.images import IMAGENET_MEAN, IMAGENET_STD  # noqa: E402
 from accel_train.data.sources.load import load_splits  # noqa: E402
 from accel_train.data.tools.cache_writer import write_cache  # noqa: E402
@@ -63,7 +63,7 @@ Inputs = Iterator[int]
 
 
 def in_memory(name: str, root: Path | None) -> dict[str, Inputs]:
-    """torchvision's own set with PIL and a DataLoader; and a Feed as train.py makes it."""
+    """torchvision's own set with PIL and a DataLoader; and an InputPipeline as train.py makes it."""
     task_name, augmentation, augment = MEMORY[name]
     task = tasks.TASKS[task_name]
     root = task.root(root)
@@ -81,11 +81,11 @@ def in_memory(name: str, root: Path | None) -> dict[str, Inputs]:
         data = Data(name=name, root=root)
     config = Config(batch_size=task.batch_size, augment=augment, data=data)
     splits = load_splits(data, 0)
-    order = TrainingOrder(Plan(len(splits.train), task.batch_size, 1, 1, drop_last=True), 0)
+    order = TrainingSampler(Plan(len(splits.train), task.batch_size, 1, 1, drop_last=True), 0)
     accelerator = create_accelerator(LAUNCH)
     layout = torch.channels_last if task.channels > 1 else torch.contiguous_format
     options = {"training": True, "size": task.size, "memory_format": layout}
-    feed = create_feed(config, splits, splits.train, order, accelerator, **options)
+    feed = create_input_pipeline(config, splits, splits.train, order, accelerator, **options)
     print(f"accel_train: {feed.placement}")
     return {**ways, "accel_train": by_accel_train(order, lambda: feed.batches, feed.transform)}
 
@@ -96,7 +96,7 @@ def by_torchvision(loader: DataLoader[Any]) -> Inputs:
             yield len(images)
 
 
-def by_accel_train(order: TrainingOrder, batches: Callable[[], Iterable[Any]], transform: BatchTransform) -> Inputs:
+def by_accel_train(order: TrainingSampler, batches: Callable[[], Iterable[Any]], transform: BatchTransform) -> Inputs:
     for epoch in itertools.count():
         order.seek(epoch)
         for batch in batches():
@@ -146,7 +146,7 @@ def on_this_core(data: Data) -> Inputs:
     """What a worker and the device do, one after the other."""
     augment, cpu = Augment(crop="resized", flip=0.5), torch.device("cpu")
     source = load_splits(data, 0).train
-    order = TrainingOrder(Plan(len(source), FILE_BATCH, 1, 1), 0)
+    order = TrainingSampler(Plan(len(source), FILE_BATCH, 1, 1), 0)
     options = {"training": True, "size": SIZE, "seed": 0, "workers": 0, "device": cpu}
     transform = BatchTransform(
         augment,
@@ -159,7 +159,7 @@ def on_this_core(data: Data) -> Inputs:
         device=cpu,
         memory_format=torch.channels_last,
     )
-    loader = create_loader(source, order, augment, draws=transform.draws, **options)
+    loader = create_loader(source, order, augment, draw_parameters=transform.draw_parameters, **options)
     return by_accel_train(order, lambda: loader, transform)
 
 

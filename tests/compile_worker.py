@@ -9,7 +9,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from accel_train import cli, training_setup
-from accel_train.models.wrapping import bare
+from accel_train.models.wrapping import unwrap_model
 
 counted = 0
 
@@ -29,7 +29,7 @@ def with_hook(*arguments: Any, **options: Any) -> Any:
         parallel = getattr(model, "_orig_mod", model)
         assert isinstance(parallel, torch.nn.parallel.DistributedDataParallel)
         parallel.register_comm_hook(None, counting)
-        print("compiled" if parallel is not model else "plain", bare(model).__class__.__name__)
+        print("compiled" if parallel is not model else "plain", unwrap_model(model).__class__.__name__)
         return model, optimizer
 
     accelerator.prepare = prepared

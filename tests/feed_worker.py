@@ -16,9 +16,9 @@ from accelerate import Accelerator
 
 from accel_train import models
 from accel_train.config.schema import Augment, Config, Data, Model
-from accel_train.data.loading import create_feed
+from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.evaluate import evaluate
 from accel_train.launch.accelerator import create_accelerator
@@ -39,8 +39,8 @@ def fed(accelerator: Accelerator, augment: Augment, accumulation: int, epoch: in
     config = dataclasses.replace(CONFIG, augment=augment, data=data)
     splits = load_splits(config.data, config.seed)
     plan = Plan(len(splits.train), config.batch_size, accelerator.num_processes, accumulation)
-    order = TrainingOrder(plan, config.seed)
-    feed = create_feed(config, splits, splits.train, order, accelerator, training=True, size=8)
+    order = TrainingSampler(plan, config.seed)
+    feed = create_input_pipeline(config, splits, splits.train, order, accelerator, training=True, size=8)
     order.seek(epoch, update * plan.batch_size)
     seen = []
     for batch in feed.batches:
@@ -67,8 +67,8 @@ def main() -> None:
     for name, source in (("train", splits.train), ("test", splits.test)):
         assert source is not None
         for at_once in (12, 60, 600):
-            order = EvaluationOrder(len(source), at_once)
-            feed = create_feed(CONFIG, splits, source, order, accelerator, training=False, size=8)
+            order = EvaluationSampler(len(source), at_once)
+            feed = create_input_pipeline(CONFIG, splits, source, order, accelerator, training=False, size=8)
             found["counted"][f"{name}, {at_once}"] = dataclasses.asdict(evaluate(accelerator, model, feed))
     Path(sys.argv[1], f"{launch.rank}.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()

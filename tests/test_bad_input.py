@@ -141,7 +141,7 @@ def test_one_of_two_processes_speaks(tmp_path: Path) -> None:
     done = helpers.python("-m", "accel_train.train", "digits", "--batch-size", 33, processes=2, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("accel-train: error:") == 1
-    assert "33 samples cannot be shared evenly by 2 processes; try 32 or 34" in done.stderr
+    assert "found 33, which cannot be divided evenly among 2 processes; try 32 or 34" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,9 +19,9 @@ from PIL import Image
 
 from accel_train.cli import main
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_feed
+from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.keyed import hashed
-from accel_train.data.order.samplers import EvaluationOrder
+from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.launch.accelerator import create_accelerator
@@ -169,8 +169,8 @@ def test_cropped_flipped_and_normalised_pixels_are_bitwise_those_of_the_cpu(layo
             device=device,
             memory_format=layout,
         )
-        assert transform.draws is not None
-        whole = batch | {"parameters": transform.draws(batch["keys"], batch["weights"])}
+        assert transform.draw_parameters is not None
+        whole = batch | {"parameters": transform.draw_parameters(batch["keys"], batch["weights"])}
         found.append(transform({name: values.to(device) for name, values in whole.items()})[0].cpu())
     assert torch.equal(*found)
 
@@ -221,12 +221,14 @@ def test_it_decodes_as_the_host_does_beside_training(tmp_path: Path) -> None:
         path = tmp_path / "tree" / str(number % 2) / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         coarse.resize((300, 200), Image.Resampling.BICUBIC).save(path, quality=95)
-    order = EvaluationOrder(128, 32)
+    order = EvaluationSampler(128, 32)
     seen, busy, sums = [], torch.rand(4096, 4096, device="cuda"), []
     for place in ("host", "device"):
         config = Config(data=Data(name="folder", root=tmp_path / "tree", decode_on=place))
         splits = load_splits(config.data, 0)
-        feed = create_feed(config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=224)
+        feed = create_input_pipeline(
+            config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=224
+        )
         batches = []
         for batch in feed.batches:
             batches.append(batch["images"].float().cpu())

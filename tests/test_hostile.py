@@ -434,7 +434,7 @@ def test_a_cache_that_nobody_wrote_is_not_taken(case: str, cached: Path, tmp_pat
     rewrite(cached, tmp_path / "whole", lambda d, a: None)
     assert len(CacheFile(tmp_path / "whole").columns["labels"]) == 6
     rewrite(cached, tmp_path / "cache", CACHES[case])
-    with pytest.raises(UserError, match="is no whole cache"):
+    with pytest.raises(UserError, match="is not a complete cache"):
         CacheFile(tmp_path / "cache")
 
 
@@ -481,7 +481,7 @@ LONG_NAME = long_name()
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (nested(400), "the 5th tar file, each inside another"),
+        (nested(400), "nested too deeply: 5 tar files, one inside another"),
         (packed({"cat/1.jpg": b"x"}, {"cat/1.jpg": -(2**88)}), "cannot be read"),
         (packed({"cat/1.jpg": b"x"}, {"cat/1.jpg": -1024}), "has no size"),
         (LONG_NAME * 3000 + packed({"cat/1.jpg": b"x"}), "cannot be read"),
@@ -500,7 +500,7 @@ def test_a_tar_file_that_nobody_packed(tmp_path: Path, content: bytes, message: 
 @pytest.mark.parametrize("label", ["²", "9" * 30, "1000000", "-1", "x" * 10**6])
 def test_a_shard_with_impossible_classes(tmp_path: Path, label: str) -> None:
     (tmp_path / "x-train.tar").write_bytes(packed({"a.jpg": b"x", "a.cls": label.encode()}))
-    with pytest.raises(UserError, match="is no class number"):
+    with pytest.raises(UserError, match="is not a class number"):
         webdataset(Data("wds", root=tmp_path))
 
 

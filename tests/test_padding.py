@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_train.config.schema import Model
 from accel_train.models import create_model
-from accel_train.models.padding import PaddingAwareConv2d, leave_out_padding
+from accel_train.models.padding import PaddingAwareConv2d, use_padding_aware_convolutions
 
 SIDES = st.tuples(st.integers(1, 6), st.integers(1, 6))
 
@@ -40,7 +40,7 @@ def test_it_is_the_same_function(
     torch.manual_seed(0)
     plain = nn.Conv2d(2, 4, kernel, stride, padding, groups=groups, bias=bias).double()
     aware = copy.deepcopy(plain)
-    leave_out_padding(aware)
+    use_padding_aware_convolutions(aware)
     assert type(aware) is PaddingAwareConv2d
     images = torch.randn(3, 2, *sides, dtype=torch.float64)
     for one, other in zip(outcome(plain, images), outcome(aware, images), strict=True):
@@ -49,7 +49,7 @@ def test_it_is_the_same_function(
 
 def test_the_taps_that_see_only_padding_get_no_gradient_and_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     aware = nn.Conv2d(2, 2, 3, padding=1)
-    leave_out_padding(aware)
+    use_padding_aware_convolutions(aware)
     shapes = []
     convolve = torch.nn.functional.conv2d
 
@@ -71,7 +71,7 @@ def test_the_taps_that_see_only_padding_get_no_gradient_and_no_work(monkeypatch:
 def test_names_and_weights_of_a_net_stay() -> None:
     net = create_model(Model(name="torchvision/resnet18"), num_classes=10, channels=3, image_size=32)
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    leave_out_padding(net)
+    use_padding_aware_convolutions(net)
     after = net.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
 
@@ -81,5 +81,5 @@ def test_names_and_weights_of_a_net_stay() -> None:
     [nn.Conv2d(2, 2, 3, padding="same"), nn.Conv2d(2, 2, 3, padding_mode="reflect"), nn.Conv2d(2, 2, 3, dilation=2)],
 )
 def test_others_stay_as_they_are(other: nn.Conv2d) -> None:
-    leave_out_padding(other)
+    use_padding_aware_convolutions(other)
     assert type(other) is nn.Conv2d

@@ -25,8 +25,8 @@ from accel_train.analysis.load_run import load_model
 from accel_train.analysis.predict import Classifier
 from accel_train.config.options import parse
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_feed
-from accel_train.data.order.samplers import EvaluationOrder
+from accel_train.data.loading import create_input_pipeline
+from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.records.model_info import Signature, read_signature
 from accel_train.records.summary import example_image
@@ -307,8 +307,8 @@ def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment
 
     classifier = Classifier(Recorder(), signature, augment, accelerator, top_k=1)
     classifier.classify(paths, [image for path in paths if isinstance(image := classifier.read(path), torch.Tensor)])
-    order = EvaluationOrder(len(source), len(source))
-    feed = create_feed(config, splits, source, order, accelerator, training=False, size=size)
+    order = EvaluationSampler(len(source), len(source))
+    feed = create_input_pipeline(config, splits, source, order, accelerator, training=False, size=size)
     (batch,) = feed.batches
     expected, _ = feed.transform(batch)
     assert seen[0].shape == (len(source), splits.channels, size, size)

@@ -227,8 +227,8 @@ with pretended.PretendedCuda():
             weights = torch.ones(40)
             weights[-1] = 0
             batch = {"images": images.contiguous(memory_format=layout), "labels": torch.arange(40) % 5}
-            if transform.draws is not None:
-                batch["parameters"] = transform.draws(hashed(7, torch.arange(40)), weights)
+            if transform.draw_parameters is not None:
+                batch["parameters"] = transform.draw_parameters(hashed(7, torch.arange(40)), weights)
             inputs, targets = transform({name: each.to(device) for name, each in batch.items()})
             assert inputs.is_contiguous(memory_format=layout) and inputs.dtype == torch.float32
             found.append((inputs.cpu(), targets.cpu()))

@@ -15,9 +15,9 @@ import accel_train
 from accel_train.config.options import parse
 from accel_train.config.recipe import RECIPES, recipe_names
 from accel_train.config.schema import Config
-from accel_train.data.loading import create_feed
+from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationOrder
+from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
@@ -135,11 +135,11 @@ def test_cifar10_as_a_folder_of_images_keeps_its_pixels(tmp_path: Path, name: st
     data = ["--data.name", "folder", "--data.root", str(tmp_path), "--data.workers", "0"]
     settings = parse([name, *data, "--augment.mean", "0", "0", "0", "--augment.std", "1", "1", "1"])
     splits = load_splits(settings.data, 0)
-    feed = create_feed(
+    feed = create_input_pipeline(
         settings,
         splits,
         splits.test,
-        EvaluationOrder(2, 2),
+        EvaluationSampler(2, 2),
         create_accelerator(Launch()),
         training=False,
         size=input_size(settings.model, splits.image_size),

@@ -97,5 +97,7 @@ def test_config_only_without_the_data(
     monkeypatch.chdir(tmp_path)
     assert main(["train", "cifar10_alexnet", "--config-only"]) == 0
     printed = capsys.readouterr().out
-    assert "# accumulation: 4" in printed and "# updates: not known (the data 'cifar10' is not in data yet" in printed
+    assert (
+        "# accumulation: 4" in printed and "# updates: not known (the dataset 'cifar10' is not in data yet" in printed
+    )
     assert list(tmp_path.iterdir()) == []

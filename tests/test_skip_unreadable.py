@@ -17,7 +17,7 @@ from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.config.semantics import SEMANTICS
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import TrainingOrder
+from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.files import sha256
 
@@ -42,7 +42,7 @@ def words(data: Data, run: Path, *others: object) -> list[str]:
 def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Path) -> None:
     data = tree(tmp_path / "images")
     train = load_splits(data, 0).train
-    order = TrainingOrder(Plan(len(train), 8, 1, 1), 0)
+    order = TrainingSampler(Plan(len(train), 8, 1, 1), 0)
     bad = Path(train.name(int(list(order)[-1].ids[0])))  # in the last update of the first epoch
     bad.write_bytes(bad.read_bytes()[:100])
     listed = tmp_path / "list"

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from accel_train import models
 from accel_train.cli import main
 from accel_train.config.schema import Model
-from accel_train.optim.performance import seed
+from accel_train.optim.performance import seed_generators
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +72,9 @@ def test_gradient_checkpointing_leaves_the_same_weights_and_statistics(tmp_path:
 def test_activation_checkpointing_of_accelerates_draws_the_same_masks_again() -> None:
     def gradient(model: nn.Module) -> torch.Tensor:
         kept = models.prepare_recomputation(model, Model())
-        seed(torch.device("cpu"), 7)
+        seed_generators(torch.device("cpu"), 7)
         loss = model(torch.ones(4, 8)).square().sum()
-        with models.buffers_kept(kept):
+        with models.preserve_buffers(kept):
             loss.backward()
         (found,) = [parameter.grad for name, parameter in model.named_parameters() if name.endswith("1.weight")]
         assert found is not None

@@ -16,7 +16,7 @@ from torch import nn
 from accel_train import models
 from accel_train.config.schema import Model
 from accel_train.models.nets import Flatten
-from accel_train.optim.performance import lay_out, seed, stepping
+from accel_train.optim.performance import seed_generators, unwrap_optimizer, use_fastest_memory_format
 
 
 def make(name: str, size: int) -> nn.Module:
@@ -27,16 +27,16 @@ def make(name: str, size: int) -> nn.Module:
 def test_nets_of_convolutions_are_channels_last_and_transformers_are_not() -> None:
     accelerator = Accelerator(cpu=True)
     net = make("mnist_cnn", 28)
-    assert lay_out(accelerator, net) == torch.channels_last
+    assert use_fastest_memory_format(accelerator, net) == torch.channels_last
     assert all(weights.is_contiguous() for weights in net.parameters())  # on a CPU
-    assert lay_out(accelerator, make("vit_s16_plain", 32)) == torch.contiguous_format
+    assert use_fastest_memory_format(accelerator, make("vit_s16_plain", 32)) == torch.contiguous_format
 
 
 @pytest.mark.parametrize(("name", "size", "batch"), [("mnist_cnn", 28, 128), ("torchvision/resnet18", 32, 4)])
 def test_gradients_lie_as_their_weights_do(name: str, size: int, batch: int) -> None:
     """Else DDP warns of each, and copies it, and so do fused optimizers."""
     net = make(name, size)
-    layout = lay_out(Accelerator(cpu=True), net)
+    layout = use_fastest_memory_format(Accelerator(cpu=True), net)
     net(torch.rand(batch, 1, size, size).to(memory_format=layout, copy=True)).sum().backward()  # as augment.py does
     for weight in net.parameters():
         assert weight.grad is not None
@@ -61,16 +61,16 @@ def test_seeds_give_the_masks_that_torch_gives() -> None:
     torch.manual_seed(123)
     expected = torch.nn.functional.dropout(torch.ones(100))
     torch.manual_seed(7)
-    seed(torch.device("cpu"), 123)
+    seed_generators(torch.device("cpu"), 123)
     assert torch.equal(torch.nn.functional.dropout(torch.ones(100)), expected)
 
 
 def test_accelerates_optimizer_steps_only_where_a_scaler_needs_it() -> None:
     inner = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     Accelerator(cpu=True)  # the state that its optimizer reads
-    assert stepping(AcceleratedOptimizer(inner)) is inner
+    assert unwrap_optimizer(AcceleratedOptimizer(inner)) is inner
     scaled = AcceleratedOptimizer(inner, scaler=torch.amp.GradScaler("cpu"))
-    assert stepping(scaled) is scaled
+    assert unwrap_optimizer(scaled) is scaled
 
 
 @pytest.mark.slow

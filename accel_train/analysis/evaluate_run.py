@@ -20,8 +20,8 @@ from accel_train.analysis.load_run import find_weights, load_model
 from accel_train.config.options import parse
 from accel_train.config.schema import as_dict
 from accel_train.config.semantics import SEMANTICS, check_same_splits
-from accel_train.data.loading import create_feed
-from accel_train.data.order.samplers import EvaluationOrder
+from accel_train.data.loading import create_input_pipeline
+from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import evaluate, evaluation_batch_size
@@ -29,7 +29,7 @@ from accel_train.files import atomic_write
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.optim.performance import lay_out, set_defaults
+from accel_train.optim.performance import set_defaults, use_fastest_memory_format
 from accel_train.records.metrics import Evaluation
 from accel_train.records.model_info import Signature, read_signature
 from accel_train.records.table import print_table
@@ -57,19 +57,21 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     splits = load_splits(config.data, config.seed)
     source = _source(splits, split, config.data.name)
     _check_fit(splits, signature, run)
-    order = EvaluationOrder(len(source), evaluation_batch_size(config, launch.world_size))
+    sampler = EvaluationSampler(len(source), evaluation_batch_size(config, launch.world_size))
     set_defaults(accelerator.device)
     models = {name: load_model(config.model, signature, file).to(accelerator.device) for name, file in weights.items()}
     for model in models.values():  # of one kind, and so of one layout
-        layout = lay_out(accelerator, model)
+        layout = use_fastest_memory_format(accelerator, model)
     size = signature.image_size
-    feed = create_feed(config, splits, source, order, accelerator, training=False, size=size, memory_format=layout)
+    pipeline = create_input_pipeline(
+        config, splits, source, sampler, accelerator, training=False, size=size, memory_format=layout
+    )
     if accelerator.is_main_process:
         processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)} on {accelerator.device.type}"
         print(
             f"{run}: {config.model.name} on {config.data.name} {split}, {len(source):,} images, {processes}", flush=True
         )
-    found = {name: evaluate(accelerator, model, feed) for name, model in models.items()}
+    found = {name: evaluate(accelerator, model, pipeline) for name, model in models.items()}
     accelerator.end_training()
     if not accelerator.is_main_process:
         return 0

@@ -56,7 +56,7 @@ class Workload:
         epoch = 0
         while updates > 0:
             some = min(updates, self.plan.updates_per_epoch)
-            self.setup.order.seek(epoch, (self.plan.updates_per_epoch - some) * self.plan.batch_size)
+            self.setup.sampler.seek(epoch, (self.plan.updates_per_epoch - some) * self.plan.batch_size)
             yield from self.setup.training.batches
             epoch, updates = epoch + 1, updates - some
 
@@ -91,7 +91,7 @@ class Workload:
                 logits = self.setup.model(inputs)
                 losses = self.setup.criterion(logits, targets)
                 loss = losses.mean() / self.accumulation
-                with models.buffers_kept(self.setup.recomputed_buffers):
+                with models.preserve_buffers(self.setup.recomputed_buffers):
                     (loss if scaler is None else scaler.scale(loss)).backward()
         return logits.detach(), losses.detach()
 
@@ -117,11 +117,11 @@ class Workload:
                 self.setup.training.transform(batch)
 
         def count() -> None:
-            guard.begin_update(state)
+            guard.start(state)
             for _ in range(self.accumulation):
-                guard.add(batch, losses)
+                guard.record(batch, losses)
                 meter.add(logits, targets, losses * batch["weights"], batch["weights"])
-            guard.passes(state)
+            guard.check_step(state)
             meter.keep()
 
         found = {"augmentation": self._mean_seconds(augment), "metrics": self._mean_seconds(count)}

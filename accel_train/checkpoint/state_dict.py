@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from accel_train.models.wrapping import bare, plain_name
+from accel_train.models.wrapping import plain_name, unwrap_model
 
 HOW_TO_COMPUTE = (
     "foreach",
@@ -34,7 +34,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     Tied weights appear under each of their names.
     """
-    state = bare(model).state_dict()
+    state = unwrap_model(model).state_dict()
     assert all(isinstance(value, Tensor) for value in state.values()), "modules with extra state are not supported"
     return {plain_name(name): value.detach() for name, value in state.items()}
 
@@ -137,7 +137,7 @@ def broadcast_optimizer_state(
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The plain names of the optimizer's parameters, in the order in which its `state_dict()` numbers them."""
-    names = {id(parameter): plain_name(name) for name, parameter in bare(model).named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in unwrap_model(model).named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 

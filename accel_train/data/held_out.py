@@ -1,4 +1,4 @@
-"""The held-out images tried before training begins: what evaluation would stumble over hours later."""
+"""Checks validation and test images before training begins, so that evaluation does not fail hours later."""
 
 from __future__ import annotations
 
@@ -9,53 +9,54 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_train.data.sources.encoded import EncodedImages
-from accel_train.data.sources.splits import Source, Splits, owner
+from accel_train.data.sources.splits import Source, Splits, unwrap_subset
 from accel_train.errors import UserError
 
-MOST = 1000  # images of a split, by all processes together: of local files 0.2 s on one core, while the model is made
-THREADS = 8  # for a network's file system, where each file is waited for
+MOST = 1000  # images of a split, over all processes: local files take 0.2 s on one core, while the model is created
+THREADS = 8  # for network file systems, where opening each file takes long
 
 
-class HeldOutTrial:
-    """Tries to open validation and test images in threads of its own, from its creation on.
+class HeldOutCheck:
+    """Opens validation and test images in background threads, from its creation on.
 
-    All images of a small split, a sample of a large one, shared by the processes. Only the header is looked at, and a
-    file that does not end as its format does is decoded.
+    All images of a small split are checked, and a sample of a large one; the processes divide them. Only the header is
+    read, but a file that does not end with its format's end marker is decoded.
     """
 
     def __init__(self, splits: Splits, process: int, processes: int) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="held-out")
-        self._tried = [
-            self._pool.submit(_try, source, id)
+        self._checks = [
+            self._pool.submit(_check_image, source, id)
             for source in (splits.validation, splits.test)
-            if source is not None and isinstance(owner(source)[0], EncodedImages)
+            if source is not None and isinstance(unwrap_subset(source)[0], EncodedImages)
             for id in _sample(len(source))[process::processes]
         ]
 
     def finish(self, accelerator: Accelerator) -> None:
-        """Wait for all; raise the same UserError on all processes if one of them has found an unreadable image.
+        """Wait for the checks. Collective.
 
-        Collective.
+        Raises the same UserError on all processes if one of them found an unreadable image.
         """
         self._pool.shutdown()
-        errors = [str(error) for tried in self._tried if (error := tried.result())]
-        found = [error for error in gather_object([errors[0] if errors else ""]) if error]
-        if found:
-            raise UserError(found[0])
+        own_errors = [str(error) for check in self._checks if (error := check.result())]
+        errors = [error for error in gather_object([own_errors[0] if own_errors else ""]) if error]
+        if errors:
+            raise UserError(errors[0])
 
 
 def _sample(count: int) -> list[int]:
-    """Up to MOST of the numbers below `count`, evenly spread."""
+    """Up to MOST evenly spaced numbers below `count`."""
     return torch.linspace(0, count - 1, min(count, MOST), dtype=torch.float64).round().long().tolist()
 
 
-def _try(source: Source, id: int) -> UserError | None:
-    held, ids = owner(source)
+def _check_image(source: Source, id: int) -> UserError | None:
+    """The error that reading this image gives, or None."""
+    held, ids = unwrap_subset(source)
     assert isinstance(held, EncodedImages)
     try:
-        picture = held.open(id if ids is None else int(ids[id]))
-        if picture.looks_cut_short():
-            picture.pixels()
+        image = held.open(id if ids is None else int(ids[id]))
+        if image.looks_truncated():
+            image.pixels()
     except UserError as error:
         return error
     return None

@@ -1,4 +1,4 @@
-"""From a draw of samples to a batch of tensors: the data set and the loaders that Accelerate prepares."""
+"""Input pipelines: from a sampler's index batches to batches of tensors on the device."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ from torch.utils.data import DataLoader
 from accel_train import models
 from accel_train.config.schema import Augment, Config
 from accel_train.data.memory import MemoryLoader
-from accel_train.data.order.samplers import Order
+from accel_train.data.order.samplers import IndexSampler
 from accel_train.data.placement import Placement, choose_place
 from accel_train.data.side_stream import SideStream
 from accel_train.data.sources.load import IN_MEMORY
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.device_decoding import DeviceDecoder, Reading, Undecoded, check_device_decoding
+from accel_train.data.transforms.device_decoding import DeviceDecoder, EncodedBatch, JpegReader, check_device_decoding
 from accel_train.data.transforms.image import ImageTransform, resize_default
 from accel_train.data.transforms.parameters import AugmentParameters
-from accel_train.data.workers import BatchedSet, Beginning, WorkerContext, as_it_is, start_server
+from accel_train.data.workers import BatchDataset, WorkerContext, WorkerInit, no_collate, start_server
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
 
 
 def transforms_each_image(source: Source, augment: Augment, *, training: bool) -> bool:
-    """Whether images must be turned one by one, by transform.py, before they make a batch."""
+    """Whether images must be transformed one by one (transforms/image.py) before they form a batch."""
     return not source.in_memory or (training and (augment.crop == "resized" or augment.policy != "none"))
 
 
 def start_workers_early(config: Config) -> None:
-    """If the configuration needs data workers, start what they are forked from: while data and model are prepared it
-    imports torch."""
+    """If the configuration needs data workers, start the server process from which they are forked.
+
+    It imports torch while this process prepares data and model.
+    """
     in_memory = config.data.name.removeprefix("torch/") in IN_MEMORY
-    each = not in_memory or config.augment.crop == "resized" or config.augment.policy != "none"
-    if each and config.data.workers != 0:
+    per_image = not in_memory or config.augment.crop == "resized" or config.augment.policy != "none"
+    if per_image and config.data.workers != 0:
         start_server()
 
 
 def create_loader(
     source: Source,
-    order: Order,
+    sampler: IndexSampler,
     augment: Augment,
     *,
     training: bool,
@@ -58,93 +60,95 @@ def create_loader(
     cores: int = 1,
     decode_on: Literal["host", "device"] = "host",
     reduced_decode: bool = True,
-    draws: AugmentParameters | None = None,
+    draw_parameters: AugmentParameters | None = None,
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
     `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
-    what is in memory, else as many as this process has `cores`, on a GPU but for one; `draws`: of the BatchTransform
-    that takes the batches.
+    data in memory, else one for each of this process's `cores` (with a GPU: one less); `draw_parameters`: from the
+    BatchTransform that takes the batches.
     """
-    each = transforms_each_image(source, augment, training=training)
+    per_image = transforms_each_image(source, augment, training=training)
     if workers is None:
-        spare = device.type != "cpu"  # a core for the thread that tells the device what to do
-        workers = max(1, cores - spare) if each else 0
-    if source.in_memory:  # as augment.py does: evaluation and training see the images at the same scale
+        spare = device.type != "cpu"  # one core for the thread that launches the device's work
+        workers = max(1, cores - spare) if per_image else 0
+    if source.in_memory:  # as BatchTransform does: evaluation and training see images at the same scale
         augment = dataclasses.replace(augment, resize=augment.resize or size)
-    transform: ImageTransform | Reading | None = None
-    if each and decode_on == "device":
-        transform = Reading(augment, size, training=training)
-    elif each:
-        transform = ImageTransform(augment, size, training=training, reduces=reduced_decode)
+    transform: ImageTransform | JpegReader | None = None
+    if per_image and decode_on == "device":
+        transform = JpegReader(augment, size, training=training)
+    elif per_image:
+        transform = ImageTransform(augment, size, training=training, decodes_smaller=reduced_decode)
     return DataLoader(
-        BatchedSet(source, transform, seed, draws),
-        batch_sampler=order,  # type: ignore[arg-type]  # a Draw stands for a list of indices
-        collate_fn=as_it_is,
+        BatchDataset(source, transform, seed, draw_parameters),
+        batch_sampler=sampler,  # type: ignore[arg-type]  # an IndexBatch in place of a list of indices
+        collate_fn=no_collate,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        # Those of an evaluation end with it: they and training's, which wait meanwhile, have the same cores.
+        # Evaluation's workers end with each pass, because they use the same cores as training's.
         persistent_workers=training and workers > 0,
-        worker_init_fn=Beginning() if workers else None,
+        worker_init_fn=WorkerInit() if workers else None,
         multiprocessing_context=WorkerContext() if workers else None,
     )
 
 
 class Loader(Protocol):
-    """This process's slices of the micro-batches, on its device: Accelerate's, or that of a set in memory."""
+    """Yields this process's slices of the micro-batches, on its device: Accelerate's loader, or a MemoryLoader."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]: ...
 
     def end(self) -> None:
-        """To be called if a pass was left in its middle."""
+        """To be called when a pass ends early."""
 
 
 @dataclass(frozen=True)
-class Feed:
-    """One split on its way into the model."""
+class InputPipeline:
+    """Loads one split and transforms it into the model's input."""
 
     loader: Loader
     transform: BatchTransform
-    samples: int  # of the split, on all processes
+    samples: int  # of the split, over all processes
     placement: Placement
     decoder: DeviceDecoder | None = None
     side: SideStream | None = None
 
     @property
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """One pass over the loader; raises the UserError of an image that cannot be read."""
+        """One pass over the loader. Raises the UserError of an image that cannot be read."""
         for batch in self.loader if self.side is None else self.side.copied(self.loader):
             if isinstance(batch, UserError):
                 raise batch
             if self.decoder is not None:
-                batch["images"] = self.decoder(cast(Undecoded, batch["images"]), batch["ids"])
+                batch["images"] = self.decoder(cast(EncodedBatch, batch["images"]), batch["ids"])
             yield batch
 
 
-def create_feed(
+def create_input_pipeline(
     config: Config,
     splits: Splits,
     source: Source,
-    order: Order,
+    sampler: IndexSampler,
     accelerator: Accelerator,
     *,
     training: bool,
     size: int,
     memory_format: torch.memory_format = torch.contiguous_format,
-) -> Feed:
-    """The loader of `source` and what the device does to its batches: augmentation if `training`. `size` and
-    `memory_format` are of the model's input. To be called on all processes at once, for they agree where the images are
-    to lie.
+) -> InputPipeline:
+    """The input pipeline of `source`: its loader, and the transform of its batches (with augmentation if `training`).
 
-    Raises UserError if the settings of `config.augment` do not fit the images or the input, or if they cannot lie
-    where `config.data.placement` says.
+    `size` and `memory_format` are of the model's input. Collective: the processes agree on where to keep the images.
+
+    Raises UserError if the settings of `config.augment` do not fit the images or the input, or if the images cannot be
+    kept where `config.data.placement` says.
     """
     _check_sizes(config.augment, source, size, training=training)
-    mean, std = normalization(config, splits)
+    mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
-    each = transforms_each_image(source, config.augment, training=training)
+    per_image = transforms_each_image(source, config.augment, training=training)
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    place, size_bytes = choose_place(config.data, source, accelerator, per_image=each, local_processes=local_processes)
+    place, size_bytes = choose_place(
+        config.data, source, accelerator, per_image=per_image, local_processes=local_processes
+    )
     decoder = None
     if config.data.decode_on == "device":
         check_device_decoding(source, config.augment, device, training=training)
@@ -156,15 +160,15 @@ def create_feed(
         std=std,
         num_classes=len(splits.classes),
         training=training,
-        per_image=each,
+        per_image=per_image,
         device=device,
         memory_format=memory_format,
     )
     loader: Loader
-    if place == "disk" or each:
-        made = create_loader(
+    if place == "disk" or per_image:
+        torch_loader = create_loader(
             source,
-            order,
+            sampler,
             config.augment,
             training=training,
             size=size,
@@ -174,58 +178,61 @@ def create_feed(
             cores=_cores(accelerator) if config.data.workers is None else 1,
             decode_on=config.data.decode_on,
             reduced_decode=config.data.reduced_decode,
-            draws=transform.draws,
+            draw_parameters=transform.draw_parameters,
         )
-        workers, ahead = made.num_workers, made.prefetch_factor or 0
-        loader = accelerator.prepare_data_loader(made)
+        workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
+        loader = accelerator.prepare_data_loader(torch_loader)
     else:
-        workers = ahead = 0
+        workers = prefetch = 0
         loader = MemoryLoader(
             source,
-            order,
+            sampler,
             seed=config.seed,
             process=accelerator.process_index,
             processes=accelerator.num_processes,
             device=device,
             pixels_device=device if place == "device" else torch.device("cpu"),
             memory_format=memory_format,
-            draws=transform.draws,
+            draw_parameters=transform.draw_parameters,
         )
-    placement = Placement(place, size_bytes, workers, ahead, config.data.decode_on)
+    placement = Placement(place, size_bytes, workers, prefetch, config.data.decode_on)
     side = SideStream(device) if device.type == "cuda" and place != "device" else None
-    return Feed(loader, transform, len(source), placement, decoder, side)
+    return InputPipeline(loader, transform, len(source), placement, decoder, side)
 
 
 def _check_sizes(augment: Augment, source: Source, size: int, *, training: bool) -> None:
     """Raise UserError if the images are too small for what `augment` asks for."""
     if augment.resize is not None and augment.resize < size:
-        raise UserError(f"--augment.resize: found {augment.resize}; the model's input has {size}: {size} or more.")
+        raise UserError(
+            f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
+        )
     if training and augment.crop == "random" and augment.pad_mode == "reflect":
-        short = augment.resize or (size if source.in_memory else resize_default(size))
-        if augment.pad >= short:
-            raise UserError(
-                f"--augment.pad: found {augment.pad}; an image of {short} pixels reflects less than {short}."
-            )
+        short_side = augment.resize or (size if source.in_memory else resize_default(size))
+        if augment.pad >= short_side:
+            raise UserError(f"--augment.pad: found {augment.pad}, but images have {short_side} pixels; use fewer.")
 
 
 def _cores(accelerator: Accelerator) -> int:
-    """This process's share of the host's cores. All processes must call it: they tell each other which they may use,
-    for Slurm and MPI may or may not have bound each to cores of its own."""
-    mine = core_set()
+    """The number of the host's cores for this process. Collective.
+
+    The processes exchange the sets of cores that they may use, because Slurm and MPI may or may not have bound each
+    process to its own cores.
+    """
+    own_cores = core_set()
     if accelerator.num_processes == 1:
-        return len(mine)
-    everyone = gather_object([(hostname(), mine)])
-    return share_of_cores(mine, [cores for host, cores in everyone if host == hostname()])
+        return len(own_cores)
+    everyone = gather_object([(hostname(), own_cores)])
+    return share_of_cores(own_cores, [cores for host, cores in everyone if host == hostname()])
 
 
-def normalization(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel: as configured, else the published weights', else the data's."""
+def resolve_mean_std(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel: the configured, else the pretrained weights', else the data's."""
     for name, values in (("mean", config.augment.mean), ("std", config.augment.std)):
         if values is not None and len(values) != splits.channels:
             raise UserError(
                 f"--augment.{name}: found {len(values)} values; the images have {splits.channels} channels."
             )
     mean, std = models.pretrained_normalization(config.model) or (splits.mean, splits.std)
-    if len(mean) != splits.channels:  # published weights of colour images, fed with grey ones
+    if len(mean) != splits.channels:  # weights pretrained on colour images, used for grey ones
         mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
     return config.augment.mean or mean, config.augment.std or std

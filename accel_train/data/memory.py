@@ -1,4 +1,4 @@
-"""Batches of a set that lies in memory as uint8, the host's or the device's: by index_select, without workers."""
+"""Batches of a dataset that is kept as uint8 in RAM or in device memory: made by index_select, without workers."""
 
 from __future__ import annotations
 
@@ -8,59 +8,64 @@ import torch
 from torch import Tensor
 
 from accel_train.data.order.keyed import hashed, key
-from accel_train.data.order.samplers import Order
-from accel_train.data.sources.arrays import Arrays
-from accel_train.data.sources.splits import Source, owner
+from accel_train.data.order.samplers import IndexSampler
+from accel_train.data.sources.arrays import ArraySource
+from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.parameters import AugmentParameters
 
-AT_ONCE = 1024  # images that are fetched at a time when a set is laid out
-FETCHED_BYTES = 1 << 20  # of images that are fetched at a time when batches are made: many batches of small images
+COPY_IMAGES = 1024  # images fetched at a time while a dataset is copied into one tensor
+FETCH_BYTES = 1 << 20  # of images fetched at a time for batches: many batches of small images
 
 
-class Pixels:
-    """All images of a source as one tensor, laid out as the model takes them."""
+class PixelTensor:
+    """All images of a source as one tensor in the memory format of the model's input."""
 
     def __init__(self, source: Source, device: torch.device, memory_format: torch.memory_format) -> None:
-        """Copies them, but for those that lie there already, as they should."""
-        held, ids = owner(source)
+        """Copies the images, unless they are already there in this format."""
+        held, ids = unwrap_subset(source)
         self.channels_last = memory_format == torch.channels_last
-        self.ids: Tensor | None = None  # where each image lies; None: in their own order
-        if isinstance(held, Arrays) and device.type == "cpu" and (not self.channels_last or held.pixels.shape[1] == 1):
+        self.ids: Tensor | None = None  # the row of each image; None: in order
+        if (
+            isinstance(held, ArraySource)
+            and device.type == "cpu"
+            and (not self.channels_last or held.pixels.shape[1] == 1)
+        ):
             self.rows, self.ids = held.pixels, ids
-            self.channels_last = False  # one channel lies the same way in both
+            self.channels_last = False  # with one channel both formats are the same
             return
         first = source.fetch([0])
-        assert isinstance(first, Tensor), "images of different sizes lie in no tensor"
-        shape = self._laid_out(first).shape[1:]
+        assert isinstance(first, Tensor), "images of different sizes do not fit into one tensor"
+        shape = self._as_stored(first).shape[1:]
         self.rows = torch.empty((len(source), *shape), dtype=torch.uint8, device=device)
-        for at in range(0, len(source), AT_ONCE):
-            some = source.fetch(range(at, min(at + AT_ONCE, len(source))))
-            assert isinstance(some, Tensor)
-            self.rows[at : at + len(some)] = self._laid_out(some)
+        for start in range(0, len(source), COPY_IMAGES):
+            images = source.fetch(range(start, min(start + COPY_IMAGES, len(source))))
+            assert isinstance(images, Tensor)
+            self.rows[start : start + len(images)] = self._as_stored(images)
 
-    def _laid_out(self, images: Tensor) -> Tensor:
+    def _as_stored(self, images: Tensor) -> Tensor:
         return images.permute(0, 2, 3, 1) if self.channels_last else images
 
-    def places(self, ids: Tensor) -> Tensor:
-        """Where the images `ids` (int64 [b], on the host) lie, for `at`."""
+    def row_numbers(self, ids: Tensor) -> Tensor:
+        """The rows, for `select`, of the images `ids` (int64 [b], on the host)."""
         return ids if self.ids is None else self.ids.index_select(0, ids)
 
-    def at(self, places: Tensor) -> Tensor:
-        """Images at `places`, on the device of the pixels: uint8 [b, C, H, W]."""
-        images = self.rows.index_select(0, places)
+    def select(self, row_numbers: Tensor) -> Tensor:
+        """The images of these rows, uint8 [b, C, H, W] on the device of the pixels."""
+        images = self.rows.index_select(0, row_numbers)
         return images.permute(0, 3, 1, 2) if self.channels_last else images
 
 
 class MemoryLoader:
-    """One process's slices of the global micro-batches of an order, each a batch as `loading.BatchedSet` has them.
+    """Yields one process's slices of a sampler's global micro-batches, as dicts like those of `workers.BatchDataset`.
 
-    Numbers, keys and labels are computed for some thousand samples at once and cut; only they travel to the device.
+    Numbers, keys and labels are computed for some thousand samples at once and then divided into batches. If the
+    images are in device memory, only these are copied to the device.
     """
 
     def __init__(
         self,
         source: Source,
-        order: Order,
+        sampler: IndexSampler,
         *,
         seed: int,
         process: int,
@@ -68,44 +73,44 @@ class MemoryLoader:
         device: torch.device,
         pixels_device: torch.device,
         memory_format: torch.memory_format,
-        draws: AugmentParameters | None = None,
+        draw_parameters: AugmentParameters | None = None,
     ) -> None:
-        """`device` takes the batches; `pixels_device` is where the images lie, that one or the CPU. What `draws` draws
-        of each sample comes with it as "parameters"."""
-        self.labels, self.order, self.seed = source.labels, order, seed
+        """`device`: of the batches; `pixels_device`: where the images are kept, the same or the CPU. The result of
+        `draw_parameters` is added to each batch as "parameters"."""
+        self.labels, self.sampler, self.seed = source.labels, sampler, seed
         self.process, self.processes = process, processes
-        self.device, self.draws = device, draws
-        self.pixels = Pixels(source, pixels_device, memory_format)
+        self.device, self.draw_parameters = device, draw_parameters
+        self.pixels = PixelTensor(source, pixels_device, memory_format)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        share = self.order.batch_size // self.processes  # of one micro-batch
-        for stretch in self.order.stretches():
+        share = self.sampler.batch_size // self.processes  # of one micro-batch
+        for block in self.sampler.blocks():
             ids, weights = (
                 values.view(-1, self.processes, share)[:, self.process].reshape(-1)
-                for values in (stretch.ids, stretch.weights)
+                for values in (block.ids, block.weights)
             )
             columns = {
                 "labels": self.labels.index_select(0, ids),
                 "ids": ids,
-                "keys": hashed(key(self.seed, stretch.epoch, "augment"), ids),
+                "keys": hashed(key(self.seed, block.epoch, "augment"), ids),
                 "weights": weights,
             }
-            if self.draws is not None:
-                columns["parameters"] = self.draws(columns["keys"], weights)
-            columns = {name: self._sent(values, self.device) for name, values in columns.items()}
-            places = self._sent(self.pixels.places(ids), self.pixels.rows.device)
-            some = max(1, FETCHED_BYTES // (share * self.pixels.rows[0].numel())) * share
-            for start in range(0, len(ids), some):
-                images = self._sent(self.pixels.at(places[start : start + some]), self.device)
-                for at in range(0, len(images), share):
-                    batch = {name: values[start + at : start + at + share] for name, values in columns.items()}
-                    yield {"images": images[at : at + share], **batch}
+            if self.draw_parameters is not None:
+                columns["parameters"] = self.draw_parameters(columns["keys"], weights)
+            columns = {name: self._to_device(values, self.device) for name, values in columns.items()}
+            row_numbers = self._to_device(self.pixels.row_numbers(ids), self.pixels.rows.device)
+            step = max(1, FETCH_BYTES // (share * self.pixels.rows[0].numel())) * share
+            for first in range(0, len(ids), step):
+                images = self._to_device(self.pixels.select(row_numbers[first : first + step]), self.device)
+                for start in range(0, len(images), share):
+                    batch = {name: values[first + start : first + start + share] for name, values in columns.items()}
+                    yield {"images": images[start : start + share], **batch}
 
     @staticmethod
-    def _sent(values: Tensor, device: torch.device) -> Tensor:
+    def _to_device(values: Tensor, device: torch.device) -> Tensor:
         if values.device == device:
             return values
         return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
     def end(self) -> None:
-        """A pass was left in its middle. Accelerate's loaders must be told; here nothing is kept of it."""
+        """Called when a pass ends early. Accelerate's loaders need this; here there is no state to reset."""

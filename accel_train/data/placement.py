@@ -1,4 +1,4 @@
-"""Where the pixels of a split lie while it is used: on the device, in host memory, or where they are stored."""
+"""Where the pixels of a split are kept during a run: in device memory, in RAM, or on disk."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import torch
 from accelerate import Accelerator
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.arrays import Arrays
+from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.cache import CachedImages
-from accel_train.data.sources.splits import Source, owner
+from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 
-DEVICE_SHARE = 4  # a split may take this part, a quarter, of the device's free memory: the model's work needs the rest
-HOST_SHARE = 2  # and half of the host's, which all its processes share
+DEVICE_SHARE = 4  # a split may take 1/4 of the free device memory: the model needs the rest
+HOST_SHARE = 2  # and 1/2 of the host's free memory, which all its processes share
 
 Place = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How the batches of a split are made; said at the start of a run."""
+    """How the batches of a split are loaded, as printed at the start of a run."""
 
     place: Place
-    """disk: fetched image by image, from files or as a source makes them."""
+    """disk: fetched image by image, from files or computed by the source."""
     bytes: int | None
-    """Of all pixels, where they lie in memory; of the file of a cache. None: not known without decoding."""
+    """Size of all pixels in memory, or of the cache file. None: not known without decoding."""
     workers: int
-    """Processes that load images, for each training process."""
+    """Worker processes of each training process."""
     prefetch: int
-    """Batches that each of them is ahead."""
+    """Batches that each worker loads ahead."""
     decode_on: Literal["host", "device"] = "host"
     """Where JPEG files are decoded."""
 
@@ -40,69 +40,70 @@ class Placement:
         where += ", decoded on the device" * (self.decode_on == "device")
         size = "" if self.bytes is None else f"{_text(self.bytes)} "
         workers = f"{self.workers} worker{'s' * (self.workers != 1)}" if self.workers else "no workers"
-        ahead = f", each {self.prefetch} batches ahead" if self.workers else ""
+        prefetch = f", each {self.prefetch} batches ahead" if self.workers else ""
         threads = torch.get_num_threads()
-        return f"{size}{where}, {workers}{ahead}, {threads} thread{'s' * (threads > 1)}"
+        return f"{size}{where}, {workers}{prefetch}, {threads} thread{'s' * (threads > 1)}"
 
 
 def choose_place(
     data: Data, source: Source, accelerator: Accelerator, *, per_image: bool, local_processes: int
 ) -> tuple[Place, int | None]:
-    """(where the pixels of `source` are to lie, their bytes), the same on every process: all must call it at once.
+    """(place of the pixels of `source`, their size in bytes), the same on every process. Collective.
 
-    `per_image`: each image is turned by itself, in workers, before it makes a batch. Raises UserError if
-    --data.placement asks for what cannot be.
+    `per_image`: workers transform each image separately before it becomes part of a batch. Raises UserError if the
+    place that --data.placement names is not possible.
     """
-    asked, device = data.placement, accelerator.device
+    requested, device = data.placement, accelerator.device
     needed = pixel_bytes(source)
     if needed is None:
-        whole = "the images are files of many sizes: cache them (accel-train cache-data), or leave it auto"
-        return _encoded(data, source, accelerator, whole)
+        advice = "the images are files of different sizes: cache them (accel-train cache-data), or use auto"
+        return _choose_for_encoded(data, source, accelerator, advice)
     if per_image:
-        if asked == "device":
+        if requested == "device":
             raise UserError(
-                "--data.placement device: crop=resized and augment.policy turn each image by itself, on the host: "
-                "choose host or auto, or do without them."
+                "--data.placement device: crop=resized and augment.policy transform each image separately on the "
+                "host; use host or auto, or turn them off."
             )
-        return "host" if _owned(source) else "disk", needed
-    if asked == "disk":
+        return "host" if _in_ram(source) else "disk", needed
+    if requested == "disk":
         return "disk", needed
     free = free_device_bytes(device)
-    shares = {
-        "device": needed <= (free if asked == "device" else free // DEVICE_SHARE),
-        "host": _owned(source) or needed <= free_host_bytes() // HOST_SHARE // local_processes,
+    fits_here = {
+        "device": needed <= (free if requested == "device" else free // DEVICE_SHARE),
+        "host": _in_ram(source) or needed <= free_host_bytes() // HOST_SHARE // local_processes,
     }
-    fits = {place: all_agree(accelerator, fit) for place, fit in shares.items()}
-    if device.type != "cpu" and asked != "host":
+    fits = {place: all_agree(accelerator, fit) for place, fit in fits_here.items()}
+    if device.type != "cpu" and requested != "host":
         if fits["device"]:
             return "device", needed
-        if asked == "device":
+        if requested == "device":
             raise UserError(
-                f"--data.placement device: the images take {_text(needed)}; a device has only {_text(free)} free: "
-                "choose host or auto."
+                f"--data.placement device: the images take {_text(needed)}, but a device has only {_text(free)} free; "
+                "use host or auto."
             )
-    if asked == "host" and not fits["host"]:
+    if requested == "host" and not fits["host"]:
         raise UserError(
-            f"--data.placement host: the images take {_text(needed)} in each process, more than half of what is free: "
-            "choose disk."
+            f"--data.placement host: the images take {_text(needed)} in each process, more than half of the free "
+            "memory; use disk."
         )
     return "host" if fits["host"] else "disk", needed
 
 
-def _encoded(data: Data, source: Source, accelerator: Accelerator, advice: str) -> tuple[Place, int | None]:
-    held, _ = owner(source)
+def _choose_for_encoded(data: Data, source: Source, accelerator: Accelerator, advice: str) -> tuple[Place, int | None]:
+    """As `choose_place`, for images that are decoded one by one. `advice`: of the error message."""
+    held, _ = unwrap_subset(source)
     if isinstance(held, CachedImages):
         if data.placement == "device":
             raise UserError(
-                "--data.placement device: the images of a cache differ in size and are cropped on the host: "
-                "choose host, or leave it auto."
+                "--data.placement device: the images of a cache differ in size and are cropped on the host; "
+                "use host or auto."
             )
         if data.placement != "host":
             return "disk", held.file.bytes
         if not all_agree(accelerator, held.file.bytes <= free_host_bytes() // HOST_SHARE):
             raise UserError(
-                f"--data.placement host: the cache has {_text(held.file.bytes)}, more than half of the memory that is "
-                "free: leave it auto."
+                f"--data.placement host: the cache has {_text(held.file.bytes)}, more than half of the free memory; "
+                "use auto."
             )
         held.file.read_ahead()
         return "host", held.file.bytes
@@ -112,22 +113,22 @@ def _encoded(data: Data, source: Source, accelerator: Accelerator, advice: str) 
 
 
 def pixel_bytes(source: Source) -> int | None:
-    """Bytes of all images of a source as uint8 tensors of one size; None if they are encoded or of many sizes."""
+    """Size in bytes of all images as uint8 tensors; None if they are encoded or differ in size."""
     if not source.in_memory:
         return None
     return len(source) * source.fetch([0])[0].numel()
 
 
-def _owned(source: Source) -> bool:
-    """Whether the images lie in this process's memory already, and are not made when they are asked for."""
-    return isinstance(owner(source)[0], Arrays)
+def _in_ram(source: Source) -> bool:
+    """Whether the images are already in this process's memory, rather than computed on request."""
+    return isinstance(unwrap_subset(source)[0], ArraySource)
 
 
-def all_agree(accelerator: Accelerator, found: bool) -> bool:
-    """Whether `found` is true on every process."""
+def all_agree(accelerator: Accelerator, value: bool) -> bool:
+    """Whether `value` is true on every process. Collective."""
     if accelerator.num_processes == 1:
-        return found
-    votes = accelerator.gather(torch.tensor([found], device=accelerator.device))
+        return value
+    votes = accelerator.gather(torch.tensor([value], device=accelerator.device))
     return bool(votes.all())
 
 
@@ -138,7 +139,7 @@ def free_host_bytes() -> int:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Free memory of an accelerator; 0 if it cannot be known, and on a CPU."""
+    """Free memory of an accelerator in bytes; 0 on a CPU and where it is not known."""
     if device.type == "mps":
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     module: Any = getattr(torch, device.type)

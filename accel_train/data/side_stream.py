@@ -1,8 +1,8 @@
-"""Copies to a CUDA device beside what it computes.
+"""Copies batches to a CUDA device while it computes.
 
-Accelerate's loader and MemoryLoader start the copy of a batch (non-blocking, from pinned memory) when the batch is
-asked for: the host is by then ahead of the device, which has most of the last update still to compute. On the stream of
-that work the copy would wait for it, and the next update for the copy. On a stream of its own it begins at once.
+Accelerate's loader and MemoryLoader start to copy a batch (non-blocking, from pinned memory) when it is requested. By
+then the host is ahead of the device, which still has most of the last update to compute. On the stream of that work,
+the copy would wait for the work, and the next update for the copy. On a separate stream the copy begins at once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 class SideStream:
-    """Has a loader's copies made on a CUDA stream of their own. No batch is fetched earlier than without it."""
+    """Runs a loader's copies on a separate CUDA stream. It does not fetch batches earlier than the loader would."""
 
     def __init__(self, device: torch.device) -> None:
         cuda: Any = torch.cuda
         self.device, self.stream = device, cuda.Stream(device)
 
     def copied(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches (dicts with tensors, or errors): the current stream may use them, though the host does not
-        wait."""
+        """Yields the same batches (dicts with tensors, or errors). The current stream may use them; the host does not
+        wait for the copy."""
         iterator, end = iter(batches), object()
         while True:
             with torch.cuda.stream(self.stream):
@@ -35,6 +35,6 @@ class SideStream:
             if isinstance(batch, dict):
                 for value in batch.values():
                     if isinstance(value, Tensor) and value.device == self.device:
-                        value.record_stream(here)  # its memory belongs to the other one, which must not reuse it early
+                        value.record_stream(here)  # the other stream owns the memory and must not reuse it early
             yield batch
-            del batch  # its memory is free once the caller has let go of it
+            del batch  # so that its memory is free as soon as the caller drops it

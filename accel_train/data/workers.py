@@ -1,12 +1,13 @@
 """The worker processes that load images: what they do, and how they are started.
 
-They are forked from a server, a process of its own that has only imported what they need, and never from the trainer
-(multiprocessing's "forkserver", on a CPU, too, so that what is tested there is what runs on a GPU). A fork copies one
-thread and all memory: CUDA, and every other driver of a device, does not work in a copy of a process that uses it, and
-a lock that another thread holds at that moment (of NCCL's or gloo's threads, OpenMP, the display) stays locked in the
-copy for ever. "spawn" is as safe, but each worker would import torch by itself.
+Workers are never forked from the trainer, but from a server: a separate process that has only imported what they need
+(multiprocessing's "forkserver"; on a CPU too, so that tests there cover what runs on a GPU). A fork copies one thread
+and all memory. CUDA and other device drivers do not work in the copy of a process that uses them, and a lock that
+another thread holds at that moment (NCCL, gloo, OpenMP, the display) stays locked in the copy for ever. "spawn" is as
+safe, but each worker would import torch separately.
 
-What a worker is given is pickled. Tensors travel as shared memory, one copy for all; `Shared` does so with arrays.
+What a worker receives is pickled. Tensors are passed as shared memory, one copy for all; `SharedArray` does so
+with arrays.
 """
 
 from __future__ import annotations
@@ -33,99 +34,102 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from accel_train.data.order.keyed import hashed, key
-from accel_train.data.order.samplers import Draw
+from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.sources.encoded import EncodedImages
-from accel_train.data.sources.splits import Source, owner
-from accel_train.data.transforms.device_decoding import Reading, Undecoded
+from accel_train.data.sources.splits import Source, unwrap_subset
+from accel_train.data.transforms.device_decoding import EncodedBatch, JpegReader
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.errors import UserError
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""They go to every process of a job. The trainer answers them with a checkpoint, for which it needs its workers."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Sent to every process of a job. The trainer then saves a checkpoint, for which it still needs its workers."""
 
 
-class BatchedSet(Dataset[dict[str, Any]]):
-    """Fetches a whole draw at once. Holds no state: epoch and keys come with each draw, so that a worker process
-    that outlives an epoch never works with the last one's."""
+class BatchDataset(Dataset[dict[str, Any]]):
+    """Loads a whole batch at once. It has no state: each IndexBatch brings its epoch, so a worker process that
+    outlives an epoch cannot use the previous one's."""
 
     def __init__(
         self,
         source: Source,
-        transform: ImageTransform | Reading | None,
+        transform: ImageTransform | JpegReader | None,
         seed: int,
-        draws: AugmentParameters | None = None,
+        draw_parameters: AugmentParameters | None = None,
     ) -> None:
         self.source = source
-        self.held, self.held_ids = owner(source)
+        self.held, self.held_ids = unwrap_subset(source)
         self.transform = transform
         self.seed = seed
-        self.draws = draws
+        self.draw_parameters = draw_parameters
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, draw: Draw) -> dict[str, Any] | UserError:
-        """images uint8 [b, C, H, W], or yet Undecoded; labels, ids and keys int64 [b]; weights float32 [b]; and as
-        "parameters" what `draws` draws.
+    def __getitems__(self, indices: IndexBatch) -> dict[str, Any] | UserError:
+        """A batch: images uint8 [b, C, H, W] or an EncodedBatch; labels, ids and keys int64 [b]; weights float32 [b];
+        and the result of `draw_parameters`, if there is one, as "parameters".
 
-        An unreadable image's error is handed out in place of the batch: raised in a worker process, it would reach
-        the user wrapped in torch's traceback.
+        The error of an unreadable image is returned in place of the batch: if a worker process raised it, torch would
+        wrap it in a traceback.
         """
         try:
-            return self._fetch(draw)
+            return self._fetch(indices)
         except UserError as error:
             return error
 
-    def _fetch(self, draw: Draw) -> dict[str, Any]:
-        keys = hashed(key(self.seed, draw.epoch, "augment"), draw.ids)
-        images: Tensor | Sequence[Tensor] | Undecoded
+    def _fetch(self, indices: IndexBatch) -> dict[str, Any]:
+        keys = hashed(key(self.seed, indices.epoch, "augment"), indices.ids)
+        images: Tensor | Sequence[Tensor] | EncodedBatch
         if self.transform is None:
-            images = self.source.fetch(draw.ids.tolist())
-        elif isinstance(self.held, EncodedImages):  # what is not needed of an image is not decoded
-            ids = draw.ids if self.held_ids is None else self.held_ids[draw.ids]
+            images = self.source.fetch(indices.ids.tolist())
+        elif isinstance(self.held, EncodedImages):  # the transform decodes only what it needs of an image
+            ids = indices.ids if self.held_ids is None else self.held_ids[indices.ids]
             images = self.transform([self.held.open(id) for id in ids.tolist()], keys)
         else:
             assert isinstance(self.transform, ImageTransform)
-            images = self.transform(list(self.source.fetch(draw.ids.tolist())), keys)
-        assert isinstance(images, Tensor | Undecoded), "images of different sizes need an ImageTransform"
-        batch = {
+            images = self.transform(list(self.source.fetch(indices.ids.tolist())), keys)
+        assert isinstance(images, Tensor | EncodedBatch), "images of different sizes need an ImageTransform"
+        batch: dict[str, Any] = {
             "images": images,
-            "labels": self.source.labels[draw.ids],
-            "ids": draw.ids,
+            "labels": self.source.labels[indices.ids],
+            "ids": indices.ids,
             "keys": keys,
-            "weights": draw.weights,
+            "weights": indices.weights,
         }
-        return batch if self.draws is None else {**batch, "parameters": self.draws(keys, draw.weights)}
+        if self.draw_parameters is not None:
+            batch["parameters"] = self.draw_parameters(keys, indices.weights)
+        return batch
 
 
-def as_it_is(batch: Any) -> Any:
-    """A loader's collate_fn: a batch is whole when it is fetched."""
+def no_collate(batch: Any) -> Any:
+    """A loader's collate_fn: `BatchDataset` returns whole batches."""
     return batch
 
 
-# --- How workers are started, by the trainer.
+# --- How the trainer starts workers.
 
 
 def start_server() -> None:
-    """Start the server of this process, unless it runs. Returns at once: it imports torch on its own time.
+    """Start this process's server, unless it runs already. Returns at once, while the server imports torch.
 
-    To be called as soon as it is clear that workers will be needed; the first of them waits for the imports.
+    Call it as soon as it is clear that workers will be needed: the first worker waits for the imports. It uses
+    multiprocessing's modules `forkserver` and `resource_tracker`, checked with Python 3.11.
     """
     forkserver.set_forkserver_preload([__name__])
-    # The server finds the modules where this process does. By itself it would look into the working directory first,
-    # where a file of the user's may have the name of a module.
+    # The server must find modules where this process does. By default it would search the working directory first,
+    # where one of the user's files may have the name of a module.
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-    here = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in here}
-    # A blocked signal stays blocked in what is started here, and in the workers: SIGTERM would end the server. In this
-    # process it comes a moment later.
-    blocked = {*STOPS, signal.SIGUSR2}
+    variables = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in variables}
+    # Processes started here inherit the blocked signals, and so do the workers: SIGTERM would end the server. This
+    # process receives such a signal a moment later.
+    blocked = {*STOP_SIGNALS, signal.SIGUSR2}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # once more: that has unblocked some
-        os.environ.update(here)
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # again, because ensure_running() has unblocked some
+        os.environ.update(variables)
         forkserver.ensure_running()
     finally:
         for name, value in before.items():
@@ -137,10 +141,15 @@ def start_server() -> None:
 
 
 class _Worker(ForkServerProcess):
+    """A worker process that does not import the trainer's main module; uses `_Popen`, checked with Python 3.11."""
+
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802 -- multiprocessing's name
-        """Starts it. A worker would import this process's main module, for what it is given might come from there:
-        the training script, that is, with all that it imports. Nothing does, so it sees an empty one."""
+        """Start the worker with an empty main module in place of this process's.
+
+        multiprocessing would import the main module, the training script, in case a pickled object is defined there.
+        None is.
+        """
         start_server()
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
@@ -157,29 +166,29 @@ class WorkerContext(ForkServerContext):
 
     def __init__(self) -> None:
         super().__init__()
-        start_server()  # before a queue is made, which would start the tracker of resources with no signal blocked
+        start_server()  # before a queue starts the resource tracker with no signal blocked
 
 
 @functools.cache
 def stacks_file() -> IO[bytes]:
-    """Where the workers of this process write the stacks of their threads, upon SIGUSR2."""
+    """The file to which this process's workers write their threads' stacks on SIGUSR2."""
     return tempfile.TemporaryFile()
 
 
 def _end_workers() -> None:
-    """At the interpreter's end: multiprocessing would send what is left of them SIGTERM, and wait for ever."""
+    """Kill remaining workers at exit: multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
     workers = [child for child in multiprocessing.active_children() if child.daemon]
     for worker in workers:
         worker.kill()
 
 
-atexit.register(_end_workers)  # what is registered last runs first: before multiprocessing.util's, imported above
+atexit.register(_end_workers)  # handlers run in reverse order: this one before multiprocessing.util's, imported above
 
 
 # --- What a worker does first.
 
 
-class Beginning:
+class WorkerInit:
     """A loader's worker_init_fn."""
 
     def __init__(self) -> None:
@@ -192,16 +201,16 @@ class Beginning:
         self.stacks = os.fdopen(file.detach(), "wb", buffering=0)
 
     def __call__(self, _worker: int) -> None:
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        # faulthandler's own handler needs no Python, and so answers from a worker that is stuck, too.
+        # faulthandler does not run Python code, so it also works in a worker that hangs.
         faulthandler.register(signal.SIGUSR2, self.stacks, all_threads=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
-        threading.Thread(target=_end_with_the_trainer, daemon=True).start()
+        threading.Thread(target=_exit_with_trainer, daemon=True).start()
 
 
-def _end_with_the_trainer() -> None:
-    """torch's worker looks whether its parent is still there. That is the server here, which waits for the worker."""
+def _exit_with_trainer() -> None:
+    """Kill this worker when the trainer ends. torch's own check watches the parent, which is the server here."""
     trainer = multiprocessing.parent_process()
     assert trainer is not None
     multiprocessing.connection.wait([trainer.sentinel])

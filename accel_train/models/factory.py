@@ -17,10 +17,10 @@ from accel_train.models.nets import NETS
 from accel_train.models.torchvision_models import (
     PREFIX,
     create_torchvision,
-    given,
     published_weights,
     size_argument,
     torchvision_names,
+    without_none,
 )
 
 
@@ -79,7 +79,7 @@ def create_model(
     _check_name(model)
     try:
         if model.name in NETS:
-            options = given(dropout=model.dropout, drop_path=model.drop_path)
+            options = without_none(dropout=model.dropout, drop_path=model.drop_path)
             made = NETS[model.name](num_classes, channels, image_size, **options)
         elif model.name.startswith(PREFIX):
             made = create_torchvision(model, num_classes, channels, image_size, published)
@@ -142,7 +142,7 @@ def _timm_config(name: str) -> Any:
 def _create_timm(model: Model, num_classes: int, channels: int, image_size: int, load_published: bool) -> nn.Module:
     import timm
 
-    options = given(drop_rate=model.dropout, drop_path_rate=model.drop_path)
+    options = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path)
     published = _timm_config(model.name)
     sized = published.fixed_input_size and image_size != published.input_size[-1]
     if sized:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing runs parts of the forward pass again, in the backward pass: the same must come out of it."""
+"""Gradient checkpointing repeats parts of the forward pass during the backward pass; they must give the same values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from accel_train.config.schema import Model
 
 
 def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
-    """The buffers that `buffers_kept` has to keep: none unless `model` (as Accelerate prepared it) computes parts anew.
+    """The buffers for `preserve_buffers`: none unless `model` (as Accelerate prepared it) uses gradient checkpointing.
 
-    Parts that Accelerate wrapped (fsdp_activation_checkpointing) are told to draw the same dropout masks again, which
-    Accelerate tells them not to.
+    Parts that Accelerate wrapped (fsdp_activation_checkpointing) are set to repeat the same dropout masks, which
+    Accelerate turns off. This changes `checkpoint_fn.keywords` of torch's CheckpointWrapper (checked with torch 2.15
+    and Accelerate 1.15).
     """
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     for wrapper in wrappers:
@@ -26,10 +27,10 @@ def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
 
 
 @contextmanager
-def buffers_kept(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """For the backward pass: gives `buffers` the values back that the forward pass left in them.
+def preserve_buffers(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Restore `buffers` after the backward pass to their values after the forward pass.
 
-    BatchNorm would count the micro-batch in its running statistics a second time.
+    Otherwise BatchNorm would count the micro-batch in its running statistics twice.
     """
     before = [buffer.clone() for buffer in buffers]
     yield

@@ -37,7 +37,7 @@ def size_argument(name: str) -> str | None:
     return next((argument for start, argument in SIZED.items() if short.startswith(start)), None)
 
 
-def given(**arguments: Any) -> dict[str, Any]:
+def without_none(**arguments: Any) -> dict[str, Any]:
     """The arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}
 
@@ -47,7 +47,7 @@ def create_torchvision(model: Model, num_classes: int, channels: int, image_size
     import torchvision
 
     short = model.name.removeprefix(PREFIX)
-    options = given(dropout=model.dropout, stochastic_depth_prob=model.drop_path)
+    options = without_none(dropout=model.dropout, stochastic_depth_prob=model.drop_path)
     if short.startswith("densenet") and "dropout" in options:
         options["drop_rate"] = options.pop("dropout")
     if short in ("googlenet", "inception_v3"):

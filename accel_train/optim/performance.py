@@ -1,6 +1,6 @@
-"""What makes an update fast on each kind of device. None of it changes what is learned.
+"""Settings that make an update fast on each kind of device. They do not change what is learned.
 
-The fused optimizers are chosen in optim.py, the threads in launch.py; the precision is the launcher's. See PyTorch's
+optimizer.py chooses fused optimizers, the launch package the threads, and the launcher the precision. See PyTorch's
 Performance Tuning Guide (https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
 """
 
@@ -18,24 +18,29 @@ from accelerate.utils.dataclasses import DynamoBackend
 from torch import Tensor, nn
 
 from accel_train.errors import UserError
-from accel_train.models.padding import leave_out_padding
+from accel_train.models.padding import use_padding_aware_convolutions
 
 CHANNELS_LAST_DEVICES = ("cpu", "cuda", "xpu")
 
 
 def set_defaults(device: torch.device) -> None:
-    """Settings of the whole process, before the first forward pass."""
+    """Change settings of the whole process. Call it before the first forward pass."""
     if device.type == "cpu":
         _keep_freed_memory()
     if device.type == "cuda":
-        # All windows have one shape (see data/order.py), so that the fastest convolutions are looked for once.
+        # All batches have one shape (data/order/plan.py), so cuDNN searches for the fastest convolutions only once.
         torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # TF32 where a float32 product is left; convolutions have it already
+        torch.set_float32_matmul_precision(
+            "high"
+        )  # TF32 for remaining float32 products; convolutions use it by default
 
 
 def check_compilation(accelerator: Accelerator) -> None:
-    """Raise UserError if torch.compile would record CUDA graphs and gradients are accumulated: a graph's next call
-    writes over what the last one left for its backward pass (pytorch issues 96693 and 169545)."""
+    """Raise UserError if torch.compile would record CUDA graphs while gradients are accumulated.
+
+    A graph's next call would overwrite what its previous call saved for the backward pass (pytorch issues 96693 and
+    169545).
+    """
     plugin = accelerator.state.dynamo_plugin
     graphs = plugin.mode in ("reduce-overhead", "max-autotune") or plugin.backend == DynamoBackend.CUDAGRAPHS
     steps = accelerator.gradient_accumulation_steps
@@ -48,28 +53,28 @@ def check_compilation(accelerator: Accelerator) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep what an update frees for the next one.
+    """Make glibc keep the memory that an update frees, for the next update.
 
-    It gives large blocks back to the system at once, which maps and zeroes them anew, page by page: 5 to 20 % of an
-    update of a small net. What the user's environment says of it stays.
+    By default it returns large blocks to the system, which then maps and zeroes them again page by page: 5 to 20 % of
+    the time of a small network's update. Settings in the user's environment are respected.
     """
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
     if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
-        mallopt(mmap_threshold, 1 << 25)  # the most that it takes
+        trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h
+        mallopt(mmap_threshold, 1 << 25)  # the largest allowed value
         mallopt(trim_threshold, 1 << 30)
 
 
-def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
-    """Lay out the weights of `model` (not yet prepared) as it is the fastest; returns the layout for its images.
+def use_fastest_memory_format(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
+    """Convert `model` (not yet prepared) to the fastest memory format; return the format its inputs should have.
 
-    Channels last for nets of convolutions; a transformer has only the one that cuts its patches. FSDP shards
-    contiguous weights only. On a CPU oneDNN brings weights into blocks of its own in any case, and the optimizers'
-    fused kernels copy gradients that are not contiguous: there only images are channels last. Kernels of 1x1 or with
-    one channel lie the same way in both; their gradients come with the strides of channels last, which DDP compares.
-    What of a kernel sees nothing but padding is left out there, too (models/padding.py).
+    Channels last is fastest for convolutional networks; a transformer has one convolution, which makes its patches.
+    FSDP shards only contiguous weights. On a CPU only the images are channels last: oneDNN reorders weights in any
+    case, and the fused optimizers copy gradients that are not contiguous. Kernels of size 1x1 or with one channel have
+    the same memory in both formats, but their gradients get channels-last strides, which DDP compares: so these weights
+    get the same strides. On a CPU, kernel taps that see only padding are skipped, too (models/padding.py).
     """
     convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
     if (
@@ -78,41 +83,42 @@ def lay_out(accelerator: Accelerator, model: nn.Module) -> torch.memory_format:
         and accelerator.distributed_type != DistributedType.FSDP
     ):
         if accelerator.device.type == "cpu":
-            leave_out_padding(model)
+            use_padding_aware_convolutions(model)
             for weight in model.parameters():
                 if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
-                    weight.data = weight.data.to(memory_format=torch.channels_last)  # the strides; nothing is moved
+                    weight.data = weight.data.to(memory_format=torch.channels_last)  # changes only the strides
         else:
             model.to(memory_format=torch.channels_last)
         return torch.channels_last
     return torch.contiguous_format
 
 
-def seed(device: torch.device, word: int) -> None:
-    """Seed the generators that dropout and stochastic depth draw from: the CPU's and that of `device`.
+def seed_generators(device: torch.device, word: int) -> None:
+    """Seed the random generators of dropout and stochastic depth: the CPU's and that of `device`.
 
-    `torch.manual_seed` seeds those of all kinds of devices, present or not: 0.1 to 0.4 ms, as long as the update of a
-    small net on a GPU.
+    `torch.manual_seed` seeds the generators of all kinds of devices, present or not. That takes 0.1 to 0.4 ms, as long
+    as an update of a small network on a GPU.
     """
     torch.default_generator.manual_seed(word)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(word)
 
 
-def stepping(optimizer: Any) -> Any:
-    """The optimizer to call `step` and `zero_grad` of, for one that Accelerate prepared.
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The optimizer on which to call `step` and `zero_grad`, given one that Accelerate prepared.
 
-    Accelerate's own does more only for fp16's loss scaler and on XLA; elsewhere it looks twice a step for a package
-    that is not installed, in all folders of Python's path.
+    Accelerate's wrapper is only needed for fp16's loss scaler and on XLA. Elsewhere it would search all folders of
+    Python's path twice per step for a package that is not installed.
     """
     needed = optimizer.scaler is not None or optimizer.accelerator_state.distributed_type == DistributedType.XLA
     return optimizer if needed else optimizer.optimizer
 
 
-def settle_buckets(accelerator: Accelerator, model: nn.Module, inputs: Tensor) -> None:
-    """Pass once forward and backward through the prepared `model`, and leave weights and buffers as they were.
+def rebuild_ddp_buckets(accelerator: Accelerator, model: nn.Module, inputs: Tensor) -> None:
+    """Run one forward and backward pass of the prepared `model`, so that DDP rebuilds its buckets now.
 
-    Collective. `inputs`: float32 [b, C, size, size], of a training batch's shape; their values do not matter.
+    Weights and buffers do not change. Collective. `inputs`: float32 [b, C, size, size], with the shape of a training
+    batch; their values do not matter.
     """
     if accelerator.num_processes < 3:
         return

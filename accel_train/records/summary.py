@@ -17,7 +17,7 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import learning_settings
 from accel_train.config.schema import Config, to_yaml
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import TrainingOrder
+from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.placement import Placement
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
@@ -81,7 +81,7 @@ def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> st
     try:
         splits = load_splits(config.data, config.seed, download=False)
         plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last)
-        order = TrainingOrder(plan, config.seed, splits.unreadable)
+        order = TrainingSampler(plan, config.seed, splits.unreadable)
     except UserError as error:
         lines.append(f"# updates: not known ({error})")
     else:

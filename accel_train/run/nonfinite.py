@@ -1,18 +1,18 @@
-"""A loss or a gradient that is not finite: all processes know of it before the weights are touched.
+"""Detects NaN and infinite losses and gradients, on all processes, before an update changes the weights.
 
-After the backward pass of an update each process looks, on its device, whether its losses and the gradients are
-finite, and one all-reduce (MAX of a single number, on the device) makes the answer everybody's. It serves DDP, FSDP2
-and a loss that is not finite on one process alone. When the host reads the answer depends:
+After the backward pass of an update each process checks on its device whether its losses and gradients are finite. One
+all-reduce (MAX of a single number, on the device) gives all processes the same answer. This works with DDP, with FSDP2,
+and if only one process has a bad loss. The host reads the answer at one of two times:
 
-* Where waiting costs nothing or cannot be helped (the CPU, MPS, fp16, whose scaler waits anyhow, sharded parameters,
-  `skip`, optimizers without a fused kernel), it is read before the optimizer's step. On a GPU that is one wait for
-  the device an update.
-* On CUDA with a fused optimizer (sgd, adam, adamw) and `stop` or `rewind` nobody waits: the optimizer's kernel reads
-  the number itself (`found_inf`, as the GradScaler uses it) and leaves weights and state alone; the host reads it one
-  update later, and always before anything is logged or saved.
+* Before the optimizer's step, where waiting is free or cannot be avoided: on the CPU and MPS, with fp16 (whose scaler
+  waits anyway), sharded parameters, `skip`, and optimizers without a fused kernel. On a GPU this waits for the device
+  once per update.
+* One update later, on CUDA with a fused optimizer (sgd, adam, adamw) and `stop` or `rewind`. The optimizer's kernel
+  reads the answer itself (`found_inf`, as with the GradScaler) and does not change weights and state. The host always
+  reads the answer before anything is logged or saved.
 
-With fp16 an overflow of the scaled gradients is normal: the scaler leaves such updates out and lowers its scale. It
-counts as an error when the scale has fallen below 1, or when the loss itself is not finite.
+With fp16, an overflow of the scaled gradients is normal: the scaler skips such updates and lowers its scale. It counts
+as an error if the scale has fallen below 1 or if the loss itself is not finite.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from accel_train.config.schema import Config
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
 from accel_train.files import set_default_permissions
+from accel_train.optim.amp_internals import flag_nonfinite, scale_without_waiting, skip_step_if
 from accel_train.records.run_log import Report
 
-MOST_IN_A_ROW = 10  # updates left out one after the other: then it is the model that is broken, not a sample
+MOST_IN_A_ROW = 10  # skipped updates in a row: then the model is broken, not a sample
 
 
 @dataclass
 class Window:
-    """What one update was computed from, on this process."""
+    """The batches and losses of one update, on this process."""
 
     number: int = 0  # of the update, counted from 1
     batches: list[dict[str, Tensor]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)  # float32 [b] of each batch
-    bad: Tensor | None = None  # on the host, 1 or 0, once `copied` has happened
+    bad: Tensor | None = None  # on the host, 1 or 0; valid after the event `copied`
     copied: Any = None
 
 
 class Guard:
-    """Looks at each update, and does as --on-nonfinite says; all processes must make the same calls."""
+    """Checks each update and reacts as --on-nonfinite says. All processes must make the same calls."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Guard:
         transform: BatchTransform,
         report: Report,
     ) -> None:
-        """`model` and `optimizer` as Accelerate prepared them; `transform` is that of the training's batches."""
+        """`model`, `optimizer`: as Accelerate prepared them; `transform`: of training batches."""
         self.config, self.accelerator, self.transform, self.report = config, accelerator, transform, report
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -77,36 +78,38 @@ class Guard:
             and not any(isinstance(parameter, DTensor) for parameter in self.parameters)
         )
         self._one = torch.ones((), device=accelerator.device)
-        self._before: list[Tensor] = []  # the buffers before an update that is or may be left out
+        self._before: list[Tensor] = []  # buffers before an update that may be skipped
         self._window = Window()
-        self._unread: Window | None = None  # the update before, if the host has not yet read of it
-        self._everyone: list[tuple[int, int, float, float]] = []  # rank, id, loss, weight of each sample of one
+        self._unread: Window | None = None  # the previous update, if the host has not yet read its answer
+        self._everyone: list[
+            tuple[int, int, float, float]
+        ] = []  # rank, id, loss and weight of each sample of a bad update
         self._rewinds = False
 
-    def begin_update(self, state: TrainState) -> None:
-        """Before the first forward pass of an update, which may spoil the statistics of BatchNorm."""
+    def start(self, state: TrainState) -> None:
+        """Begin an update. Call it before the first forward pass, which may spoil BatchNorm's statistics."""
         self._window = Window(state.update + 1)
         self._before = []
         if self.config.on_nonfinite == "skip" or state.update + 1 in state.left_out:
             self._before = [buffer.clone() for buffer in self.buffers]
 
-    def add(self, batch: dict[str, Tensor], losses: Tensor) -> None:
-        """A micro-batch of the update, as it came from the loader, and its losses float32 [b]."""
+    def record(self, batch: dict[str, Tensor], losses: Tensor) -> None:
+        """Record a micro-batch of the update, as the loader returned it, and its losses (float32 [b])."""
         self._window.batches.append(batch)
         self._window.losses.append(losses.detach())
 
     @torch.no_grad()
-    def passes(self, state: TrainState) -> bool:
-        """After the last backward pass: whether the optimizer may take its step.
+    def check_step(self, state: TrainState) -> bool:
+        """Whether the optimizer may take its step. Call it after the last backward pass.
 
-        If not, the update is left out, and all is as it was before it but for its gradients. Raises UserError if
-        --on-nonfinite is stop.
+        If not, the update is skipped; the buffers are restored, the gradients are not. Raises UserError with
+        --on-nonfinite stop.
         """
         window = self._window
-        if window.number not in state.left_out:  # else an earlier pass has found it
+        if window.number not in state.left_out:  # otherwise it was found to be bad before the rewind
             if self.reads_later:
                 bad = self._find_bad(gradients=True)
-                self.optimizer.found_inf = bad
+                skip_step_if(self.optimizer, bad)
                 self._read(state)
                 window.bad = torch.empty((), pin_memory=True).copy_(bad, non_blocking=True)
                 window.copied = torch.cuda.current_stream().record_event()
@@ -120,33 +123,35 @@ class Guard:
         return False
 
     def rewinds(self, state: TrainState, *, due: bool) -> bool:
-        """At an update's end: whether the run has to go back to its last checkpoint. Raises UserError as `passes`.
+        """Whether the run must return to its last checkpoint. Call it at the end of an update.
 
-        `due`: something will be logged or saved now, so that all updates must have been looked at.
+        `due`: something will be logged or saved now, so all answers must be read. Raises UserError like `check_step`.
         """
         if due:
             self._read(state)
         return self._rewinds
 
-    def rewound(self) -> None:
-        """The run has gone back, and goes on."""
+    def reset(self) -> None:
+        """Call this after the run has returned to its last checkpoint."""
         self._unread, self._rewinds = None, False
 
     def _is_bad(self) -> bool:
-        """Whether a loss or gradient of any process is not finite: the same on all, with one wait for the device."""
+        """Whether a loss or gradient of any process is not finite: the same on all processes. Waits for the device."""
         scaler = self.accelerator.scaler
         if scaler is None:
             return bool(self._find_bad(gradients=True).item())
-        scale = scaler._get_scale_async()  # get_scale() would wait by itself
+        scale = scale_without_waiting(scaler)
         bad = self._bad_here(gradients=False)
         low = torch.zeros_like(bad) if scale is None else (scale < 1).to(bad)
-        found, gives_up = self._any_process(torch.stack([bad, low])).tolist()
-        # The scaler has given up if its scale is below 1: now gradients count, too.
-        return bool(found) or (bool(gives_up) and bool(self._find_bad(gradients=True).item()))
+        bad_loss, low_scale = self._any_process(torch.stack([bad, low])).tolist()
+        # With a scale below 1, overflowing gradients are no longer normal.
+        return bool(bad_loss) or (bool(low_scale) and bool(self._find_bad(gradients=True).item()))
 
     def _find_bad(self, *, gradients: bool) -> Tensor:
-        """1 if a loss (or, if asked for, a gradient) of any process is not finite, else 0; float32 [] on the device,
-        the same on all."""
+        """1 if a loss (or, with `gradients`, a gradient) of any process is not finite, else 0.
+
+        float32 [] on the device; the same on all processes.
+        """
         return self._any_process(self._bad_here(gradients=gradients))
 
     def _any_process(self, values: Tensor) -> Tensor:
@@ -156,31 +161,27 @@ class Guard:
         return values
 
     def _bad_here(self, *, gradients: bool) -> Tensor:
-        """As `_find_bad`, of this process alone."""
+        """As `_find_bad`, for this process alone."""
         losses, checked = self._window.losses, []
         if gradients:
-            found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            local = [each.to_local() if isinstance(each, DTensor) else each for each in found]
-            checked = [each for each in local if each.numel()]
+            all_gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in all_gradients]
+            checked = [grad for grad in local if grad.numel()]
         device = self.accelerator.device
         if device.type == "cpu":
             return torch.tensor(0.0 if _all_finite([*losses, *checked]) else 1.0)
         if device.type == "cuda":
-            # The loss scaler's kernel: with a factor of 1 it changes nothing. On MPS it has been wrong about bf16.
+            # Only on CUDA: on MPS the kernel has given wrong answers for bf16.
             bad = torch.zeros((), device=device)
-            by_type: dict[torch.dtype, list[Tensor]] = {}
-            for each in [*losses, *checked]:
-                by_type.setdefault(each.dtype, []).append(each)
-            for some in by_type.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(some, bad, self._one)
+            flag_nonfinite([*losses, *checked], bad, self._one)
             return bad
-        values = [each.sum() for each in losses]
+        values = [loss.sum() for loss in losses]
         if checked:
             values.append(nn.utils.get_total_norm(checked, norm_type=math.inf).to(values[0]))
         return 1 - torch.stack(values).isfinite().all().float()
 
     def _read(self, state: TrainState) -> None:
-        """Read the answer about the last update, if it was not yet."""
+        """Read the answer for the previous update, if the host has not read it yet."""
         window, self._unread = self._unread, None
         if window is not None and window.bad is not None:
             window.copied.synchronize()
@@ -188,34 +189,34 @@ class Guard:
                 self._act(window, state)
 
     def _act(self, window: Window, state: TrainState) -> None:
-        """Write down what the update was made of, and tell it; then stop, or leave it out."""
-        found = self._describe(window)
+        """Save the samples of a bad update and report it; then stop, or record it as skipped."""
+        problem = self._describe(window)
         folder = self._write(window)
         policy = self.config.on_nonfinite
         broken = {*range(window.number - MOST_IN_A_ROW, window.number)} <= {*state.left_out}
         if policy == "stop" or broken:
-            self.report.run.event(f"not finite: {found}", update=window.number, action="stop")
+            self.report.run.event(f"not finite: {problem}", update=window.number, action="stop")
             advice = (
-                f"so were the {MOST_IN_A_ROW} before it, which were left out: lower optim.lr in a new run"
+                f"the {MOST_IN_A_ROW} updates before it were skipped for the same reason: lower optim.lr in a new run"
                 if broken
-                else "go on from there with another optim.lr (--allow-change), or with --on-nonfinite skip or rewind"
+                else "continue from it with another optim.lr (--allow-change), or with --on-nonfinite skip or rewind"
             )
             raise UserError(
-                f"Update {window.number} is not finite: {found}. Its samples are in {folder}. "
-                f"The last checkpoint is whole; {advice}."
+                f"Update {window.number} is not finite: {problem}. Its samples are in {folder}. "
+                f"The last checkpoint is intact; {advice}."
             )
         state.left_out.append(window.number)
         self._rewinds = policy == "rewind"
-        self.report.left_out(window.number, found, state, action=policy)
+        self.report.left_out(window.number, problem, state, action=policy)
 
     def _describe(self, window: Window) -> str:
-        """What is not finite, in words, the same on all processes; the ids go to nonfinite/update-….json."""
+        """A description of what is not finite, the same on all processes; nonfinite/update-….json has all ids."""
         ids = torch.cat([batch["ids"] for batch in window.batches]).tolist()
         weights = torch.cat([batch["weights"] for batch in window.batches]).tolist()
         losses = torch.cat(window.losses).tolist()
         rank = self.accelerator.process_index
-        here = [(rank, *each) for each in zip(ids, losses, weights, strict=True)]
-        self._everyone = gather_object(here)
+        own = [(rank, *sample) for sample in zip(ids, losses, weights, strict=True)]
+        self._everyone = gather_object(own)
         bad = [id_ for _, id_, loss, _ in self._everyone if not math.isfinite(loss)]
         if not bad:
             return "the gradient, though all losses are finite"
@@ -223,20 +224,23 @@ class Guard:
         return f"the loss of {len(bad)} of {len(self._everyone)} samples (ids {shown})"
 
     def _write(self, window: Window) -> str:
-        """The images as they were loaded and as the model saw them, a file a process; the ids of all in one."""
+        """Write the images, as loaded and as model input, to one file per process, and all ids to one file.
+
+        Returns the folder.
+        """
         folder = self.report.run.path / "nonfinite"
         name = f"update-{window.number:08d}"
         if not self.report.run.lease.holds(fresh=True):
             return str(folder)
         try:
             folder.mkdir(exist_ok=True)
-            mine = folder / f"{name}-rank-{self.accelerator.process_index}"
-            # The augmentation is a function of the batch alone: what the model saw can be made once more.
+            own_file = folder / f"{name}-rank-{self.accelerator.process_index}"
+            # The augmentation is a function of the batch alone, so the model's input can be computed again.
             tensors = [{**batch, "inputs": self.transform(batch)[0]} for batch in window.batches]
-            together = {key: torch.cat([each[key] for each in tensors]).cpu().contiguous() for key in tensors[0]}
-            save_file({**together, "losses": torch.cat(window.losses).cpu()}, mine.with_suffix(".safetensors"))
-            set_default_permissions(mine.with_suffix(".safetensors"))
-            save_image(together["images"].float() / 255, mine.with_suffix(".png"), nrow=16)
+            together = {key: torch.cat([batch[key] for batch in tensors]).cpu().contiguous() for key in tensors[0]}
+            save_file({**together, "losses": torch.cat(window.losses).cpu()}, own_file.with_suffix(".safetensors"))
+            set_default_permissions(own_file.with_suffix(".safetensors"))
+            save_image(together["images"].float() / 255, own_file.with_suffix(".png"), nrow=16)
             if self.accelerator.is_main_process:
                 samples = [
                     {"id": id_, "rank": rank, "loss": loss if math.isfinite(loss) else str(loss)}
@@ -251,6 +255,6 @@ class Guard:
 
 
 def _all_finite(tensors: list[Tensor]) -> bool:
-    """Whether all values of tensors in the host's memory are finite. To sum them is the fastest way to read them."""
-    # The sum of finite ones may overflow.
-    return all(math.isfinite(each.sum().item()) or bool(each.isfinite().all()) for each in tensors)
+    """Whether all values of tensors on the CPU are finite. Summing is the fastest way to read them."""
+    # The sum of finite values may overflow, so a sum that is not finite needs the slow check.
+    return all(math.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all()) for tensor in tensors)

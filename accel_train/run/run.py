@@ -13,13 +13,13 @@ from accelerate.utils import gather_object
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.semantics import SEMANTICS
-from accel_train.data.loading import normalization
+from accel_train.data.loading import resolve_mean_std
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import INTERRUPTED, at_terminal
 from accel_train.launch.rendezvous import check_shared_directory
-from accel_train.optim.ema import share_buffers
+from accel_train.optim.ema import broadcast_buffers
 from accel_train.ownership.lease import Lease
 from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
@@ -126,7 +126,7 @@ class Run:
         """Write the run's settings, its model's input and classes, and its devices; start the trackers."""
         setup, splits = self.setup, self.setup.splits
         native = splits.image_size if splits.train.in_memory else None
-        mean, std = normalization(self.config, splits)
+        mean, std = resolve_mean_std(self.config, splits)
         signature = Signature(splits.classes, splits.channels, setup.image_size, native, mean, std, SEMANTICS)
         self.directory.begin(
             self.config,
@@ -238,7 +238,7 @@ class Run:
         position.left_out = self.state.left_out
         self.setup.schedule.step_update(position.update - self.extra_updates)
         self.meter.read()
-        self.guard.rewound()
+        self.guard.reset()
         self.report.rewound(position)
         self.state = position
 
@@ -252,7 +252,7 @@ class Run:
             return self.stop_requests.interruptible(self.watchdog.monitored(batches, f"evaluating {split}"))
 
         for name, model in names.items():
-            share_buffers(model)
+            broadcast_buffers(model)
             self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
             self.report.evaluated(name, self.state, self.evaluations[name])
         return self.evaluations[name]

@@ -57,8 +57,8 @@ def created(
     )
 
     def drawn_and_transformed(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        if transform.draws is not None:
-            batch = {**batch, "parameters": transform.draws(batch["keys"], batch["weights"])}
+        if transform.draw_parameters is not None:
+            batch = {**batch, "parameters": transform.draw_parameters(batch["keys"], batch["weights"])}
         return transform(batch)
 
     return drawn_and_transformed

@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_feed, create_loader
+from accel_train.data.loading import create_input_pipeline, create_loader
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.cache import CachedImages, CacheFile
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
@@ -128,7 +128,7 @@ class TestContent:
         images = cached.train.fetch(range(100))
         assert {len(image) for image in images} == {1}
         coloured = written(Data(name="folder", root=original), tmp_path / "coloured")
-        with pytest.raises(UserError, match="holds coloured images"):
+        with pytest.raises(UserError, match="contains colour images"):
             load_splits(replace(coloured, channels=1), 0)
 
     def test_tar_files(self, original: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ class TestReading:
         source = load_splits(cached, 0).train
 
         def seen(batch_size: int, workers: int, update: int = 0) -> dict[int, bytes]:
-            order = TrainingOrder(Plan(100, batch_size, 1, 1), 5)
+            order = TrainingSampler(Plan(100, batch_size, 1, 1), 5)
             order.seek(3, update * batch_size)
             loader = create_loader(
                 source, order, Augment(crop="resized", flip=0.5), training=True, size=24, seed=5, workers=workers,
@@ -177,8 +177,10 @@ class TestReading:
     def test_where_it_lies(self, cached: Data, place: str) -> None:
         config = Config(data=replace(cached, placement=place, workers=0))
         splits = load_splits(config.data, 0)
-        order = EvaluationOrder(100, 50)
-        feed = create_feed(config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=24)
+        order = EvaluationSampler(100, 50)
+        feed = create_input_pipeline(
+            config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=24
+        )
         assert feed.placement.place == ("host" if place == "host" else "disk")
         assert feed.placement.bytes == cached.root.stat().st_size
         assert sum(len(batch["ids"]) for batch in feed.batches) == 100
@@ -193,24 +195,24 @@ class TestReading:
             config = Config(data=replace(data, placement=place))
             splits = load_splits(config.data, 0)
             with pytest.raises(UserError, match=rf"--data\.placement {place}: .*{message}"):
-                order = EvaluationOrder(100, 50)
-                create_feed(config, splits, splits.train, order, accelerator, training=False, size=24)
+                order = EvaluationSampler(100, 50)
+                create_input_pipeline(config, splits, splits.train, order, accelerator, training=False, size=24)
 
     def test_a_file_that_was_cut_or_altered_is_not_taken(self, cached: Data, tmp_path: Path) -> None:
         whole = cached.root.read_bytes()
         torn = tmp_path / "torn"
         for end in (0, 1, 8, 63, len(whole) // 2, len(whole) - 100, len(whole) - 1):
             torn.write_bytes(whole[:end])
-            with pytest.raises(UserError, match="is no whole cache"):
+            with pytest.raises(UserError, match="is not a complete cache"):
                 CacheFile(torn)
         for at in (len(whole) - 3, len(whole) - 30, len(whole) - 1000):  # digest, place, index
             altered = bytearray(whole)
             altered[at] ^= 1
             torn.write_bytes(altered)
-            with pytest.raises(UserError, match="is no whole cache"):
+            with pytest.raises(UserError, match="is not a complete cache"):
                 CacheFile(torn)
         torn.write_bytes(whole + b"\0")
-        with pytest.raises(UserError, match="is no whole cache"):
+        with pytest.raises(UserError, match="is not a complete cache"):
             CacheFile(torn)
         for missing in (tmp_path / "nowhere", tmp_path):
             with pytest.raises(UserError, match="cannot be read"):
@@ -225,7 +227,7 @@ class TestReading:
         source = load_splits(data, 0).train
         assert isinstance(source, CachedImages)
         for read in (source.fetch, lambda ids: source.open(ids[0])):
-            with pytest.raises(UserError, match=r"train/cat/15\.jpg cannot be read: it is altered") as caught:
+            with pytest.raises(UserError, match=r"train/cat/15\.jpg cannot be read: it was changed") as caught:
                 read([7])
             assert f"accel-train check-data cache --root {altered}" in str(caught.value)
         source.fetch([6, 8])
@@ -260,7 +262,7 @@ class TestWriting:
             assert torch.equal(one.labels, other.labels)
         assert torch.equal(skipped.unreadable, after.unreadable) and after.left_out == 3
         after.to_train_on.fetch(range(98))
-        with pytest.raises(UserError, match=r"cat/0\.jpg cannot be read: it was left out when the cache was written"):
+        with pytest.raises(UserError, match=r"cat/0\.jpg cannot be read: it was skipped when the cache was written"):
             after.train.fetch(range(100))
         assert check_data(cached, tmp_path / "list", 1) == 0
         for seed in range(4):  # divided like the folder, whatever was left out
@@ -277,7 +279,7 @@ class TestWriting:
         monkeypatch.setattr(cache_writer, "SEMANTICS", 1)
         old = load_splits(written(folder, tmp_path / "old"), 0)
         assert (new.semantics, new.notes, old.semantics) == (2, (), 1)  # checkpoints note it
-        assert old.notes[0].startswith(f"{tmp_path}/old was written by an older accel-train, which ignored EXIF")
+        assert old.notes[0].startswith(f"{tmp_path}/old was written by an older accel-train, which ignored the EXIF")
         monkeypatch.setattr(cache_writer, "SEMANTICS", 99)
         with pytest.raises(UserError, match="was written by a newer accel-train"):
             load_splits(written(folder, tmp_path / "newer"), 0)
@@ -343,7 +345,7 @@ class TestWriting:
         output = tmp_path / "killed"
         journal = self.killed(folder, output)
         partial = output.with_name(".killed.partial")
-        with pytest.raises(UserError, match="is no whole cache"):
+        with pytest.raises(UserError, match="is not a complete cache"):
             CacheFile(partial)
         with partial.open("ab") as file:  # a chunk that the journal does not know yet, and half a line
             file.write(b"torn" * 1000)
@@ -418,7 +420,7 @@ def test_wrong_words_on_the_command_line(tmp_path: Path) -> None:
         (["folder", "--output", "x", "--channels", "2"], "--channels: expected 1 or 3, found 2"),
         (["folder", "--output", "x", "--short-side", "0"], "--short-side: expected at least 1"),
         (["folder", "--output", "x", "--encoding", "png"], "--encoding: expected one of raw, jpeg"),
-        (["folder", "--output", "x", "--root", str(tmp_path / "none")], "is not there"),
+        (["folder", "--output", "x", "--root", str(tmp_path / "none")], "does not exist"),
     ):
         done = helpers.python("-m", "accel_train", "cache-data", *words, cwd=tmp_path)
         assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1

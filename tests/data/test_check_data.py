@@ -97,7 +97,7 @@ def test_a_list_that_cannot_be_written(data: Data, tmp_path: Path) -> None:
 
 
 def test_errors_of_the_data_come_through(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist"):
         check_data(Data(name="folder", root=tmp_path / "nowhere"), tmp_path / "list", 1)
 
 

@@ -12,9 +12,9 @@ from PIL import Image
 
 from accel_train.cli import main
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_feed
+from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
@@ -43,8 +43,10 @@ def images(source: Source, data: Data, augment: Augment, *, training: bool, chan
     """What a feed yields, in the order of the samples; uint8 [n, C, size, size]."""
     config = Config(data=data, augment=augment, batch_size=8)
     splits = load_splits(data, 0)
-    order = TrainingOrder(Plan(len(source), 8, 1, 1), 0) if training else EvaluationOrder(len(source), 8)
-    feed = create_feed(config, splits, source, order, create_accelerator(Launch()), training=training, size=32)
+    order = TrainingSampler(Plan(len(source), 8, 1, 1), 0) if training else EvaluationSampler(len(source), 8)
+    feed = create_input_pipeline(
+        config, splits, source, order, create_accelerator(Launch()), training=training, size=32
+    )
     found = {}
     for batch in feed.batches:
         assert batch["images"].shape[1:] == (channels, 32, 32)
@@ -104,9 +106,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("data", "augment", "message"),
     [
-        (Data(decode_on="device"), Augment(), "the images of this data set are no files: leave it host"),
-        (None, Augment(crop="random"), "augment.policy and crop=random turn each decoded image on the host"),
-        (None, Augment(crop="resized", policy="randaugment"), "augment.policy and crop=random turn each"),
+        (Data(decode_on="device"), Augment(), "the images of this dataset are not files; use host"),
+        (None, Augment(crop="random"), "augment.policy and crop=random transform decoded images on the host"),
+        (None, Augment(crop="resized", policy="randaugment"), "augment.policy and crop=random transform decoded"),
     ],
 )
 def test_what_it_cannot_do_is_said(tree: Path, data: Data | None, augment: Augment, message: str) -> None:

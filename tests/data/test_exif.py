@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from PIL import Image, ImageOps
 
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_feed
+from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
-from accel_train.data.sources.images import Picture, decode
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.sources.images import LazyImage, decode
 from accel_train.data.sources.load import load_splits
 from accel_train.data.tools.cache_writer import write_cache
 from accel_train.data.tools.check import check_data
@@ -73,11 +73,11 @@ def test_decoded_upright_from_every_format(orientation: int) -> None:
         "WebP": stored(upright(), orientation, "WEBP", lossless=True),
     }
     for name, data in lossless.items():
-        picture = Picture(data, 3)
+        picture = LazyImage(data, 3)
         assert (picture.height, picture.width) == (44, 61), name
         assert torch.equal(picture.pixels(), expected), name
     jpeg = stored(upright(), orientation, "JPEG", quality=95)
-    picture = Picture(jpeg, 3)
+    picture = LazyImage(jpeg, 3)
     assert (picture.height, picture.width) == (44, 61)
     assert torch.equal(picture.pixels(), tensor(ImageOps.exif_transpose(Image.open(io.BytesIO(jpeg)))))
     grey = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(jpeg)).convert("L")))
@@ -115,9 +115,11 @@ def seen(data: Data, augment: Augment, *, training: bool) -> torch.Tensor:
     splits = load_splits(data, 0)
     source = splits.train if training else splits.test
     assert source is not None
-    order = TrainingOrder(Plan(len(source), 8, 1, 1), 0) if training else EvaluationOrder(len(source), 8)
+    order = TrainingSampler(Plan(len(source), 8, 1, 1), 0) if training else EvaluationSampler(len(source), 8)
     config = Config(data=data, augment=augment, batch_size=8)
-    feed = create_feed(config, splits, source, order, create_accelerator(Launch()), training=training, size=40)
+    feed = create_input_pipeline(
+        config, splits, source, order, create_accelerator(Launch()), training=training, size=40
+    )
     (batch,) = feed.batches
     return batch["images"][batch["ids"].argsort()]
 

@@ -68,7 +68,7 @@ def test_other_column_names_unreadable_images_and_unlabelled_tests(tmp_path: Pat
     found = load(f"hfds/{tmp_path / 'set'}", tmp_path / "cache", channels=1)
     assert found.train.labels.tolist() == [0, 1, 1] and found.test is None
     assert [image[0, 0, 0].item() for image in found.train.fetch([1, 0])] == [2, 1]
-    with pytest.raises(UserError, match=r"train image 2 cannot be read: it is no image of a known format"):
+    with pytest.raises(UserError, match=r"train image 2 cannot be read: it is not an image of a known format"):
         found.train.fetch([2])
 
 

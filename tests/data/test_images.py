@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.data.sources.encoded import FileImages, Names
+from accel_train.data.sources.encoded import FileImages, StringArray
 from accel_train.data.sources.find import find_images
 from accel_train.data.sources.images import ImageError, decode
 from accel_train.errors import UserError
@@ -155,5 +155,5 @@ def test_links_in_a_circle_and_second_ways_are_not_followed(tmp_path: Path) -> N
 
 def test_names_are_kept_as_they_are() -> None:
     names = ["a/1.jpg", "", "ä/漢.png", "bad\udcff.jpg"]
-    packed = Names(names)
+    packed = StringArray(names)
     assert [packed[i] for i in range(4)] == names

@@ -10,7 +10,7 @@ from PIL import Image
 from accel_train.config.schema import Augment, Data
 from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.launch.process import share_of_cores
@@ -26,7 +26,7 @@ def splits(tmp_path: Path) -> Splits:
 
 
 def loader(splits: Splits, *, training: bool, workers: int | None, device: str = "cpu", cores: int = 1):
-    order = TrainingOrder(Plan(8, 4, 1, 1), 0) if training else EvaluationOrder(8, 4)
+    order = TrainingSampler(Plan(8, 4, 1, 1), 0) if training else EvaluationSampler(8, 4)
     return create_loader(
         splits.train, order, Augment(), training=training, size=16, seed=0, workers=workers,
         cores=cores, device=torch.device(device),

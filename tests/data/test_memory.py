@@ -12,12 +12,12 @@ from torch.utils.data import Sampler
 
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data import placement
-from accel_train.data.loading import Feed, create_feed
+from accel_train.data.loading import InputPipeline, create_input_pipeline
 from accel_train.data.memory import MemoryLoader
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import Draw, EvaluationOrder, Order, TrainingOrder
+from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, IndexSampler, TrainingSampler
 from accel_train.data.placement import Placement, choose_place
-from accel_train.data.sources.arrays import Arrays
+from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits, subset
 from accel_train.errors import UserError
@@ -27,24 +27,26 @@ from accel_train.records.summary import describe
 
 GENERATOR = torch.Generator().manual_seed(0)
 PIXELS = torch.randint(256, (157, 3, 12, 12), generator=GENERATOR, dtype=torch.uint8)
-ARRAYS = Arrays("colours", PIXELS, torch.arange(157) % 4)
+ARRAYS = ArraySource("colours", PIXELS, torch.arange(157) % 4)
 SPLITS = Splits(tuple("abcd"), 3, 12, (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), ARRAYS, None, ARRAYS)
 TURNED = Augment(crop="random", pad=2, flip=0.5, erase=0.3)
 MIXED = dataclasses.replace(TURNED, mixup=0.4, cutmix=1.0)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def feed_of(splits: Splits = SPLITS, *, training: bool = True, layout: str = "contiguous", **settings: object) -> Feed:
+def feed_of(
+    splits: Splits = SPLITS, *, training: bool = True, layout: str = "contiguous", **settings: object
+) -> InputPipeline:
     settings = {"augment": TURNED, "batch_size": 24, **settings}
     config = Config(seed=5, **settings)
     source = splits.train
-    order = TrainingOrder(Plan(len(source), 24, 1, 2), 5) if training else EvaluationOrder(len(source), 50)
+    order = TrainingSampler(Plan(len(source), 24, 1, 2), 5) if training else EvaluationSampler(len(source), 50)
     accelerator = create_accelerator(Launch())
     options = {"training": training, "size": 10, "memory_format": LAYOUTS[layout]}
-    return create_feed(config, splits, source, order, accelerator, **options)
+    return create_input_pipeline(config, splits, source, order, accelerator, **options)
 
 
-def seen(feed: Feed) -> list[dict[str, torch.Tensor]]:
+def seen(feed: InputPipeline) -> list[dict[str, torch.Tensor]]:
     batches = []
     for batch in feed.batches:
         inputs, targets = feed.transform(batch)
@@ -73,33 +75,35 @@ def test_host_memory_gives_the_batches_of_the_loader(augment: Augment, layout: s
     assert all(batch["inputs"].is_contiguous(memory_format=LAYOUTS[layout]) for batch in found)
 
 
-class OtherOrder(Sampler[Draw]):
+class OtherSampler(Sampler[IndexBatch]):
     """A batch sampler that is none of the package's, with the same interface."""
 
-    def __init__(self, order: TrainingOrder) -> None:
+    def __init__(self, order: TrainingSampler) -> None:
         self.order, self.batch_size, self.drop_last = order, order.batch_size, False
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def __iter__(self) -> Iterator[Draw]:
+    def __iter__(self) -> Iterator[IndexBatch]:
         return iter(self.order)
 
-    def stretches(self) -> Iterator[Draw]:
-        return self.order.stretches()
+    def blocks(self) -> Iterator[IndexBatch]:
+        return self.order.blocks()
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize("augment", [TURNED, dataclasses.replace(TURNED, policy="trivialaugment")])
 def test_any_order_of_training_is_augmented(augment: Augment, place: str) -> None:
-    own = TrainingOrder(Plan(len(SPLITS.train), 24, 1, 2), 5)
+    own = TrainingSampler(Plan(len(SPLITS.train), 24, 1, 2), 5)
     config = Config(seed=5, batch_size=24, augment=augment, data=Data(placement=place, workers=0))
 
-    def fed(order: Order) -> list[dict[str, torch.Tensor]]:
-        feed = create_feed(config, SPLITS, SPLITS.train, order, create_accelerator(Launch()), training=True, size=10)
+    def fed(order: IndexSampler) -> list[dict[str, torch.Tensor]]:
+        feed = create_input_pipeline(
+            config, SPLITS, SPLITS.train, order, create_accelerator(Launch()), training=True, size=10
+        )
         return seen(feed)
 
-    same(fed(OtherOrder(own)), fed(own))
+    same(fed(OtherSampler(own)), fed(own))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -126,7 +130,7 @@ def test_a_part_of_a_set(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_process_takes_its_slice_from_any_update_on(layout: str) -> None:
     def batches(process: int, processes: int, update: int) -> list[dict[str, torch.Tensor]]:
-        order = TrainingOrder(Plan(157, 24, processes, 2), 5)
+        order = TrainingSampler(Plan(157, 24, processes, 2), 5)
         order.seek(3, update * 24)
         cpu = torch.device("cpu")
         loader = MemoryLoader(
@@ -209,7 +213,7 @@ class TestPlacement:
         assert self.place(monkeypatch, asked, device, free) == found
 
     def test_what_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(UserError, match=r"--data\.placement device: the images take 0\.1 MB.*choose host or auto"):
+        with pytest.raises(UserError, match=r"--data\.placement device: the images take 0\.1 MB.*use host or auto"):
             self.place(monkeypatch, "device", "cuda", PIXELS.numel() - 1)
         source = load_splits(Data(name="synthetic"), 0).train
         needed = 2048 * 3 * 32 * 32
@@ -255,10 +259,10 @@ def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> 
         "from accel_train.config.schema import Augment, Data\n"
         "from accel_train.data.loading import create_loader\n"
         "from accel_train.data.order.plan import Plan\n"
-        "from accel_train.data.order.samplers import TrainingOrder\n"
+        "from accel_train.data.order.samplers import TrainingSampler\n"
         "from accel_train.data.sources.load import load_splits\n"
         "source = load_splits(Data(), 0).train\n"
-        "order = TrainingOrder(Plan(len(source), 32, 1, 1), 0)\n"
+        "order = TrainingSampler(Plan(len(source), 32, 1, 1), 0)\n"
         "loader = create_loader(source, order, Augment(policy='trivialaugment'), training=True, size=8, seed=0,\n"
         "                       workers=2, device=torch.device('cpu'))\n"
         "batches = iter(loader)\n"

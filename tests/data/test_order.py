@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from accel_train.data.order.keyed import key, permuted
 from accel_train.data.order.plan import Plan, accumulation_steps
-from accel_train.data.order.samplers import Draw, EvaluationOrder, TrainingOrder
+from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, TrainingSampler
 from accel_train.errors import UserError
 
 
@@ -23,19 +23,21 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-def drawn(order: TrainingOrder | EvaluationOrder) -> Draw:
+def drawn(order: TrainingSampler | EvaluationSampler) -> IndexBatch:
     """All that an order yields, in one."""
     draws = list(order)
     assert len(draws) == len(order)
     assert all(len(draw) == order.batch_size for draw in draws)  # shapes never change
     epochs = {draw.epoch for draw in draws}
     assert len(epochs) == 1
-    return Draw(epochs.pop(), torch.cat([draw.ids for draw in draws]), torch.cat([draw.weights for draw in draws]))
+    return IndexBatch(
+        epochs.pop(), torch.cat([draw.ids for draw in draws]), torch.cat([draw.weights for draw in draws])
+    )
 
 
 @given(plans(), st.integers(0, 2**40), st.integers(0, 100))
 def test_each_sample_exactly_once_and_padding_last(plan: Plan, seed: int, epoch: int) -> None:
-    order = TrainingOrder(plan, seed)
+    order = TrainingSampler(plan, seed)
     order.seek(epoch)
     found = drawn(order)
     assert found.epoch == epoch
@@ -54,8 +56,8 @@ def test_each_sample_exactly_once_and_padding_last(plan: Plan, seed: int, epoch:
 
 @given(plans(), st.integers(0, 2**40), st.integers(0, 100))
 def test_the_windows_do_not_depend_on_the_split(plan: Plan, seed: int, epoch: int) -> None:
-    whole = TrainingOrder(Plan(plan.samples, plan.batch_size, 1, 1, plan.drop_last), seed)
-    split = TrainingOrder(plan, seed)
+    whole = TrainingSampler(Plan(plan.samples, plan.batch_size, 1, 1, plan.drop_last), seed)
+    split = TrainingSampler(plan, seed)
     whole.seek(epoch)
     split.seek(epoch)
     # What Accelerate's own sharding hands to each process, put together again: step by step, process by process.
@@ -72,7 +74,7 @@ def test_the_windows_do_not_depend_on_the_split(plan: Plan, seed: int, epoch: in
 
 @given(plans(), st.integers(0, 2**40), st.integers(0, 100), st.data())
 def test_seek_goes_to_any_update(plan: Plan, seed: int, epoch: int, data: st.DataObject) -> None:
-    order = TrainingOrder(plan, seed)
+    order = TrainingSampler(plan, seed)
     order.seek(epoch)
     whole = drawn(order)
     update = data.draw(st.integers(0, plan.updates_per_epoch))
@@ -96,11 +98,11 @@ def test_seek_goes_to_any_update(plan: Plan, seed: int, epoch: int, data: st.Dat
 def test_an_epoch_goes_on_with_another_batch_size_where_it_was(
     plan: Plan, batch_size: int, seed: int, data: st.DataObject
 ) -> None:
-    whole = TrainingOrder(Plan(plan.samples, 1, 1, 1), seed)
+    whole = TrainingSampler(Plan(plan.samples, 1, 1, 1), seed)
     whole.seek(3)
     position = min(data.draw(st.integers(0, plan.updates_per_epoch)) * plan.batch_size, plan.samples)
     other = Plan(plan.samples, min(batch_size, plan.samples), 1, 1, plan.drop_last)
-    order = TrainingOrder(other, seed)
+    order = TrainingSampler(other, seed)
     order.seek(3, position)
     left = other.updates_from(position)
     assert len(order) == left == len(list(order))
@@ -119,7 +121,7 @@ def test_epochs_and_seeds_are_independent() -> None:
     plan = Plan(1000, 100, 1, 1)
     orders = {}
     for seed, epoch in ((7, 1), (8, 0), (7, 0), (8, 1), (0, 0), (0, 1)):
-        order = TrainingOrder(plan, seed)
+        order = TrainingSampler(plan, seed)
         order.seek(epoch)
         orders[seed, epoch] = drawn(order).ids
     for at, first in orders.items():
@@ -130,7 +132,7 @@ def test_epochs_and_seeds_are_independent() -> None:
 
 def test_long_epochs_are_permuted_piece_by_piece() -> None:
     plan = Plan(100_003, 96, 2, 3)
-    order = TrainingOrder(plan, 5)
+    order = TrainingSampler(plan, 5)
     order.seek(3)
     found = drawn(order)
     assert torch.equal(
@@ -142,7 +144,7 @@ def test_long_epochs_are_permuted_piece_by_piece() -> None:
 
 def test_a_billion_samples_begin_anywhere() -> None:
     plan = Plan(10**9, 1000, 4, 1)
-    order = TrainingOrder(plan, 0)
+    order = TrainingSampler(plan, 0)
     order.seek(2, 999_999_000)
     last = drawn(order)
     assert len(last) == 1000 and last.weights.min() == 1
@@ -151,7 +153,7 @@ def test_a_billion_samples_begin_anywhere() -> None:
 
 
 def test_a_batch_of_more_than_the_data_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"--batch-size: 101 .* only 100"):
+    with pytest.raises(UserError, match=r"--batch-size: found 101, .* only 100"):
         Plan(100, 101, 1, 1)
     assert Plan(100, 100, 1, 1).updates_per_epoch == 1
 
@@ -189,14 +191,17 @@ class TestAccumulationSteps:
     def test_the_message(self) -> None:
         with pytest.raises(UserError) as error:
             accumulation_steps(50, 4, None)
-        assert str(error.value) == "--batch-size: 50 samples cannot be shared evenly by 4 processes; try 48 or 52."
-        with pytest.raises(UserError, match=r"by 1 process in pairs, which mixup and cutmix mix; try 2\.$"):
+        assert (
+            str(error.value)
+            == "--batch-size: found 50, which cannot be divided evenly among 4 processes; try 48 or 52."
+        )
+        with pytest.raises(UserError, match=r"among 1 process in pairs, as mixup and cutmix need; try 2\.$"):
             accumulation_steps(1, 1, None, pairs=True)
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 20))
 def test_evaluation_takes_each_sample_once_in_its_order(samples: int, processes: int, each: int) -> None:
-    order = EvaluationOrder(samples, processes * each)
+    order = EvaluationSampler(samples, processes * each)
     found = drawn(order)
     assert found.ids[:samples].tolist() == list(range(samples))
     assert found.weights.tolist() == [1.0] * samples + [0.0] * (len(found) - samples)
@@ -211,7 +216,7 @@ def test_samples_that_are_left_out_become_padding_in_their_places() -> None:
     plan = Plan(103, 10, 1, 1)
     gone = torch.zeros(103, dtype=torch.bool)
     gone[[0, 5, 77, 102]] = True
-    whole, rest = TrainingOrder(plan, 3), TrainingOrder(plan, 3, gone)
+    whole, rest = TrainingSampler(plan, 3), TrainingSampler(plan, 3, gone)
     for epoch in range(3):
         whole.seek(epoch)
         rest.seek(epoch)

@@ -22,7 +22,7 @@ def test_an_unknown_name_gets_the_nearest(name: str, meant: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "hfds/", "tfds", "torch/imagenet21k", "zzz"])
 def test_other_unknown_names(name: str) -> None:
-    with pytest.raises(UserError, match="no known data source"):
+    with pytest.raises(UserError, match="unknown dataset"):
         load_splits(Data(name=name), 0)
 
 

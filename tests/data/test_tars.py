@@ -111,7 +111,7 @@ class TestTree:
     def test_a_file_cut_short(self, tmp_path: Path) -> None:
         path = pack(tmp_path / "s.tar", {f"{k}/{i}.png": image(i, (300, 300)) for k in "ab" for i in range(9)})
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(UserError, match=r"s.tar cannot be read .* whole and not compressed"):
+        with pytest.raises(UserError, match=r"s.tar cannot be read .* complete and not compressed"):
             load(path)
 
     def test_wherever_it_is_cut_it_is_not_taken_as_whole(self, tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ class TestTree:
             path.write_bytes(content[:cut])
             assert len(load(path).train) == 6
         outer = pack(tmp_path / "outer.tar", {"a.tar": content[:end], "b.tar": content})
-        with pytest.raises(UserError, match="it is cut short: its end marker is missing"):
+        with pytest.raises(UserError, match="it is truncated: its end marker is missing"):
             load(outer)
         path.write_bytes(content + content)
-        with pytest.raises(UserError, match="something follows its end marker"):
+        with pytest.raises(UserError, match="data follows its end marker"):
             load(path)
 
     def test_what_is_not_used_is_told(self, tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ class TestTree:
             link = tarfile.TarInfo("a/1.png")
             link.type, link.linkname = tarfile.SYMTYPE, "2.png"
             archive.addfile(link)
-        with pytest.raises(UserError, match=r"a/1.png is a link: pack it with"):
+        with pytest.raises(UserError, match=r"a/1.png is a link; pack the files with"):
             load(tmp_path / "s.tar")
 
     def test_no_tar_file(self, tmp_path: Path) -> None:
         for root in (tmp_path, tmp_path / "nowhere.tar"):
             with pytest.raises(UserError, match="neither a tar file nor a folder"):
                 load(root)
-        with pytest.raises(UserError, match="no image was found"):
+        with pytest.raises(UserError, match=r"contains? no image"):
             load(pack(tmp_path / "s.tar", {"a/1.txt": b""}))
 
     def test_an_unreadable_image(self, tmp_path: Path) -> None:
@@ -217,15 +217,15 @@ class TestWebDataset:
         with pytest.raises(UserError, match="no shard"):
             load(tmp_path, "wds")
         pack(tmp_path / "train.tar", {"1.png": image(1)})
-        with pytest.raises(UserError, match=r"1.png has no label: a file 1.cls"):
+        with pytest.raises(UserError, match=r"1.png has no label; add a file 1.cls"):
             load(tmp_path, "wds")
         pack(tmp_path / "train.tar", {"1.png": image(1), "1.cls": b"cat"})
-        with pytest.raises(UserError, match="'cat' is no class number"):
+        with pytest.raises(UserError, match="'cat' is not a class number"):
             load(tmp_path, "wds")
         (tmp_path / "info.json").write_text("[]")
         with pytest.raises(UserError, match=r"info.json does not list shards"):
             load(tmp_path, "wds")
         (tmp_path / "info.json").unlink()
         pack(tmp_path / "other.tar", {"1.png": image(1), "1.cls": b"1"})
-        with pytest.raises(UserError, match=r"other.tar has no split's name"):
+        with pytest.raises(UserError, match=r"other.tar has no split"):
             load(tmp_path, "wds")

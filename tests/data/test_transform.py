@@ -14,11 +14,11 @@ from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_feed, create_loader
+from accel_train.data.loading import create_input_pipeline, create_loader
 from accel_train.data.order.keyed import hashed, key
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
-from accel_train.data.sources.images import ImageError, Picture
+from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.sources.images import ImageError, LazyImage
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.transforms.image import ImageTransform, crop_boxes, resize_default
 from accel_train.errors import UserError
@@ -137,12 +137,12 @@ class TestDecodedSmaller:
         keys = hashed(key(3), torch.arange(12))
         for training in (True, False):
             transform = ImageTransform(augment, size, training=training)
-            smaller = transform([Picture(data, 3) for _ in keys], keys)
-            full = transform([Picture(data, 3).pixels() for _ in keys], keys)
+            smaller = transform([LazyImage(data, 3) for _ in keys], keys)
+            full = transform([LazyImage(data, 3).pixels() for _ in keys], keys)
             if training and width > 100:
                 assert not torch.equal(smaller, full)
                 assert (smaller.float() - full.float()).abs().mean() < 6
-                again = transform([Picture(data, 3)], keys[:1])
+                again = transform([LazyImage(data, 3)], keys[:1])
                 assert torch.equal(again, smaller[:1])
             elif not training:
                 assert torch.equal(smaller, full)
@@ -150,16 +150,16 @@ class TestDecodedSmaller:
     def test_other_formats_come_as_they_are(self) -> None:
         data, keys = self.encoded(640, 480, "PNG"), hashed(key(3), torch.arange(12))
         transform = ImageTransform(Augment(crop="resized"), 24, training=True)
-        pictures = transform([Picture(data, 3) for _ in keys], keys)
-        assert torch.equal(pictures, transform([Picture(data, 3).pixels() for _ in keys], keys))
+        pictures = transform([LazyImage(data, 3) for _ in keys], keys)
+        assert torch.equal(pictures, transform([LazyImage(data, 3).pixels() for _ in keys], keys))
 
     def test_sizes_and_damage(self) -> None:
         data = self.encoded(641, 483)
         for reduction in (2, 4, 8):
-            assert Picture(data, 3).reduced((7, 5, 411, 513), 31, 47, reduction).shape == (3, 31, 47)
+            assert LazyImage(data, 3).reduced((7, 5, 411, 513), 31, 47, reduction).shape == (3, 31, 47)
             with pytest.raises(ImageError):
-                Picture(data[:-200], 3).reduced((7, 5, 411, 513), 31, 47, reduction)
-        assert Picture(data, 1).reduced((0, 0, 483, 641), 20, 30, 4).shape == (1, 20, 30)
+                LazyImage(data[:-200], 3).reduced((7, 5, 411, 513), 31, 47, reduction)
+        assert LazyImage(data, 1).reduced((0, 0, 483, 641), 20, 30, 4).shape == (1, 20, 30)
 
     @pytest.mark.parametrize("orientation", range(1, 9))
     def test_the_crop_is_cut_where_it_was_drawn(self, orientation: int) -> None:
@@ -179,12 +179,12 @@ class TestDecodedSmaller:
             keys, torch.full((60,), upright.height), torch.full((60,), upright.width), (0.08, 1.0), (0.75, 4 / 3)
         )
         augment = Augment(crop="resized")
-        cut = ImageTransform(augment, 48, training=True)([Picture(file.getvalue(), 3)], keys[:1])
-        assert not torch.equal(cut, ImageTransform(augment, 48, training=True, reduces=False)(
-            [Picture(file.getvalue(), 3)], keys[:1]
+        cut = ImageTransform(augment, 48, training=True)([LazyImage(file.getvalue(), 3)], keys[:1])
+        assert not torch.equal(cut, ImageTransform(augment, 48, training=True, decodes_smaller=False)(
+            [LazyImage(file.getvalue(), 3)], keys[:1]
         ))  # fmt: skip
         for word, (top, left, height, width) in zip(keys, boxes.tolist(), strict=True):
-            cut = ImageTransform(augment, 48, training=True)([Picture(file.getvalue(), 3)], word[None])[0]
+            cut = ImageTransform(augment, 48, training=True)([LazyImage(file.getvalue(), 3)], word[None])[0]
             part = upright.resize((48, 48), Image.Resampling.BILINEAR, box=(left, top, left + width, top + height))
             difference = cut.permute(1, 2, 0).numpy().astype(float) - np.asarray(part)
             found.append(10 * np.log10(255**2 / max((difference**2).mean(), 1e-9)))
@@ -221,7 +221,7 @@ class TestLoader:
     @staticmethod
     def seen(source: Source, augment: Augment, batch_size: int, workers: int, update: int = 0) -> dict[int, bytes]:
         """Sample -> its pixels, from update `update` of epoch 3 on."""
-        order = TrainingOrder(Plan(len(source), batch_size, 1, 1), 5)
+        order = TrainingSampler(Plan(len(source), batch_size, 1, 1), 5)
         order.seek(3, update * batch_size)
         cpu = torch.device("cpu")
         options = {"size": 8, "seed": 5, "workers": workers, "device": cpu}
@@ -246,7 +246,7 @@ class TestLoader:
 
     def test_a_worker_that_outlives_an_epoch_follows_it(self) -> None:
         source = load_splits(Data(train_limit=40), 0).train
-        order = TrainingOrder(Plan(40, 20, 1, 1), 5)
+        order = TrainingSampler(Plan(40, 20, 1, 1), 5)
         augment, cpu = Augment(policy="trivialaugment"), torch.device("cpu")
         options = {"size": 8, "seed": 5, "workers": 1, "device": cpu}
         loader = create_loader(source, order, augment, training=True, **options)
@@ -260,7 +260,7 @@ class TestLoader:
 
     def test_images_in_memory_keep_their_scale_under_a_policy(self) -> None:
         source = load_splits(Data(train_limit=40), 0).train
-        order, cpu = TrainingOrder(Plan(40, 40, 1, 1), 5), torch.device("cpu")
+        order, cpu = TrainingSampler(Plan(40, 40, 1, 1), 5), torch.device("cpu")
         augment = Augment(policy="randaugment", randaugment_ops=1, randaugment_magnitude=0)  # next to nothing
         options = {"size": 8, "seed": 5, "workers": 0, "device": cpu}
         loader = create_loader(source, order, augment, training=True, **options)
@@ -275,6 +275,8 @@ class TestLoader:
         config = Config(augment=Augment(resize=7))
         splits = load_splits(config.data, 0)
         accelerator = create_accelerator(Launch())
-        order = TrainingOrder(Plan(len(splits.train), 64, 1, 1), 0) if training else EvaluationOrder(10, 10)
-        with pytest.raises(UserError, match=r"--augment\.resize: found 7; the model's input has 8: 8 or more"):
-            create_feed(config, splits, splits.train, order, accelerator, training=training, size=8)
+        order = TrainingSampler(Plan(len(splits.train), 64, 1, 1), 0) if training else EvaluationSampler(10, 10)
+        with pytest.raises(
+            UserError, match=r"--augment\.resize: found 7, but the model's input has 8 pixels; use 8 or more"
+        ):
+            create_input_pipeline(config, splits, splits.train, order, accelerator, training=training, size=8)

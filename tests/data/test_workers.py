@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from accel_train.data.sources.encoded import FileImages
-from accel_train.data.sources.hub import Streamed
-from accel_train.data.workers import BatchedSet
+from accel_train.data.sources.hub import StreamedImages
+from accel_train.data.workers import BatchDataset
 
 TRAINER = """
 import sys
@@ -31,11 +31,11 @@ from accel_train.data.sources.synthetic import Synthetic
 if __name__ != "__main__":
     open("imported-again", "w").close()
 from accel_train.config.schema import Data
-from accel_train.data.order.samplers import EvaluationOrder
+from accel_train.data.order.samplers import EvaluationSampler
 source = Synthetic(Data(image_size=8, channels=1, train_images=64), "train", 0, 64)
 loader = DataLoader(
-    workers.BatchedSet(source, None, 0), batch_sampler=EvaluationOrder(64, 8), collate_fn=workers.as_it_is,
-    num_workers=2, persistent_workers=True, worker_init_fn=workers.Beginning(),
+    workers.BatchDataset(source, None, 0), batch_sampler=EvaluationSampler(64, 8), collate_fn=workers.no_collate,
+    num_workers=2, persistent_workers=True, worker_init_fn=workers.WorkerInit(),
     multiprocessing_context=workers.WorkerContext(),
 )
 batches = iter(loader)
@@ -128,13 +128,16 @@ def test_a_worker_is_not_sent_what_it_can_share() -> None:
     paths = [f"class/{number:060d}.jpg" for number in range(2000)]
     files = FileImages(Path("/nowhere"), paths, torch.arange(2000), 3, "")
     assert files.paths[1999] == paths[1999]
-    for value in (files, Streamed("hfids/x", [torch.zeros(3, 64, 64 + i % 2) for i in range(300)], torch.arange(300))):
-        size, descriptors = given(BatchedSet(value, None, 0))
+    for value in (
+        files,
+        StreamedImages("hfids/x", [torch.zeros(3, 64, 64 + i % 2) for i in range(300)], torch.arange(300)),
+    ):
+        size, descriptors = given(BatchDataset(value, None, 0))
         assert size < 40 * 300 and descriptors < 8
 
 
 def test_a_copy_of_what_is_shared_is_the_same() -> None:
-    stream = Streamed("hfids/x", [torch.full((1, 2, 2 + i), i) for i in range(3)], torch.arange(3))
+    stream = StreamedImages("hfids/x", [torch.full((1, 2, 2 + i), i) for i in range(3)], torch.arange(3))
     copy = pickle.loads(pickle.dumps(stream))
     assert all(torch.equal(one, other) for one, other in zip(stream.images, copy.images, strict=True))
     files = FileImages(Path("/nowhere"), ["a", "", "ccc"], torch.arange(3), 3, "")

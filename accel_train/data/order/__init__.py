@@ -1,1 +1,1 @@
-"""Which samples come when, and the random numbers that belong to each."""
+"""The order of the samples, and the random numbers of each sample."""

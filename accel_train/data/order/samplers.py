@@ -1,4 +1,4 @@
-"""Batch samplers: which samples come when."""
+"""Batch samplers: they decide which samples each batch has."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from accel_train.data.order.plan import Plan
 
 
 @dataclass(frozen=True)
-class Draw:
-    """The samples of a micro-batch, or of a slice of it. A sampler hands it out and `loading` fetches it."""
+class IndexBatch:
+    """The sample numbers of a micro-batch, or of a slice of one. Samplers yield it; `workers.BatchDataset` loads it."""
 
     epoch: int
     ids: Tensor  # int64 [b]
@@ -25,94 +25,94 @@ class Draw:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, part: slice) -> Draw:
-        return Draw(self.epoch, self.ids[part], self.weights[part])
+    def __getitem__(self, part: slice) -> IndexBatch:
+        return IndexBatch(self.epoch, self.ids[part], self.weights[part])
 
 
-class Order(Protocol):
-    """A batch sampler: which samples come when."""
+class IndexSampler(Protocol):
+    """A batch sampler that yields each global micro-batch as an IndexBatch."""
 
     batch_size: int
-    """Samples of one draw, over all processes."""
+    """Samples of one batch, over all processes."""
 
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[Draw]: ...
+    def __iter__(self) -> Iterator[IndexBatch]: ...
 
-    def stretches(self) -> Iterator[Draw]:
-        """The same, many whole draws at once."""
+    def blocks(self) -> Iterator[IndexBatch]:
+        """Yields the same samples in larger pieces, each of many whole batches."""
 
 
-class TrainingOrder(Sampler[Draw]):
-    """The batch sampler of training: yields the global micro-batches of one epoch, from a given sample on.
+class TrainingSampler(Sampler[IndexBatch]):
+    """Yields the global micro-batches of one epoch, from a given sample on.
 
-    Accelerate gives each process its slice of each. Position is set by `seek`, not by a loader's own epoch: that
-    one is not handed on by Accelerate for every number of processes, nor does it know of the samples already done.
+    Accelerate gives each process its slice of each batch. `seek` sets the position. A loader's own epoch number is not
+    used: Accelerate does not pass it on for every number of processes, and it says nothing of samples already done.
     """
 
-    AT_ONCE = 1 << 15  # positions permuted in one call: enough to hide its overhead, little enough to be no list
+    BLOCK = 1 << 15  # positions permuted in one call: large enough to hide the overhead, small enough for memory
 
     def __init__(self, plan: Plan, seed: int, unreadable: Tensor | None = None) -> None:
-        """`unreadable`: bool [plan.samples], the samples that are left out; the others come where they would come."""
+        """`unreadable`: bool [plan.samples], the samples to skip. All others keep their places."""
         self.plan = plan
         self.seed = seed
         self.unreadable = unreadable
-        self.stand_in = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
+        self.substitute = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
         self.batch_size = plan.batch_size // plan.accumulation  # read by Accelerate: of one global micro-batch
-        self.drop_last = False  # read by Accelerate, too; no micro-batch of ours is short
+        self.drop_last = False  # also read by Accelerate; all our micro-batches are full
         self.epoch = 0
         self.position = 0
 
     def seek(self, epoch: int, position: int = 0) -> None:
-        """The next iteration begins after the first `position` samples of epoch `epoch`."""
+        """Start the next iteration after the first `position` samples of epoch `epoch`."""
         self.epoch, self.position = epoch, position
 
     def __len__(self) -> int:
         return self.plan.updates_from(self.position) * self.plan.accumulation
 
     def real_samples(self, position: int) -> int:
-        """Samples in the window that begins at `position` of the epoch that are neither padding nor left out."""
+        """Number of samples in the window at `position` of the epoch that are neither padding nor skipped."""
         count = self.plan.real_samples(position)
-        return count - self._left_out(position, count)
+        return count - self._skipped(position, count)
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of the epoch that are neither padding nor left out."""
+        """Number of samples of the epoch that are neither padding nor skipped."""
         count = self.plan.samples_per_epoch
-        return count - self._left_out(0, count)
+        return count - self._skipped(0, count)
 
-    def _left_out(self, first: int, count: int) -> int:
-        """How many of `count` positions of the epoch, from `first` on, have a sample that is left out."""
+    def _skipped(self, first: int, count: int) -> int:
+        """How many of the epoch's `count` positions from `first` on have an unreadable sample."""
         if self.unreadable is None:
             return 0
         positions = torch.arange(first, first + count)
         ids = permuted(positions, self.plan.samples, key(self.seed, self.epoch, "order"))
         return int(self.unreadable[ids].sum())
 
-    def stretches(self) -> Iterator[Draw]:
-        """Many whole global micro-batches at once, one after the other."""
+    def blocks(self) -> Iterator[IndexBatch]:
+        """Yields many whole global micro-batches at once, one after the other."""
         plan, epoch = self.plan, self.epoch
         word = key(self.seed, epoch, "order")
         first, last = self.position, self.position + plan.updates_from(self.position) * plan.batch_size
-        step = max(1, self.AT_ONCE // self.batch_size) * self.batch_size
+        step = max(1, self.BLOCK // self.batch_size) * self.batch_size
         for start in range(first, last, step):
             positions = torch.arange(start, min(start + step, last))
             weights = (positions < plan.samples).to(torch.float32)
-            # Padding repeats samples from the start of the order, which are there in any case; it weighs nothing.
+            # Padding repeats the first samples of the epoch, with weight 0.
             ids = permuted(positions % plan.samples, plan.samples, word)
             if self.unreadable is not None:
-                gone = self.unreadable[ids]
-                weights[gone], ids[gone] = 0.0, self.stand_in
-            yield Draw(epoch, ids, weights)
+                skipped = self.unreadable[ids]
+                weights[skipped], ids[skipped] = 0.0, self.substitute
+            yield IndexBatch(epoch, ids, weights)
 
-    def __iter__(self) -> Iterator[Draw]:
-        for stretch in self.stretches():
-            for at in range(0, len(stretch), self.batch_size):
-                yield stretch[at : at + self.batch_size]
+    def __iter__(self) -> Iterator[IndexBatch]:
+        for block in self.blocks():
+            for start in range(0, len(block), self.batch_size):
+                yield block[start : start + self.batch_size]
 
 
-class EvaluationOrder(Sampler[Draw]):
-    """The batch sampler of evaluation: every sample once, in its stored order, padded to full batches."""
+class EvaluationSampler(Sampler[IndexBatch]):
+    """Yields every sample once, in stored order, padded to full batches."""
 
     def __init__(self, samples: int, batch_size: int) -> None:
         self.samples = samples
@@ -122,12 +122,12 @@ class EvaluationOrder(Sampler[Draw]):
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
-    def stretches(self) -> Iterator[Draw]:
-        """All batches at once."""
+    def blocks(self) -> Iterator[IndexBatch]:
+        """Yields all batches as one block."""
         positions = torch.arange(len(self) * self.batch_size)
-        yield Draw(0, positions % self.samples, (positions < self.samples).to(torch.float32))
+        yield IndexBatch(0, positions % self.samples, (positions < self.samples).to(torch.float32))
 
-    def __iter__(self) -> Iterator[Draw]:
-        for stretch in self.stretches():
-            for at in range(0, len(stretch), self.batch_size):
-                yield stretch[at : at + self.batch_size]
+    def __iter__(self) -> Iterator[IndexBatch]:
+        for block in self.blocks():
+            for start in range(0, len(block), self.batch_size):
+                yield block[start : start + self.batch_size]

@@ -1,4 +1,4 @@
-"""Small published sets that lie in memory as arrays: scikit-learn's digits, and torchvision's."""
+"""Small published datasets kept in memory as arrays: scikit-learn's digits, and torchvision's."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel_train.data.sources.splits import Splits, choose, subset
+from accel_train.data.sources.splits import Splits, stratified_choice, subset
 from accel_train.errors import UserError
 
 
 @dataclass
-class Arrays:
-    """A source whose images lie in memory, as `pixels`: uint8 [n, C, H, W]."""
+class ArraySource:
+    """A source whose images are in memory, as `pixels`: uint8 [n, C, H, W]."""
 
     label: str
-    """What messages call the split: "mnist train"."""
+    """The split's name in messages, such as "mnist train"."""
     pixels: torch.Tensor
     labels: torch.Tensor
     in_memory: bool = True
@@ -40,14 +40,14 @@ class Arrays:
 def digits() -> Splits:
     """1797 handwritten digits of 8x8 pixels, embedded in scikit-learn (UCI optdigits, its test part).
 
-    Every fifth image, drawn from each class, is a test image: always the same ones, whatever the run's seed.
+    A fifth of the images of each class is the test split: always the same ones, whatever the run's seed.
     """
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    pixels = torch.from_numpy((found.images * (255 / 16)).round().astype(np.uint8))[:, None]  # from 0..16
-    whole = Arrays("digits", pixels, torch.from_numpy(found.target.astype(np.int64)))
-    test = choose(map(str, range(len(whole))), found.target, round(len(whole) / 5), "digits test")
+    digits = load_digits()
+    pixels = torch.from_numpy((digits.images * (255 / 16)).round().astype(np.uint8))[:, None]  # from 0..16
+    whole = ArraySource("digits", pixels, torch.from_numpy(digits.target.astype(np.int64)))
+    test = stratified_choice(map(str, range(len(whole))), digits.target, round(len(whole) / 5), "digits test")
     return Splits(
         classes=tuple("0123456789"),
         channels=1,
@@ -61,62 +61,64 @@ def digits() -> Splits:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSet:
+    """A dataset of torchvision, with its usual normalisation."""
+
     kind: str
     """The class in torchvision.datasets."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Of the training images, as they are usually quoted."""
+    """Of the training images, as usually published."""
 
 
 PUBLISHED = {
-    "mnist": Published("MNIST", (0.1307,), (0.3081,)),
-    "fashion_mnist": Published("FashionMNIST", (0.2860,), (0.3530,)),
-    "kmnist": Published("KMNIST", (0.1918,), (0.3483,)),
-    "cifar10": Published("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": Published("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "mnist": PublishedSet("MNIST", (0.1307,), (0.3081,)),
+    "fashion_mnist": PublishedSet("FashionMNIST", (0.2860,), (0.3530,)),
+    "kmnist": PublishedSet("KMNIST", (0.1918,), (0.3483,)),
+    "cifar10": PublishedSet("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": PublishedSet("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
 
 
 def torchvision_set(name: str, root: Path, *, download: bool = True) -> Splits:
-    """One of PUBLISHED, from files below `root`, downloaded there if they are missing. Raises UserError."""
+    """One of PUBLISHED, from files in `root`; missing files are downloaded to it. Raises UserError."""
     import torchvision.datasets
 
     published = PUBLISHED[name]
     kind = getattr(torchvision.datasets, published.kind)
     splits = _load(kind, name, root)
     if splits is None and not download:
-        raise UserError(f"the data '{name}' is not in {root} yet; training downloads it.")
+        raise UserError(f"the dataset '{name}' is not in {root} yet; training downloads it.")
     if splits is None:
         _download(kind, name, root)
         splits = _load(kind, name, root)
     if splits is None:
-        raise UserError(f"the files of '{name}' in {root} are damaged: delete them, so that they are downloaded again.")
+        raise UserError(f"the files of '{name}' in {root} are damaged; delete them, and they will be downloaded again.")
     return replace(splits, mean=published.mean, std=published.std)
 
 
 def _load(kind: Any, name: str, root: Path) -> Splits | None:
-    """The set, if its files are there and whole; mean and std are still to be filled in."""
+    """The dataset without mean and std, or None if files are missing or truncated."""
     try:
         train, test = kind(root, train=True), kind(root, train=False)
-    except (RuntimeError, AssertionError, ValueError, EOFError):  # missing, or cut short
+    except (RuntimeError, AssertionError, ValueError, EOFError):  # missing or truncated
         return None
     sources = []
-    for split, found in (("train", train), ("test", test)):
-        pixels = torch.as_tensor(found.data)  # [n, H, W], or [n, H, W, 3]
+    for split, dataset in (("train", train), ("test", test)):
+        pixels = torch.as_tensor(dataset.data)  # [n, H, W], or [n, H, W, 3]
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2).contiguous()
-        labels = torch.as_tensor(found.targets).long()
+        labels = torch.as_tensor(dataset.targets).long()
         if len(pixels) != len(labels):
             return None
-        sources.append(Arrays(f"{name} {split}", pixels, labels))
+        sources.append(ArraySource(f"{name} {split}", pixels, labels))
     channels, size = sources[0].pixels.shape[1:3]
     return Splits(tuple(train.classes), channels, size, (), (), sources[0], None, sources[1])
 
 
 def _download(kind: Any, name: str, root: Path) -> None:
-    """Download one of torchvision's sets: by one process, while the others wait for it; whole or not at all.
+    """Download one of torchvision's datasets: one process downloads all files or none, the others wait.
 
-    A lock on a file makes them wait, and not a barrier, which would time out during a long download.
+    They wait for a file lock and not at a barrier, which would time out during a long download.
     """
     from filelock import FileLock
 
@@ -132,12 +134,12 @@ def _download(kind: Any, name: str, root: Path) -> None:
             tempfile.TemporaryDirectory(prefix=".download-", dir=root) as aside,
         ):
             if _load(kind, name, root) is not None:
-                return  # another process was here first
-            for archive in archives:  # brought by hand to a machine without a network
+                return  # another process has downloaded it
+            for archive in archives:  # copied by hand to a machine without a network
                 if (root / archive).exists():
                     (Path(aside) / archive).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(root / archive, Path(aside) / archive)
-            socket.setdefaulttimeout(30)  # seconds; a firewall may swallow packets, and urllib would wait for ever
+            socket.setdefaulttimeout(30)  # seconds; if a firewall drops packets, urllib would wait for ever
             kind(aside, train=True, download=True)
             for file in sorted(Path(aside).rglob("*")):
                 if file.is_file():
@@ -145,9 +147,9 @@ def _download(kind: Any, name: str, root: Path) -> None:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     file.replace(target)
     except (OSError, RuntimeError, AssertionError, ValueError, EOFError) as error:
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"the data '{name}' is not in {root} and could not be downloaded ({why[:200]}). "
+            f"the dataset '{name}' is not in {root} and could not be downloaded ({reason[:200]}). "
             f"Without a network, put {', '.join(archives)} into {root}, as published."
         ) from error
     finally:

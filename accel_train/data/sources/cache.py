@@ -1,13 +1,13 @@
-"""One memory-mapped file of images made ready for training: what `accel-train cache-data` writes (see cache_writer).
+"""A memory-mapped file of preprocessed images, written by `accel-train cache-data` (see tools/cache_writer.py).
 
     magic      8 bytes
     images     one after the other: raw pixels (uint8, [H, W, C]), or JPEG
     index      NumPy's .npz: place, size, checksum, label and name of each image, and a description in JSON;
-               unreadable images that were left out have their entry, of size 0: the others keep their numbers
+               skipped unreadable images have an entry of size 0, so that the others keep their numbers
     footer     magic, offset and length of the index, its SHA-256
 
-The footer is written last and verified whenever the file is opened, the checksum of an image when it is read for the
-first time: a file that is torn or altered is never taken as whole.
+The footer is written last and verified whenever the file is opened; the checksum of an image is verified when the
+image is read for the first time. So a truncated or changed file is always detected.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, SEMANTICS
-from accel_train.data.sources.encoded import EncodedImages, Names, Shared
-from accel_train.data.sources.images import Picture
+from accel_train.data.sources.encoded import EncodedImages, SharedArray, StringArray
+from accel_train.data.sources.images import LazyImage
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, require_regular_file
@@ -39,15 +39,15 @@ from accel_train.untrusted import is_count, is_number, require_regular_file
 MAGIC = b"ACTRAIN1"
 FOOTER = struct.Struct("<8sQQ32s")  # magic, offset of the index, its length, its SHA-256
 OLD = (
-    "{} was written by an older accel-train, which ignored EXIF: photographs that are stored on their side lie on it "
-    "here, too; write it again if there are any"
+    "{} was written by an older accel-train, which ignored the EXIF orientation: photographs that are stored "
+    "sideways stay sideways; if there are any, write the cache again"
 )
 COLUMNS = ("offsets", "sizes", "heights", "widths", "checksums", "labels")
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a cache holds, as JSON in its index."""
+    """The description of a cache, stored as JSON in its index."""
 
     encoding: str  # raw or jpeg
     short_side: int
@@ -55,16 +55,16 @@ class Description:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    splits: dict[str, int]  # split -> its images, which follow one another
-    fingerprint: str  # of the source and the settings
-    semantics: int = 1  # by which the images were made: see semantics.py
+    splits: dict[str, int]  # split -> number of its images; the splits follow one another
+    fingerprint: str  # of the source images and the settings
+    semantics: int = 1  # by which the images were computed; see config/semantics.py
 
 
 class CacheFile:
-    """A cache, opened for reading; it can be handed to worker processes, which map the same memory."""
+    """A cache opened for reading. When it is pickled for worker processes, they map the same memory."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError if the file is not whole."""
+        """Raises UserError if the file is incomplete or changed."""
         self.path = path
         self._map: mmap.mmap | None = None
         try:
@@ -72,26 +72,26 @@ class CacheFile:
             with path.open("rb") as file:
                 self.bytes = file.seek(0, io.SEEK_END)
                 file.seek(max(0, self.bytes - FOOTER.size))
-                magic, at, length, digest = FOOTER.unpack(file.read(FOOTER.size))
-                if magic != MAGIC or at + length + FOOTER.size != self.bytes:
+                magic, index_start, length, digest = FOOTER.unpack(file.read(FOOTER.size))
+                if magic != MAGIC or index_start + length + FOOTER.size != self.bytes:
                     raise ValueError("its end is missing")
-                file.seek(at)
+                file.seek(index_start)
                 index = file.read(length)
             if hashlib.sha256(index).digest() != digest:
-                raise ValueError("its index is altered")
+                raise ValueError("its index was changed")
             with np.load(io.BytesIO(index), allow_pickle=False) as arrays:
                 described: dict[str, Any] = json.loads(arrays["description"].tobytes())
                 self.columns: dict[str, npt.NDArray[Any]] = {name: arrays[name] for name in COLUMNS}
-                self._shared = {name: Shared(column) for name, column in self.columns.items()}
+                self._shared = {name: SharedArray(column) for name, column in self.columns.items()}
                 text, ends = arrays["names"], arrays["name_ends"]
-                self.names = Names.of(text, ends)
+                self.names = StringArray.of(text, ends)
             for name in ("classes", "mean", "std"):
                 described[name] = tuple(described[name])
             self.description = Description(**described)
-            _check(self.description, self.columns, text, ends, at)
+            _check(self.description, self.columns, text, ends, index_start)
         except OSError as error:
             raise UserError(
-                f"--data.root {path} cannot be read ({error.strerror}): name the file that `accel-train cache-data` "
+                f"--data.root {path} cannot be read ({error.strerror}); name a file that `accel-train cache-data` "
                 "wrote."
             ) from error
         except (
@@ -99,7 +99,7 @@ class CacheFile:
             NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error,
         ) as error:  # fmt: skip
             raise UserError(
-                f"--data.root {path} is no whole cache ({error}): write it again with `accel-train cache-data`."
+                f"--data.root {path} is not a complete cache ({error}); write it again with `accel-train cache-data`."
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,15 +110,15 @@ class CacheFile:
         self.columns = {name: column.array for name, column in self._shared.items()}
 
     def at(self, number: int) -> memoryview:
-        """The bytes of an image, in the file's own memory. Raises OSError."""
+        """The bytes of an image, in the mapped memory of the file. Raises OSError."""
         if self._map is None:
             with self.path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # nothing is ever written to the file
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # the file itself is never changed
         offset = int(self.columns["offsets"][number])
         return memoryview(self._map)[offset : offset + int(self.columns["sizes"][number])]
 
     def read_ahead(self) -> None:
-        """Read the file through, so that it lies in the host's memory: once, for all processes of the host."""
+        """Read the whole file once, so that it is in the host's page cache for all processes."""
         with self.path.open("rb", buffering=0) as file:
             buffer = bytearray(1 << 24)
             while file.readinto(buffer):
@@ -132,7 +132,7 @@ def _check(
     ends: npt.NDArray[Any],
     end: int,
 ) -> None:
-    """Raise ValueError unless index and description speak of images that lie in the file, before byte `end`."""
+    """Raise ValueError unless index and description describe images inside the file, before byte `end`."""
     splits, channels = description.splits, description.channels
     count = len(columns["offsets"])
     if (
@@ -143,27 +143,27 @@ def _check(
         or not all(is_number(value, 0, 1e6) and value > 0 for value in description.std)
         or not len(description.mean) == len(description.std) == channels
     ):
-        raise ValueError("its description is of no images that can be read")
+        raise ValueError("its description is not valid")
     if "train" not in splits or not set(splits) <= {"train", "validation", "test"}:
         raise ValueError(f"its splits are {', '.join(map(str, splits)) or 'none'}")
     if not all(map(is_count, splits.values())) or sum(splits.values()) != count:
-        raise ValueError(f"its splits are not of the {count} images that it lists")
+        raise ValueError(f"the sizes of its splits do not add up to its {count} images")
     for name, values in {**columns, "names": text, "name_ends": ends}.items():
         if values.ndim != 1 or values.dtype != (np.uint8 if name == "names" else np.int64):
-            raise ValueError(f"its {name} are not numbers in a row")
+            raise ValueError(f"its {name} are not a one-dimensional array of integers")
         if name != "names" and len(values) != count:
-            raise ValueError(f"it has {len(values)} {name} of {count} images")
+            raise ValueError(f"it has {len(values)} {name} for {count} images")
     offsets, sizes = columns["offsets"], columns["sizes"]
-    left_out = (sizes == 0) & (columns["checksums"] == 0)
-    if count and not (((sizes > 0) | left_out) & (offsets >= len(MAGIC)) & (offsets <= end - sizes)).all():
-        raise ValueError("images would lie outside it")
+    skipped = (sizes == 0) & (columns["checksums"] == 0)
+    if count and not (((sizes > 0) | skipped) & (offsets >= len(MAGIC)) & (offsets <= end - sizes)).all():
+        raise ValueError("it lists images outside the file")
     if count and (ends[0] < 0 or (ends[1:] < ends[:-1]).any() or ends[-1] != len(text)):
-        raise ValueError("its names are not whole")
+        raise ValueError("its names are incomplete")
     if description.encoding == "raw":
         heights, widths = columns["heights"], columns["widths"]
         sides = (heights > 0) & (widths > 0) & (heights <= end) & (widths <= end // np.maximum(heights, 1))
-        if not (left_out | (sides & (heights * widths * channels == sizes))).all():
-            raise ValueError("images are not of the size that it says")
+        if not (skipped | (sides & (heights * widths * channels == sizes))).all():
+            raise ValueError("the sizes of its images are wrong")
 
 
 class CachedImages(EncodedImages):
@@ -175,19 +175,19 @@ class CachedImages(EncodedImages):
         labels = torch.from_numpy(file.columns["labels"][first : first + count].copy())
         super().__init__(labels, channels, check_command, max_pixels)
         self.file, self.first = file, first
-        self.missing = file.columns["sizes"][first : first + count] == 0  # left out when the cache was written
-        self.verified = np.zeros(count, dtype=np.bool_)  # by this process
+        self.missing = file.columns["sizes"][first : first + count] == 0  # skipped when the cache was written
+        self.verified = np.zeros(count, dtype=np.bool_)  # images whose checksum this process has verified
 
     def at(self, id: int) -> memoryview:
-        """The bytes of an image as they were written. Raises OSError."""
+        """The bytes of an image, verified by their checksum. Raises OSError."""
         if self.missing[id]:
-            raise OSError("it was left out when the cache was written")
-        found = self.file.at(self.first + id)
+            raise OSError("it was skipped when the cache was written")
+        data = self.file.at(self.first + id)
         if not self.verified[id]:
-            if zlib.crc32(found) != int(self.file.columns["checksums"][self.first + id]):
-                raise OSError("it is altered (its checksum is not the one that was written)")
+            if zlib.crc32(data) != int(self.file.columns["checksums"][self.first + id]):
+                raise OSError("it was changed (its checksum is wrong)")
             self.verified[id] = True
-        return found
+        return data
 
     def read(self, id: int) -> bytes:
         return bytes(self.at(id))
@@ -195,12 +195,12 @@ class CachedImages(EncodedImages):
     def states(self) -> Iterable[str]:
         return [self.file.description.fingerprint]
 
-    def open(self, id: int) -> Picture:
+    def open(self, id: int) -> LazyImage:
         if self.file.description.encoding != "raw":
             return super().open(id)
         columns, number = self.file.columns, self.first + id
         try:
-            return _RawPicture(self.at(id), int(columns["heights"][number]), int(columns["widths"][number]))
+            return _RawImage(self.at(id), int(columns["heights"][number]), int(columns["widths"][number]))
         except OSError as error:
             raise self.unreadable(id, error) from error
 
@@ -208,29 +208,31 @@ class CachedImages(EncodedImages):
         return f"{self.file.path}/{self.file.names[self.first + id]}"
 
 
-class _RawPicture(Picture):
+class _RawImage(LazyImage):
+    """An image that is stored as pixels."""
+
     def __init__(self, data: memoryview, height: int, width: int) -> None:
         self.bytes, self.height, self.width = data, height, width
 
     def whole_jpeg(self) -> None:
         return None
 
-    def looks_cut_short(self) -> bool:
+    def looks_truncated(self) -> bool:
         return False
 
     def pixels(self) -> torch.Tensor:
-        found = torch.frombuffer(self.bytes, dtype=torch.uint8)  # no copy: what is cropped away is not read
-        return found.view(self.height, self.width, -1).permute(2, 0, 1)
+        values = torch.frombuffer(self.bytes, dtype=torch.uint8)  # no copy: pixels outside the crop are not read
+        return values.view(self.height, self.width, -1).permute(2, 0, 1)
 
 
 def cache(data: Data) -> Splits:
-    """The cache in the file `data.root`. Raises UserError if it is not whole."""
+    """The splits in the cache file `data.root`. Raises UserError if it is incomplete."""
     file = CacheFile(data.root)
     description = file.description
     if data.channels == 1 and description.channels != 1:
-        raise UserError(f"--data.channels 1: {data.root} holds coloured images: cache them with --channels 1.")
+        raise UserError(f"--data.channels 1: {data.root} contains colour images; cache them with --channels 1.")
     if description.semantics > SEMANTICS:
-        raise UserError(f"--data.root {data.root} was written by a newer accel-train: update this one.")
+        raise UserError(f"--data.root {data.root} was written by a newer accel-train; update this one.")
     check_command = f"accel-train check-data cache --root {data.root}"
     sources: dict[str, Source] = {}
     first = 0
@@ -247,5 +249,7 @@ def cache(data: Data) -> Splits:
         sources.get("validation"),
         sources.get("test"),
         notes=() if description.semantics >= IMAGE_FILES else (OLD.format(data.root),),
-        semantics=description.semantics if description.encoding == "raw" else IMAGE_FILES,  # JPEG are cropped anew
+        semantics=description.semantics
+        if description.encoding == "raw"
+        else IMAGE_FILES,  # JPEG images are decoded in each run
     )

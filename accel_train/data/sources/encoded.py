@@ -1,42 +1,39 @@
-"""Sources whose images are encoded files, decoded when they are fetched."""
+"""Sources of encoded images (JPEG, PNG, …), decoded when they are fetched."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from accel_train.data.sources.images import MAX_PIXELS, Box, ImageError, LazyImage
 from accel_train.errors import UserError
-
-if TYPE_CHECKING:
-    pass
-from accel_train.data.sources.images import MAX_PIXELS, Box, ImageError, Picture
 
 
 class EncodedImages(ABC):
-    """A source whose images lie somewhere in encoded form (JPEG, PNG, …) and are decoded when fetched."""
+    """A source whose images are stored in encoded form and decoded when they are fetched."""
 
     in_memory = False
 
     def __init__(self, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int = MAX_PIXELS) -> None:
-        """labels: int64 [n]. check_command: the command line that finds all unreadable images; max_pixels: of one."""
+        """labels: int64 [n]; check_command: lists all unreadable images; max_pixels: limit for one image."""
         self.labels, self.channels, self.check_command = labels, channels, check_command
         self.max_pixels = max_pixels
 
     @abstractmethod
     def read(self, id: int) -> bytes:
-        """The encoded image; raises OSError."""
+        """The bytes of the encoded image. Raises OSError."""
 
     @abstractmethod
     def name(self, id: int) -> str: ...
 
     def states(self) -> Iterable[str]:
-        """What is not the same after an image has been changed, such as sizes and times of files. Raises OSError."""
+        """Texts that change when an image is changed, such as size and time of its file. Raises OSError."""
         return ()
 
     def __len__(self) -> int:
@@ -45,22 +42,25 @@ class EncodedImages(ABC):
     def fetch(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
         return [self.open(int(id)).pixels() for id in ids]
 
-    def open(self, id: int) -> Picture:
-        """An image of which only the size is known yet. Raises UserError, as do its `pixels`."""
+    def open(self, id: int) -> LazyImage:
+        """The image, of which only the header has been read. Raises UserError, as does its `pixels()`."""
         try:
-            return _SourcePicture(self, id)
+            return _SourceImage(self, id)
         except (ImageError, OSError) as error:
             raise self.unreadable(id, error) from ImageError(_reason(error))
 
     def unreadable(self, id: int, error: Exception) -> UserError:
+        """The error to raise for an image that cannot be read because of `error`."""
         return UserError(
             f"{self.name(id)} cannot be read: {_reason(error)}. `{self.check_command}` lists all such images; "
-            "--data.skip-unreadable LIST leaves them out.",
+            "--data.skip-unreadable LIST skips them.",
             every_process=False,
         )
 
 
-class _SourcePicture(Picture):
+class _SourceImage(LazyImage):
+    """An image whose errors name it and its source."""
+
     def __init__(self, source: EncodedImages, id: int) -> None:
         self.source, self.id = source, id
         super().__init__(source.read(id), source.channels, source.max_pixels)
@@ -82,17 +82,19 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-class Shared:
-    """An array that a process has in common with its data workers: pickled for one, it becomes a tensor, and these
-    travel as shared memory. A copy each would take its time, and memory."""
+class SharedArray:
+    """An array in memory that a process shares with its data workers, without a copy for each.
+
+    It is pickled as a tensor, which torch passes to workers as shared memory.
+    """
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
-        """`array` must be one that can be written to, though nobody does."""
+        """`array` must be writable, as torch requires, but is never changed."""
         self.array = array
         self._tensor: torch.Tensor | None = None
 
     def __getstate__(self) -> torch.Tensor:
-        if self._tensor is None:  # the same for all workers: it moves to shared memory with the first
+        if self._tensor is None:  # kept for all workers: the first pickling moves it to shared memory
             self._tensor = torch.from_numpy(self.array)
         return self._tensor
 
@@ -100,29 +102,29 @@ class Shared:
         self.array, self._tensor = tensor.numpy(), tensor
 
 
-class Names:
-    """Many strings in two arrays: a list of a million would be copied, in time, into each worker."""
+class StringArray:
+    """Many strings in two shared arrays. A list of a million strings would be copied into each worker."""
 
     def __init__(self, names: Sequence[str]) -> None:
         encoded = [name.encode(errors="surrogateescape") for name in names]
-        self._text = Shared(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8))
-        self._ends = Shared(np.cumsum([len(name) for name in encoded], dtype=np.int64))
+        self._text = SharedArray(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8))
+        self._ends = SharedArray(np.cumsum([len(name) for name in encoded], dtype=np.int64))
 
     @classmethod
-    def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> Names:
-        """Of the two arrays."""
-        names = cls([])
-        names._text, names._ends = Shared(text), Shared(ends)
-        return names
+    def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> StringArray:
+        """The strings in `text`, each of which ends where `ends` says."""
+        strings = cls([])
+        strings._text, strings._ends = SharedArray(text), SharedArray(ends)
+        return strings
 
     @property
     def text(self) -> npt.NDArray[np.uint8]:
-        """All of them, one behind the other."""
+        """All strings, one after the other, as bytes."""
         return self._text.array
 
     @property
     def ends(self) -> npt.NDArray[np.int64]:
-        """Where each one ends."""
+        """Where each string ends in `text`."""
         return self._ends.array
 
     def __getitem__(self, id: int) -> str:
@@ -132,12 +134,12 @@ class Names:
 
 
 def file_state(path: Path) -> str:
-    """Size and time of a file; "missing" without it."""
+    """Size and modification time of a file, or "missing"."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return "missing"
-    return f"{found.st_size} {found.st_mtime_ns}"
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 class FileImages(EncodedImages):
@@ -153,7 +155,7 @@ class FileImages(EncodedImages):
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         super().__init__(labels, channels, check_command, max_pixels)
-        self.root, self.paths = root, Names(paths)
+        self.root, self.paths = root, StringArray(paths)
 
     def read(self, id: int) -> bytes:
         return (self.root / self.paths[id]).read_bytes()

@@ -1,4 +1,4 @@
-"""Finding the image files below a folder."""
+"""Finds the image files in a folder and its subfolders."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 from accel_train.errors import UserError
 
-if TYPE_CHECKING:
-    pass
-
-
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""As torchvision's ImageFolder has them: other files (Thumbs.db, notes) are no images."""
+"""The same as torchvision's ImageFolder; other files (Thumbs.db, notes) do not count as images."""
 
 
 def is_image(name: str) -> bool:
@@ -24,19 +19,19 @@ def is_image(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is below a folder. Paths are relative to it, with "/", and sorted; what is hidden is not among them."""
+class FolderContents:
+    """The contents of a folder tree. Paths are relative to it, with "/", and sorted. Hidden files are excluded."""
 
     images: list[str]
     folders: list[str]
     others: Counter[str]
-    """Files that count as no images, by their endings: {".heic": 12}."""
+    """How many other files there are of each extension: {".heic": 12}."""
     repeated: list[str]
-    """Folders that a symbolic link leads to a second time: left out."""
+    """Symbolic links to folders that are already included; they are not followed."""
 
 
-def find_images(root: Path) -> Found:
-    """The images below `root`, each folder once, whatever symbolic links lead to it.
+def find_images(root: Path) -> FolderContents:
+    """The images in the tree of `root`; each folder counts once, even if symbolic links also lead to it.
 
     Raises UserError if a folder cannot be read.
     """
@@ -45,11 +40,13 @@ def find_images(root: Path) -> Found:
     others: Counter[str] = Counter()
     repeated: list[str] = []
 
-    def refuse(error: OSError) -> None:  # os.walk would go on without the folder
-        raise UserError(f"the folder {error.filename} cannot be read: {error.strerror}.")
+    def refuse(error: OSError) -> None:  # os.walk would continue without the folder
+        raise UserError(
+            f"the folder {error.filename} cannot be read ({error.strerror}); make it readable or remove it."
+        )
 
     def walk(top: Path) -> list[str]:
-        """Note all that is below `top`, a folder below the root or the root; return its links to folders."""
+        """Collect the contents of `top` (the root or a folder in it); return the links to folders."""
         links: list[str] = []
         for where, below, files in os.walk(top, onerror=refuse):
             here = Path(where).relative_to(root).as_posix()
@@ -70,10 +67,10 @@ def find_images(root: Path) -> Found:
                     others[PurePath(name).suffix.lower() or name] += 1
         return links
 
-    # A link upwards would lead round in a circle.
+    # A link to a parent folder would make a cycle.
     seen = {str(above) for above in Path(os.path.realpath(root)).parents}
     links = walk(root)
-    while links:  # behind all folders that are no links, and in the same order on every machine
+    while links:  # after all real folders, and in the same order on every machine
         following = sorted(links)
         links = []
         for link in following:
@@ -82,4 +79,4 @@ def find_images(root: Path) -> Found:
                 links += walk(root / link)
             else:
                 repeated.append(link)
-    return Found(sorted(images), sorted(folders), others, sorted(repeated))
+    return FolderContents(sorted(images), sorted(folders), others, sorted(repeated))

@@ -1,4 +1,4 @@
-"""Trees of class folders, as ImageFolder reads them: train/ val/ test/, or one that is yet to be divided."""
+"""Trees of class folders, as ImageFolder reads them: train/ val/ test/, or one tree that is divided later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.encoded import FileImages
 from accel_train.data.sources.find import EXTENSIONS, find_images
-from accel_train.data.sources.images import normalisation
+from accel_train.data.sources.images import default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 
@@ -20,27 +20,27 @@ Samples = tuple[list[str], torch.Tensor]
 
 
 def folder(data: Data) -> Splits:
-    """The images below `data.root`. Raises UserError."""
+    """The images in the tree of `data.root`. Raises UserError."""
     root = data.root
     if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else "is not there"
-        raise UserError(f"--data.root {root} {what}: name the folder that holds train/ or the class folders.")
-    found = find_images(root)
-    if not found.images:
-        there = f"; there are {ignored_text(found.others)}" if found.others else ""
-        raise UserError(f"--data.root {root}: no image was found in it (looked for {' '.join(EXTENSIONS)}{there}).")
-    classes, splits, notes = arrange(found.images, found.folders, str(root))
-    if found.repeated:
+        what = "is a file, not a folder" if root.exists() else "does not exist"
+        raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.")
+    contents = find_images(root)
+    if not contents.images:
+        others = f"; found {ignored_text(contents.others)}" if contents.others else ""
+        raise UserError(f"--data.root {root} contains no image (searched for {' '.join(EXTENSIONS)}{others}).")
+    classes, splits, notes = arrange(contents.images, contents.folders, str(root))
+    if contents.repeated:
         notes.append(
-            f"{root} has symbolic links to folders whose images it has already; they are not followed: "
-            f"{_some(found.repeated)}"
+            f"{root} has symbolic links to folders that are already included; they are not followed: "
+            f"{_some(contents.repeated)}"
         )
     check_command = f"accel-train check-data folder --root {root}"
     sources: dict[str, Source] = {
         split: FileImages(root, paths, labels, data.channels, check_command, data.max_pixels)
         for split, (paths, labels) in splits.items()
     }
-    mean, std = normalisation(data.channels)
+    mean, std = default_mean_std(data.channels)
     return Splits(
         classes,
         data.channels,
@@ -51,13 +51,13 @@ def folder(data: Data) -> Splits:
         sources.get("validation"),
         sources.get("test"),
         semantics=IMAGE_FILES,
-        ignored=ignored_text(found.others, len(found.images) - sum(len(paths) for paths, _ in splits.values())),
+        ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
         notes=tuple(notes),
     )
 
 
 def ignored_text(others: Counter[str], outside: int = 0) -> str:
-    """Files that are not used, in words: "3 images outside the class folders, 12 .heic, 1 .db"."""
+    """A description of unused files: "3 images outside the class folders, 12 .heic, 1 .db"."""
     parts = [f"{outside} image{'s' * (outside > 1)} outside the class folders"] if outside else []
     parts += [f"{count} {ending}" for ending, count in others.most_common(5)]
     rest = others.total() - sum(count for _, count in others.most_common(5))
@@ -67,11 +67,11 @@ def ignored_text(others: Counter[str], outside: int = 0) -> str:
 def arrange(
     images: Iterable[str], folders: Iterable[str], where: str
 ) -> tuple[tuple[str, ...], dict[str, Samples], list[str]]:
-    """Classes and splits that a tree's paths speak of, and what the user should be told of them.
+    """Classes and splits of a tree, and warnings about them.
 
     images, folders: paths relative to the tree's root `where`, with "/". The classes are the sorted folders
     in train/, or at the top if there is no train/. Raises UserError if splits differ in their classes, or if
-    there is nothing to learn a class from.
+    a class has no training image.
     """
     folders = sorted(folders)
     named: dict[str, str] = {}  # split -> its folder
@@ -80,40 +80,41 @@ def arrange(
         if split is not None and any(path.startswith(top + "/") for path in folders):
             if split in named:
                 raise UserError(
-                    f"{where} has both {named[split]}/ and {top}/: only one of them can be the {split} split."
+                    f"{where} has both {named[split]}/ and {top}/; only one can be the {split} split: rename the other."
                 )
             named[split] = top
     if named and "train" not in named:
         others = " and ".join(f"{top}/" for top in named.values())
-        raise UserError(f"{where} has {others}, but no train/: there is nothing to train on.")
+        raise UserError(f"{where} has {others}, but no train/: there are no training images.")
 
     prefixes = {split: top + "/" for split, top in named.items()} or {"train": ""}
     classes: tuple[str, ...] = ()
     splits: dict[str, Samples] = {}
-    for split in sorted(prefixes, key=list(SPLIT_NAMES.values()).index):  # train first: it says what the classes are
+    for split in sorted(prefixes, key=list(SPLIT_NAMES.values()).index):  # train first: it defines the classes
         prefix = prefixes[split]
-        found = {
+        class_folders = {
             path.removeprefix(prefix) for path in folders if path.startswith(prefix) and "/" not in path[len(prefix) :]
         }
         if split == "train":
-            classes = tuple(sorted(found))
-        elif found != set(classes):
+            classes = tuple(sorted(class_folders))
+        elif class_folders != set(classes):
             raise UserError(
-                f"{where}/{prefix} has other classes than {prefixes['train']}: {_difference(found, classes)}."
+                f"{where}/{prefix} has different classes from {prefixes['train']}: "
+                f"{_difference(class_folders, classes)}."
             )
         splits[split] = _samples(images, prefix, classes)
-    empty = set(range(len(classes))) - set(splits["train"][1].tolist())  # other splits may lack a class
+    empty = set(range(len(classes))) - set(splits["train"][1].tolist())  # other splits may have classes without images
     if empty:
         raise UserError(
             f"{where}/{prefixes['train']} has class folders without any image: "
             f"{_some([classes[label] for label in sorted(empty)])}: "
-            f"fill them or remove them (looked for {' '.join(EXTENSIONS)})."
+            f"fill or remove them (searched for {' '.join(EXTENSIONS)})."
         )
     return classes, splits, _too_high(splits["train"], prefixes["train"], classes, where)
 
 
 def _too_high(train: Samples, prefix: str, classes: tuple[str, ...], where: str) -> list[str]:
-    """A warning if classes have no images themselves, only in sub-folders, which may be the classes meant."""
+    """A warning if all images of a class are in subfolders, which may be the intended classes."""
     below: dict[int, set[str]] = {}
     direct: set[int] = set()
     for path, label in zip(train[0], train[1].tolist(), strict=True):
@@ -127,15 +128,15 @@ def _too_high(train: Samples, prefix: str, classes: tuple[str, ...], where: str)
         return []
     which, first = _some([classes[label] for label in deep]), classes[deep[0]]
     return [
-        f"the images of class {which} are all in sub-folders ({_some(sorted(below[deep[0]]))}): if these are the "
-        f"classes, the tree begins at {where}/{prefix}{first}"
+        f"the images of class {which} are all in subfolders ({_some(sorted(below[deep[0]]))}); if these are the "
+        f"classes, use {where}/{prefix}{first} as data.root"
     ]
 
 
-def _difference(found: set[str], classes: tuple[str, ...]) -> str:
-    extra, missing = sorted(found - set(classes)), sorted(set(classes) - found)
-    parts = [f"it has {_some(extra)} besides"] if extra else []
-    parts += [f"it lacks {_some(missing)} (make an empty folder if that is meant)"] if missing else []
+def _difference(folders: set[str], classes: tuple[str, ...]) -> str:
+    extra, missing = sorted(folders - set(classes)), sorted(set(classes) - folders)
+    parts = [f"it also has {_some(extra)}"] if extra else []
+    parts += [f"it lacks {_some(missing)} (if this is intended, make empty folders)"] if missing else []
     return " and ".join(parts)
 
 
@@ -150,7 +151,7 @@ def _samples(images: Iterable[str], prefix: str, classes: tuple[str, ...]) -> Sa
     for path in images:
         if path.startswith(prefix):
             name, inside, _ = path[len(prefix) :].partition("/")
-            if inside:  # a loose image, next to the class folders, has no class
+            if inside:  # an image next to the class folders has no class
                 paths.append(path)
                 labels.append(label_of[name])
     return paths, torch.tensor(labels, dtype=torch.int64)

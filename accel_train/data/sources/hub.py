@@ -19,7 +19,7 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
 from accel_train.data.sources.encoded import EncodedImages
-from accel_train.data.sources.images import normalisation
+from accel_train.data.sources.images import default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 
@@ -43,7 +43,7 @@ class HubImages(EncodedImages):
         return f"{self.label} image {id}"
 
 
-class Streamed:
+class StreamedImages:
     """Images that came as a stream, kept in memory in the order in which they are stored."""
 
     def __init__(self, label: str, images: list[torch.Tensor], labels: torch.Tensor) -> None:
@@ -166,7 +166,7 @@ def _mode(data: Data) -> str:
     return "L" if data.channels == 1 else "RGB"
 
 
-def _read(label: str, stream: Iterable[tuple[Any, int]]) -> Streamed:
+def _read(label: str, stream: Iterable[tuple[Any, int]]) -> StreamedImages:
     """Read a stream of (PIL image, label) into memory, if it takes no more than half of what is free."""
     psutil: Any = importlib.import_module("psutil")
 
@@ -187,16 +187,16 @@ def _read(label: str, stream: Iterable[tuple[Any, int]]) -> Streamed:
                 "use it as hfds/NAME or as a folder of images, which stay on the disk.",
                 every_process=False,
             )
-    return Streamed(label, images, torch.tensor(labels, dtype=torch.int64))
+    return StreamedImages(label, images, torch.tensor(labels, dtype=torch.int64))
 
 
 def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) -> Splits:
-    mean, std = normalisation(data.channels)
+    mean, std = default_mean_std(data.channels)
     size = None
     shapes = {
         source.images[0].shape[1:] if source.one_size else None
         for source in sources.values()
-        if isinstance(source, Streamed)
+        if isinstance(source, StreamedImages)
     }
     if len(shapes) == 1 and (shape := shapes.pop()) is not None and shape[0] == shape[1]:
         size = int(shape[0])

@@ -1,7 +1,4 @@
-"""Image files: finding them, and decoding them strictly.
-
-A damaged image is an error here, never a grey half or another image in its place.
-"""
+"""Strict decoding of images: a damaged image is an error, never half grey and never replaced by another one."""
 
 from __future__ import annotations
 
@@ -20,22 +17,20 @@ if TYPE_CHECKING:
 
 
 END_OF_JPEG = b"\xff\xd9"
-
-
-ENDS = {"JPEG": END_OF_JPEG, "PNG": b"IEND\xaeB`\x82"}
+END_MARKERS = {"JPEG": END_OF_JPEG, "PNG": b"IEND\xaeB`\x82"}
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def normalisation(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation for image files: ImageNet's; for grey ones the mean of its channels'."""
+def default_mean_std(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Default mean and standard deviation of each channel: ImageNet's, or their mean for grey images."""
     if channels == 1:
         return (0.449,), (0.226,)
     return IMAGENET_MEAN, IMAGENET_STD
 
 
-MAX_PIXELS = 178_956_970  # twice the number from which Pillow warns of a "decompression bomb"
+MAX_PIXELS = 178_956_970  # twice the size at which Pillow warns of a "decompression bomb"
 
 
 Box = tuple[int, int, int, int]
@@ -43,39 +38,39 @@ Box = tuple[int, int, int, int]
 
 
 class ImageError(ValueError):
-    """Why an image cannot be decoded."""
+    """An image cannot be decoded; the text says why."""
 
 
 def decode(data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
-    """The image in `data`, as uint8 [channels, H, W]; see `Picture`. Raises ImageError."""
-    return Picture(data, channels, max_pixels).pixels()
+    """The image in `data`, as uint8 [channels, H, W]; see `LazyImage`. Raises ImageError."""
+    return LazyImage(data, channels, max_pixels).pixels()
 
 
-class Picture:
-    """An encoded image, whose size is known before its pixels are decoded.
+class LazyImage:
+    """An encoded image whose size is known before its pixels are decoded.
 
-    The format is found from the content, not from a file's name. It is turned as its EXIF orientation says, and so are
-    `height` and `width`. Of 16 bits the upper 8 count; transparency is dropped, as in torchvision's ImageFolder.
+    The content, not the file's name, determines the format. `height`, `width` and pixels follow the EXIF orientation.
+    Of 16 bits the upper 8 are used; transparency is dropped, as in torchvision's ImageFolder.
     """
 
     reducible = False
-    """Whether it can be decoded smaller: a JPEG, coloured or grey, not CMYK."""
+    """Whether the image can be decoded at a smaller scale: an RGB or grey JPEG, not CMYK."""
 
     def __init__(self, data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> None:
-        """channels: 3 (RGB) or 1 (grey); max_pixels: a larger image is refused. Raises ImageError."""
+        """channels: 3 (RGB) or 1 (grey); max_pixels: limit of the size. Raises ImageError."""
         from PIL import Image
 
         if not data:
             raise ImageError("the file is empty")
         self.data, self.channels = data, channels
-        Image.MAX_IMAGE_PIXELS = None  # Pillow's limit is the process's; ours comes below
+        Image.MAX_IMAGE_PIXELS = None  # Pillow's limit is global; ours is checked below
         with _strictly():
             self.image = Image.open(io.BytesIO(data))
         self.width, self.height = self.image.size
         if self.width * self.height > max_pixels:
             raise ImageError(
-                f"it has {self.width * self.height:,} pixels, more than max-pixels ({max_pixels:,}): a file may be "
-                "made to fill the memory; raise the limit if it is to be trusted"
+                f"it has {self.width * self.height:,} pixels, more than max-pixels ({max_pixels:,}): a malicious "
+                "file could fill the memory; raise the limit if you trust the file"
             )
         with _strictly():
             self.orientation = _orientation(self.image, data)
@@ -84,24 +79,24 @@ class Picture:
         self.reducible = self.image.format == "JPEG" and self.image.mode in ("RGB", "L")
 
     def whole_jpeg(self) -> bytes | None:
-        """The file, if it is a JPEG as GPUs decode them: coloured or grey, not CMYK, and with its end."""
+        """The file's bytes if it is a JPEG that GPUs decode: RGB or grey, not CMYK, not truncated; else None."""
         return self.data if self.reducible and self.data.endswith(END_OF_JPEG) else None
 
-    def looks_cut_short(self) -> bool:
-        """Whether the file does not end as its format does: it is cut short, or has something behind its end."""
-        return not self.data.endswith(ENDS.get(self.image.format or "", b""))
+    def looks_truncated(self) -> bool:
+        """Whether the file lacks its format's end marker at its end: truncated, or followed by other data."""
+        return not self.data.endswith(END_MARKERS.get(self.image.format or "", b""))
 
     def pixels(self) -> torch.Tensor:
-        """uint8 [channels, H, W]. Raises ImageError."""
+        """The pixels, uint8 [channels, H, W]. Raises ImageError."""
         with _strictly(), self.image as image:
             pixels = _decode_jpeg(self.data, self.channels) if self.reducible else None
-            return turned(_to_tensor(image, self.channels) if pixels is None else pixels, self.orientation)
+            return apply_orientation(_to_tensor(image, self.channels) if pixels is None else pixels, self.orientation)
 
     def reduced(self, box: Box, height: int, width: int, reduction: int) -> torch.Tensor:
-        """The box of a `reducible` image, brought to uint8 [channels, height, width]. Raises ImageError.
+        """The box of a `reducible` image, resized to uint8 [channels, height, width]. Raises ImageError.
 
-        The JPEG is decoded `reduction` (2, 4 or 8) times smaller, for less work: its decoder leaves out the fine
-        frequencies. The same pixels each time, but not quite those of the whole image.
+        To save work, the JPEG is decoded `reduction` (2, 4 or 8) times smaller: the decoder skips high frequencies.
+        The pixels are deterministic, but differ slightly from those of the full image.
         """
         top, left, high, wide = self._stored(box)
         if self.orientation >= 5:
@@ -112,11 +107,11 @@ class Picture:
             from PIL import Image
 
             whole = image.convert("L" if self.channels == 1 else "RGB")
-            found = np.array(whole.resize((width, height), Image.Resampling.BILINEAR, box=corners))
-        return turned(_as_tensor(found), self.orientation)
+            resized = np.array(whole.resize((width, height), Image.Resampling.BILINEAR, box=corners))
+        return apply_orientation(_as_tensor(resized), self.orientation)
 
     def _stored(self, box: Box) -> Box:
-        """Where the box lies in the image as it is stored."""
+        """The box in the stored image, before the EXIF orientation is applied."""
         top, left, height, width = box
         if self.orientation in FLIPPED[2]:
             left = self.width - left - width
@@ -125,11 +120,11 @@ class Picture:
         return (left, top, width, height) if self.orientation >= 5 else (top, left, height, width)
 
 
-FLIPPED = {1: (3, 4, 7, 8), 2: (2, 3, 6, 7)}  # dimension -> EXIF orientations; from 5 on they are transposed before
+FLIPPED = {1: (3, 4, 7, 8), 2: (2, 3, 6, 7)}  # dimension -> EXIF orientations that flip it; 5 to 8 transpose first
 
 
-def turned(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
-    """uint8 [C, H, W], as stored -> as it is to be seen, in memory as decoders lay it out; `orientation`: EXIF's."""
+def apply_orientation(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
+    """The upright image, channels last in memory like a decoder's output. `pixels`: uint8 [C, H, W], as stored."""
     if orientation == 1:
         return pixels
     if orientation >= 5:
@@ -139,60 +134,61 @@ def turned(pixels: torch.Tensor, orientation: int) -> torch.Tensor:
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """EXIF's orientation of an image that is opened, 1 to 8; 1, as it is, if there is none that can be read."""
-    if image.format == "TIFF":  # whose reader turns it
+    """EXIF orientation of an opened image, 1 to 8; 1 (upright) if there is none or it cannot be read."""
+    if image.format == "TIFF":  # its reader applies the orientation
         return 1
     if image.format == "PNG" and "exif" not in image.info:
         if not any(chunk in data for chunk in (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")):
-            return 1  # getexif() would decode the pixels to look behind them
+            return 1  # getexif() would decode the pixels to search after them
         image.load()
-    found = 1
-    with contextlib.suppress(Exception):  # odd metadata are no reason to refuse an image
-        found = image.getexif().get(0x0112, 1)
-    return found if found in range(1, 9) else 1
+    orientation = 1
+    with contextlib.suppress(Exception):  # invalid metadata is no reason to refuse an image
+        orientation = image.getexif().get(0x0112, 1)
+    return orientation if orientation in range(1, 9) else 1
 
 
 @contextlib.contextmanager
 def _strictly() -> Iterator[None]:
-    """Whatever a reader does not understand becomes an ImageError."""
+    """Convert every error of an image decoder into an ImageError."""
     from PIL import UnidentifiedImageError
 
     with warnings.catch_warnings():
-        # PIL warns of odd metadata, which do not matter here; torchvision of its decoders' future.
+        # PIL warns of invalid metadata, which does not matter here; torchvision of changes to its decoders.
         warnings.simplefilter("ignore")
         try:
             yield
         except UnidentifiedImageError:
-            raise ImageError("it is no image of a known format") from None
+            raise ImageError("it is not an image of a known format") from None
         except MemoryError:
             raise
         except Exception as error:  # PIL's readers raise nearly anything on damaged data: SyntaxError, struct.error, …
             raise ImageError(str(error) or type(error).__name__) from error
 
 
-def as_tensor(file: bytes) -> torch.Tensor:
-    """Its bytes, uint8 [n]; a copy, for tensors may be written to."""
+def bytes_to_tensor(file: bytes) -> torch.Tensor:
+    """The bytes as uint8 [n]; a copy, because a tensor's memory must be writable."""
     return torch.frombuffer(bytearray(file), dtype=torch.uint8)
 
 
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor | None:
-    """With torchvision, faster than PIL and to the same pixels; None if it fails: PIL has the last word."""
+    """The pixels decoded by torchvision: the same as PIL's, but faster. None if it fails; then PIL decides."""
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
 
         mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
-        pixels: torch.Tensor = decode_jpeg(as_tensor(data), mode=mode)
+        pixels: torch.Tensor = decode_jpeg(bytes_to_tensor(data), mode=mode)
     except (ImportError, RuntimeError):
         return None
     return pixels
 
 
 def _to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
+    """The pixels decoded by PIL, uint8 [channels, H, W]."""
     from PIL import Image
 
-    if image.mode.startswith("I"):  # 16 bits, which PIL's own conversion would clip at 255
+    if image.mode.startswith("I"):  # 16 bits; PIL's conversion would clip them at 255
         image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
-    elif image.mode in ("P", "PA"):  # a palette may hold transparent colours
+    elif image.mode in ("P", "PA"):  # a palette may contain transparent colours
         image = image.convert("RGBA")
     if image.mode not in ("1", "L", "LA"):
         image = image.convert("RGB")

@@ -1,4 +1,4 @@
-"""Names of data sets -> their splits. A new source is one function that returns Splits, and one line here."""
+"""Loads a dataset by name. To add a source, write a function that returns Splits and call it here."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ __all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits"]
 
 ARRAYS = ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")
 IN_MEMORY = ("digits", *ARRAYS, "synthetic")
-"""Those whose images need no workers, unless each is augmented by itself."""
+"""Datasets whose images need no workers, unless images are augmented one by one."""
 NAMES = ("digits", *ARRAYS, "folder", "cache", "synthetic", "tar", "wds")
 PREFIXES = ("hfds/", "hfids/", "wds/", "tfds/", "torch/")
 
 
 def known_sources() -> tuple[str, ...]:
-    """All names, and the prefixes of those that go on with a name of a hub's."""
+    """All names; for datasets of a hub, the prefix and NAME."""
     return NAMES + tuple(f"{prefix}NAME" for prefix in PREFIXES)
 
 
 def load_splits(data: Data, seed: int, *, download: bool = True) -> Splits:
-    """The data set that `data` names, divided as it says.
+    """The dataset that `data` names, with its splits.
 
-    The same on every process: a pure function of `data`, `seed` and the samples found. Call it on all
-    processes at once: missing files of published sets are downloaded by one of them, for which the others
-    wait. With `download=False` missing files are an error. Raises UserError.
+    The same on every process: a pure function of `data`, `seed` and the samples found. Call it on all processes at
+    once: one of them downloads the missing files of published datasets, while the others wait. With `download=False`
+    missing files are an error. Raises UserError.
     """
     return divide(_load(data, download), data, seed)
 
 
 def _load(data: Data, download: bool) -> Splits:
     prefix, _, rest = data.name.partition("/")
-    name = rest if prefix == "torch" else data.name  # timm's way to name torchvision's sets
+    name = rest if prefix == "torch" else data.name  # timm's names for torchvision's datasets
     if name in ARRAYS:
         from accel_train.data.sources.arrays import torchvision_set
 
@@ -65,9 +65,9 @@ def _load(data: Data, download: bool) -> Splits:
         from accel_train.data.sources.hub import hub
 
         if not download:
-            raise UserError(f"the data '{data.name}' is fetched from its hub when it is trained on.")
+            raise UserError(f"the dataset '{data.name}' is not available here; training downloads it from its hub.")
         return hub(data)
     raise UserError(
-        f"--data.name '{data.name}' is no known data source.{nearest(data.name, known_sources())} "
-        f"Known are {', '.join(known_sources())}."
+        f"--data.name: unknown dataset '{data.name}'.{nearest(data.name, known_sources())} "
+        f"Known datasets: {', '.join(known_sources())}."
     )

@@ -1,8 +1,8 @@
-"""What a data set is to the rest of the program, and how its samples are divided into splits.
+"""The interface of a dataset (Source, Splits), and the division of its samples into splits.
 
-A division is a pure function of the seed and the set of samples (the key and label of each): every node finds
-the same one, in whatever order its file system lists the files, and so does every version of the libraries,
-because the lots are drawn by a hash and not by a random number generator.
+The division is a pure function of the seed and of the samples' keys and labels: every node gets the same one, in
+whatever order its file system lists the files. So does every version of the libraries, because a hash and not a random
+number generator makes the choice.
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ from accel_train.errors import UserError
 
 
 class Source(Protocol):
-    """The samples of one split: labels known up front, pixels fetched in batches."""
+    """The samples of one split: labels are known at once, pixels are fetched in batches."""
 
     labels: torch.Tensor
     """int64 [n], on the CPU."""
     in_memory: bool
-    """Pixels are plain tensors: no worker processes are needed."""
+    """Whether pixels are available as tensors, without decoding: no worker processes are needed."""
 
     def __len__(self) -> int: ...
 
     def fetch(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
-        """uint8 pixels: one tensor [b, C, H, W] if all images have one size, else a list of [C, H, W].
+        """Pixels as uint8: one tensor [b, C, H, W] if all images have the same size, else a list of [C, H, W].
 
         Raises UserError if an image cannot be read.
         """
 
     def name(self, id: int) -> str:
-        """What messages call the sample: its path, or "mnist train image 17"."""
+        """The sample's name in messages: its path, or "mnist train image 17"."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """A data set, divided. A split that it does not have is None, never the data of another one."""
+    """A dataset with its splits. A missing split is None, never the data of another split."""
 
     classes: tuple[str, ...]
     channels: int
     image_size: int | None
-    """Height and width of the images, in pixels; None: files of many sizes."""
+    """Height and width of the images, in pixels; None: their sizes differ."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Of each channel, in 0..1: the set's own, or ImageNet's for image files."""
+    """Of each channel, in 0..1: the dataset's, or ImageNet's for image files."""
     train: Source
     validation: Source | None
     test: Source | None
     unreadable: torch.Tensor | None = None
-    """bool [n], the samples of `train` that are left out; None: none of them. They keep their numbers, for the order of
-    all others depends on these: so an image can be left out in the middle of a run."""
+    """bool [n], the samples of `train` to skip; None: none. They keep their numbers, because the order of all other
+    samples depends on these. So an image can be skipped from the middle of a run on."""
     left_out: int = 0
-    """Unreadable images that are left out, of all splits."""
+    """Number of unreadable images that are skipped, in all splits."""
     ignored: str = ""
-    """Files of the data's folder that are not used, in words."""
+    """A description of the files in the data's folder that are not used."""
     notes: tuple[str, ...] = ()
-    """What the user should be warned of."""
+    """Warnings for the user."""
     semantics: int = IN_MEMORY
-    """The number by which the pixels are made: see semantics.py."""
+    """The semantics version by which the pixels are computed; see config/semantics.py."""
 
     @property
     def to_train_on(self) -> Source:
-        """The samples of `train` without those that are left out."""
+        """The samples of `train` without the skipped ones."""
         return self.train if self.unreadable is None else subset(self.train, ~self.unreadable.numpy())
 
 
-SPLIT_NAMES = {  # what a folder, a tar file, a shard or a split on a hub may be called
+SPLIT_NAMES = {  # accepted names of folders, tar files, shards and splits on a hub
     "train": "train", "training": "train",
     "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",
     "test": "test", "testing": "test",
@@ -83,7 +83,7 @@ SPLIT_NAMES = {  # what a folder, a tar file, a shard or a split on a hub may be
 
 @dataclass
 class Subset:
-    """Some samples of a source, `ids` (int64 [n]), numbered anew."""
+    """The samples `ids` (int64 [n]) of a source, renumbered from 0."""
 
     source: Source
     ids: torch.Tensor
@@ -103,8 +103,8 @@ class Subset:
         return self.source.name(int(self.ids[id]))
 
 
-def owner(source: Source) -> tuple[Source, torch.Tensor | None]:
-    """What holds the samples of `source`, and their numbers there (int64 [n]; None: the same)."""
+def unwrap_subset(source: Source) -> tuple[Source, torch.Tensor | None]:
+    """The source below a Subset, and the samples' numbers in it (int64 [n]; None: unchanged)."""
     return (source.source, source.ids) if isinstance(source, Subset) else (source, None)
 
 
@@ -114,42 +114,44 @@ def subset(source: Source, chosen: npt.NDArray[np.bool_]) -> Source:
     return Subset(source.source, source.ids[ids]) if isinstance(source, Subset) else Subset(source, ids)
 
 
-def keys(source: Source, root: Path) -> Iterator[str]:
-    """What tells each sample from all others of its data set: its name, less that of the folder `root`."""
+def sample_keys(source: Source, root: Path) -> Iterator[str]:
+    """The unique key of each sample in its dataset: its name relative to the folder `root`."""
     return (source.name(id).removeprefix(f"{root}/") for id in range(len(source)))
 
 
-def choose(keys: Iterable[str], labels: npt.ArrayLike, count: int, salt: str) -> npt.NDArray[np.bool_]:
-    """Draw `count` samples, of each class its share: bool [n], true for those drawn.
+def stratified_choice(keys: Iterable[str], labels: npt.ArrayLike, count: int, salt: str) -> npt.NDArray[np.bool_]:
+    """Choose `count` samples, proportionally from each class: bool [n], true for those chosen.
 
-    Each sample draws a number, the BLAKE2b hash of `salt` and its key. Within its class it gets a place
-    between 0 and 1, by its rank among those numbers; the `count` samples with the lowest places are taken.
-    The order of the samples does not matter.
+    Each sample gets a number, the BLAKE2b hash of `salt` and its key. Its rank among the numbers of its class gives it
+    a position between 0 and 1; the `count` samples with the lowest positions are chosen. The order of the samples does
+    not matter.
     """
-    draws = np.fromiter(
+    hashes = np.fromiter(
         (
             int.from_bytes(blake2b(f"{salt}\0{key}".encode(errors="surrogateescape"), digest_size=8).digest(), "big")
             for key in keys
         ),
         np.uint64,
     )
-    of = np.asarray(labels, dtype=np.int64)
-    sizes = np.bincount(of)
-    by_class = np.lexsort((draws, of))
-    rank = np.empty(len(of), dtype=np.int64)
-    rank[by_class] = np.arange(len(of)) - (np.cumsum(sizes) - sizes)[of[by_class]]
-    drawn = np.lexsort((draws, (rank + 0.5) / sizes[of]))[:count]
-    chosen = np.zeros(len(of), dtype=np.bool_)
-    chosen[drawn] = True
+    classes = np.asarray(labels, dtype=np.int64)
+    sizes = np.bincount(classes)
+    by_class = np.lexsort((hashes, classes))
+    rank = np.empty(len(classes), dtype=np.int64)
+    rank[by_class] = np.arange(len(classes)) - (np.cumsum(sizes) - sizes)[classes[by_class]]
+    lowest = np.lexsort((hashes, (rank + 0.5) / sizes[classes]))[:count]
+    chosen = np.zeros(len(classes), dtype=np.bool_)
+    chosen[lowest] = True
     return chosen
 
 
 def divide(splits: Splits, data: Data, seed: int) -> Splits:
-    """Set aside, limit and leave out, in this order, as `data` says: an image that turns out to be unreadable moves no
-    other one into another split. Raises UserError."""
+    """Split off, limit and skip samples, in this order, as `data` says. Raises UserError.
+
+    Because of this order, an unreadable image does not move another image into a different split.
+    """
     _check(splits, data)
     unreadable = _unreadable(splits, data)
-    splits = _set_aside(splits, data, seed)
+    splits = _split_off(splits, data, seed)
     for split, limit in (
         ("train", data.train_limit),
         ("validation", data.test_limit),
@@ -157,22 +159,23 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
     ):
         source: Source | None = getattr(splits, split)
         if source is not None and limit is not None and limit < len(source):
-            drawn = choose(keys(source, data.root), source.labels.numpy(), limit, f"{seed} limit")
+            drawn = stratified_choice(sample_keys(source, data.root), source.labels.numpy(), limit, f"{seed} limit")
             splits = _with(splits, split, subset(source, drawn))
-    return _leave_out(splits, unreadable) if unreadable else splits
+    return _skip(splits, unreadable) if unreadable else splits
 
 
 def _with(splits: Splits, split: str, source: Source | None) -> Splits:
+    """A copy of `splits` in which `split` is `source`."""
     changed: Any = {split: source}
     return replace(splits, **changed)
 
 
 def _check(splits: Splits, data: Data) -> None:
-    """Raise UserError unless there are two classes and each sample belongs to one of them."""
-    where, classes = f"the data '{data.name}' in {data.root}", len(splits.classes)
+    """Raise UserError unless there are two or more classes and each sample belongs to one of them."""
+    where, classes = f"the dataset '{data.name}' in {data.root}", len(splits.classes)
     if classes < 2:
         only = f"only one class, '{splits.classes[0]}'" if classes else "no class"
-        raise UserError(f"{where} has {only}: a classifier needs two or more.")
+        raise UserError(f"{where} has {only}, but a classifier needs two or more.")
     for split in ("train", "validation", "test"):
         source: Source | None = getattr(splits, split)
         if source is None:
@@ -189,7 +192,7 @@ def _check(splits: Splits, data: Data) -> None:
 
 
 def listed_names(data: Data) -> set[str]:
-    """The images that --data.skip-unreadable lists, relative to data.root. Raises UserError."""
+    """The paths in the list of --data.skip-unreadable, relative to data.root. Raises UserError."""
     assert data.skip_unreadable is not None
     try:
         with data.skip_unreadable.open(encoding="utf-8", errors="surrogateescape") as file:
@@ -197,64 +200,67 @@ def listed_names(data: Data) -> set[str]:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
-            f"--data.skip-unreadable: {data.skip_unreadable} cannot be read ({reason}): {_check_command(data)}."
+            f"--data.skip-unreadable: {data.skip_unreadable} cannot be read ({reason}); {_check_command(data)}."
         ) from error
 
 
 def _check_command(data: Data) -> str:
-    return f"`accel-train check-data {data.name} --root {data.root}` writes it"
+    return f"`accel-train check-data {data.name} --root {data.root}` writes the list"
 
 
 def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:
-    """id of each source that holds samples -> bool [n], those of them that are to be left out."""
+    """Python id of each source below a Subset -> bool [n], its samples to skip."""
     listed = set() if data.skip_unreadable is None else listed_names(data)
-    found: dict[int, npt.NDArray[np.bool_]] = {}
+    marked: dict[int, npt.NDArray[np.bool_]] = {}
     listed_here = 0
     for source in (splits.train, splits.validation, splits.test):
         if source is None:
             continue
-        held, ids = owner(source)
-        marks = found.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
+        held, ids = unwrap_subset(source)
+        marks = marked.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
         if listed:
-            chosen = np.fromiter((key in listed for key in keys(source, data.root)), np.bool_, len(source))
+            chosen = np.fromiter((key in listed for key in sample_keys(source, data.root)), np.bool_, len(source))
             marks[slice(None) if ids is None else ids.numpy()] |= chosen
             listed_here += int(chosen.sum())
         missing: npt.NDArray[np.bool_] | None = getattr(held, "missing", None)
         if missing is not None:
             marks |= missing
     if listed and not listed_here:
-        # Some may have been deleted since; that none is there means another folder or another data set.
+        # Some may have been deleted since; but if none is there, the list is of another folder or dataset.
         raise UserError(
             f"--data.skip-unreadable: none of the {len(listed)} images that {data.skip_unreadable} lists, such as "
-            f"'{min(listed)}', is in {data.root}: {_check_command(data)} for this data."
+            f"'{min(listed)}', is in {data.root}; {_check_command(data)} for this data."
         )
-    return found if any(marks.any() for marks in found.values()) else {}
+    return marked if any(marks.any() for marks in marked.values()) else {}
 
 
-def _leave_out(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Splits:
+def _skip(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Splits:
+    """Mark unreadable training images, and remove those of the other splits."""
     left_out = 0
     for split in ("train", "validation", "test"):
         source: Source | None = getattr(splits, split)
         if source is None:
             continue
-        held, ids = owner(source)
-        gone = unreadable[id(held)] if ids is None else unreadable[id(held)][ids.numpy()]
-        left_out += int(gone.sum())
-        if not gone.any():
+        held, ids = unwrap_subset(source)
+        skipped = unreadable[id(held)] if ids is None else unreadable[id(held)][ids.numpy()]
+        left_out += int(skipped.sum())
+        if not skipped.any():
             continue
         if split == "train":
-            lost = set(source.labels.tolist()) - set(source.labels[torch.from_numpy(~gone)].tolist())
+            lost = set(source.labels.tolist()) - set(source.labels[torch.from_numpy(~skipped)].tolist())
             if lost:
                 names = ", ".join(repr(splits.classes[label]) for label in sorted(lost))
-                raise UserError(f"--data.skip-unreadable: the list leaves no training image of class {names}.")
-            splits = replace(splits, unreadable=torch.from_numpy(gone))
+                raise UserError(
+                    f"--data.skip-unreadable: the list contains all training images of class {names}; check them."
+                )
+            splits = replace(splits, unreadable=torch.from_numpy(skipped))
         else:
-            splits = _with(splits, split, None if gone.all() else subset(source, ~gone))
+            splits = _with(splits, split, None if skipped.all() else subset(source, ~skipped))
     return replace(splits, left_out=left_out)
 
 
-def _set_aside(splits: Splits, data: Data, seed: int) -> Splits:
-    """Take the test and then the validation split out of the training samples, as shares of all of these."""
+def _split_off(splits: Splits, data: Data, seed: int) -> Splits:
+    """Split the test and then the validation samples off the training samples, as fractions of all of these."""
     total = len(splits.train)
     for split, option, fraction in (
         ("test", "test-fraction", data.test_fraction),
@@ -264,15 +270,16 @@ def _set_aside(splits: Splits, data: Data, seed: int) -> Splits:
             continue
         if getattr(splits, split) is not None:
             raise UserError(
-                f"--data.{option} {fraction}: the data '{data.name}' has a {split} split of its own: "
-                "leave the option out."
+                f"--data.{option} {fraction}: the dataset '{data.name}' already has a {split} split; remove the option."
             )
         count = round(fraction * total)
         if not 0 < count < len(splits.train):
             raise UserError(
                 f"--data.{option} {fraction} of {total} training images is {count} images, "
-                f"which leaves nothing to {'train on' if count else 'evaluate'}: choose another share."
+                f"which leaves nothing to {'train on' if count else 'evaluate'}; choose another fraction."
             )
-        drawn = choose(keys(splits.train, data.root), splits.train.labels.numpy(), count, f"{seed} {split}")
+        drawn = stratified_choice(
+            sample_keys(splits.train, data.root), splits.train.labels.numpy(), count, f"{seed} {split}"
+        )
         splits = replace(_with(splits, split, subset(splits.train, drawn)), train=subset(splits.train, ~drawn))
     return splits

@@ -1,4 +1,4 @@
-"""Synthetic images: learnable, of any size and number, and each a pure function of its index."""
+"""Synthetic images: learnable, of any size and number; each image is a pure function of its index."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.sources.splits import Splits
 
-GRID = 4  # a class is a pattern of GRID x GRID fields
-FIRST_TEST = 2**31  # test images are numbered from here on: never an image of the training split
-# Two noises of coprime periods: images get different pairs of places in them, up to A * B = 4.3e9 images.
+GRID = 4  # the pattern of a class has GRID x GRID fields
+FIRST_TEST = 2**31  # test images are numbered from here on, so that they differ from training images
+# Two noises with coprime periods: up to A * B = 4.3e9 images have different pairs of offsets in them.
 NOISE_A, NOISE_B, STRIDE = 65537, 65539, 40503
 
 
 class Synthetic:
-    """Images of pattern plus noise. Sample i has class i mod `classes`; its noise follows from i alone.
+    """Images that are the sum of a pattern and noise. Sample i has class i mod `classes`; its noise follows from i.
 
-    Pattern (0..127) and the sum of two noises (0..64 each) fill 0..255: no value is clipped, no float is
-    involved, so that the pixels are the same on any machine.
+    Pattern (0..127) and two noises (0..64 each) fill 0..255. There is no clipping and no floating-point arithmetic, so
+    the pixels are the same on any machine.
     """
 
     in_memory = True
@@ -28,7 +28,7 @@ class Synthetic:
     def __init__(self, data: Data, split: str, first: int, count: int) -> None:
         self.split, self.first, self.size, self.channels = split, first, data.image_size, data.channels
         self.labels = torch.arange(count, dtype=torch.int64) % data.classes
-        numbers = np.random.RandomState(0)  # its stream is frozen, unlike those of newer generators
+        numbers = np.random.RandomState(0)  # its numbers never change, unlike those of newer generators
         patterns = numbers.randint(0, 128, (data.classes, data.channels, GRID, GRID), dtype=np.uint8)
         self.patterns = torch.from_numpy(patterns)
         pixels = data.channels * data.image_size**2
@@ -46,8 +46,8 @@ class Synthetic:
         images = images.index_select(2, field).index_select(3, field)  # a copy: [b, C, H, W]
         numbers = self.first + torch.as_tensor(ids, dtype=torch.int64)
         for noise, period in ((self.noise_a, NOISE_A), (self.noise_b, NOISE_B)):
-            places = noise.unfold(0, self.channels * self.size**2, 1)  # a view: the noise from each place on
-            images += places.index_select(0, numbers * STRIDE % period).view(images.shape)
+            windows = noise.unfold(0, self.channels * self.size**2, 1)  # a view: the noise from each offset on
+            images += windows.index_select(0, numbers * STRIDE % period).view(images.shape)
         return images
 
     def name(self, id: int) -> str:
@@ -55,7 +55,7 @@ class Synthetic:
 
 
 def synthetic(data: Data) -> Splits:
-    """As many images as `data` says, of its size, channels and classes, whatever the run's seed."""
+    """Synthetic splits with the sizes, channels and classes that `data` gives; independent of the run's seed."""
     return Splits(
         classes=tuple(str(label) for label in range(data.classes)),
         channels=data.channels,

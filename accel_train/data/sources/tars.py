@@ -1,7 +1,7 @@
 """Images in tar files: trees of class folders (`tar`), and WebDataset shards (`wds`).
 
-The tar files are read through once to note where each image lies; then any image is one read at its place, so
-that the order of the samples is as free as with files, and nothing need fit in memory.
+The tar files are read once to find the position of each image. Then loading an image is one read at its position: the
+samples can have any order, as with files, and need not fit into memory.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
-from accel_train.data.sources.encoded import EncodedImages, Names, Shared, file_state
+from accel_train.data.sources.encoded import EncodedImages, SharedArray, StringArray, file_state
 from accel_train.data.sources.find import is_image
 from accel_train.data.sources.folder import arrange, ignored_text
-from accel_train.data.sources.images import normalisation
+from accel_train.data.sources.images import default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import require_regular_file
 
 DEEPEST = 4
-"""Tar files inside one another that are read; ImageNet's have two."""
+"""Maximum depth of tar files inside tar files; ImageNet has two levels."""
 MOST_CLASSES = 1_000_000
 
 
@@ -44,13 +44,13 @@ class Member:
     tar: str
     """The tar file, relative to the data's root; "" if it is the root."""
     offset: int
-    """Bytes from the tar file's start."""
+    """In bytes, from the tar file's start."""
     size: int
-    """Bytes."""
+    """In bytes."""
 
 
 class TarImages(EncodedImages):
-    """Images inside tar files, read from where they lie."""
+    """Images inside tar files, read at their positions without unpacking."""
 
     def __init__(
         self,
@@ -64,21 +64,21 @@ class TarImages(EncodedImages):
         super().__init__(labels, channels, check_command, max_pixels)
         self.root, self.tars = root, sorted({member.tar for member in members})
         number = {tar: i for i, tar in enumerate(self.tars)}
-        self.names = Names([member.name for member in members])
-        places = np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3)
-        self.places = Shared(places)
+        self.names = StringArray([member.name for member in members])
+        positions = np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3)
+        self.positions = SharedArray(positions)  # number of the tar file, offset, size
 
     def read(self, id: int) -> bytes:
-        tar, offset, size = map(int, self.places.array[id])
+        tar, offset, size = map(int, self.positions.array[id])
         with (self.root / self.tars[tar]).open("rb", buffering=0) as file:
             file.seek(offset)
             data = file.read(size)
         if len(data) < size:
-            raise OSError("the tar file ends before it")
+            raise OSError("the tar file ends before this image")
         return data
 
     def name(self, id: int) -> str:
-        tar = self.tars[int(self.places.array[id, 0])]
+        tar = self.tars[int(self.positions.array[id, 0])]
         return "/".join(part for part in (str(self.root), tar, self.names[id]) if part)
 
     def states(self) -> Iterable[str]:
@@ -86,28 +86,33 @@ class TarImages(EncodedImages):
 
 
 def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
-    """Each file in the tar file `root / tar` and in those inside it, with its content. Raises UserError."""
+    """Yields each file in the tar file `root / tar`, and in tar files inside it, with its content.
+
+    It clears `TarFile.members` and reads `TarFile.offset` (checked with Python 3.11). Raises UserError.
+    """
 
     def walk(archive: tarfile.TarFile, start: int, prefix: str, depth: int) -> Iterator[tuple[Member, IO[bytes]]]:
         for info in archive:
-            if info.size < 0 or info.issparse():  # tarfile would read a header again and again, or from other places
+            if info.size < 0 or info.issparse():  # tarfile would read a header repeatedly, or data from elsewhere
                 raise tarfile.ReadError(f"{info.name} has no size or is sparse")
             name = posixpath.normpath(prefix + info.name)
             hidden = any(part.startswith(".") for part in name.split("/"))
             if (info.issym() or info.islnk()) and not hidden and is_image(posixpath.basename(name)):
-                raise tarfile.ReadError(f"{name} is a link: pack it with tar's --dereference --hard-dereference")
+                raise tarfile.ReadError(
+                    f"{name} is a link; pack the files with tar's options --dereference --hard-dereference"
+                )
             content = archive.extractfile(info) if info.isreg() and not hidden else None
             if content is None:
                 continue
-            if name.lower().endswith(".tar"):  # as ImageNet's: one for each class
+            if name.lower().endswith(".tar"):  # as in ImageNet: one tar file per class
                 if depth == DEEPEST:
-                    raise tarfile.ReadError(f"{name} is the {depth + 1}th tar file, each inside another")
+                    raise tarfile.ReadError(f"{name} is nested too deeply: {depth + 1} tar files, one inside another")
                 with tarfile.open(fileobj=content, mode="r:") as inner:
                     yield from walk(inner, start + info.offset_data, name[:-4] + "/", depth + 1)
                     _check_end(inner, content)
             else:
                 yield Member(name, tar, start + info.offset_data, info.size), content
-            archive.members = []  # type: ignore[attr-defined]  # or tarfile keeps a note of each
+            archive.members = []  # type: ignore[attr-defined]  # free the memory of tarfile's list of members
 
     path = root / tar
     try:
@@ -121,20 +126,22 @@ def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
                 _check_end(archive, file)
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(
-            f"the tar file {path} cannot be read ({error}): it must be whole and not compressed."
+            f"the tar file {path} cannot be read ({error}); it must be complete and not compressed."
         ) from error
 
 
 def _check_end(archive: tarfile.TarFile, file: IO[bytes]) -> None:
-    """Raise ReadError unless the `archive`, read to its end, ends with a block of zeros and nothing else behind it:
-    tarfile takes the end of the file for that of the archive, wherever it was cut."""
+    """Raise ReadError unless `archive`, read to its end, ends with a block of zeros followed by nothing but zeros.
+
+    tarfile itself accepts a truncated file as a whole archive.
+    """
     file.seek(archive.offset)
     marker = file.read(tarfile.BLOCKSIZE)
     if len(marker) < tarfile.BLOCKSIZE or marker.strip(b"\0"):
-        raise tarfile.ReadError("it is cut short: its end marker is missing")
+        raise tarfile.ReadError("it is truncated: its end marker is missing")
     while rest := file.read(1 << 20):
         if rest.strip(b"\0"):
-            raise tarfile.ReadError("something follows its end marker: pack what were several tar files as one")
+            raise tarfile.ReadError("data follows its end marker; pack concatenated tar files as one archive")
 
 
 def tar(data: Data) -> Splits:
@@ -146,34 +153,34 @@ def tar(data: Data) -> Splits:
     others: Counter[str] = Counter()
 
     def images_in(name: str) -> dict[str, Member]:
-        images = {}
+        members = {}
         for member, _ in _members(root, name):
             if _is_image(member):
-                images[member.name] = member
+                members[member.name] = member
             else:
                 others[posixpath.splitext(member.name)[1].lower() or posixpath.basename(member.name)] += 1
-        return images
+        return members
 
     if root.is_file():
-        found = images_in("")
+        images = images_in("")
     elif root.is_dir() and (tars := sorted(path.name for path in root.glob("*.tar"))):
-        found = {}
+        images = {}
         for name in tars:
-            inside = images_in(name)
-            strip = _common_top(inside, but=())
-            found |= {f"{name[:-4]}/{path.removeprefix(strip)}": member for path, member in inside.items()}
+            members = images_in(name)
+            prefix = _common_top(members, exclude=())
+            images |= {f"{name[:-4]}/{path.removeprefix(prefix)}": member for path, member in members.items()}
     else:
-        raise UserError(f"--data.root {root}: neither a tar file nor a folder with tar files.")
-    strip = _common_top(found, but=SPLIT_NAMES)
-    found = {path.removeprefix(strip): member for path, member in sorted(found.items())}
-    if not found:
-        there = f" (there are {ignored_text(others)})" if others else ""
-        raise UserError(f"--data.root {root}: no image was found in its tar files{there}.")
-    folders = {posixpath.dirname(path) for path in found} - {""}
+        raise UserError(f"--data.root {root} is neither a tar file nor a folder with tar files.")
+    prefix = _common_top(images, exclude=SPLIT_NAMES)
+    images = {path.removeprefix(prefix): member for path, member in sorted(images.items())}
+    if not images:
+        found_others = f" (found {ignored_text(others)})" if others else ""
+        raise UserError(f"--data.root {root}: its tar files contain no image{found_others}.")
+    folders = {posixpath.dirname(path) for path in images} - {""}
     folders |= {str(above) for path in folders for above in PurePosixPath(path).parents} - {"."}
-    classes, splits, notes = arrange(found, folders, str(root))
-    sources = {split: ([found[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
-    ignored = ignored_text(others, len(found) - sum(len(paths) for paths, _ in splits.values()))
+    classes, splits, notes = arrange(images, folders, str(root))
+    sources = {split: ([images[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
+    ignored = ignored_text(others, len(images) - sum(len(paths) for paths, _ in splits.values()))
     return replace(_splits(data, classes, sources), ignored=ignored, notes=tuple(notes))
 
 
@@ -181,21 +188,21 @@ def _is_image(member: Member) -> bool:
     return is_image(posixpath.basename(member.name))
 
 
-def _common_top(paths: Iterable[str], but: Iterable[str]) -> str:
-    """The folders, with a "/" at the end, around all of a tree's classes; none whose name is among `but`."""
+def _common_top(paths: Iterable[str], exclude: Iterable[str]) -> str:
+    """The path, with "/" at the end, of the folders that contain all of a tree's classes; none named in `exclude`."""
     top = ""
     while True:
         names = {path[len(top) :].partition("/")[0] for path in paths}
         deep = all(path[len(top) :].count("/") >= 2 for path in paths)
-        if len(names) != 1 or not deep or names & set(but):
+        if len(names) != 1 or not deep or names & set(exclude):
             return top
         top += names.pop() + "/"
 
 
 def webdataset(data: Data) -> Splits:
-    """WebDataset shards below `data.root` (and the sub-folder that `wds/NAME` names): KEY.jpg with KEY.cls.
+    """WebDataset shards in `data.root` (or its subfolder NAME, for `wds/NAME`): KEY.jpg with KEY.cls.
 
-    Their splits are in _info.json, if there is one, or else in their names: NAME-train-0000.tar.
+    Their splits follow from _info.json, if there is one, or else from their names: NAME-train-0000.tar.
     Raises UserError.
     """
     root = data.root
@@ -207,13 +214,13 @@ def webdataset(data: Data) -> Splits:
         pairs = [pair for shard in shards for pair in _pairs(root, shard)]
         sources[split] = [member for member, _ in pairs], torch.tensor([label for _, label in pairs])
     if "train" not in sources:
-        raise UserError(f"--data.root {root}: no shard (*.tar) of a train split was found.")
+        raise UserError(f"--data.root {root}: found no shard (*.tar) of a train split.")
     count = 1 + max((int(labels.max()) for _, labels in sources.values() if len(labels)), default=-1)
     return _splits(data, tuple(str(label) for label in range(count)), sources, root)
 
 
 def _shards(root: Path) -> dict[str, list[str]]:
-    """split -> its shards' paths, relative to `root`."""
+    """split -> paths of its shards, relative to `root`."""
     shards: dict[str, list[str]] = {}
     for name in ("_info.json", "info.json"):
         if (root / name).is_file():
@@ -227,14 +234,16 @@ def _shards(root: Path) -> dict[str, list[str]]:
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(
                     f"{root / name} does not list shards as splits -> SPLIT -> filenames ({error}): "
-                    "mend it or remove it (then the shards' names tell their splits)."
+                    "correct or remove it (then the shards' names give their splits)."
                 ) from error
             return shards
     for path in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.tar")):
         words = [SPLIT_NAMES[word] for word in re.split("[^a-z]+", path.lower()) if word in SPLIT_NAMES]
         shards.setdefault(words[-1] if words else "", []).append(path)
     if "" in shards and len(shards) > 1:
-        raise UserError(f"{root}: {shards[''][0]} has no split's name (train, val, test) in its own, but others have.")
+        raise UserError(
+            f"{root}: {shards[''][0]} has no split (train, val, test) in its name, but other shards have; rename it."
+        )
     if "" in shards:
         return {"train": shards[""]}
     return shards
@@ -251,27 +260,27 @@ def _pairs(root: Path, shard: str) -> Iterator[tuple[Member, int]]:
         if extension == "cls":
             text = content.read(64).decode(errors="replace").strip()
             if not (text.isascii() and text.isdigit() and int(text) < MOST_CLASSES):
-                raise UserError(f"{root / shard}/{member.name}: '{text[:20]}' is no class number.")
+                raise UserError(f"{root / shard}/{member.name}: '{text[:20]}' is not a class number.")
             labels[key] = int(text)
         elif is_image(name):
             images[key] = member
     for key, member in images.items():
         if key not in labels:
-            raise UserError(f"{root / shard}/{member.name} has no label: a file {key.lstrip('/')}.cls next to it.")
+            raise UserError(f"{root / shard}/{member.name} has no label; add a file {key.lstrip('/')}.cls next to it.")
         yield member, labels[key]
 
 
 def _splits(
     data: Data,
     classes: tuple[str, ...],
-    found: dict[str, tuple[list[Member], torch.Tensor]],
+    samples: dict[str, tuple[list[Member], torch.Tensor]],
     root: Path | None = None,
 ) -> Splits:
     check_command = f"accel-train check-data {data.name} --root {data.root}"
     sources: dict[str, Source] = {
         split: TarImages(root or data.root, members, labels, data.channels, check_command, data.max_pixels)
-        for split, (members, labels) in found.items()
+        for split, (members, labels) in samples.items()
     }
-    mean, std = normalisation(data.channels)
+    mean, std = default_mean_std(data.channels)
     validation, test = sources.get("validation"), sources.get("test")
     return Splits(classes, data.channels, None, mean, std, sources["train"], validation, test, semantics=IMAGE_FILES)

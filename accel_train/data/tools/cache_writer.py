@@ -26,12 +26,12 @@ from rich.console import Console
 from accel_train.config.schema import Data
 from accel_train.config.semantics import SEMANTICS
 from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, CacheFile, Description
-from accel_train.data.sources.encoded import EncodedImages, Names
+from accel_train.data.sources.encoded import EncodedImages, StringArray
 from accel_train.data.sources.load import Source, Splits, load_splits
-from accel_train.data.sources.splits import listed_names, owner
+from accel_train.data.sources.splits import listed_names, unwrap_subset
 from accel_train.data.tools.check import write_list
 from accel_train.data.tools.chunk import Chunk, encode
-from accel_train.data.tools.pool import Job, Shown, in_processes, jobs_of
+from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError
 from accel_train.files import atomic_write, fsync
 
@@ -48,7 +48,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
     splits = load_splits(whole, seed=0)
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    sources = {split: owner(source)[0] for split, source in named.items() if source is not None}
+    sources = {split: unwrap_subset(source)[0] for split, source in named.items() if source is not None}
     if not isinstance(splits.train, EncodedImages):
         raise UserError(f"the images of '{data.name}' lie in memory: there is nothing to cache.")
     listed = listed_names(data) if data.skip_unreadable is not None else set()
@@ -106,7 +106,7 @@ def _write(
     with (
         partial.open("ab") as images,
         journal.open("a", encoding="utf-8") as lines,
-        Shown(console, "cach", total, done) as shown,
+        ProgressDisplay(console, "cach", total, done) as shown,
     ):
         for chunk in _encoded(sources, jobs[len(chunks) :], described, processes, images, lines):
             chunks.append(chunk)
@@ -232,7 +232,7 @@ def _finish(
         raise UserError(f"--skip-unreadable leaves no training image of class {which}.")
     for name in ("sizes", "checksums"):  # of nothing
         columns[name][~kept] = 0
-    packed = Names(names)
+    packed = StringArray(names)
     index = io.BytesIO()
     np.savez(
         index,

@@ -12,7 +12,7 @@ from rich.console import Console
 from accel_train.config.schema import Data
 from accel_train.data.sources.encoded import EncodedImages
 from accel_train.data.sources.load import Source, load_splits
-from accel_train.data.tools.pool import Shown, in_processes, jobs_of
+from accel_train.data.tools.pool import ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError
 from accel_train.files import atomic_write
 
@@ -42,7 +42,7 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     if splits.ignored:
         console.print(f"Not used: {splits.ignored}.")
     found: list[Unreadable] = []
-    with Shown(console, "decod", total if sources else 0) as shown:
+    with ProgressDisplay(console, "decod", total if sources else 0) as shown:
         for count, bad in in_processes(unreadable, sources, jobs_of(sources), processes):
             found += bad
             shown.advance(count, len(found))

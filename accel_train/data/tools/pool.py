@@ -68,7 +68,7 @@ def _run(work: Callable[..., T], job: Job, arguments: tuple[Any, ...]) -> T:
     return work(_sources[number], first, last, *arguments)
 
 
-class Shown:
+class ProgressDisplay:
     """The progress: a bar on a terminal, else a line for every tenth."""
 
     def __init__(self, console: Console, verb: str, total: int, done: int = 0) -> None:
@@ -86,7 +86,7 @@ class Shown:
         )
         self.task = self.bar.add_task("", total=total, completed=done, unreadable=0)
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> ProgressDisplay:
         self.bar.start()
         return self
 

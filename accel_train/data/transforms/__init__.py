@@ -1,1 +1,1 @@
-"""From the stored images to the input of the model."""
+"""From stored images to the model's input."""
