@@ -1,5 +1,5 @@
 # make train   set up everything (virtual environment, installation) and train for real once
-# make test    the same setup plus what the tests need, then run the tests (SLOW=1: also the long ones)
+# make test    the same setup plus what the tests need, then run the tests, in parallel (SLOW=1: also the long ones)
 # make lint    check formatting, lint, types
 # make bench   compare the trainer with others, half an hour; writes docs/benchmarks.md (ARGS: --data-root DIR)
 # make gpu     on a machine with a GPU: run the tests for it, measure its speed, print a table for docs/benchmarks.md
@@ -14,7 +14,7 @@ train: $(VENV)/.installed
 	$(BIN)/accel-train train digits
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(if $(SLOW),-m "slow or not slow") $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),-m "slow or not slow") $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

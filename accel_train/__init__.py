@@ -1,3 +1,3 @@
-"""accel_train: the same training run of an image classifier on a laptop, one GPU, many GPUs and many nodes."""
+"""Train an image classifier with the same run on a laptop, one GPU, many GPUs and many nodes."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,6 +1,7 @@
-"""Errors that a user can mend: one line that says what was wrong, what was found and what to do.
+"""Errors that a user can mend, and lines on a terminal or in a log.
 
-And lines on the terminal or in a log, which never end a run because nobody reads them.
+An error is one line that says what was wrong, what was found and what to do. Printing a line never ends a run, even if
+nobody reads it.
 """
 
 from __future__ import annotations
@@ -16,52 +17,62 @@ from typing import TextIO
 
 
 class UserError(Exception):
-    """The user's input (command line, recipe, data, environment) is at fault, not the program.
+    """The user's input (command line, recipe, data, environment) is wrong, not the program.
 
-    Shown as one line without a traceback, on one process only; the exit code is 2.
+    It is shown without a traceback, one line a mistake, on one process only. The exit code is 2.
     """
 
-    def __init__(self, message: str, *, every_process: bool = True) -> None:
-        """`every_process` says that all processes of the run find this same error, so that only the first
-        one need speak. What only one process can see (an unreadable image, say) it must report itself."""
-        super().__init__(message)
+    def __init__(self, *messages: str, every_process: bool = True) -> None:
+        """`messages` are the mistakes, one line each; usually there is one. `str(error)` is one line with all of them.
+
+        `every_process`: all processes of the run raise this same error, so the first process alone prints it. An error
+        that only one process can see (an unreadable image, for example) is printed by that process.
+        """
+        super().__init__(" ".join(messages))
+        self.messages = messages
         self.every_process = every_process
 
 
+def raise_mistakes(mistakes: Iterable[str]) -> None:
+    """Raise one UserError that lists all `mistakes`, each of them once; do nothing if there are none."""
+    if messages := tuple(dict.fromkeys(mistakes)):
+        raise UserError(*messages)
+
+
 def one_line(text: object) -> str:
-    """The text without line breaks and other control characters, which a file's content may bring into a message."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], str(text))
+    """Return the text with line breaks and other control characters escaped: a file's content may contain them."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], str(text))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
-    """A hint that names the `count` known names most like `name`: " Did you mean …?", or ""."""
+    """Return a hint with the `count` known names most similar to `name`, " Did you mean …?", or "" if none is."""
     matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """A log that can no longer be written, for its reader has gone or its disk is full, does not end a run."""
+    """Print a line to `stream` (default: stdout). A closed pipe or a full disk does not raise an error."""
     stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        _to_nowhere(stream)
+        _redirect_to_devnull(stream)
     except OSError:  # a disk may have space again for the next line
-        _give_up_at_the_end(stream)
+        _flush_quietly_at_exit(stream)
 
 
 @cache
-def _give_up_at_the_end(stream: TextIO) -> None:
-    """The interpreter tries once more to write what could not be written, and would fail for it (exit code 120)."""
+def _flush_quietly_at_exit(stream: TextIO) -> None:
+    """Flush `stream` at exit before the interpreter does: its own flush would fail with exit code 120."""
 
-    def last_try() -> None:
+    def flush_or_discard() -> None:
         try:
             stream.flush()
         except OSError:
-            _to_nowhere(stream)
+            _redirect_to_devnull(stream)
 
-    atexit.register(last_try)
+    atexit.register(flush_or_discard)
 
 
-def _to_nowhere(stream: TextIO) -> None:
+def _redirect_to_devnull(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

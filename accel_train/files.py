@@ -1,4 +1,4 @@
-"""Files that are the old one or the new one at any moment, whole."""
+"""Files that are replaced atomically: a reader sees the old content or the new one, never a part of it."""
 
 from __future__ import annotations
 
@@ -7,41 +7,56 @@ import errno
 import hashlib
 import os
 import shutil
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def give_usual_mode(path: Path) -> None:
-    """Give a file the permissions that any new file gets there: safetensors makes it readable by its owner alone.
+def set_default_permissions(path: Path) -> None:
+    """Give a file the permissions of a newly created file. safetensors makes its files readable by their owner only.
 
-    The umask itself can only be read by changing it, for all threads.
+    The umask can only be read by changing it, and that would change it for all threads.
     """
-    usual = path.with_name(f".{path.name}.mode")
-    usual.touch()
-    shutil.copymode(usual, path)
-    usual.unlink()
+    empty = path.with_name(f".{path.name}.mode")
+    empty.touch()
+    shutil.copymode(empty, path)
+    empty.unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file (UTF-8) aside, flush it to the disk and bring it to its place. Raises OSError.
+@contextlib.contextmanager
+def atomic_replacement(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file to write; when the block ends, that file replaces `path` in one rename.
 
-    Missing folders are made.
+    If the block raises, the temporary file is removed and `path` stays as it was. Each call has its own temporary name
+    (`.NAME.XXXXXXXX.tmp`, beside `path`), so that several processes may write the same file at the same time. The
+    folder must exist. Raises OSError.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with aside.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
+        yield temporary
+        temporary.replace(path)
+    except BaseException:
         with contextlib.suppress(OSError):
-            aside.unlink()
+            temporary.unlink()
         raise
 
 
+def atomic_write(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Replace the content of a file atomically. Text is written as UTF-8. Raises OSError.
+
+    `durable`: wait until the content is on the disk before the rename, so that it survives a power failure. Files that
+    are rewritten every few seconds do without.
+    """
+    data = content.encode("utf-8", errors="surrogateescape") if isinstance(content, str) else content
+    with atomic_replacement(path) as temporary, temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+
+
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -49,13 +64,13 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def flush(path: Path) -> None:
-    """Wait until the disk has a file, or a directory's list of names (fsync). Raises OSError."""
+def fsync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on the disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and FUSE file systems know no fsync of a directory; of a file all do.
+        # Some network and FUSE file systems do not support fsync of a directory; all support fsync of a file.
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)):
             raise
     finally:

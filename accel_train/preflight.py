@@ -1,6 +1,6 @@
-"""Checks, before a long run, what a launcher starts: `accelerate launch … -m accel_train.preflight [DIRECTORY]`.
+"""Check the processes of a launcher before a long run: `accelerate launch … -m accel_train.preflight [DIRECTORY]`.
 
-Do they find each other, agree on versions, share DIRECTORY, and how fast do they add up their gradients?
+Can they connect, do they have the same versions, do they share DIRECTORY, and how fast do they add up their gradients?
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from accel_train.errors import UserError
 from accel_train.launch.environment import prepare_environment
 
-MEBIBYTES, REPEATS = 100, 5  # about the gradients of a ResNet-50 in float32
+MEBIBYTES, REPEATS = 100, 5  # about the size of the gradients of a ResNet-50 in float32
 
 
 def main(arguments: list[str]) -> int:
-    """Prints one line for each process and one for all; returns the exit code: 2 if a check fails."""
+    """Print a line for each process and the speed of all; return the exit code, which is 2 if a check fails."""
     try:
-        launch = prepare_environment()  # before torch is imported, which reads some of it
+        launch = prepare_environment()  # before torch is imported, because torch reads some of these variables
         from accel_train.launch.accelerator import create_accelerator
 
         accelerator = create_accelerator(launch, rendezvous_seconds=120, collective_seconds=120)
@@ -27,21 +27,21 @@ def main(arguments: list[str]) -> int:
         import torch
         from accelerate.utils import gather_object
 
-        from accel_train.launch import rendezvous
         from accel_train.launch.process import hostname
+        from accel_train.launch.rendezvous import check_agreement, check_shared_directory
 
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         versions |= {"accelerate": accelerate.__version__, "cuda": str(torch.version.cuda)}
-        rendezvous.check_agreement(accelerator, **versions)
+        check_agreement(accelerator, **versions)
         for directory in arguments:
-            rendezvous.check_shared_directory(accelerator, Path(directory))
+            check_shared_directory(accelerator, Path(directory))
         device = accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
         line = f"{hostname()}  {device} ({name})  {torch.get_num_threads()} threads"
         lines = gather_object([line])
         gradients = torch.ones(MEBIBYTES * 2**18, device=device)
         seconds = []
-        for _ in range(1 + REPEATS):  # the first one connects
+        for _ in range(1 + REPEATS):  # the first sum includes the time to connect
             accelerator.wait_for_everyone()
             start = time.perf_counter()
             total = accelerator.reduce(gradients, "sum")[-1].item()

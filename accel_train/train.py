@@ -32,13 +32,14 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from accel_train import models
-from accel_train.config.compatibility import digest
+from accel_train.config.compatibility import learning_fingerprint
 from accel_train.config.schema import Config
 from accel_train.data.held_out import HeldOutTrial
+from accel_train.data.loading import start_workers_early
 from accel_train.data.order.keyed import key
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.evaluate import Batch
-from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import check_agreement
 from accel_train.optim.clipping import clip_gradients
@@ -49,15 +50,15 @@ from accel_train.ownership.claim import claim_run
 from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.summary import plan_text
 from accel_train.records.trackers import check_trackers
-from accel_train.run.finished import earlier_end
+from accel_train.run.finished import find_finished_run
 from accel_train.run.run import Run
-from accel_train.run.stopping import StopAskedError, Stopping
+from accel_train.run.stopping import StopAskedError, StopRequests
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
 
 def train(config: Config, launch: Launch) -> int:
     """Train as `config` says, or go on with the run in its output directory. Returns the program's exit code."""
-    with Stopping() as stopping, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
+    with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
         began = time.monotonic()
         check_trackers(config.trackers)
         accelerator = connect(config, launch)
@@ -65,17 +66,18 @@ def train(config: Config, launch: Launch) -> int:
             if accelerator.is_main_process:
                 print(plan_text(config, accelerator, accelerator.gradient_accumulation_steps))
             return 0
+        start_workers_early(config)
 
         # The run's directory: one for all processes, and theirs alone from here on. What is finished stays as it is.
-        lease = claim_run(config, accelerator, lambda: stopping.reason)
+        lease = claim_run(config, accelerator, lambda: stop_requests.reason)
         at_end.callback(lease.release)
         directory = lease.directory
         config = dataclasses.replace(config, output_dir=directory)
         accelerator.project_configuration = ProjectConfiguration(project_dir=str(directory))  # of trackers
         if accelerator.is_main_process:
             remove_requeue_marker(directory)
-        earlier = decided_by_main(accelerator, lambda: earlier_end(directory, config, launch))
-        if earlier is not None and earlier.nothing_left:
+        finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
+        if finished is not None and finished.nothing_left:
             if accelerator.is_main_process:
                 print(f"{directory} holds a finished run: {directory / 'result.json'}. Nothing is left to do.")
             return 0
@@ -84,7 +86,7 @@ def train(config: Config, launch: Launch) -> int:
         images = HeldOutTrial(splits, launch.rank, launch.world_size)  # goes on while the model is made
         setup = create_training_setup(config, launch, accelerator, splits)
         images.finish(accelerator)
-        with Run(setup, lease, earlier, stopping, began) as run:
+        with Run(setup, lease, finished, stop_requests, began) as run:
             try:
                 fit(setup, run)
             except StopAskedError:
@@ -98,7 +100,7 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
     check_schedule(config.schedule, splits)
     check_agreement(
         accelerator,
-        configuration=digest(config),
+        configuration=learning_fingerprint(config),
         samples=str(len(splits.train)),
         classes=" ".join(splits.classes),
     )
@@ -113,7 +115,7 @@ def fit(setup: TrainingSetup, run: Run) -> None:
         else:
             run.rewind()
     # The weights where they are easily found, and only then the test, which may find a bad image.
-    run.checkpoints.publish(run.state.update)
+    run.checkpoints.publish_weights(run.state.update)
     if "test" in setup.evaluations:
         run.evaluate("test")
 

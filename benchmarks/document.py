@@ -19,7 +19,7 @@ import tasks
 from accel_train.bench.machine import device_name, processor_name
 from accel_train.bench.statistics import Spread, moved
 from accel_train.checkpoint.format import versions
-from accel_train.launch.cores import available_cores
+from accel_train.launch.process import available_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -147,8 +147,7 @@ def on_this_core(data: Data) -> Inputs:
     augment, cpu = Augment(crop="resized", flip=0.5), torch.device("cpu")
     source = load_splits(data, 0).train
     order = TrainingOrder(Plan(len(source), FILE_BATCH, 1, 1), 0)
-    options = {"training": True, "size": SIZE, "seed": 0, "workers": 0, "local_processes": 1, "device": cpu}
-    loader = create_loader(source, order, augment, **options)
+    options = {"training": True, "size": SIZE, "seed": 0, "workers": 0, "device": cpu}
     transform = BatchTransform(
         augment,
         size=SIZE,
@@ -160,6 +159,7 @@ def on_this_core(data: Data) -> Inputs:
         device=cpu,
         memory_format=torch.channels_last,
     )
+    loader = create_loader(source, order, augment, draws=transform.draws, **options)
     return by_accel_train(order, lambda: loader, transform)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accel_train.checkpoint.manager import Checkpoints
-from accel_train.checkpoint.state_dict import collect, optimizer_state, tensors
+from accel_train.checkpoint.state_dict import gather_to_main, named_tensors, optimizer_state
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config
 from accel_train.errors import UserError
@@ -67,12 +67,12 @@ def build(accelerator: Accelerator, folder: str, seed: int, *, fsdp: bool, **set
 def dump(file: str, accelerator: Any, model: nn.Module, optimizer: Any, ema: Any, position: Any) -> None:
     """Each process writes the whole state as it sees it."""
     state = {
-        "model": tensors(model),
-        "ema": tensors(ema.module) if ema is not None else None,
+        "model": named_tensors(model),
+        "ema": named_tensors(ema.module) if ema is not None else None,
         "optimizer": optimizer_state(model, optimizer.optimizer),
         "position": vars(position),
     }
-    torch.save(collect(state, here=True), f"{file}.{accelerator.process_index}")
+    torch.save(gather_to_main(state, here=True), f"{file}.{accelerator.process_index}")
 
 
 def run(steps: list[dict[str, Any]], *, fsdp: bool = False) -> None:

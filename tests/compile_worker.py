@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from accel_train import cli, train
+from accel_train import cli, training_setup
 from accel_train.models.wrapping import bare
 
 counted = 0
@@ -36,7 +36,7 @@ def with_hook(*arguments: Any, **options: Any) -> Any:
     return accelerator
 
 
-create_accelerator, train.create_accelerator = train.create_accelerator, with_hook
+create_accelerator, training_setup.create_accelerator = training_setup.create_accelerator, with_hook
 code = cli.main(["train", *sys.argv[1:]])
 print(f"all-reduces: {counted}", flush=True)
 sys.exit(code)

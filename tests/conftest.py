@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import helpers
 import pytest
 from hypothesis import settings
+
+# One thread in each process: the tests themselves run in parallel. Before torch is imported, which reads it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Hypothesis measures time, too, and would fail tests on a busy machine.
 settings.register_profile("untimed", deadline=None)
@@ -29,9 +32,6 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train digits --epochs 2 --ema.enabled true --ema.decay 0.8 --data.val-fraction 0.1 "
         f"--checkpoint.keep 3 --output-dir {run}"
     ).split()
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_train", *words], capture_output=True, text=True, env=environment
-    )
+    done = helpers.python("-m", "accel_train", *words)
     assert done.returncode == 0, done.stderr
     return run

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from accel_train import cli, train
+from accel_train import cli, training_setup
 
 
 def with_fsdp(*arguments: Any, **options: Any) -> Accelerator:
@@ -37,5 +37,5 @@ def with_fsdp(*arguments: Any, **options: Any) -> Accelerator:
     return accelerator
 
 
-create_accelerator, train.create_accelerator = train.create_accelerator, with_fsdp
+create_accelerator, training_setup.create_accelerator = training_setup.create_accelerator, with_fsdp
 sys.exit(cli.main(["train", *sys.argv[1:]]))

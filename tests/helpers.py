@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from fork_server import POLL_SECONDS, Forked, server
 
 ROOT = Path(__file__).parent.parent
 MULTI_CPU = ROOT / "accelerate_configs" / "multi_cpu.yaml"
@@ -27,20 +33,127 @@ def command(*words: object, processes: int = 1) -> list[str]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "OMPI_"))}
+    """This process's environment without any launcher's variables, and with these."""
+    launchers = ("SLURM_", "PMI_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     return {**clean, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TERM": "dumb", **variables}
 
 
-def run(*words: object, processes: int = 1, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end; stdout and stderr are text."""
-    line = command(*words, processes=processes)
-    return subprocess.run(line, env=environment(**variables), capture_output=True, text=True, timeout=timeout)
+_ports = itertools.count(os.getpid() * 101)  # other processes that run tests begin elsewhere
+
+
+def free_port() -> str:
+    """A port on which nobody listens. Not one that Linux gives to whoever asks for any: it could do so at once."""
+    while True:
+        port = 10000 + next(_ports) % 10000
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return str(port)
+
+
+class World:
+    """Several forked processes. As a launcher does, it tells the others to end when one has failed."""
+
+    def __init__(self, processes: list[Forked]) -> None:
+        self.processes, self.pid = processes, processes[0].pid
+        self._failed: float | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """None while one of them lives; then 0, or the exit code of the first rank that has failed."""
+        codes = [process.poll() for process in self.processes]
+        if any(codes) and None in codes:
+            if self._failed is None:
+                self._failed = time.monotonic()
+                self.send_signal(signal.SIGTERM)
+            elif time.monotonic() - self._failed > 30:  # torchrun's patience
+                self.send_signal(signal.SIGKILL)
+        return None if None in codes else next((code for code in codes if code), 0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if timeout is not None and deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.processes[0].args, timeout)
+            time.sleep(POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        for process in self.processes:
+            process.send_signal(number)
+
+
+def forked(
+    words: Sequence[object], processes: int, env: dict[str, str], out: BinaryIO, err: BinaryIO, cwd: Path | None = None
+) -> Forked | World:
+    """Start `python WORDS` from the fork server; several of them are told of each other as by a launcher."""
+    if processes == 1:
+        return server().popen(words, env, out, err, cwd)
+    size = str(processes)
+    env = env | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return World([server().popen(words, env | rank, out, err, cwd) for rank in ranks])
+
+
+class Captured:
+    """`python WORDS` in forked processes, with what they write on stdout and stderr."""
+
+    def __init__(
+        self, words: Sequence[object], env: dict[str, str], *, processes: int = 1, cwd: Path | None = None
+    ) -> None:
+        self._files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 -- read later
+        self.popen = forked(words, processes, env, *self._files, cwd)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.popen.returncode
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """Wait for the end; stdout and stderr as text. What does not end is killed: subprocess.TimeoutExpired."""
+        try:
+            self.popen.wait(timeout)
+        finally:
+            self.kill()
+        texts = []
+        for file in self._files:
+            file.seek(0)
+            texts.append(io.TextIOWrapper(file, errors="replace").read())
+        return texts[0], texts[1]
+
+    def kill(self) -> None:
+        _end(self.popen)
+
+
+def python(
+    *words: object, processes: int = 1, timeout: float = 120, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` to the end in forked processes; stdout and stderr are text."""
+    started = Captured(words, environment(**variables), processes=processes, cwd=cwd)
+    texts = started.communicate(timeout)
+    assert started.returncode is not None
+    return subprocess.CompletedProcess([*map(str, words)], started.returncode, *texts)
+
+
+def run(
+    *words: object, processes: int = 1, timeout: float = 120, launcher: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `accel-train train WORDS` to the end; stdout and stderr are text.
+
+    `launcher`: not forked, but started anew, and several processes by accelerate's own launcher.
+    """
+    if launcher:
+        line = command(*words, processes=processes)
+        return subprocess.run(line, env=environment(**variables), capture_output=True, text=True, timeout=timeout)
+    return python("-m", "accel_train.train", *words, processes=processes, timeout=timeout, **variables)
 
 
 class Started:
     """A run under way: `popen` is the process that was started (the launcher's, if there is one)."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], run: Path, log: Path) -> None:
+    def __init__(self, popen: subprocess.Popen[Any] | Forked | World, run: Path, log: Path) -> None:
         self.popen, self.run, self.log = popen, run, log
 
     @property
@@ -58,7 +171,9 @@ class Started:
         return [line for line in map(json.loads, lines) if line["kind"] == "event"]
 
     def pids(self) -> list[int]:
-        """The training processes by rank, read from the environment of the started process and its children."""
+        """The training processes by rank; a launcher's are found by the environment of its children."""
+        if isinstance(self.popen, World):
+            return [process.pid for process in self.popen.processes]
         found = {}
         for process in _family(self.popen.pid):
             with contextlib.suppress(OSError):
@@ -70,6 +185,11 @@ class Started:
                 if "RANK" in variables and _parent(process) == self.popen.pid:
                     found[int(variables["RANK"])] = process
         return [found[rank] for rank in sorted(found)] or [self.popen.pid]
+
+    def family(self) -> list[int]:
+        """All processes of the run: the launcher, the ranks, and what they have started."""
+        first = [self.popen.pid] if not isinstance(self.popen, World) else self.pids()
+        return [member for process in first for member in _family(process)]
 
     def until(self, happened: Callable[[], Any], timeout: float = 90) -> None:
         """Wait until something has happened; an error if the run ends before, or if it takes too long."""
@@ -91,30 +211,46 @@ class Started:
 
 
 @contextlib.contextmanager
-def started(directory: Path, *words: object, processes: int = 1, **variables: str) -> Iterator[Started]:
-    """Start a run with --output-dir `directory`; whatever is left of it is killed in the end."""
+def started(
+    directory: Path, *words: object, processes: int = 1, launcher: bool = False, **variables: str
+) -> Iterator[Started]:
+    """Start a run with --output-dir `directory`; whatever is left of it is killed in the end.
+
+    `launcher`: not forked, but started anew, and several processes by accelerate's own launcher.
+    """
     log = directory.with_name(f"{directory.name}.log")
-    line = command(*words, "--output-dir", directory, processes=processes)
+    words = (*words, "--output-dir", directory)
+    popen: subprocess.Popen[bytes] | Forked | World
     with log.open("wb") as out:
-        popen = subprocess.Popen(
-            line,
-            env=environment(**variables),
-            stdin=subprocess.DEVNULL,  # the tests' own may be a terminal
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # A job in a shell's background, as CI may be, inherits that Ctrl-C is ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        if launcher:
+            popen = subprocess.Popen(
+                command(*words, processes=processes),
+                env=environment(**variables),
+                stdin=subprocess.DEVNULL,  # the tests' own may be a terminal
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # A job in a shell's background, as CI may be, inherits that Ctrl-C is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        else:
+            popen = forked(("-m", "accel_train.train", *words), processes, environment(**variables), out, out)
     try:
         yield Started(popen, directory, log)
     finally:
-        for process in reversed(_family(popen.pid)):
+        _end(popen)
+
+
+def _end(popen: subprocess.Popen[Any] | Forked | World) -> None:
+    """Kill what is left of what was started."""
+    for process in popen.processes if isinstance(popen, World) else [popen]:
+        # One that has been waited for has no number any more: it may be another's.
+        for member in reversed(_family(process.pid)) if process.poll() is None else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(member, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(popen.pid, signal.SIGKILL)
-        popen.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _family(process: int) -> list[int]:

@@ -1,11 +1,12 @@
 """A pretended CUDA device: tensors that say they are on cuda:0, compute on the CPU, and fail where a GPU's would.
 
 `python tests/pretend_cuda.py` reads command lines of accel-train, carries them out on it and answers what became of
-each; `Pretended` below talks to it. It has nothing of a GPU's speed, memory and streams, nor NCCL, but
+each; `Pretended` below talks to it. It has nothing of a GPU's speed and memory, nor NCCL, but
 
 * a CPU tensor that meets one on the device is an error; so is to pin one that is there, or to read it with numpy;
 * memory that nobody has written to is garbage, and so is what is copied to the host without blocking, until somebody
   has waited for it;
+* so is what is copied to the device on a side stream, until another stream is told to wait for that one;
 * each wait of the host for the device is counted, with the line that waits; so is each kernel that would be started;
 * foreach and fused kernels are chosen as for CUDA. Autocast is the CPU's, and fp16 has its loss scaler.
 
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,22 +121,57 @@ class Generator(torch.Generator):
 
 
 class Stream:
+    """What is copied to the device on another stream than the default one is garbage to all others, until they have
+    been told to wait for it. Kernels are not delayed."""
+
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # where to, what
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record()
         return event
 
-    def wait_stream(self, _: Stream) -> None:
-        pass
+    def wait_stream(self, other: Stream) -> None:
+        orders.append(f"{self.name} waits for {other.name}")
+        other.finish()
 
     def wait_event(self, _: Event) -> None:
         pass
 
     def synchronize(self) -> None:
         wait("stream.synchronize")
+        self.finish()
+
+    def finish(self) -> None:
+        with _quietly():
+            for target, values in self.copies:
+                target.copy_(values)
+        self.copies.clear()
+
+    @property
+    def name(self) -> str:
+        return "default" if self is _default else "side"
+
+
+_default = Stream()
+_current = _default
+orders: list[str] = []
+"""Waits of streams for others, and memory that is said to be used on one, in their order."""
+
+
+@contextlib.contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    global _current
+    before, _current = _current, stream
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def record_stream(_: torch.Tensor, stream: Stream) -> None:
+    orders.append(f"memory used on {stream.name}")
 
 
 # --- Pinned memory.
@@ -291,6 +328,7 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
             raise RuntimeError(f"{name}: found tensors on cuda:0 and {mixed[0].device}, of shape {mixed[0].shape}")
     if name not in FREE:
         kernels[place()] += 1
+        _current.finish()  # on one stream all is done in order
 
     pins = options.get("pin_memory")
     options = {key: value for key, value in options.items() if key != "pin_memory"}
@@ -336,7 +374,11 @@ def _to_device(source: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         wait("copy to the device from memory that is not pinned")
     kinds = {key: options[key] for key in ("dtype", "memory_format") if options.get(key) is not None}
     with _quietly():
-        return CudaTensor(torch.ops.aten._to_copy(source, **kinds))
+        made = CudaTensor(torch.ops.aten._to_copy(source, **kinds))
+        if _current is not _default and options.get("non_blocking"):
+            _current.copies.append((made.held, made.held.clone()))
+            spoil(made.held)
+        return made
 
 
 def _copied(target: torch.Tensor, source: torch.Tensor, *, blocks: bool) -> torch.Tensor:
@@ -394,10 +436,10 @@ def install() -> None:
         "reset_peak_memory_stats": lambda *_: None,
         "empty_cache": lambda: None,
         "synchronize": lambda *_: wait("synchronize"),
-        "current_stream": lambda *_: Stream(),
+        "current_stream": lambda *_: _current,
         "Stream": Stream,
         "Event": Event,
-        "stream": lambda _: contextlib.nullcontext(),
+        "stream": on_stream,
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
@@ -412,7 +454,7 @@ def install() -> None:
     for name, replacement in accelerator.items():
         setattr(torch.accelerator, name, replacement)
     torch.Generator = Generator  # type: ignore[misc]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment, misc]
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
 
     # Foreach and fused kernels, for parameters of this class, in groups of this device.
     from torch.nn.utils import clip_grad

@@ -26,12 +26,13 @@ def main() -> None:
 
     import torch
 
-    from accel_train.launch import rendezvous
+    from accel_train.launch.rendezvous import check_agreement, check_shared_directory
+    from accel_train.launch.torch_internals import set_collective_timeout
 
-    rendezvous.check_agreement(accelerator, configuration=os.environ.get(f"FACT_{launch.rank}", "a"), versions="1")
+    check_agreement(accelerator, configuration=os.environ.get(f"FACT_{launch.rank}", "a"), versions="1")
     if f"SHARED_{launch.rank}" in os.environ:
-        rendezvous.check_shared_directory(accelerator, Path(os.environ[f"SHARED_{launch.rank}"]), seconds=0.5)
-    rendezvous.set_collective_timeout(30)
+        check_shared_directory(accelerator, Path(os.environ[f"SHARED_{launch.rank}"]), seconds=0.5)
+    set_collective_timeout(30)
     total = accelerator.reduce(torch.ones(1, device=accelerator.device)).item()
     world = {
         "launcher": launch.launcher,

@@ -4,6 +4,7 @@ import contextlib
 import io
 from pathlib import Path
 
+import helpers
 import pytest
 import test_launch
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
@@ -71,15 +72,13 @@ def test_those_that_need_no_gpu_run_without_one(name: str, world_size: int) -> N
 
 
 def test_two_nodes_with_two_processes_each_make_a_world_of_four() -> None:
-    port = test_launch.free_port()
+    line = ["-m", "accelerate.commands.launch", "--config_file", DIRECTORY / "palmetto_2x2.yaml"]
+    address = ["--main_process_ip", "127.0.0.1", "--main_process_port", helpers.free_port()]
+    environment = test_launch.environment(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
     launchers = [
-        test_launch.start(
-            "accelerate", "launch", "--config_file", str(DIRECTORY / "palmetto_2x2.yaml"),
-            "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", "--main_process_port", port,
-            test_launch.PROGRAM, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
-        )
+        helpers.Captured([*line, "--machine_rank", rank, *address, test_launch.PROGRAM], environment)
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     codes, worlds, text = test_launch.finish(*launchers)
     assert codes == [0, 0], text
     assert [(world["rank"], world["sum"], world["local"][1]) for world in worlds] == [(r, 4, 2) for r in range(4)]

@@ -1,19 +1,17 @@
 """What a newcomer gets wrong: one line that helps, exit code 2, no traceback, and nothing half-written."""
 
 import contextlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
 from accel_train.cli import main
-
-CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 
 
 @pytest.fixture(autouse=True)
@@ -140,11 +138,8 @@ def test_traceback_on_request(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_of_two_processes_speaks(tmp_path: Path) -> None:
     """A batch that two processes cannot share; both find out, and one says so."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "multi_cpu.yaml")]
-    command += ["-m", "accel_train.train", "digits", "--batch-size", "33"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode != 0
+    done = helpers.python("-m", "accel_train.train", "digits", "--batch-size", 33, processes=2, cwd=tmp_path)
+    assert done.returncode == 2
     assert done.stderr.count("accel-train: error:") == 1
     assert "33 samples cannot be shared evenly by 2 processes; try 32 or 34" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,7 @@ from accel_train.errors import UserError
 
 
 def bench(*words: object, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    python = [sys.executable, "-m"]
-    if processes > 1:
-        launcher = ["accelerate.commands.launch", "--config_file", helpers.MULTI_CPU, "--num_processes", processes]
-        python += [*map(str, launcher), "-m"]
-    line = [*python, "accel_train", "bench", *map(str, words)]
-    return subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, timeout=200)
+    return helpers.python("-m", "accel_train", "bench", *words, processes=processes, timeout=200)
 
 
 def check(figures: dict[str, Any], rounds: int) -> None:
@@ -70,7 +64,7 @@ def test_digits_end_to_end_with_accumulation(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # the runs are gone
 
 
-def test_two_processes_under_the_launcher_train_several_times(tmp_path: Path) -> None:
+def test_two_processes_train_several_times(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     done = bench("digits", "--rounds", 2, "--updates", 40, "--output", output, processes=2)
     assert done.returncode == 0, done.stderr

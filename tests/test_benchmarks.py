@@ -87,10 +87,7 @@ def test_each_contestant_tells_how_far_it_is(script: tuple[str, ...]) -> None:
     if script[0] == "lightning_script.py":
         pytest.importorskip("lightning")
     words = ["mnist_cnn", *script[1:], "--updates", "4", "--every", "2"]
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script[0]), *words],
-        env=helpers.environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = helpers.python(BENCHMARKS / script[0], *words)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(found) for found in re.findall(r'\{"update".*\}', done.stdout)]
     assert [line["update"] for line in lines] == [2, 4]

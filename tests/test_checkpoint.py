@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import checkpoint_worker
+import helpers
 import pytest
 import torch
 from accelerate import Accelerator
@@ -23,10 +24,12 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from accel_train.checkpoint.directory import directory, updates
-from accel_train.checkpoint.format import read
-from accel_train.checkpoint.manager import Checkpoints, find, load_weights
+from accel_train.checkpoint.choose import find_newest_checkpoint
+from accel_train.checkpoint.directory import checkpoint_path, list_updates
+from accel_train.checkpoint.format import read_checkpoint
+from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.weights import load_weights
 from accel_train.config.schema import Checkpoint, Config, Data, Ema, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.files import sha256
@@ -42,9 +45,7 @@ def launch(processes: int, steps: list[dict], folder: Path, *words: str) -> None
         return
     file = folder / f"steps-{processes}{''.join(words)}.json"
     file.write_text(json.dumps(steps))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(WORKER), str(file), *words], env=environment, capture_output=True, text=True)
+    done = helpers.python(WORKER, file, *words, processes=processes)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -102,7 +103,7 @@ def test_any_number_of_processes_restores_the_state_bitwise(elastic, saved, rest
 
 def test_files_are_those_of_the_plain_model_and_hold_tied_weights_under_both_names(elastic):
     for run in ("one", "two", "fsdp"):
-        weights = load_file(find(elastic / run) / "model.safetensors")
+        weights = load_file(find_newest_checkpoint(elastic / run) / "model.safetensors")
         assert weights.keys() == torch.load(elastic / "one.0")["model"].keys()
         assert torch.equal(weights["4.weight"], weights["5.weight"])
 
@@ -110,7 +111,7 @@ def test_files_are_those_of_the_plain_model_and_hold_tied_weights_under_both_nam
 def test_every_process_raises_the_same_error(elastic):
     messages = {(elastic / f"refused.{rank}").read_text() for rank in range(2)}
     assert len(messages) == 1
-    assert "no whole checkpoint" in messages.pop()
+    assert "no complete checkpoint" in messages.pop()
 
 
 def start(processes: int, steps: Path) -> list[subprocess.Popen]:
@@ -138,7 +139,7 @@ def test_killed_while_it_saves_as_fast_as_it_can(tmp_path, processes, kills):
     for _ in range(kills):
         workers = start(processes, steps)  # without a launcher: the workers of torchrun would outlive it
         try:
-            while max(updates(checkpoints), default=0) <= newest:
+            while max(list_updates(checkpoints), default=0) <= newest:
                 assert all(worker.poll() is None for worker in workers)
                 time.sleep(0.01)
             time.sleep(generator.uniform(0, 0.5))
@@ -147,11 +148,11 @@ def test_killed_while_it_saves_as_fast_as_it_can(tmp_path, processes, kills):
                 worker.kill()
             for worker in workers:
                 worker.wait()
-        found = updates(checkpoints)
+        found = list_updates(checkpoints)
         assert found[-1] > newest
         for update in found:
-            read(directory(checkpoints, update))
-        assert read(directory(checkpoints, found[-1])).state["train"]["update"] == found[-1]
+            read_checkpoint(checkpoint_path(checkpoints, update))
+        assert read_checkpoint(checkpoint_path(checkpoints, found[-1])).state["train"]["update"] == found[-1]
         newest = found[-1]
 
 
@@ -248,7 +249,7 @@ def test_a_hostile_file_is_not_executed(run, monkeypatch, tmp_path):
     digest = {"size": (place / "optimizer.pt").stat().st_size, "sha256": sha256(place / "optimizer.pt")}
     manifest["files"]["optimizer.pt"] = digest
     (place / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"optimizer\.pt is whole, but not a file of this program"):
+    with pytest.raises(UserError, match=r"optimizer\.pt matches its checksum, but it is not a file of this program"):
         Run(run.folder.parent).checkpoints.restore("auto")
     assert not (tmp_path / "executed").exists()
     pickle.loads((place / "optimizer.pt").read_bytes())  # it would have been
@@ -258,7 +259,7 @@ def test_a_hostile_file_is_not_executed(run, monkeypatch, tmp_path):
 def test_never_does_not_mix_two_runs(run):
     with pytest.raises(UserError, match=r"--resume is never\. Give another --output-dir"):
         Run(run.folder.parent).checkpoints.restore("never")
-    assert updates(run.folder) == [1, 2]
+    assert list_updates(run.folder) == [1, 2]
 
 
 @pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/update-00000002"])
@@ -284,12 +285,12 @@ def test_a_path_in_this_run_is_its_newest_or_an_error(run):
 
 
 def test_a_path_without_a_whole_checkpoint_is_an_error_and_stays_as_it_is(run, tmp_path):
-    with pytest.raises(UserError, match="no whole checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         Run(tmp_path / "new").checkpoints.restore(str(tmp_path / "nowhere"))
     (run.folder / "update-00000002" / "optimizer.pt").unlink()
     with pytest.raises(UserError, match=r"optimizer\.pt is missing"):
         Run(tmp_path / "new").checkpoints.restore(str(run.folder / "update-00000002"))
-    assert updates(run.folder) == [1, 2]
+    assert list_updates(run.folder) == [1, 2]
 
 
 MIDDLE = {"epoch": 2, "epoch_samples": 20, "epoch_count": 20}
@@ -301,7 +302,7 @@ MIDDLE = {"epoch": 2, "epoch_samples": 20, "epoch_count": 20}
         (MIDDLE, Config(epochs=3, seed=1), 64, "in the middle of epoch 3.*seed: 0 -> 1.*--resume .*update-00000001"),
         (MIDDLE, Config(epochs=3, data=Data(train_limit=9)), 9, "train-limit: None -> 9; 64 -> 9 training samples"),
         (MIDDLE, Config(epochs=3), 63, "data: 64 -> 63 training samples"),
-        (MIDDLE, Config(epochs=2), 64, "--epochs 2: epoch 3 is under way .* at least 3"),
+        (MIDDLE, Config(epochs=2), 64, "--epochs 2: epoch 3 has begun .* at least 3"),
         ({"epoch": 2}, Config(epochs=1), 64, "--epochs 1: 2 epochs are done .* at least 2"),
     ],
 )
@@ -403,7 +404,7 @@ def test_only_the_plateau_schedule_has_a_state(tmp_path):
 
 
 def test_weights_are_loaded_by_themselves(run):
-    path = find(run.folder.parent)
+    path = find_newest_checkpoint(run.folder.parent)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     load_weights(model, path)
     assert same(dict(model.state_dict()), run.weights())
@@ -416,16 +417,16 @@ def test_weights_are_loaded_by_themselves(run):
     (path / "model.safetensors").write_bytes(b"\0" * (path / "model.safetensors").stat().st_size)
     with pytest.raises(UserError, match=r"model\.safetensors is altered"):
         load_weights(model, path)
-    assert find(run.folder.parent).name == "update-00000001"
-    assert updates(run.folder) == [1, 2]
-    assert find(run.folder / "nowhere") is None
+    assert find_newest_checkpoint(run.folder.parent).name == "update-00000001"
+    assert list_updates(run.folder) == [1, 2]
+    assert find_newest_checkpoint(run.folder / "nowhere") is None
 
 
 def test_without_a_running_mean(run):
     shutil.rmtree(run.folder)
-    run.checkpoints.ema = None
+    run.checkpoints.parts.ema = None
     run.save(1)
-    path = find(run.folder.parent)
+    path = find_newest_checkpoint(run.folder.parent)
     with pytest.raises(UserError, match=r"--ema\.enabled"):
         load_weights(run.model, path, ema=True)
     again = Run(run.folder.parent, 1, Config(ema=Ema(enabled=True)))
@@ -440,7 +441,7 @@ def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
         run.save(10 * epoch - 5, epoch=epoch - 1, epoch_count=9, **best)  # in the middle of the epoch
         run.save(10 * epoch, epoch=epoch, **best)
     assert run.checkpoints.failures == []
-    assert updates(run.folder) == [20, 30, 40, 60, 65, 70]
+    assert list_updates(run.folder) == [20, 30, 40, 60, 65, 70]
 
 
 def failing(run: Run, update: int) -> str:
@@ -460,10 +461,10 @@ def test_too_little_space_for_a_file_does_not_stop_training(run):
         failing(run, 3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert find(run.folder.parent).name == "update-00000002"
+    assert find_newest_checkpoint(run.folder.parent).name == "update-00000002"
     assert len(list(run.folder.iterdir())) == 2
     run.save(4)
-    assert find(run.folder.parent).name == "update-00000004"
+    assert find_newest_checkpoint(run.folder.parent).name == "update-00000004"
 
 
 def test_a_vanished_directory_does_not_stop_training(run):
@@ -472,11 +473,11 @@ def test_a_vanished_directory_does_not_stop_training(run):
     assert "FileNotFoundError" in failing(run, 3)
     assert not run.folder.parent.exists()
     assert run.checkpoints.newest() is None
-    assert find(away).name == "update-00000002"
+    assert find_newest_checkpoint(away).name == "update-00000002"
     away.rename(run.folder.parent)
     assert run.checkpoints.newest().name == "update-00000002"
     run.save(4)
-    assert find(run.folder.parent).name == "update-00000004"
+    assert find_newest_checkpoint(run.folder.parent).name == "update-00000004"
 
 
 @pytest.fixture
@@ -509,10 +510,10 @@ def test_a_full_disk_and_a_read_only_one_do_not_stop_training(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "Read-only" in failing(run, 4)
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-    assert find(run.folder.parent).name == "update-00000002"
+    assert find_newest_checkpoint(run.folder.parent).name == "update-00000002"
     run.save(5)
-    assert find(run.folder.parent).name == "update-00000005"
-    assert updates(run.folder) == [2, 5]
+    assert find_newest_checkpoint(run.folder.parent).name == "update-00000005"
+    assert list_updates(run.folder) == [2, 5]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
@@ -521,7 +522,7 @@ def test_all_files_have_the_permissions_that_the_user_gives_new_ones(tmp_path, u
     try:
         run = Run(tmp_path / "run")
         run.save(1)
-        run.checkpoints.publish(1)
+        run.checkpoints.publish_weights(1)
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

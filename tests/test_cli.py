@@ -75,7 +75,7 @@ def test_help_lists_each_command_with_a_line() -> None:
          "--data.rot: unknown option (command line). Did you mean 'data.root'?"),
         (["evaluate", "{run}", "--optim.lr=3"], "--optim.lr: unknown option (command line)."),
         (["evaluate", "no/run"],
-         "no/run: not a run: it is no folder; give the folder that training wrote (runs/RECIPE/…)."),
+         "no/run: not a run, because there is no such folder; give the folder that training wrote (runs/RECIPE/…)."),
         (["predict", "{run}"],
          "accel-train predict: IMAGES is missing; accel-train predict RUN IMAGES [--key value …]"),
         (["predict", "{run}", "a.png"], "a.png: no such image or folder."),
@@ -83,8 +83,8 @@ def test_help_lists_each_command_with_a_line() -> None:
         (["predict", "{run}", "{run}", "--output", "a.txt"],
          "--output: expected a name that ends in .csv or .jsonl, found 'a.txt'."),
         (["check-data", "folder", "--processes", "-1"], "--processes: expected at least 1, found -1."),
-        (["recipes", "no_such_one"], "unknown recipe 'no_such_one'. `accel-train recipes` lists them; "
-         "one of your own is given as a path that ends in .yaml."),
+        (["recipes", "no_such_one"], "unknown recipe 'no_such_one'. `accel-train recipes` lists the recipes; "
+         "to use a file of your own, give its path, which ends in .yaml."),
         (["recipes", "a", "b"], "accel-train recipes: expected at most one NAME, found 'a b'."),
     ],
 )  # fmt: skip
@@ -96,6 +96,18 @@ def test_an_error_is_one_line_without_torch(words: list[str], message: str, tmp_
     code, out, err = accel_train(*words, program=("-c", PROGRAM))
     assert err == f"accel-train: error: {message.replace('{run}', str(tmp_path))}\n"
     assert (code, json.loads(out)) == (0, [2, []])
+
+
+def test_several_mistakes_are_one_line_each_and_told_by_one_process(tmp_path: Path) -> None:
+    words = ["train", "digits", "--epoch", "3", "--optim.lr", "fast\nest", "--seed", "-1"]
+    code, out, err = accel_train(*words, program=("-c", PROGRAM))
+    assert (code, json.loads(out)) == (0, [2, []])
+    assert err.splitlines() == [
+        "accel-train: error: --epoch: unknown option (command line). Did you mean 'epochs'?",
+        r"accel-train: error: --optim.lr: expected a number, found 'fast\nest' (command line).",
+        "accel-train: error: --seed: expected a number that is not negative, found '-1' (command line).",
+    ]
+    assert accel_train(*words, RANK="1") == (2, "", "")
 
 
 def test_the_exit_code_is_2_however_it_is_started() -> None:
@@ -135,11 +147,11 @@ def test_an_error_of_one_process_alone_is_told_by_it() -> None:
     program = """
 import sys
 from accel_train import cli
-from accel_train.cli import commands
+from accel_train.cli import recipes
 from accel_train.errors import UserError
 def fail(words):
     raise UserError("an unreadable image", every_process=False)
-commands.recipes = fail
+recipes.recipes = fail
 sys.exit(cli.main(["recipes"]))
 """
     assert accel_train(program=("-c", program), RANK="5") == (
@@ -153,9 +165,9 @@ def test_an_interrupt_is_quiet_and_130() -> None:
     program = """
 import os, signal, sys, time
 from accel_train import cli
-from accel_train.cli import commands
+from accel_train.cli import recipes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background inherits that it is ignored
-commands.recipes = lambda words: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
+recipes.recipes = lambda words: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
 sys.exit(cli.main(["recipes"]))
 """
     assert accel_train(program=("-c", program)) == (130, "", "")

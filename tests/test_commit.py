@@ -11,28 +11,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.checkpoint import directory as commit
-from accel_train.checkpoint.directory import BrokenError
+from accel_train.checkpoint.directory import (
+    BrokenError,
+    checkpoint_path,
+    commit,
+    list_updates,
+    quarantine,
+    remove_leftovers,
+    updates_to_keep,
+    verify_files,
+)
 
 # Commits as fast as it can, says what it has committed, replaces every third and keeps two.
 COMMITTING = """
 import os, sys
 from pathlib import Path
-from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.directory import commit, delete_checkpoint, list_updates, remove_leftovers
 
 folder = Path(sys.argv[1])
-commit.tidy(folder)
-update = max(commit.updates(folder), default=0)
+remove_leftovers(folder)
+update = max(list_updates(folder), default=0)
 def write(path):
     for name in ("a", "b", "c"):
         (path / name).write_bytes(os.urandom(300_000))
 while True:
     update += 1
     for _ in range(1 + (update % 3 == 0)):
-        commit.commit(folder, update, write)
+        commit(folder, update, write)
         print(update, flush=True)
-    for old in commit.updates(folder)[:-2]:
-        commit.delete(folder, old)
+    for old in list_updates(folder)[:-2]:
+        delete_checkpoint(folder, old)
 """
 
 
@@ -56,34 +64,34 @@ def test_killed_at_any_moment_what_is_visible_is_whole_and_nothing_is_lost(tmp_p
                 process.wait(generator.uniform(0, 0.15))
             process.send_signal(signal.SIGKILL)
             process.wait()
-        for update in commit.updates(folder):
-            commit.verify(commit.directory(folder, update))
-        commit.tidy(folder)
+        for update in list_updates(folder):
+            verify_files(checkpoint_path(folder, update))
+        remove_leftovers(folder)
         assert not list(folder.glob(".*"))
         said = [int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        found = commit.updates(folder)
+        found = list_updates(folder)
         assert found[-1] >= said[-1]
-        commit.verify(commit.directory(folder, found[-1]))
+        verify_files(checkpoint_path(folder, found[-1]))
 
 
 def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
-    place = commit.commit(tmp_path, 7, write)
+    place = commit(tmp_path, 7, write)
     place.rename(tmp_path / ".update-00000007.old")  # the state that such a kill leaves
     (tmp_path / ".update-00000007.tmp").mkdir()
-    commit.tidy(tmp_path)
+    remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["update-00000007"]
-    commit.verify(place)
+    verify_files(place)
 
 
 def test_the_same_update_is_replaced(tmp_path):
-    commit.commit(tmp_path, 7, write)
-    place = commit.commit(tmp_path, 7, lambda path: (path / "new").touch())
+    commit(tmp_path, 7, write)
+    place = commit(tmp_path, 7, lambda path: (path / "new").touch())
     assert {path.name for path in place.iterdir()} == {"new", "manifest.json"}
     assert [path.name for path in tmp_path.iterdir()] == [place.name]
 
 
 def test_a_write_that_fails_leaves_the_old_one_and_no_rubbish(tmp_path):
-    place = commit.commit(tmp_path, 7, write)
+    place = commit(tmp_path, 7, write)
 
     def fail(path: Path) -> None:
         write(path)
@@ -91,14 +99,14 @@ def test_a_write_that_fails_leaves_the_old_one_and_no_rubbish(tmp_path):
 
     for update in (7, 8):
         with pytest.raises(OSError, match="the disk is full"):
-            commit.commit(tmp_path, update, fail)
+            commit(tmp_path, update, fail)
         assert [path.name for path in tmp_path.iterdir()] == [place.name]
-        commit.verify(place)
+        verify_files(place)
 
 
 def test_a_folder_whose_parent_has_gone_is_not_made_anew(tmp_path):
     with pytest.raises(FileNotFoundError):
-        commit.commit(tmp_path / "gone" / "checkpoints", 1, write)
+        commit(tmp_path / "gone" / "checkpoints", 1, write)
     assert not (tmp_path / "gone").exists()
 
 
@@ -120,21 +128,21 @@ DAMAGES = {
 
 @pytest.mark.parametrize("message", DAMAGES)
 def test_any_damage_is_found_and_the_file_is_named(tmp_path, message):
-    place = commit.commit(tmp_path, 7, write)
-    commit.verify(place)
+    place = commit(tmp_path, 7, write)
+    verify_files(place)
     DAMAGES[message](place)
     with pytest.raises(BrokenError) as error:
-        commit.verify(place)
+        verify_files(place)
     assert str(place) in str(error.value)
     assert message in str(error.value)
     if "manifest" not in message:
-        commit.verify(place, only="a")
+        verify_files(place, only="a")
 
 
 def test_broken_ones_are_set_aside_under_names_of_their_own(tmp_path):
-    names = [commit.set_aside(commit.commit(tmp_path, 7, write)).name for _ in range(2)]
+    names = [quarantine(commit(tmp_path, 7, write)).name for _ in range(2)]
     assert names == ["update-00000007.broken-1", "update-00000007.broken-2"]
-    assert commit.updates(tmp_path) == []
+    assert list_updates(tmp_path) == []
 
 
 @given(
@@ -144,7 +152,7 @@ def test_broken_ones_are_set_aside_under_names_of_their_own(tmp_path):
     st.none() | st.integers(1, 5),
 )
 def test_survivors_are_the_newest_the_best_and_the_milestones_and_no_others(found, keep, best, every):
-    kept = commit.survivors(found, keep, best, every)
+    kept = updates_to_keep(found, keep, best, every)
     for update, epochs in found.items():
         newest = sum(other > update for other in found) < keep
         milestone = every is not None and epochs is not None and epochs > 0 and epochs % every == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import helpers
@@ -16,15 +14,14 @@ RUN = """
     digits --epochs 1 --batch-size 16 --micro-batch-size 4 --data.train-limit 96 --data.test-limit 32
     --log-every-updates 1 --ema.enabled true --optim.clip 1
 """.split()  # noqa: SIM905
-COMPILED = ("--dynamo_backend", "aot_eager")
+COMPILED = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}  # as accelerate launch --dynamo_backend sets it
 
 
-def train(run: Path, *launch: str) -> str:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(helpers.MULTI_CPU), *launch]
-    line = [*launcher, "tests/compile_worker.py", *RUN, "--output-dir", str(run)]
-    done = subprocess.run(line, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True)
+def train(run: Path, **variables: str) -> str:
+    line = ("tests/compile_worker.py", *RUN, "--output-dir", run)
+    done = helpers.python(*line, processes=2, cwd=helpers.ROOT, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ("compiled Sequential" in done.stdout) == bool(launch)
+    assert ("compiled Sequential" in done.stdout) == bool(variables)
     return done.stdout
 
 
@@ -38,7 +35,7 @@ def test_compiled_or_not_is_the_same_run_and_one_all_reduce_an_update(tmp_path: 
     assert re.findall(r"all-reduces: (\d+)", train(plain)) == ["6", "6"]
     compiled.mkdir()
     (compiled / "STOP").touch()
-    first = re.findall(r"all-reduces: (\d+)", train(compiled, *COMPILED))  # goes on without compilation
+    first = re.findall(r"all-reduces: (\d+)", train(compiled, **COMPILED))  # goes on without compilation
     (stopped,) = (
         line["update"]
         for line in map(json.loads, (compiled / "metrics.jsonl").read_text().splitlines())

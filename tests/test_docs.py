@@ -6,6 +6,7 @@ What needs only the embedded digits really runs, shortened. The rest goes throug
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 import shlex
@@ -20,9 +21,10 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
-from accel_train.cli import commands
+from accel_train.cli.bench import Bench
 from accel_train.cli.dispatch import COMMANDS
-from accel_train.config.options import option_types, parse, parse_command
+from accel_train.config.option_types import option_types
+from accel_train.config.options import parse, parse_command_of_recipe
 from accel_train.errors import UserError
 
 ROOT = helpers.ROOT
@@ -31,14 +33,6 @@ OTHER_PROGRAMS = {"cd", "cp", "export", "head", "python3", "source", "tail", "tr
 SBATCH = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--mem", "--signal"}
 # Options of programs that have no parser here (Slurm, mpirun, apptainer), and the word for any option.
 FOREIGN = SBATCH | {"--time", "--bind-to", "--nv", "--pty", "--key"}
-CLASSES = {
-    "evaluate": (commands.Evaluate, ("run",), ("data.",)),
-    "predict": (commands.Predict, ("run", "images"), ()),
-    "bench": (commands.Bench, ("recipe",), ("",)),
-    "check-data": (commands.CheckData, ("name",), ()),
-    "cache-data": (commands.CacheData, ("name",), ()),
-    "scaling": (commands.Scaling, ("runs",), ()),
-}
 
 
 def text_of(page: str) -> str:
@@ -121,15 +115,25 @@ def check_accel_train(rest: list[str]) -> None:
     assert command in COMMANDS, command
     if command == "train":
         parse(words)
-    elif command in CLASSES:
-        cls, positional, others = CLASSES[command]
-        parse_command(cls, words, f"accel-train {command}", positional=positional, others=others)
+    elif command == "bench":
+        parse_command_of_recipe(Bench, words, "accel-train bench")
+    else:  # those of the README run, below
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options_of(command), rest
+
+
+def options_of(command: str) -> set[str]:
+    """The options of a command, which are the fields of its class; evaluate takes those of the data, too."""
+    if command == "recipes":
+        return set()
+    name = "".join(part.capitalize() for part in command.split("-"))
+    fields = option_types(getattr(importlib.import_module(f"accel_train.cli.{COMMANDS[command][0]}"), name), without=())
+    data = [key for key in option_types() if key.startswith("data.") and command == "evaluate"]
+    return {f"--{key}" for key in (*fields, *data)}
 
 
 @functools.cache
 def known_options() -> set[str]:
-    keys = {*option_types(), *(key for cls, *_ in CLASSES.values() for key in option_types(cls, without=()))}
-    ours = {f"--{key}" for key in keys}
+    ours = {f"--{key}" for key in option_types()}.union(*map(options_of, {*COMMANDS} - {"train"}))
     scripts = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
     return (
         ours | {*re.findall(r'"(--\w[\w-]*)"', scripts)} | {*launch_command_parser()._option_string_actions} | FOREIGN
@@ -218,13 +222,11 @@ def test_a_path_that_leads_nowhere_is_found() -> None:
     assert missing_paths("README.md", text) == ["docs/none.md", "data/none.py", "nonfinite.py", "checkpoint/none/"]
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[list[str], int]]]:
-    """The README's commands for which digits or a few images are enough, run in one process: (folder, codes).
+def run_commands(folder: Path) -> list[tuple[list[str], int]]:
+    """Run the README's commands that need only digits or a few images, in one process: (words, exit code) of each.
 
     They run with a copy of the package, to which the README's data set and net were added as it says.
     """
-    folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(ROOT / "accel_train", folder / "accel_train")
     add_snippets(folder / "accel_train")
     for name in ("PetImages/Cat/1.jpg", "PetImages/Cat/2.jpg", "PetImages/Dog/3.jpg", "photo.png", "folder/1.png"):
@@ -247,7 +249,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[lis
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.startswith(str(folder)), ran.stdout
-    return folder, list(zip(lines, json.loads(ran.stdout.splitlines()[-1])[2:], strict=True))
+    return list(zip(lines, json.loads(ran.stdout.splitlines()[-1])[2:], strict=True))
 
 
 def add_snippets(package: Path) -> None:
@@ -271,16 +273,13 @@ def add_snippets(package: Path) -> None:
     nets.write_text(f"{head}\n{net.partition('import nn')[2]}\n{tail}")
 
 
-def test_the_commands_that_can_run_do(done: tuple[Path, list[tuple[list[str], int]]]) -> None:
-    folder, codes = done
+def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> None:
+    codes = run_commands(tmp_path)
     assert {words[0] for words, _ in codes} == {"train", "evaluate", "predict", "check-data", "cache-data"}
     assert [words for words, code in codes if code != 0] == []
     for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable.txt"):
-        assert (folder / name).is_file(), name
-
-
-def test_the_snippets_train(done: tuple[Path, list[tuple[list[str], int]]]) -> None:
-    result = json.loads((done[0] / "stripes" / "result.json").read_text())
+        assert (tmp_path / name).is_file(), name
+    result = json.loads((tmp_path / "stripes" / "result.json").read_text())
     assert (result["settings"]["data.name"], result["settings"]["model.name"]) == ("stripes", "two_layers")
     assert result["test_accuracy"] > 0.9
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,8 +20,6 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.records.model_info import read_signature
-
-CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 
 
 @pytest.fixture(autouse=True)
@@ -86,14 +82,7 @@ def test_the_figures_are_those_of_the_end_of_training(run: Path, capsys: pytest.
 
 def test_two_processes_count_the_same(run: Path) -> None:
     alone = evaluated(run)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / "multi_cpu.yaml")]
-    environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
-    done = subprocess.run(
-        [*launcher, "-m", "accel_train", "evaluate", str(run)],
-        capture_output=True,
-        text=True,
-        env=environment | {"ACCELERATE_USE_CPU": "true"},
-    )
+    done = helpers.python("-m", "accel_train", "evaluate", run, processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all classes and the confusion counts") == 1
     together = json.loads((run / "evaluation-test.json").read_text())

@@ -7,12 +7,16 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import helpers
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
+
+from accel_train.launch.launcher_config import VARIABLE
 
 # A transformer of timm's with two blocks, SGD with momentum, clipping and a running mean: all that sees the parameters;
 # stochastic depth, which whatever computes activations anew must draw again.
@@ -22,13 +26,26 @@ RUN = """
     --epochs 1 --log-every-updates 1
 """
 # Small enough that each of the model's parts is split by itself; float32, to be compared.
-FSDP = "--config_file accelerate_configs/fsdp2.yaml --fsdp_min_num_params 20000 --mixed_precision no"
+FSDP = {"fsdp_min_num_params": "20000", "mixed_precision": "no"}
+BF16 = {"mixed_precision": "bf16"}
 
 
-def fsdp(run: Path, *words: str, launch: tuple[str, ...] = (), settings: str = RUN) -> str:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", *FSDP.split(), *launch, "tests/fsdp_worker.py"]
-    line = [*launcher, *settings.split(), *words, "--output-dir", str(run)]
-    done = subprocess.run(line, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True)
+def fsdp(run: Path, *words: str, launch: Mapping[str, str] = FSDP, settings: str = RUN, launcher: bool = False) -> str:
+    """Train under accelerate_configs/fsdp2.yaml with the options `launch`; the launcher's variables are its own only if
+    it is started (tests/test_launcher_config.py compares them)."""
+    config, options = helpers.ROOT / "accelerate_configs" / "fsdp2.yaml", FSDP | launch
+    line = [helpers.ROOT / "tests" / "fsdp_worker.py", *settings.split(), *words, "--output-dir", run]
+    if launcher:
+        flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+        start = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *flags, *line]
+        done = subprocess.run([*map(str, start)], env=helpers.environment(), capture_output=True, text=True)
+    else:
+        found = yaml.safe_load(config.read_text())
+        for name, value in options.items():
+            (found["fsdp_config"] if name.startswith("fsdp_") else found)[name] = value
+        file = run.with_name(f"{run.name}.yaml")
+        file.write_text(yaml.safe_dump(found))
+        done = helpers.python(*line, processes=2, **{VARIABLE: str(file)})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -66,7 +83,7 @@ def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -
     assert int(re.search(r"sharded (\d+), 0 anew", told)[1]) > 10  # type: ignore[index]
     (other / "STOP").touch()
     ddp(other)
-    told = fsdp(other, launch=("--fsdp_activation_checkpointing", "true"))
+    told = fsdp(other, launch={"fsdp_activation_checkpointing": "true"})
     assert "going on after update 4" in told
     assert int(re.search(r"(\d+) anew", told)[1]) > 10  # type: ignore[index]
     expected, found = losses(one), losses(other)
@@ -80,7 +97,6 @@ def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -
 
 # With BatchNorm, whose statistics FSDP2 leaves in float32 when it casts the weights.
 NORMS = RUN.replace("test_vit", "test_resnet").replace("192", "96")
-BF16 = ("--mixed_precision", "bf16")
 
 
 def test_batchnorm_in_bf16(tmp_path: Path) -> None:
@@ -96,18 +112,17 @@ def test_batchnorm_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_batchnorm_in_bf16_is_that_of_ddp_and_goes_on_there(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
-    line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(helpers.MULTI_CPU), *BF16]
 
     def ddp_in_bf16(run: Path) -> None:
-        words = [*line, "-m", "accel_train.train", *NORMS.split(), "--output-dir", str(run)]
-        done = subprocess.run(words, env=helpers.environment(), capture_output=True, text=True)
+        words = [*NORMS.split(), "--output-dir", str(run)]
+        done = helpers.run(*words, processes=2, ACCELERATE_MIXED_PRECISION="bf16")
         assert done.returncode == 0, done.stdout + done.stderr
 
     ddp_in_bf16(one)
     for checkpointing in ("false", "true"):
         other.mkdir(exist_ok=True)
         (other / "STOP").touch()
-        fsdp(other, "--model.gradient-checkpointing", checkpointing, launch=BF16, settings=NORMS)
+        fsdp(other, "--model.gradient-checkpointing", checkpointing, launch=BF16, settings=NORMS, launcher=True)
     ddp_in_bf16(other)
     expected, found = losses(one), losses(other)
     assert list(found) == list(expected) == list(range(1, 7))

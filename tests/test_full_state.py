@@ -7,16 +7,16 @@ import torch
 from timm.optim import create_optimizer_v2
 from torch import nn
 
-from accel_train.checkpoint.optimizer_check import fitting
+from accel_train.checkpoint.optimizer_check import matching_state
 from accel_train.checkpoint.state_dict import (
     HOW_TO_COMPUTE,
-    collect,
+    broadcast_optimizer_state,
+    broadcast_weights,
+    gather_to_main,
+    named_tensors,
     optimizer_state,
     outline,
     parameter_names,
-    spread,
-    spread_optimizer,
-    tensors,
 )
 
 OPTIMIZERS = (
@@ -54,12 +54,12 @@ def move(
 ) -> None:
     """Through a file that holds no code."""
     file = io.BytesIO()
-    trees = tensors(source[0]), optimizer_state(*source)
-    torch.save(collect(trees, here=True), file)
+    trees = named_tensors(source[0]), optimizer_state(*source)
+    torch.save(gather_to_main(trees, here=True), file)
     file.seek(0)
     weights, state = torch.load(file, weights_only=True)
-    spread(tensors(target[0]), weights)
-    spread_optimizer(*target, outline(state), state, **more)
+    broadcast_weights(named_tensors(target[0]), weights)
+    broadcast_optimizer_state(*target, outline(state), state, **more)
 
 
 @pytest.mark.parametrize("updates", [0, 4], ids=["before-the-first-update", "after-some"])
@@ -79,10 +79,10 @@ def test_an_optimizer_goes_on_bitwise(name, updates):
 
 def test_to_save_changes_nothing_and_is_a_copy():
     model, optimizer = tiny(0, "momentum")
-    tree = collect((tensors(model), optimizer_state(model, optimizer)), here=True)
+    tree = gather_to_main((named_tensors(model), optimizer_state(model, optimizer)), here=True)
     assert tree[1]["state"] == {}  # torch.distributed.checkpoint would have made momentum of the weight decay
     step(model, optimizer, 0)
-    tree = collect((tensors(model), optimizer_state(model, optimizer)), here=True)
+    tree = gather_to_main((named_tensors(model), optimizer_state(model, optimizer)), here=True)
     before = tree[0]["0.weight"].clone(), tree[1]["state"]["0.weight"]["momentum_buffer"].clone()
     step(model, optimizer, 1)
     assert torch.equal(tree[0]["0.weight"], before[0])
@@ -114,7 +114,7 @@ def test_names_are_the_plain_ones_under_compile_and_memory_formats_survive():
     plain = set(model.state_dict())
     model[3] = torch.compile(model[3])
     model = torch.compile(model)
-    assert set(tensors(model)) == plain
+    assert set(named_tensors(model)) == plain
     assert "3.weight" in parameter_names(model, optimizer)
 
     target = tiny(1, "adamw")
@@ -132,8 +132,8 @@ def test_an_optimizers_own_state_is_found_fitting_and_left_as_it_is(name):
     source, target = tiny(0, name), tiny(1, name)
     for number in range(3):
         step(*source, number)
-    state = collect(optimizer_state(*source), here=True)
-    found, missing = fitting(*target, state)
+    state = gather_to_main(optimizer_state(*source), here=True)
+    found, missing = matching_state(*target, state)
     assert not missing
     assert found["state"].keys() == state["state"].keys()
     torch.testing.assert_close(found["state"], state["state"], rtol=0, atol=0)
@@ -151,9 +151,9 @@ def test_a_setting_may_be_changed_that_alters_what_a_state_has(name, then, now):
     source, target = tiny(0, name, momentum=then), tiny(1, name, momentum=now)
     for number in range(3):
         step(*source, number)
-    state = collect(optimizer_state(*source), here=True)
-    found, missing = fitting(*target, state, keep=["momentum"])
+    state = gather_to_main(optimizer_state(*source), here=True)
+    found, missing = matching_state(*target, state, keep=["momentum"])
     assert bool(missing) == (now > 0)  # then nothing was kept that could go on
     assert [group["momentum"] for group in found["param_groups"]] == [now, now]
-    spread_optimizer(*target, outline(found), found, keep=["momentum"])
+    broadcast_optimizer_state(*target, outline(found), found, keep=["momentum"])
     step(*target, 3)

@@ -10,7 +10,7 @@ import helpers
 import pytest
 import torch
 
-from accel_train.checkpoint.directory import delete, directory, updates
+from accel_train.checkpoint.directory import checkpoint_path, delete_checkpoint, list_updates
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config, Optim, Schedule, to_yaml
 from accel_train.data.order.plan import Plan
@@ -19,7 +19,7 @@ from accel_train.files import sha256
 from accel_train.launch.environment import Launch
 from accel_train.optim.schedule import create_schedule
 from accel_train.ownership.lease import Lease
-from accel_train.run.finished import earlier_end
+from accel_train.run.finished import find_finished_run
 
 SAMPLES, BATCH = 1438, 48  # of digits; 30 updates an epoch
 TIMES = {"train_seconds", "images_per_second", "warm_up_seconds", "wall_seconds"}
@@ -42,9 +42,9 @@ def copied(done: Path, run: Path, until: int | None = None) -> Path:
     if until is not None:
         for name in ("result.json", "model.safetensors"):
             (run / name).unlink()
-        for update in updates(run / "checkpoints"):
+        for update in list_updates(run / "checkpoints"):
             if update > until:
-                delete(run / "checkpoints", update)
+                delete_checkpoint(run / "checkpoints", update)
     return run
 
 
@@ -81,7 +81,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch(done: Path, tmp_path: Path
     assert ended.returncode == 0, ended.stderr
     assert [line["count"] for line in lines(run, "eval", "train")] == [SAMPLES] * 3
     assert (result(run)["updates"], result(run)["epochs"]) == (40 + 10 + 15, 3)
-    newest = json.loads((directory(run / "checkpoints", 65) / "state.json").read_text())
+    newest = json.loads((checkpoint_path(run / "checkpoints", 65) / "state.json").read_text())
     assert newest["train"]["samples_seen"] == 3 * SAMPLES
 
     # The third epoch has the rates of the third epoch of a run that always had this batch size.
@@ -112,7 +112,7 @@ def test_other_samples_wait_for_the_epochs_end(done: Path, tmp_path: Path) -> No
 
 def test_a_place_that_does_not_fit_what_was_counted_is_refused(done: Path, tmp_path: Path) -> None:
     run = copied(done, tmp_path / "run", until=40)
-    altered(directory(run / "checkpoints", 40), epoch_samples=480 - BATCH)  # one window twice
+    altered(checkpoint_path(run / "checkpoints", 40), epoch_samples=480 - BATCH)  # one window twice
     ended = helpers.run("digits", "--epochs", 2, "--output-dir", run)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert f"has {SAMPLES} samples: update 40 is not in epoch 2 of it" in ended.stderr
@@ -155,7 +155,7 @@ def test_a_finished_run_goes_on_to_a_later_end(done: Path, tmp_path: Path) -> No
     assert error.endswith("--allow-change batch-size epochs")
     assert contents(run) == before
 
-    program, _, command = error.partition(": error: ")[2].partition("its result kept: ")[2].partition(" train ")
+    program, _, command = error.partition(": error: ")[2].partition("its result is kept): ")[2].partition(" train ")
     assert program.endswith(("accel-train", "accel_train"))
     ended = helpers.run(*shlex.split(command))
     assert ended.returncode == 0, ended.stderr
@@ -203,7 +203,7 @@ def test_a_finished_run_is_taken_to_another_directory(done: Path, tmp_path: Path
     ended = helpers.run("digits", "--epochs", 2, "--resume", done / "checkpoints", "--output-dir", run)
     assert ended.returncode == 0, ended.stderr
     assert (run / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
-    assert updates(run / "checkpoints") == [60]
+    assert list_updates(run / "checkpoints") == [60]
     assert result(run) == result(done)
     assert lines(run, "train") == []
 
@@ -221,30 +221,30 @@ class TestEarlierEnd:
         return run
 
     def test_no_result(self, tmp_path: Path) -> None:
-        assert earlier_end(tmp_path / "nothing", self.CONFIG, Launch()) is None
+        assert find_finished_run(tmp_path / "nothing", self.CONFIG, Launch()) is None
 
     def test_an_older_result_is_of_the_runs_configuration(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path)
-        found = earlier_end(run, self.CONFIG, Launch())
+        found = find_finished_run(run, self.CONFIG, Launch())
         assert found is not None and found.nothing_left
         with pytest.raises(UserError, match=r"3 epochs.*: seed: 0 -> 1\. Give another --output-dir \(or more epochs"):
-            earlier_end(run, Config(recipe="mine", epochs=3, optim=Optim(lr=0.2), seed=1), Launch())
+            find_finished_run(run, Config(recipe="mine", epochs=3, optim=Optim(lr=0.2), seed=1), Launch())
 
     def test_another_recipes_result(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path, recipe="other")
         with pytest.raises(UserError, match="is of the recipe 'other'"):
-            earlier_end(run, self.CONFIG, Launch())
+            find_finished_run(run, self.CONFIG, Launch())
         settings = {"data.name": "mnist", "epochs": 3}
         run = self.finished(tmp_path / "newer", recipe="other", settings=settings)
         with pytest.raises(UserError, match=r"data\.name: mnist -> digits") as error:
-            earlier_end(run, self.CONFIG, Launch())
+            find_finished_run(run, self.CONFIG, Launch())
         assert "allow-change" not in str(error.value)
 
     def test_an_older_result_without_a_configuration(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path)
         (run / "config.yaml").write_text("- 1")
-        with pytest.raises(UserError, match=r"does not say which settings it is of.*config\.yaml"):
-            earlier_end(run, self.CONFIG, Launch())
+        with pytest.raises(UserError, match=r"does not say which settings it belongs to.*config\.yaml"):
+            find_finished_run(run, self.CONFIG, Launch())
 
     @pytest.mark.parametrize(
         "content", [b"", b"{}", b"[1]", b"\xff", b"[" * 9999, b'{"recipe": "mine", "epochs": "3", "updates": 9}']
@@ -252,19 +252,19 @@ class TestEarlierEnd:
     def test_a_damaged_one_is_set_aside_only_if_there_are_checkpoints(self, tmp_path: Path, content: bytes) -> None:
         run = self.finished(tmp_path)
         (run / "result.json").write_bytes(content)
-        found = earlier_end(run, self.CONFIG, Launch())
+        found = find_finished_run(run, self.CONFIG, Launch())
         assert found is not None and not found.nothing_left
         assert (run / "result.json").exists()  # nothing is touched before it is certain that the run goes on
-        found.set_aside(Lease(run, None))
+        found.rename_results(Lease(run, None))
         assert (run / "result.json.damaged").read_bytes() == content
         (run / "result.json").write_bytes(content)
         (run / "checkpoints" / "update-00000009").rmdir()
         with pytest.raises(UserError, match="is damaged, and there are no checkpoints"):
-            earlier_end(run, self.CONFIG, Launch())
+            find_finished_run(run, self.CONFIG, Launch())
 
     def test_checkpoints_that_are_gone(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path)
         (run / "checkpoints" / "update-00000009").rmdir()
         config = Config(recipe="mine", epochs=4, optim=Optim(lr=0.2), allow_change=("epochs",))
-        with pytest.raises(UserError, match=r"epochs: 3 -> 4\. It cannot go on, for its checkpoints are gone"):
-            earlier_end(run, config, Launch())
+        with pytest.raises(UserError, match=r"epochs: 3 -> 4\. It cannot go on, because its checkpoints are gone"):
+            find_finished_run(run, config, Launch())

@@ -169,7 +169,9 @@ def test_cropped_flipped_and_normalised_pixels_are_bitwise_those_of_the_cpu(layo
             device=device,
             memory_format=layout,
         )
-        found.append(transform({name: values.to(device) for name, values in batch.items()})[0].cpu())
+        assert transform.draws is not None
+        whole = batch | {"parameters": transform.draws(batch["keys"], batch["weights"])}
+        found.append(transform({name: values.to(device) for name, values in whole.items()})[0].cpu())
     assert torch.equal(*found)
 
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from accel_train import models
-from accel_train.checkpoint.directory import delete, directory, updates
+from accel_train.checkpoint.directory import checkpoint_path, delete_checkpoint, list_updates
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
@@ -75,7 +75,7 @@ SAMPLES = 1294  # the run's training images
 
 
 def newest(run: Path) -> Path:
-    return directory(run / "checkpoints", updates(run / "checkpoints")[-1])
+    return checkpoint_path(run / "checkpoints", list_updates(run / "checkpoints")[-1])
 
 
 def listed(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -185,12 +185,12 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
         )
         for name in ("/dev/zero", "../../secret", "..", "", "a/b", ".hidden", "a\0b")
     },
-    "a pipe": (lambda c: replaced(c / "state.json", os.mkfifo), "is a pipe, not an ordinary file"),
-    "a manifest that is a pipe": (lambda c: replaced(c / "manifest.json", os.mkfifo), "is a pipe, not an ordinary"),
+    "a pipe": (lambda c: replaced(c / "state.json", os.mkfifo), "is a pipe, not a regular file"),
+    "a manifest that is a pipe": (lambda c: replaced(c / "manifest.json", os.mkfifo), "is a pipe, not a regular"),
     "an endless file": (lambda c: replaced(c / "model.safetensors", lambda p: p.symlink_to("/dev/zero")), "is a link"),
     "a link": (
         lambda c: replaced(c / "optimizer.pt", lambda p: p.symlink_to(c.parent / "update-00000023/optimizer.pt")),
-        "is a link, not an ordinary file",
+        "is a link, not a regular file",
     ),
 }  # fmt: skip
 
@@ -249,8 +249,8 @@ def mutate(value: Any, generator: random.Random) -> Any:
 
 
 def test_any_change_of_a_checkpoint_is_refused_or_harmless(run: Path) -> None:
-    for old in updates(run / "checkpoints")[:-1]:
-        delete(run / "checkpoints", old)
+    for old in list_updates(run / "checkpoints")[:-1]:
+        delete_checkpoint(run / "checkpoints", old)
     place, generator = newest(run), random.Random(0)
     whole = {path.name: path.read_bytes() for path in place.iterdir()}
     state, resumed = json.loads(whole["state.json"]), Resumed(run)
@@ -337,9 +337,9 @@ def test_a_missing_part_of_the_momentum_is_told(run: Path) -> None:
         (lambda run: edit(run / "model.json", lambda m: m.update(channels=True)), "channels is True"),
         (lambda run: edit(run / "model.json", lambda m: m.update(image_size=10**9)), "image_size is 1000000000"),
         (lambda run: edit(run / "model.json", lambda m: m.update(native_size="8")), "native_size is 8"),
-        (lambda run: replaced(run / "model.json", os.mkfifo), "cannot be read (a pipe, not an ordinary file)"),
+        (lambda run: replaced(run / "model.json", os.mkfifo), "cannot be read (a pipe, not a regular file)"),
         (lambda run: (run / "config.yaml").write_text("about: {recipe: ../../etc}"), "name is '../../etc'"),
-        (lambda run: (run / "config.yaml").write_text("base: /dev/zero"), "/dev/zero: not an ordinary file"),
+        (lambda run: (run / "config.yaml").write_text("base: /dev/zero"), "/dev/zero: not a regular file"),
         (lambda run: replaced(run / "config.yaml", os.mkfifo), "has no config.yaml"),
         (
             lambda run: edit_weights(run / "model.safetensors", lambda w: w.update({k: w[k].long() for k in w})),
@@ -440,7 +440,7 @@ def test_a_cache_that_nobody_wrote_is_not_taken(case: str, cached: Path, tmp_pat
 
 def test_a_cache_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "cache")
-    with pytest.raises(UserError, match="a pipe, not an ordinary file"):
+    with pytest.raises(UserError, match="a pipe, not a regular file"):
         CacheFile(tmp_path / "cache")
 
 
@@ -493,7 +493,7 @@ def test_a_tar_file_that_nobody_packed(tmp_path: Path, content: bytes, message: 
         tar(Data("tar", root=tmp_path / "train.tar"))
     (tmp_path / "train.tar").unlink()
     os.mkfifo(tmp_path / "train.tar")
-    with pytest.raises(UserError, match="a pipe, not an ordinary file"):
+    with pytest.raises(UserError, match="a pipe, not a regular file"):
         tar(Data("tar", root=tmp_path))
 
 

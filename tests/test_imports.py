@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from accel_train.cli.imports import importing
+from accel_train.cli.common import importing
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import helpers
 import pytest
 
 from accel_train.errors import UserError
@@ -34,7 +35,7 @@ def start(*command: str, **variables: str) -> "subprocess.Popen[str]":
     )
 
 
-def finish(*processes: "subprocess.Popen[str]") -> tuple[list[int], list[dict], str]:
+def finish(*processes: "subprocess.Popen[str] | helpers.Captured") -> tuple[list[int], list[dict], str]:
     """Exit codes, the worlds that the processes printed in the order of their ranks, and all their output."""
     try:
         outputs = [process.communicate(timeout=120) for process in processes]
@@ -44,12 +45,6 @@ def finish(*processes: "subprocess.Popen[str]") -> tuple[list[int], list[dict], 
     worlds = [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith("{")]
     text = "".join(out + err for out, err in outputs)
     return [p.returncode for p in processes], sorted(worlds, key=lambda world: world["rank"]), text
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 # What the launchers set: seen on Slurm 22.05 and Open MPI 4.1, documented by Intel MPI and MPICH.
@@ -140,14 +135,13 @@ def test_what_pbsdsh_sets_is_understood(tmp_path: Path) -> None:
 
 def test_pbsdsh_makes_one_world(tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("127.0.0.1\n127.0.0.2\n")
-    file, job = str(tmp_path / "nodes"), f"{free_port()}.server"
+    file, job = str(tmp_path / "nodes"), f"{helpers.free_port()}.server"
     hosts = [
-        start(
-            sys.executable, PROGRAM, PBS_JOBID=job, PBS_NODEFILE=file, PBS_NODENUM=str(host), PBS_TASKNUM="2",
-            OMP_NUM_THREADS="1",
+        helpers.Captured(
+            [PROGRAM], environment(PBS_JOBID=job, PBS_NODEFILE=file, PBS_NODENUM=str(host), PBS_TASKNUM="2")
         )
         for host in range(2)
-    ]  # fmt: skip
+    ]
     codes, worlds, text = finish(*hosts)
     assert codes == [0, 0], text
     assert [(w["launcher"], w["rank"], w["sum"], w["local"]) for w in worlds] == [
@@ -197,7 +191,6 @@ def test_threads_are_shared_unless_tasks_are_bound(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_environment_is_prepared_without_torch() -> None:
-    """LOCAL_RANK is a device's index: 0 for a task that sees its own GPU only, its number if it sees all."""
     program = (
         "import os, sys; from accel_train.launch.environment import prepare_environment; prepare_environment()\n"
         "assert 'torch' not in sys.modules\n"
@@ -210,8 +203,7 @@ def test_the_environment_is_prepared_without_torch() -> None:
         (STEP | {"OMP_NUM_THREADS": "1"}, "3 4 1 2 24711 1 PASSIVE 5000"),
         # set by a job script that also says the precision, with no launcher in between
         (STEP | {"OMP_NUM_THREADS": "7", "ACCELERATE_MIXED_PRECISION": "no"}, "3 4 1 2 24711 7 PASSIVE 5000"),
-        (STEP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}, "3 4 0 2 24711 1 PASSIVE 5000"),
-        (STEP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "3 4 1 2 24711 1 PASSIVE 5000"),
+        (STEP | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "3 4 1 2 24711 1 PASSIVE 5000"),
         (STEP | {"OMP_NUM_THREADS": "1", "MASTER_PORT": "1234"}, "3 4 1 2 1234 1 PASSIVE 5000"),
     ):
         codes, _, text = finish(start(sys.executable, "-c", program, **variables))
@@ -255,14 +247,14 @@ def test_mpirun_makes_one_world() -> None:
 @pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_two_launchers_make_one_world(rendezvous: str) -> None:
     """Two "hosts", as over ssh, the first of which is called 127.0.0.2."""
-    port = free_port()
+    port = helpers.free_port()
     processes = []
     for rank in range(2):
         options = f"--num_machines=2 --num_processes=2 --machine_rank={rank} --main_process_ip=127.0.0.2"
         options += f" --main_process_port={port} --rdzv_backend={rendezvous} --multi_gpu"
         config = str(ROOT / "accelerate_configs" / "multi_node.yaml")
-        line = ["accelerate", "launch", "--config_file", config, *options.split(), PROGRAM]
-        processes.append(start(*line, OMP_NUM_THREADS="1"))
+        line = ["-m", "accelerate.commands.launch", "--config_file", config, *options.split(), PROGRAM]
+        processes.append(helpers.Captured(line, environment(OMP_NUM_THREADS="1")))
         # with c10d the first to come listens; here, where both have its address, that could be the second node
         wait_for_listener(port)
     codes, worlds, text = finish(*processes)
@@ -278,18 +270,17 @@ def wait_for_listener(port: str) -> None:
     raise AssertionError(f"nobody listens on port {port}")
 
 
-def by_hand(rank: int, port: str, world_size: int = 2, **variables: str) -> "subprocess.Popen[str]":
-    return start(
-        sys.executable, PROGRAM, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-        OMP_NUM_THREADS="1", **variables,
-    )  # fmt: skip
+def by_hand(rank: int, port: str, world_size: int = 2, *words: str, **variables: str) -> helpers.Captured:
+    """One of several processes: `python WORDS` (PROGRAM), forked."""
+    world = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    return helpers.Captured(words or [PROGRAM], environment(**world, **variables))
 
 
 def test_a_missing_process_is_named(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text(f"{socket.gethostname()}\n{socket.gethostname()}\nother-node\n")
-    port = free_port()
+    port = helpers.free_port()
     present = [by_hand(rank, port, 4, RENDEZVOUS_SECONDS="8", PBS_NODEFILE=str(nodes)) for rank in (0, 2)]
     codes, worlds, text = finish(*present)
     assert codes == [2, 2] and not worlds, text
@@ -301,13 +292,13 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        alone = by_hand(1, free_port(), RENDEZVOUS_SECONDS="3")
+        alone = by_hand(1, helpers.free_port(), RENDEZVOUS_SECONDS="3")
         blocked = by_hand(0, str(listener.getsockname()[1]), RENDEZVOUS_SECONDS="3")
-        port = free_port()
+        port = helpers.free_port()
         twins = [by_hand(1, port, 3, RENDEZVOUS_SECONDS="8") for _ in range(2)] + [
             by_hand(0, port, 3, RENDEZVOUS_SECONDS="8")
         ]
-        port = free_port()
+        port = helpers.free_port()
         unlike = [by_hand(rank, port, 2 + rank, RENDEZVOUS_SECONDS="8") for rank in range(3)]
         codes, _, text = finish(alone)
         assert codes == [2] and "Rank 1" in text and "found nobody at 127.0.0.1" in text
@@ -316,7 +307,7 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
         codes, worlds, text = finish(*twins)
         assert codes == [2, 2, 2] and not worlds and "Rank 1 exists twice" in text
         codes, worlds, text = finish(*unlike[:2], unlike[2])
-        assert codes[0] == 2 and not worlds and "was told of 2 processes, rank 1" in text
+        assert codes[0] == 2 and not worlds and "expects 2 processes, but rank 1" in text
 
 
 def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -> None:
@@ -326,19 +317,16 @@ def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -
         "from accel_train.errors import UserError\n"
         "rendezvous.AFTER_SIGTERM_SECONDS = 1.0\n"
         "if len(sys.argv) > 2: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "with signals.noting():\n"
-        "    try: store = rendezvous.roll_call(environment.prepare_environment(), sys.argv[1], 60)\n"
+        "with signals.recording_stop_signals():\n"
+        "    try: store = rendezvous.meet_all_ranks(environment.prepare_environment(), sys.argv[1], 60)\n"
         "    except UserError as error: print(error)\n"
     )
 
-    def meet(rank: int, port: str, *words: str) -> "subprocess.Popen[str]":
-        return start(
-            sys.executable, "-c", program, *words, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-        )  # fmt: skip
+    def meet(rank: int, port: str, *words: str) -> helpers.Captured:
+        return by_hand(rank, port, 2, "-c", program, *words)
 
-    port = free_port()
-    told = meet(0, free_port(), "GPU-1", "and SIGTERM")
+    port = helpers.free_port()
+    told = meet(0, helpers.free_port(), "GPU-1", "and SIGTERM")
     _, _, text = finish(*(meet(rank, port, "GPU-1") for rank in range(2)))
     assert "Ranks 0-1 on " in text and "share one GPU (GPU-1)" in text and "--share-gpus true" in text
     _, _, text = finish(told)
@@ -354,7 +342,7 @@ def test_accelerate_that_starts_one_process_instead_of_several_is_an_error() -> 
 
 
 def test_processes_that_disagree_are_named() -> None:
-    port = free_port()
+    port = helpers.free_port()
     codes, worlds, text = finish(*(by_hand(rank, port, FACT_0="x" * 50, FACT_1="other") for rank in range(2)))
     assert codes == [2, 2] and not worlds
     assert re.search(
@@ -367,9 +355,9 @@ def test_processes_that_disagree_are_named() -> None:
 def test_an_output_directory_of_one_node_only_is_an_error(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    port = free_port()
+    port = helpers.free_port()
     codes, worlds, text = finish(
         *(by_hand(r, port, SHARED_0=str(tmp_path / "one"), SHARED_1=str(tmp_path / "two")) for r in range(2))
     )
-    assert codes == [2, 2] and not worlds and "is not one directory for all nodes" in text
+    assert codes == [2, 2] and not worlds and "is not shared by all nodes" in text
     assert not any((tmp_path / "one").iterdir())

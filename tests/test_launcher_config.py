@@ -1,10 +1,9 @@
 """A process without a launcher takes from accelerate's config file what `accelerate launch` would make of it."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import helpers
 import pytest
 import test_launch
 
@@ -27,12 +26,13 @@ def test_it_sets_what_accelerate_launch_sets(name: str, tmp_path: Path) -> None:
     if name == "compiled":
         file = tmp_path / "compiled.yaml"
         file.write_text(COMPILED)
-    line = ["accelerate", "launch", "--config_file", str(file), "--num_processes", "2", "--main_process_port", "0"]
-    done = subprocess.run(
-        [*line, "--no_python", "env"], env=test_launch.environment(), capture_output=True, text=True, timeout=120
+    line = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
+    launcher = helpers.Captured(
+        [*line, "--main_process_port", "0", "--no_python", "env"], test_launch.environment(OMP_NUM_THREADS="1")
     )
-    assert done.returncode == 0, done.stderr
-    launched = {line for line in done.stdout.splitlines() if line.startswith(PREFIXES)}
+    out, err = launcher.communicate()
+    assert launcher.returncode == 0, err
+    launched = {line for line in out.splitlines() if line.startswith(PREFIXES)}
     found = variables(str(file), Launch("srun", 0, 2, 0, 2))
     assert {f"{name}={value}" for name, value in found.items() if name.startswith(PREFIXES)} == launched
     assert ("ACCELERATE_USE_FSDP=true" in launched) == (name == "fsdp2")
@@ -42,10 +42,12 @@ def test_it_sets_what_accelerate_launch_sets(name: str, tmp_path: Path) -> None:
 def test_ranks_without_a_launcher_use_it(tmp_path: Path) -> None:
     file = tmp_path / "compiled.yaml"
     file.write_text(COMPILED)
-    step = {"SLURM_JOB_ID": test_launch.free_port(), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
+    step = {"SLURM_JOB_ID": helpers.free_port(), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "2", VARIABLE: str(file), "OMP_NUM_THREADS": "1"}
     ranks = [
-        test_launch.start(sys.executable, test_launch.PROGRAM, SLURM_PROCID=str(n), SLURM_LOCALID=str(n), **step)
+        helpers.Captured(
+            [test_launch.PROGRAM], test_launch.environment(SLURM_PROCID=str(n), SLURM_LOCALID=str(n), **step)
+        )
         for n in range(2)
     ]
     codes, worlds, text = test_launch.finish(*ranks)

@@ -12,8 +12,8 @@ from helpers import run
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train.checkpoint import directory as commit
-from accel_train.checkpoint.manager import find
+from accel_train.checkpoint.choose import find_newest_checkpoint
+from accel_train.checkpoint.directory import checkpoint_path, list_updates
 from accel_train.config.schema import Optim
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.run.nonfinite import _all_finite
@@ -54,7 +54,7 @@ def events(directory: Path) -> list[dict[str, object]]:
 
 def states(directory: Path, update: int) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint: the model's, EMA's, the optimizer's."""
-    place = commit.directory(directory / "checkpoints", update)
+    place = checkpoint_path(directory / "checkpoints", update)
     found = {
         f"{name}/{key}": value
         for name in ("model", "ema")
@@ -84,7 +84,7 @@ def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path) -> None:
     words = (recipe, *SETTINGS, *KEEP, "--output-dir", directory)
     stopped = run(*words, processes=2)
     assert stopped.returncode != 0
-    bad = commit.updates(directory / "checkpoints")[-1] + 1 if (directory / "checkpoints").exists() else 1
+    bad = list_updates(directory / "checkpoints")[-1] + 1 if (directory / "checkpoints").exists() else 1
     assert f"error: Update {bad} is not finite: the loss of" in stopped.stderr
     assert stopped.stderr.count("is not finite") == 1  # said by one process
     status = json.loads((directory / "status.json").read_text())
@@ -136,7 +136,7 @@ def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(
     assert rewound.returncode == 0, rewound.stderr
     assert [event["text"] for event in events(tmp_path / "rewind")][1:] == ["rewound"]
     assert_equal(end, states(tmp_path / "rewind", UPDATES))
-    found = find(tmp_path / "rewind")
+    found = find_newest_checkpoint(tmp_path / "rewind")
     assert found is not None
     assert json.loads((found / "state.json").read_text())["train"]["left_out"] == [bad]
 

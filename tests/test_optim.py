@@ -16,7 +16,7 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_train.checkpoint.state_dict import collect, optimizer_state, outline, spread_optimizer
+from accel_train.checkpoint.state_dict import broadcast_optimizer_state, gather_to_main, optimizer_state, outline
 from accel_train.config.schema import Ema, Loss, Model, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.models import create_model
@@ -173,7 +173,7 @@ def test_muon_of_an_older_checkpoint_goes_on_with_the_parameters_that_it_had() -
     other = copy.deepcopy(net)
     newer = create_optimizer(Optim(name="muon", lr=0.1), other)
     state = copy.deepcopy(optimizer_state(net, older))
-    spread_optimizer(other, newer, outline(state), collect(state, here=True))
+    broadcast_optimizer_state(other, newer, outline(state), gather_to_main(state, here=True))
     step(net, older)
     step(other, newer)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))

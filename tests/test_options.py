@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_train.config.options import option_types, parse, parse_command
-from accel_train.config.recipe import recipe_about, recipe_names, recipe_text
+from accel_train.config.option_types import option_types
+from accel_train.config.options import parse, parse_command, parse_command_of_recipe
+from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config, Data, Optim, to_yaml
 from accel_train.config.synonyms import LAUNCHER, OPTIONS, TABLES
 from accel_train.errors import UserError
@@ -41,10 +42,11 @@ def recipe(tmp_path: Path) -> str:
 
 
 def told(*arguments: str) -> str:
-    """The message of the UserError; it must be one line."""
+    """The message of the UserError; it must be the only one, of one line."""
     with pytest.raises(UserError) as caught:
         parse(arguments)
     assert "\n" not in str(caught.value)
+    assert len(caught.value.messages) == 1
     return str(caught.value)
 
 
@@ -138,11 +140,11 @@ def test_each_slip_on_the_command_line_is_told(recipe: str, arguments: list[str]
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "r.yaml: an empty file"),
-        (b"# nothing\n", "r.yaml: an empty file"),
+        (b"", "r.yaml: the file is empty"),
+        (b"# nothing\n", "r.yaml: the file is empty"),
         (b"epochs", "r.yaml:1: expected lines `key: value`, found a value."),
         (b"- epochs: 1", "r.yaml:1: expected lines `key: value`, found a list."),
-        (b"epochs: 1\nseed: 2\nepochs: 3", "r.yaml:3: epochs is given twice; the first is "),
+        (b"epochs: 1\nseed: 2\nepochs: 3", "r.yaml:3: epochs is given twice; the first time in "),
         (b"optim: {lr: 1}\noptim.lr: 2", "r.yaml:2: optim.lr is given twice"),
         (b"data: {train_limit: 1, train-limit: 2}", "data.train-limit is given twice"),
         (b"optim: {lr: 1}\noptim: {name: sgd}", "r.yaml:2: optim is given twice"),
@@ -166,7 +168,7 @@ def test_each_slip_on_the_command_line_is_told(recipe: str, arguments: list[str]
         (b"seed: 1\nepochs: \xff", "r.yaml:2: not UTF-8 text"),
         (b"seed: \x00", "r.yaml: not YAML: "),
         (b"[" * 5000, "r.yaml: not YAML: "),
-        (b"base: r.yaml", "r.yaml: its base leads back to itself: r.yaml -> r.yaml"),
+        (b"base: r.yaml", "r.yaml: the recipe is its own base: r.yaml -> r.yaml."),
         (b"base: no_such", "unknown recipe 'no_such' (the base of r.yaml)."),
         (b"base: other.yaml", "other.yaml: no such file."),
         (b"about: words", "r.yaml:1: about: expected lines `key: text`, found a value."),
@@ -236,7 +238,7 @@ def test_what_is_proposed_exists() -> None:
 
 
 def test_only_options_of_the_command_are_proposed() -> None:
-    from accel_train.cli.commands import Predict
+    from accel_train.cli.predict import Predict
 
     def told_by_predict(word: str) -> str:
         with pytest.raises(UserError) as caught:
@@ -248,10 +250,100 @@ def test_only_options_of_the_command_are_proposed() -> None:
     assert "accelerate launch" not in told_by_predict("--gpus")
 
 
+def all_told(*arguments: str) -> list[str]:
+    """All messages of the UserError."""
+    with pytest.raises(UserError) as caught:
+        parse(arguments)
+    return list(caught.value.messages)
+
+
+def test_three_mistakes_on_a_command_line_are_told_at_once(recipe: str) -> None:
+    mistakes = ["--epoch", "9", "--optim.lr", "fast", "--batch-size", "0"]
+    good = ["--seed", "3"]
+    assert all_told(recipe, *mistakes, *good) == [
+        "--epoch: unknown option (command line). Did you mean 'epochs'?",
+        "--optim.lr: expected a number, found 'fast' (command line).",
+        "--batch-size: expected a number greater than 0, found '0' (command line).",
+    ]
+
+
+def test_the_mistakes_of_a_recipe_and_of_an_option_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("epoch: 3\noptim: {lrr: 1, lr: fast}\nseed: 1\nseed: 2\nbase: base.yaml")
+    (tmp_path / "base.yaml").write_text("augment.flip: 2\nmodle: {name: x}\nema: [[1]]\n")
+    assert all_told(str(path), "--loss.class-weights", "balance") == [
+        f"{path}:4: seed is given twice; the first time in {path}:3.",
+        f"{tmp_path}/base.yaml:3: ema: expected a value, found a list.",
+        f"--modle.name: unknown option ({tmp_path}/base.yaml:2). Did you mean 'model.name'?",
+        f"--epoch: unknown option ({path}:1). Did you mean 'epochs'?",
+        f"--optim.lrr: unknown option ({path}:2). Did you mean 'optim.lr'?",
+        f"--optim.lr: expected a number, found 'fast' ({path}:2).",
+        "--loss.class-weights: expected one of none, balanced, found 'balance' (command line). "
+        "Did you mean 'balanced'?",
+        f"--augment.flip: expected a number from 0 to 1, found '2' ({tmp_path}/base.yaml:1).",
+    ]
+
+
+def test_a_missing_recipe_and_a_wrong_option_are_told_at_once() -> None:
+    first, second = all_told("digit", "--optim.lt", "1")
+    assert "unknown recipe 'digit'. Did you mean 'digits'?" in first
+    assert second == "--optim.lt: unknown option (command line). Did you mean 'optim.lr'?"
+
+
+def test_a_mistake_causes_no_second_one(recipe: str) -> None:
+    # without --epochs the recipe has 3 epochs, less than the warm-up; without the value lr has its default
+    assert len(all_told(recipe, "--epoch", "99", "--schedule.warmup-epochs", "9")) == 1
+    assert len(all_told(recipe, "--epochs", "x", "--schedule.warmup-epochs", "9")) == 1
+    # an option's value of the recipe that another one of the command line replaces is not looked at
+    Path(recipe).write_text("epochs: many")
+    assert parse([recipe, "--epochs", "9"]).epochs == 9
+
+
+def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe: str) -> None:
+    from accel_train.cli.bench import Bench
+    from accel_train.cli.data import CacheData
+    from accel_train.cli.evaluate import Evaluate
+
+    def told_by(cls: type[Any], *words: str, **settings: Any) -> list[str]:
+        with pytest.raises(UserError) as caught:
+            parse_command(cls, words, "accel-train x", **settings)
+        return list(caught.value.messages)
+
+    words = ("folder", "--channels", "2", "--encoding", "jpg", "--short-side", "0", "--outptu", "x")
+    assert told_by(CacheData, *words, positional=("name",)) == [
+        "--outptu: unknown option (command line). Did you mean 'output'?",
+        "--encoding: expected one of raw, jpeg, found 'jpg' (command line). Did you mean 'jpeg'?",
+        "--short-side: expected at least 1, found 0.",
+        "--channels: expected 1 or 3, found 2.",
+    ]
+    (tmp_path / "config.yaml").touch()
+    overrides = ("--data.train-limit", "0", "--data.workers", "many", "--split", "tset")
+    assert told_by(Evaluate, str(tmp_path), *overrides, positional=("run",), others=("data.",)) == [
+        "--split: expected one of test, val, train, found 'tset' (command line). Did you mean 'test'?",
+        "--data.workers: expected a whole number or none, found 'many' (command line).",
+        "--data.train-limit: expected a number greater than 0, found '0' (command line).",
+    ]
+    first, second = told_by(Evaluate, "--split", "tset", positional=("run",), others=("data.",))
+    assert first.startswith("accel-train x: RUN is missing; ")
+    assert second.startswith("--split: expected one of ")
+    first, second = told_by(Evaluate, str(tmp_path), "more", "--split", "x", positional=("run",), others=("data.",))
+    assert first == f"too many words: '{tmp_path} more'; see --help."
+    assert second.startswith("--split: expected one of ")
+    Path(recipe).write_text("epochs: 0\noptim: {lr: fast}")
+    with pytest.raises(UserError) as caught:
+        parse_command_of_recipe(Bench, [recipe, "--rounds", "0", "--seed", "-1"], "accel-train bench")
+    assert list(caught.value.messages) == [
+        "--rounds: expected at least 1, found 0.",
+        f"--optim.lr: expected a number, found 'fast' ({recipe}:2).",
+        f"--epochs: expected a number greater than 0, found '0' ({recipe}:1).",
+        "--seed: expected a number that is not negative, found '-1' (command line).",
+    ]
+
+
 def test_a_circle_of_bases_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base: b.yaml")
     (tmp_path / "b.yaml").write_text("base: ./a.yaml")
-    assert "leads back to itself: a.yaml -> b.yaml -> a.yaml" in told(str(tmp_path / "a.yaml"))
+    assert "the recipe is its own base: a.yaml -> b.yaml -> a.yaml" in told(str(tmp_path / "a.yaml"))
 
 
 def test_the_recipe_itself_is_checked(tmp_path: Path) -> None:
@@ -268,8 +360,8 @@ def test_packaged_recipes_are_named_and_described() -> None:
         pytest.skip("no recipe in the package")
     for name in names:
         assert parse([name]).recipe == name
-        assert recipe_about(name)["reproduces"]
-        assert "about:" in recipe_text(name)
+        assert read_recipe(name).about["reproduces"]
+        assert "about:" in read_recipe(name).text
     assert f"Did you mean '{names[0]}'?" in told(names[0] + "x")
 
 

@@ -19,7 +19,7 @@ import helpers
 import pytest
 from helpers import started
 
-from accel_train.checkpoint import directory as commit
+from accel_train.checkpoint.directory import checkpoint_path, commit, list_updates
 from accel_train.cli import main
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
@@ -50,7 +50,7 @@ def claim(run: Path, *, take_over: bool = False, stopped: Callable[[], str] = no
     attempts = Claim(Config(output_dir=run, take_over=take_over), stopped)
     while (found := attempts.attempt()) is None:
         pass
-    return Lease(*found, keeps=True)
+    return Lease(*found, renews=True)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_start_that_is_refused_or_only_shows_its_configuration_leaves_nothing(
 def test_a_second_start_is_refused_and_a_killed_owners_run_goes_on_at_once(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG) as run:
         run.until_trained(25)
-        run.until(lambda: commit.updates(run.run / "checkpoints"))
+        run.until(lambda: list_updates(run.run / "checkpoints"))
         (run.run / "checkpoints" / ".update-00009999.1.tmp").mkdir()  # as if the owner were saving
         second = helpers.run(*LONG, "--seed", 7, "--output-dir", run.run)
         assert second.returncode == 2, second.stdout
@@ -129,33 +129,33 @@ def test_a_second_start_is_refused_and_a_killed_owners_run_goes_on_at_once(tmp_p
 
 
 def test_two_processes_have_one_owner_and_end_soon_after_their_launcher(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, "--checkpoint.every-updates", 1000, processes=2) as run:
+    with started(tmp_path / "run", *LONG, "--checkpoint.every-updates", 1000, processes=2, launcher=True) as run:
         run.until_trained(5)
         ranks = run.pids()
-        started_at = {rank: process.started(rank) for rank in ranks}
+        started_at = {rank: process.start_time(rank) for rank in ranks}
         assert json.loads((run.run / FILE).read_text())["pid"] == ranks[0]
         run.popen.send_signal(signal.SIGKILL)
         run.popen.wait()
         deadline = time.monotonic() + 20
-        while not all(process.is_gone(rank, started_at[rank]) for rank in ranks):
+        while not all(process.has_ended(rank, started_at[rank]) for rank in ranks):
             assert time.monotonic() < deadline, run.output
             time.sleep(0.1)
         assert run.status["state"] == "interrupted" and "the launcher's death" in run.output
-        assert commit.updates(run.run / "checkpoints")[-1] == run.status["update"]
+        assert list_updates(run.run / "checkpoints")[-1] == run.status["update"]
         assert not (run.run / FILE).exists()
 
 
 def test_a_suspended_owner_whose_run_was_taken_over_ends_and_writes_nothing(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, processes=2) as run:
         run.until_trained(25)
-        run.until(lambda: commit.updates(run.run / "checkpoints"))
+        run.until(lambda: list_updates(run.run / "checkpoints"))
         refused = helpers.run(*LONG, "--output-dir", run.run, processes=2)
         assert refused.returncode != 0 and refused.stderr.count("accel-train: error:") == 1
         assert f"has an owner: process {run.pids()[0]} on" in refused.stderr
-        family = helpers._family(run.popen.pid)
+        family = run.family()
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
-        newest = commit.directory(run.run / "checkpoints", commit.updates(run.run / "checkpoints")[-1])
+        newest = checkpoint_path(run.run / "checkpoints", list_updates(run.run / "checkpoints")[-1])
         epochs = json.loads((newest / "state.json").read_text())["train"]["epoch"] + 1  # to its end, soon
         words = (*LONG, "--take-over", "true", "--allow-change", "epochs", "--epochs", epochs)
         taken = helpers.run(*words, "--output-dir", run.run)
@@ -213,7 +213,7 @@ def test_the_same_job_waits_for_the_end_of_its_older_step(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.7)"])
-    forge(tmp_path, machine=process.machine(), pid=older.pid, started=process.started(older.pid), job="5")
+    forge(tmp_path, machine=process.machine_id(), pid=older.pid, started=process.start_time(older.pid), job="5")
     monkeypatch.setenv("PBS_JOBID", "6")
     with pytest.raises(UserError, match=f"process {older.pid}"):
         claim(tmp_path)
@@ -248,7 +248,7 @@ def test_of_many_starts_that_find_a_dead_owner_one_gets_the_run(
     dead.wait()
     for number in range(15):
         run = tmp_path / str(number)
-        forge(run, machine=process.machine(), pid=dead.pid, started="1")
+        forge(run, machine=process.machine_id(), pid=dead.pid, started="1")
         winners: list[Lease] = []
         losers: list[UserError] = []
         gate = threading.Barrier(6)
@@ -294,7 +294,7 @@ def test_who_has_lost_the_run_writes_no_file_more(quick: None, tmp_path: Path) -
         lambda: mine.status("training", force=True),
         lambda: mine.rewind(0),
         lambda: mine.result({"a": 1}),
-        lambda: commit.commit(tmp_path / "checkpoints", 3, lambda path: None, check=lease.check),
+        lambda: commit(tmp_path / "checkpoints", 3, lambda path: None, check=lease.check),
     ):
         with pytest.raises(LostError, match=r"Another start has taken .* over: process"):
             write()
@@ -318,13 +318,13 @@ def test_a_living_owner_shows_it(quick: None, tmp_path: Path) -> None:
 
 def test_a_number_that_another_process_has_now_is_a_process_that_is_gone() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    began = process.started(child.pid)
-    assert not process.is_gone(child.pid, began)
-    assert process.is_gone(child.pid, f"{began}1")
+    began = process.start_time(child.pid)
+    assert not process.has_ended(child.pid, began)
+    assert process.has_ended(child.pid, f"{began}1")
     child.kill()
     deadline = time.monotonic() + 10
-    while not process.is_gone(child.pid, began):  # a zombie: nobody has waited for it
+    while not process.has_ended(child.pid, began):  # a zombie: nobody has waited for it
         assert time.monotonic() < deadline
         time.sleep(0.01)
     child.communicate()
-    assert process.is_gone(child.pid, began)
+    assert process.has_ended(child.pid, began)

@@ -2,6 +2,20 @@
 
 Every command line here is carried out by one process that believes in a CUDA device. Whether kernels compute the same
 there, and how fast, only a GPU can show: test_gpu.py.
+
+Decisions that depend on the kind of device, and which no test without a GPU (nor this one) covers:
+
+| where | what happens on the device | why not |
+|---|---|---|
+| data/device_decoding.py | nvJPEG decodes on its own stream; else the host does | no nvJPEG to pretend |
+| data/transform.py, resized | uint8 images are resized as floats on the device | reached by nvJPEG's images only |
+| data/side_stream.py | a copy overlaps with computation; its memory is kept | computes at once here |
+| data/placement.py, mps and xpu | free memory of the device | none to ask |
+| nonfinite.py, several processes | the all-reduce by NCCL | one process here; gloo: test_nonfinite.py |
+| tuning.py, FSDP2 and several processes on CUDA | contiguous weights, SyncBatchNorm's own exchange | one process here |
+| tuning.py, compilation | inductor's kernels, CUDA graphs (only that they are refused) | nothing to compile for |
+| accelerator.py | the backends nccl, rccl and xccl; MIG | decisions alone: test_accelerator.py |
+| accelerate's set_device, DDP's device_ids | the index that LOCAL_RANK gives | one device here |
 """
 
 from __future__ import annotations
@@ -10,9 +24,13 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -27,9 +45,9 @@ from accel_train.config.recipe import recipe_names
 # The one wait of an update: for the answer whether the update before was finite, by then long there.
 READ_LATER = {"nonfinite.py:_read event.synchronize": 1}
 # Where the answer must be known before the optimizer's step.
-READ_NOW = {"nonfinite.py:passes _local_scalar_dense": 1}
-# Under fp16 the loss scaler's scale must be known, too.
-SCALE = {"nonfinite.py:_find_bad _local_scalar_dense": 1}
+READ_NOW = {"nonfinite.py:_is_bad _local_scalar_dense": 1}
+# Under fp16 the loss scaler's scale must be known, too: both come at once.
+READ_BOTH = {"nonfinite.py:_is_bad tolist": 1}
 
 SMALL = "--epochs 1 --batch-size 16 --data.train-limit 96 --data.test-limit 24 --log-every-updates 6".split()  # noqa: SIM905
 ALL_AT_ONCE = """
@@ -98,7 +116,46 @@ with pretended.PretendedCuda():
 
 
 def test_the_pretended_device_fails_and_waits_where_a_gpu_would() -> None:
-    done = subprocess.run([sys.executable, "-c", WRONG], cwd=Path(__file__).parent, capture_output=True, text=True)
+    done = helpers.python("-c", WRONG, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+
+
+SIDE_STREAM = """
+import torch, pretend_cuda as pretended
+pretended.install()
+from accel_train.data.side_stream import SideStream
+from accel_train.errors import UserError
+
+fetched = []
+def loader():
+    for number in range(3):
+        fetched.append(number)
+        yield {"ids": torch.full((4,), number).pin_memory().to("cuda", non_blocking=True), "names": "of the host's"}
+    yield UserError("cannot be read")
+
+with pretended.PretendedCuda():
+    side = SideStream(torch.device("cuda", 0))
+    with torch.cuda.stream(side.stream):
+        early = next(loader())["ids"]
+    assert (early + 0).tolist() == [0x7F] * 4  # garbage: nobody has waited
+    pretended.orders.clear(), pretended.waits.clear(), fetched.clear()
+    batches = side.copied(loader())
+    for number in range(3):
+        ids = next(batches)["ids"] + 0
+        assert fetched == list(range(number + 1))  # none ahead of what was asked for
+        assert pretended.orders == ["default waits for side", "memory used on default"] * (number + 1)
+        assert not pretended.waits
+        assert ids.tolist() == [number] * 4
+        pretended.waits.clear()
+    assert str(next(batches)) == "cannot be read"
+    assert next(batches, None) is None
+"""
+
+
+def test_copies_on_a_stream_of_their_own_are_waited_for_by_the_device_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIDE_STREAM], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -110,9 +167,87 @@ def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path,
     assert quiet_updates(done) == [READ_LATER] * 3
 
 
-def test_the_weights_are_those_of_the_cpu(gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def launched(done: Done) -> dict[str, int]:
+    """Kernels that each file of accel_train starts in an update: the most of the quiet ones."""
+    found: list[Counter[str]] = [Counter() for _ in range(3)]
+    for count, kernels in zip(found, done.kernels[2:5], strict=True):
+        for where, times in kernels.items():
+            count[where.partition(":")[0]] += times
+    assert found[0]
+    return dict(reduce(or_, found))
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, placement: str) -> None:
+    words = ("digits", *SMALL, "--data.placement", placement, "--output-dir", tmp_path / "run")
+    kernels = launched(succeeded(gpu("train", *words)))
+    assert "keyed.py" not in kernels and "parameters.py" not in kernels  # all is drawn on the host
+    assert kernels["batch.py"] <= 6
+    assert kernels["nonfinite.py"] <= 2
+    assert kernels["meter.py"] <= 1
+    assert sum(kernels.values()) <= 43
+
+
+@pytest.mark.parametrize(("mixing", "augmenting"), [("--augment.mixup 0.2", 19), ("--augment.cutmix 1", 17)])
+def test_kernels_of_an_update_with_every_augmentation(
+    gpu: Pretended, tmp_path: Path, mixing: str, augmenting: int
+) -> None:
+    """A ResNet of channels last, with BatchNorm, whose counters EMA copies."""
+    model = ("--model.name", "test_resnet", "--model.image-size", 32, "--data.name", "synthetic")
+    images = ("--data.channels", 3, "--data.image-size", 32, "--augment.crop", "random", "--augment.pad", 4)
+    more = ("--augment.flip", 0.5, "--augment.erase", 0.5, "--optim.clip", 1, "--ema.enabled", "true", *mixing.split())
+    done = succeeded(gpu("train", "digits", *SMALL, *model, *images, *more, "--output-dir", tmp_path / "run"))
+    kernels = launched(done)
+    assert "keyed.py" not in kernels and "parameters.py" not in kernels
+    assert kernels["batch.py"] <= augmenting
+    assert kernels["nonfinite.py"] <= 2
+    assert kernels["meter.py"] <= 2
+    assert kernels["loss.py"] <= 4 and kernels["clipping.py"] <= 8 and kernels["ema.py"] <= 2
+
+
+TRANSFORMED = """
+import itertools, torch, pretend_cuda as pretended
+pretended.install()
+from accel_train.config.schema import Augment
+from accel_train.data.order.keyed import hashed
+from accel_train.data.transforms.batch import BatchTransform
+images = torch.randint(256, (40, 3, 12, 12), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+crops = [{}, {"crop": "random", "pad": 2}, {"crop": "random", "pad": 3, "pad_mode": "reflect"}]
+mixing = [{}, {"mixup": 0.2}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0, "mix_probability": 0.7}]
+layouts = torch.contiguous_format, torch.channels_last
+cases = itertools.product(crops, mixing, [0.0, 0.5], [0.0, 0.5], layouts, [12, 9])
+with pretended.PretendedCuda():
+    for crop, mix, flip, erase, layout, size in cases:
+        found = []
+        for device in "cpu", "cuda":
+            transform = BatchTransform(
+                Augment(flip=flip, erase=erase, resize=12, **crop, **mix), size=size, mean=(0.2, 0.5, 0.7),
+                std=(0.3, 0.25, 0.1), num_classes=5, training=True, per_image=False,
+                device=torch.device(device), memory_format=layout)
+            weights = torch.ones(40)
+            weights[-1] = 0
+            batch = {"images": images.contiguous(memory_format=layout), "labels": torch.arange(40) % 5}
+            if transform.draws is not None:
+                batch["parameters"] = transform.draws(hashed(7, torch.arange(40)), weights)
+            inputs, targets = transform({name: each.to(device) for name, each in batch.items()})
+            assert inputs.is_contiguous(memory_format=layout) and inputs.dtype == torch.float32
+            found.append((inputs.cpu(), targets.cpu()))
+        assert all(map(torch.equal, *found)), (crop, mix, flip, erase, layout, size)
+"""
+
+
+def test_a_gpus_way_to_augment_gives_the_bits_of_the_cpus() -> None:
+    tests = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", TRANSFORMED], cwd=tests, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_the_weights_are_those_of_the_cpu(
+    gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
     words = ("digits", *SMALL, *ALL_AT_ONCE)
-    succeeded(gpu("train", *words, "--output-dir", tmp_path / "gpu"))
+    succeeded(gpu("train", *words, "--data.placement", placement, "--output-dir", tmp_path / "gpu"))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert main(["train", *map(str, words), "--output-dir", str(tmp_path / "cpu")]) == 0
     AcceleratorState._reset_state(True)
@@ -186,7 +321,7 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
 def test_waits_of_each_policy_and_precision(gpu: Pretended, tmp_path: Path, policy: str, precision: str) -> None:
     words = ("--on-nonfinite", policy, "--output-dir", tmp_path / "run")
     done = succeeded(gpu("train", "digits", *SMALL, *words, precision=precision))
-    named = READ_NOW | SCALE if precision == "fp16" else READ_NOW if policy == "skip" else READ_LATER
+    named = READ_BOTH if precision == "fp16" else READ_NOW if policy == "skip" else READ_LATER
     assert quiet_updates(done) == [named] * 3
 
 
@@ -278,11 +413,18 @@ def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimi
     )
     words = ("digits", *SMALL, *model, "--checkpoint.every-updates", 1, "--checkpoint.keep", 9)
     done = succeeded(gpu("train", *words, "--output-dir", tmp_path / "run"))
-    saved = {"state_dict.py:collect stream.synchronize": 1}
+    saved = {"state_dict.py:gather_to_main stream.synchronize": 1}
     for waits in done.waits[2:5]:
         assert {name: times for name, times in waits.items() if "state_dict" in name or "manager" in name} == saved
     last = torch.load(tmp_path / "run/checkpoints/update-00000006/optimizer.pt", weights_only=True)
     assert all(torch.isfinite(value).all() for each in last["state"].values() for value in each.values())
+
+
+def test_sync_batchnorm_of_one_process(gpu: Pretended, tmp_path: Path) -> None:
+    """On CUDA the layers become torch's SyncBatchNorm, which exists for GPUs only."""
+    model = "--model.name test_resnet --model.image-size 32 --model.sync-batchnorm true"
+    done = succeeded(gpu("train", "digits", *SMALL, *model.split(), "--output-dir", tmp_path / "run"))
+    assert quiet_updates(done) == [READ_LATER] * 3
 
 
 @pytest.mark.parametrize("command", ["train", "bench"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.launch.environment import Launch, at_terminal
-from accel_train.run.relaunch import command_to_go_on
+from accel_train.run.relaunch import resume_command
 
 RECIPE = "runs/a/config.yaml --output-dir runs/a"
 JOB = {"RUN": "/runs/a", "ACCEL_TRAIN_ROOT": "/src"}
@@ -33,11 +33,11 @@ def test_each_launcher(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert command_to_go_on(launch, Path("runs/a")).endswith(expected)
+    assert resume_command(launch, Path("runs/a")).endswith(expected)
 
 
 def test_a_path_with_spaces_can_be_typed() -> None:
-    words = shlex.split(command_to_go_on(Launch(), Path("my runs/a")))
+    words = shlex.split(resume_command(Launch(), Path("my runs/a")))
     assert words[-3:] == ["my runs/a/config.yaml", "--output-dir", "my runs/a"]
 
 

@@ -1,8 +1,6 @@
 """The same run on 1, 2 and 4 real processes (3 for the evaluation) and with 1, 2 and 4 steps of accumulation."""
 
 import json
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,7 @@ def feeds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
     found = {}
     for world in WORLDS:
         folder = tmp_path_factory.mktemp(f"feeds-{world}")
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(helpers.MULTI_CPU)]
-        launcher += ["--num_processes", str(world)]
-        line = [sys.executable, *launcher, str(WORKER), str(folder)]
-        done = subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, timeout=250)
+        done = helpers.python(WORKER, folder, processes=world, timeout=250)
         assert done.returncode == 0, done.stdout + done.stderr
         found[world] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
     return found
@@ -99,11 +94,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained(tmp_path_factory.mktemp("alone") / "run", 1, 1)
 
 
-def trained(run: Path, world: int, accumulation: int) -> dict[str, Any]:
+def trained(run: Path, world: int, accumulation: int, *, launcher: bool = False) -> dict[str, Any]:
     micro_batch = BATCH // world // accumulation
-    done = helpers.run(
-        *OPTIONS, "--micro-batch-size", micro_batch, "--output-dir", run, processes=world, timeout=250
-    )  # fmt: skip
+    words = (*OPTIONS, "--micro-batch-size", micro_batch, "--output-dir", run)
+    done = helpers.run(*words, processes=world, timeout=250, launcher=launcher)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
@@ -118,11 +112,12 @@ SLOW = pytest.mark.slow
     [
         (1, 4),
         (2, 2),
-        *(pytest.param(*split, marks=SLOW) for split in ((1, 2), (2, 1), (2, 4), (4, 1), (4, 2), (4, 4))),
+        (4, 2),
+        *(pytest.param(*split, marks=SLOW) for split in ((1, 2), (2, 1), (2, 4), (4, 1), (4, 4))),
     ],
 )
 def test_each_updates_loss_is_the_same(tmp_path: Path, alone: dict, world: int, accumulation: int) -> None:
-    found = trained(tmp_path / "run", world, accumulation)
+    found = trained(tmp_path / "run", world, accumulation, launcher=world == 2)
     assert len(alone["losses"]) == 30
     assert alone["losses"][-1] < alone["losses"][0] - 0.2  # it learns
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train.checkpoint.directory import directory, updates
+from accel_train.checkpoint.directory import checkpoint_path, list_updates
 from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.config.semantics import SEMANTICS
@@ -51,7 +51,7 @@ def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Pat
     assert main(words(data, tmp_path / "one", "--data.skip-unreadable", listed)) == 0
     refused = helpers.run(*words(data, tmp_path / "other")[1:])
     assert refused.returncode == 2 and f"{bad} cannot be read" in refused.stderr
-    at = updates(tmp_path / "other" / "checkpoints")[-1]
+    at = list_updates(tmp_path / "other" / "checkpoints")[-1]
     assert at > 0
     assert main(words(data, tmp_path / "other", "--data.skip-unreadable", listed)) == 0
 
@@ -86,8 +86,8 @@ def test_an_older_run_goes_on_if_nothing_changed_and_else_is_refused(
     line += ["--schedule.name", "constant"]
     assert main([*line, "--epochs", "1"]) == 0
     (run / "result.json").unlink()
-    for update in updates(run / "checkpoints"):
-        older(directory(run / "checkpoints", update))
+    for update in list_updates(run / "checkpoints"):
+        older(checkpoint_path(run / "checkpoints", update))
     capsys.readouterr()
     if kind == "digits":
         assert main([*line, "--epochs", "2"]) == 0
@@ -95,4 +95,4 @@ def test_an_older_run_goes_on_if_nothing_changed_and_else_is_refused(
     else:
         assert main([*line, "--epochs", "2"]) == 2
         (error,) = capsys.readouterr().err.splitlines()
-        assert "is of an older accel-train, which ignored the EXIF orientation" in error
+        assert "is from an older accel-train, which ignored the EXIF orientation" in error

@@ -21,8 +21,8 @@ import helpers
 import pytest
 from helpers import started
 
-from accel_train.checkpoint.directory import directory, updates
-from accel_train.checkpoint.manager import find
+from accel_train.checkpoint.choose import find_newest_checkpoint
+from accel_train.checkpoint.directory import checkpoint_path, list_updates
 
 LONG = ("digits", "--epochs", 200, "--log-every-updates", 5)
 
@@ -30,8 +30,8 @@ LONG = ("digits", "--epochs", 200, "--log-every-updates", 5)
 def assert_interrupted(run: helpers.Started) -> None:
     """The run has stopped with a whole checkpoint of its last update, and asks to be started again."""
     assert run.status["state"] == "interrupted", run.output
-    newest = find(run.run)
-    assert newest == directory(run.run / "checkpoints", run.status["update"]), run.output
+    newest = find_newest_checkpoint(run.run)
+    assert newest == checkpoint_path(run.run / "checkpoints", run.status["update"]), run.output
     assert (run.run / "REQUEUE").exists()
     assert run.events[-1]["text"] == "interrupted"
 
@@ -52,12 +52,12 @@ def test_signal_to_one_of_two_processes_stops_both_and_both_exit_with_0(tmp_path
     with started(tmp_path / "run", *LONG, processes=2) as run:
         run.until_trained(5)
         os.kill(run.pids()[1], signal.SIGTERM)
-        assert run.ended() == 0, run.output  # the launcher's own, which is 1 if any process's is not 0
+        assert run.ended() == 0, run.output
         assert_interrupted(run)
 
 
 def test_ctrl_c_in_the_launchers_terminal_makes_a_checkpoint(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, processes=2) as run:
+    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
         run.until_trained(5)
         os.killpg(run.popen.pid, signal.SIGINT)  # the launcher's
         for process in run.pids():  # in sessions of their own here, unlike on a terminal
@@ -76,7 +76,7 @@ def test_files_save_and_stop(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, "--checkpoint.every-epochs", 1000) as run:
         run.until_trained(5)
         (run.run / "SAVE").touch()
-        run.until(lambda: updates(run.run / "checkpoints"))
+        run.until(lambda: list_updates(run.run / "checkpoints"))
         assert run.popen.poll() is None
         assert not (run.run / "SAVE").exists()
         (run.run / "STOP").touch()
@@ -142,7 +142,7 @@ ONE_LONG_UPDATE += ("--data.train-images", 40000, "--batch-size", 40000, "--micr
 def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Path) -> None:
     # to be able to rewind, it begins with a checkpoint
     with started(tmp_path / "run", *ONE_LONG_UPDATE, "--on-nonfinite", "rewind") as run:
-        run.until(lambda: run.status.get("state") == "training" and updates(run.run / "checkpoints"))
+        run.until(lambda: run.status.get("state") == "training" and list_updates(run.run / "checkpoints"))
         run.popen.send_signal(signal.SIGINT)
         time.sleep(1.5)  # less would be taken for the same one, handed on by a launcher
         assert run.popen.poll() is None
@@ -154,14 +154,14 @@ def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Pat
         assert "Traceback" not in run.output
         assert run.status["state"] == "failed"
         assert "Ctrl-C" in run.status["reason"]
-        assert updates(run.run / "checkpoints") == [0]
+        assert list_updates(run.run / "checkpoints") == [0]
         assert not (run.run / "REQUEUE").exists()
 
 
 @pytest.mark.slow
 def test_second_ctrl_c_stops_at_once_under_a_launcher(tmp_path: Path) -> None:
     """It keeps its ranks from the terminal: it hands the first one on, and makes SIGTERM of the second."""
-    with started(tmp_path / "run", *ONE_LONG_UPDATE, processes=2) as run:
+    with started(tmp_path / "run", *ONE_LONG_UPDATE, processes=2, launcher=True) as run:
         run.until(lambda: run.status.get("state") == "training")
         os.killpg(run.popen.pid, signal.SIGINT)
         time.sleep(1.5)
@@ -176,23 +176,24 @@ def test_ctrl_c_is_answered_while_one_operation_lasts(tmp_path: Path) -> None:
     """Python's own handler of a signal would wait for a backward pass, say. Here it is another long operation."""
     program = (
         "import hashlib, pathlib, sys\n"
-        "from accel_train.run.stopping import Stopping\n"
-        "with Stopping() as stopping:\n"
+        "from accel_train.run.stopping import StopRequests\n"
+        "with StopRequests() as stopping:\n"
         f"    stopping.begin(pathlib.Path({str(tmp_path)!r}), 0, 1)\n"
         "    print('begun', flush=True)\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 100_000_000)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as popen:
-        assert popen.stdout is not None
-        assert popen.stdout.readline() == "begun\n"
-        pressed = time.monotonic()
-        popen.send_signal(signal.SIGINT)
-        assert "saving after this update" in popen.stdout.readline()
-        assert time.monotonic() - pressed < 5
-        assert popen.poll() is None
-        popen.kill()
+    ours, its = os.pipe()
+    with open(ours) as shown, open(its, "wb") as out:  # noqa: PTH123
+        popen = helpers.forked(("-c", program), 1, helpers.environment(), out, out)
+        try:
+            assert shown.readline() == "begun\n"
+            pressed = time.monotonic()
+            popen.send_signal(signal.SIGINT)
+            assert "saving after this update" in shown.readline()
+            assert time.monotonic() - pressed < 5
+            assert popen.poll() is None
+        finally:
+            popen.send_signal(signal.SIGKILL)
 
 
 def test_ctrl_c_at_a_terminal_saves_and_ends_a_loop_of_the_shells(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_signal_during_an_evaluation(tmp_path: Path) -> None:
 def test_directory_that_cannot_have_checkpoints_is_refused_by_all_processes(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").touch()
-    with started(tmp_path / "run", *LONG, processes=2) as run:
+    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
         assert run.ended() != 0
     assert run.output.count("checkpoints is not a folder, so no checkpoint can be written") == 1, run.output
     assert run.output.count("exitcode  : 2") + run.output.count("exitcode: 2") >= 1, run.output
@@ -261,11 +262,11 @@ def let_saves_fail(run: helpers.Started) -> None:
 
 def test_last_save_that_fails_is_told_and_requeued_only_after_progress(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG) as run:
-        run.until(lambda: updates(run.run / "checkpoints"))
+        run.until(lambda: list_updates(run.run / "checkpoints"))
         let_saves_fail(run)
         run.popen.send_signal(signal.SIGTERM)
         assert run.ended() == 1, run.output
-    newest = find(run.run)
+    newest = find_newest_checkpoint(run.run)
     assert newest is not None
     update = int(newest.name.removeprefix("update-"))
     assert run.status["state"] == "failed" and run.status["update"] > update
@@ -316,7 +317,7 @@ def test_signal_where_nothing_can_be_written_any_more(small_disk: Path, break_it
         break_it(small_disk)
         for process in run.pids():
             os.kill(process, signal.SIGTERM)
-        assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by the launcher's patience
+        assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by a launcher's patience
     assert "but this could not be saved.\n  kept   nothing, for there is no checkpoint\n" in run.output
     assert "Traceback" not in run.output.partition("ChildFailedError")[0].partition("torch/distributed")[0], run.output
     assert not (small_disk / "REQUEUE").exists()

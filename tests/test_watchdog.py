@@ -17,7 +17,7 @@ LONG = ("digits", "--epochs", 500, "--log-every-updates", 5)
 
 
 def test_stopped_process_is_named_and_the_run_ended(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, "--hang-timeout-seconds", 4, processes=2) as run:
+    with started(tmp_path / "run", *LONG, "--hang-timeout-seconds", 4, processes=2, launcher=True) as run:
         run.until_trained(5)
         stopped = run.pids()[1]
         os.kill(stopped, signal.SIGSTOP)
@@ -27,25 +27,30 @@ def test_stopped_process_is_named_and_the_run_ended(tmp_path: Path) -> None:
         assert "No progress for" in run.status["reason"]
         assert "The slow one: rank 1 on" in run.status["reason"]
         assert "accel-train: error: No progress for" in run.output
-        assert "in _train" in (run.run / "hang" / "rank-0.txt").read_text()
+        assert "in train_epoch" in (run.run / "hang" / "rank-0.txt").read_text()
         assert not (run.run / "REQUEUE").exists()
+
+
+def stop_workers(trainer: int) -> None:
+    """Suspend a process's data workers: the children of their server, and not those of the process itself."""
+    workers = [child for child in helpers._family(trainer)[1:] if helpers._parent(child) != trainer]
+    assert workers
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
 
 
 def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_path: Path) -> None:
     words = (*LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4)
     with started(tmp_path / "run", *words, processes=2) as run:
         run.until_trained(5)
-        workers = [child for child in helpers._family(run.pids()[1])[1:] if "python" in _command(child)]
-        for worker in workers:
-            os.kill(worker, signal.SIGSTOP)
-        assert workers
+        stop_workers(run.pids()[1])
         assert run.ended() != 0
         assert "The slow one: rank 1 on" in run.status["reason"]
         assert "waits for a batch" in run.status["reason"]
         for rank in (0, 1):
             stacks = (run.run / "hang" / f"rank-{rank}.txt").read_text()
             assert stacks.count("Thread 0x") + stacks.count("thread 0x") >= 2
-            assert "in _train" in stacks
+            assert "in train_epoch" in stacks
             assert "data worker, process" in stacks
         assert (
             "in __getitems__" in (run.run / "hang" / "rank-0.txt").read_text()
@@ -59,12 +64,11 @@ def test_single_process_that_hangs(tmp_path: Path) -> None:
         tmp_path / "run", *LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4
     ) as run:
         run.until_trained(5)
-        for worker in helpers._family(run.popen.pid)[1:]:
-            os.kill(worker, signal.SIGSTOP)
+        stop_workers(run.popen.pid)
         assert run.ended() == 1
         assert run.status["state"] == "failed"
         assert "waits for a batch" in run.status["reason"]
-        assert "in _train" in (run.run / "hang" / "rank-0.txt").read_text()
+        assert "in train_epoch" in (run.run / "hang" / "rank-0.txt").read_text()
 
 
 @pytest.mark.slow
@@ -72,7 +76,7 @@ def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
     long_update = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
     long_update += ("--data.train-images", 4000, "--batch-size", 4000, "--micro-batch-size", 1)
     words = ("--hang-timeout-seconds", 1, "--start-timeout-seconds", 5)
-    with started(tmp_path / "run", "digits", *long_update, *words, processes=2) as run:
+    with started(tmp_path / "run", "digits", *long_update, *words, processes=2, launcher=True) as run:
         run.until(lambda: run.status.get("state") == "training")
         stopped = run.pids()[1]
         os.kill(stopped, signal.SIGSTOP)
@@ -87,7 +91,7 @@ def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int) -> None:
     words = ("--hang-timeout-seconds", 4, "--data.placement", "disk", "--data.workers", 1)
-    with started(tmp_path / "run", *LONG, *words, processes=processes) as run:
+    with started(tmp_path / "run", *LONG, *words, processes=processes, launcher=True) as run:
         run.until_trained(5)
         family = helpers._family(run.popen.pid)
         for process in family:
@@ -104,7 +108,7 @@ def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int)
 
 
 def test_killed_process_is_named_first(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, processes=2) as run:
+    with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
         run.until_trained(5)
         os.kill(run.pids()[1], signal.SIGKILL)
         assert run.ended(60) != 0
@@ -121,7 +125,7 @@ def test_error_of_one_process_ends_both_and_is_named_first(tmp_path: Path) -> No
     (tmp_path / "images" / "train" / "a" / "004.png").write_bytes(b"no image")
     words = ("digits", "--data.name", "folder", "--data.root", tmp_path / "images", "--data.workers", 0)
     words += ("--augment.resize", 8, "--model.image-size", 8, "--batch-size", 8, "--epochs", 50)
-    with started(tmp_path / "run", *words, processes=2) as run:
+    with started(tmp_path / "run", *words, processes=2, launcher=True) as run:
         assert run.ended() != 0
         assert run.status["state"] == "failed"
         assert "004.png" in run.status["reason"]
@@ -131,7 +135,3 @@ def test_error_of_one_process_ends_both_and_is_named_first(tmp_path: Path) -> No
 
 def first_error(run: helpers.Started) -> str:
     return next(line for line in run.output.splitlines() if re.search(r"\b(error|\w*Error)\b:|Traceback|failed", line))
-
-
-def _command(process: int) -> str:
-    return Path(f"/proc/{process}/cmdline").read_text()

@@ -19,15 +19,15 @@ from typing import Any
 from accel_train.analysis.load_run import find_weights, load_model
 from accel_train.config.options import parse
 from accel_train.config.schema import as_dict
-from accel_train.config.semantics import SEMANTICS, check_same_division
+from accel_train.config.semantics import SEMANTICS, check_same_splits
 from accel_train.data.loading import create_feed
 from accel_train.data.order.samplers import EvaluationOrder
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import evaluate, evaluation_batch_size
-from accel_train.files import write_whole
+from accel_train.files import atomic_write
 from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import lay_out, set_defaults
 from accel_train.records.metrics import Evaluation
@@ -47,13 +47,13 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     config = parse([str(run / "config.yaml"), *overrides])
     signature = read_signature(run)
     if signature.semantics != SEMANTICS:
-        check_same_division(str(run), signature.semantics, as_dict(parse([str(run / "config.yaml")]).data))
+        check_same_splits(str(run), signature.semantics, as_dict(parse([str(run / "config.yaml")]).data))
     # The model was trained with these, even if it is evaluated on other data than that which they were taken from.
     augment = dataclasses.replace(config.augment, mean=signature.mean, std=signature.std)
     config = dataclasses.replace(config, augment=augment)
 
     accelerator = create_accelerator(launch)
-    weights = decided_by_main(accelerator, lambda: find_weights(run, checkpoint))
+    weights = broadcast_from_main(accelerator, lambda: find_weights(run, checkpoint))
     splits = load_splits(config.data, config.seed)
     source = _source(splits, split, config.data.name)
     _check_fit(splits, signature, run)
@@ -84,7 +84,8 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
         **{name: _record(figures, names[name]) for name, figures in found.items()},
     }
     try:
-        write_whole(output, json.dumps(record) + "\n")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(output, json.dumps(record) + "\n")
     except OSError as error:
         print(f"accel-train: warning: {output} cannot be written ({error.strerror}).", file=sys.stderr)
         return 1

@@ -7,9 +7,10 @@ from pathlib import Path
 from torch import nn
 
 from accel_train import models
-from accel_train.checkpoint.directory import BrokenError, directory, updates
-from accel_train.checkpoint.format import verify
-from accel_train.checkpoint.manager import find, load_weights
+from accel_train.checkpoint.choose import find_newest_checkpoint
+from accel_train.checkpoint.directory import BrokenError, checkpoint_path, list_updates
+from accel_train.checkpoint.format import verify_checkpoint
+from accel_train.checkpoint.weights import load_weights
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
 from accel_train.records.model_info import Signature
@@ -26,14 +27,14 @@ def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
         if checkpoint is not None:
             inside = run / "checkpoints" / checkpoint
             folder = checkpoint if checkpoint.is_dir() or not inside.is_dir() else inside
-            verify(folder)
+            verify_checkpoint(folder)
         elif not (run / "model.safetensors").is_file():
-            found = find(run)
+            found = find_newest_checkpoint(run)
             if found is None:
                 raise UserError(f"{run} has no weights yet: neither model.safetensors nor a whole checkpoint.")
             folder = found
     except (BrokenError, OSError) as error:
-        known = [directory(Path(), update).name for update in updates(run / "checkpoints")]
+        known = [checkpoint_path(Path(), update).name for update in list_updates(run / "checkpoints")]
         raise UserError(
             f"{folder} is no whole checkpoint ({error}); {run} has {', '.join(known) or 'none'}."
         ) from error

@@ -20,7 +20,7 @@ from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
 from accel_train.data.sources.load import Splits
-from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
@@ -135,7 +135,7 @@ class Workload:
                 piece()
             seconds = clock.stop() / times
         wanted = min(1000, max(5, round(PIECE_SECONDS / max(seconds, 1e-9))))
-        times = decided_by_main(self.accelerator, lambda: wanted)
+        times = broadcast_from_main(self.accelerator, lambda: wanted)
         clock.start()
         for _ in range(times):
             piece()

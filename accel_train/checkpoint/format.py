@@ -1,10 +1,10 @@
-"""What a checkpoint holds, and the files that it is written to and read from.
+"""The contents of a checkpoint, and how they are written to and read from its files.
 
-model.safetensors   parameters and buffers under the plain model's names
-ema.safetensors     the same of the running mean of the weights, if there is one
-optimizer.pt        the optimizer's state by parameter name; read with weights_only: it cannot run code
+model.safetensors   parameters and buffers under the names of the unwrapped model
+ema.safetensors     the same of the EMA, if the run has one
+optimizer.pt        the optimizer's state by parameter name; read with weights_only, so that it cannot run code
 state.json          position and counts, seed, settings, versions, loss scaler, plateau schedule
-manifest.json       size and SHA-256 of the others; see `commit`
+manifest.json       size and SHA-256 of the others; see directory.py
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from accel_train.checkpoint import directory as commit
-from accel_train.checkpoint.directory import BrokenError
+from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
 from accel_train.errors import UserError
-from accel_train.files import give_usual_mode
-from accel_train.untrusted import is_count, is_number, read_ordinary
+from accel_train.files import set_default_permissions
+from accel_train.untrusted import is_count, is_number, read_regular_file
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -37,7 +36,7 @@ FILES = ("state.json", "optimizer.pt", "model.safetensors", "ema.safetensors")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment; tensors are whole and in host memory."""
+    """The state of a run at one moment. All tensors are complete (not sharded) and in host memory."""
 
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None
@@ -45,28 +44,28 @@ class Snapshot:
     state: dict[str, Any]
 
 
-def write(folder: Path, snapshot: Snapshot) -> None:
-    """Write the files of a checkpoint, but for the manifest, into `folder`."""
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
+    """Write the files of a checkpoint, except for the manifest, into `folder`. Raises OSError and safetensors' own."""
     for name, weights in (("model", snapshot.model), ("ema", snapshot.ema)):
         if weights is not None:
-            # Each name has a tensor of its own here, so that tied weights are found under all their names.
+            # Every name has its own tensor here, so tied weights are stored under each of their names.
             plain = {key: tensor.contiguous() for key, tensor in weights.items()}
             save_file(plain, folder / f"{name}.safetensors", metadata={"format": "pt"})
-            give_usual_mode(folder / f"{name}.safetensors")
+            set_default_permissions(folder / f"{name}.safetensors")
     torch.save(snapshot.optimizer, folder / "optimizer.pt")
     (folder / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
 
 
-def read(path: Path) -> Snapshot:
+def read_checkpoint(path: Path) -> Snapshot:
     """Verify and read a checkpoint, without running any code that may be in it.
 
-    Raises BrokenError if a file is not as it was written; UserError if it is, but cannot be understood:
-    that is no accident of the disk, and to pass over it in silence could lose work.
+    Raises BrokenError if a file is not as it was written. Raises UserError if all files are as they were written, but
+    cannot be understood: a disk error cannot cause that, and ignoring the checkpoint silently could lose work.
     """
-    names = verify(path)
+    names = verify_checkpoint(path)
     file = path / "state.json"
     try:
-        state = json.loads(read_ordinary(file))
+        state = json.loads(read_regular_file(file))
         _check_records(state)
         file = path / "optimizer.pt"
         optimizer = _load_optimizer(file)
@@ -74,7 +73,7 @@ def read(path: Path) -> Snapshot:
         model = load_file(file)
         file = path / "ema.safetensors"
         ema = load_file(file) if file.name in names else None
-    except FileNotFoundError:  # it is being deleted by a run that goes on
+    except FileNotFoundError:  # the run that owns the checkpoint is deleting it
         raise BrokenError(f"{file} is missing") from None
     except (
         ValueError, LookupError, TypeError, RuntimeError, EOFError, MemoryError, AttributeError, NotImplementedError,
@@ -82,33 +81,36 @@ def read(path: Path) -> Snapshot:
     ) as error:  # fmt: skip
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{file} is whole, but not a file of this program ({reason}). If you do not trust it, delete "
-            f"{path}; the checkpoint before it is used then."
+            f"{file} matches its checksum, but it is not a file of this program ({reason}). If you do not trust it, "
+            f"delete {path}; the previous checkpoint is used then."
         ) from None
     return Snapshot(model, ema, optimizer, state)
 
 
-def verify(path: Path) -> set[str]:
-    """As `commit.verify`; UserError, too, if the manifest leaves out a file that is there or must be."""
-    names = commit.verify(path)
+def verify_checkpoint(path: Path) -> set[str]:
+    """Verify the files as `verify_files` does; UserError, too, if the manifest omits a file that exists or must exist.
+
+    Returns the names of the files.
+    """
+    names = verify_files(path)
     for name in FILES:
         if name not in names and (name != "ema.safetensors" or (path / name).exists()):
             raise UserError(
-                f"{path / commit.MANIFEST} does not name {name}, so that nobody knows whether it is whole. If you do "
-                f"not trust it, delete {path}; the checkpoint before it is used then."
+                f"{path / MANIFEST} does not name {name}, so that file cannot be verified. If you do not trust it, "
+                f"delete {path}; the previous checkpoint is used then."
             )
     return names
 
 
 def _check_records(state: Any) -> None:
-    """Raise ValueError unless state.json has what is read back from it; `train` is looked at by TrainState."""
+    """Raise ValueError unless state.json has the entries that are read from it. `TrainState` checks `train` itself."""
     for name, kinds in (
         ("train", dict), ("configuration", dict), ("versions", dict), ("scaler", (dict, type(None))),
         ("schedule", (dict, type(None))),
     ):  # fmt: skip
         if not isinstance(state[name], kinds):
             raise ValueError(f"{name} is {state[name]!r}")
-    for name in ("semantics", "pixels", "samples"):  # earlier checkpoints have none
+    for name in ("semantics", "pixels", "samples"):  # checkpoints of older versions lack them
         if name in state and not is_count(state[name]):
             raise ValueError(f"{name} is {state[name]!r}")
     if not isinstance(data := state["configuration"].get("data", {}), dict):
@@ -123,7 +125,10 @@ def _check_records(state: Any) -> None:
 
 
 def _load_optimizer(file: Path) -> Any:
-    """torch.load of a file as `write` makes it. Others may unpack to any size, or be read beyond their end."""
+    """Load optimizer.pt. Raises ValueError if it is compressed, which torch.save never does.
+
+    A compressed archive may unpack to any size, or be read beyond its end.
+    """
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
@@ -131,42 +136,12 @@ def _load_optimizer(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
-    """The weights of a checkpoint, verified (`ema`: those of the running mean), or of any safetensors file.
-
-    Raises UserError if they are not there or are broken.
-    """
-    file = path
-    if path.is_dir():
-        file = path / ("ema.safetensors" if ema else "model.safetensors")
-        if ema and not file.exists():
-            raise UserError(f"{path} has no running mean of the weights: the run was without --ema.enabled.")
-    try:
-        if path.is_dir():
-            commit.verify(path, only=file.name)
-        weights: dict[str, Tensor] = load_file(file)
-    except (BrokenError, OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"The weights in {file} cannot be read: {error}") from None
-    return weights
-
-
-def check_fit(targets: dict[str, Tensor], values: dict[str, Tensor], path: Path) -> None:
-    """Raise UserError unless the `values` of `path` have the names, shapes and kinds of numbers of a model's
-    `targets`."""
-    for name in sorted(targets.keys() | values.keys()):
-        wanted, found = (str(tuple(t[name].shape)) if name in t else "missing" for t in (targets, values))
-        if wanted == found and targets[name].dtype.is_floating_point != values[name].dtype.is_floating_point:
-            wanted, found = (str(t[name].dtype).removeprefix("torch.") for t in (targets, values))
-        if wanted != found:
-            raise UserError(f"{path} is of another model: {name} is {found} there and {wanted} in this model.")
-
-
 def versions(packages: Iterable[str] = PACKAGES, missing: str = "unknown") -> dict[str, str]:
-    """The versions of Python and of what computes a run; `missing` for a package that is not installed."""
-    found = {"python": platform.python_version()}
+    """The versions of Python and of the packages that compute a run; `missing` for a package that is not installed."""
+    by_name = {"python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = version(name)
+            by_name[name] = version(name)
         except PackageNotFoundError:
-            found[name] = missing
-    return found
+            by_name[name] = missing
+    return by_name

@@ -1,8 +1,8 @@
-"""Whether a saved optimizer state is one that an optimizer can go on with.
+"""Checks that an optimizer can go on with a saved state.
 
-Torch takes whatever it is given, and a fused kernel that meets a tensor of another shape ends the process. What a state
-has to look like is not written down anywhere, but an optimizer of the same kind shows it: one step of a copy that
-has a parameter of the same shape.
+Torch loads any state without checking it, and a fused kernel crashes the process if a tensor has the wrong shape. No
+interface describes what the state has to look like, so it is found by experiment: a copy of the optimizer takes one
+step with a parameter of the same shape.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from accel_train.untrusted import is_number
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
-class MisfitError(ValueError):
-    """Why a state does not fit."""
+class MismatchError(ValueError):
+    """A saved state does not match the optimizer; the message says why."""
 
 
-def fitting(
+def matching_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, keep: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """The part of `saved` (as `full_state.optimizer_state` gives it) that `optimizer` takes, and the names of those
-    parameters whose state is not there.
+    """The part of `saved` (made by `state_dict.optimizer_state`) that matches `optimizer`, and the names of the
+    parameters that have no saved state.
 
-    `keep`: settings of the parameter groups that are not taken, for they were changed; the state is still that of the
-    old ones. Raises MisfitError.
+    `keep`: settings of the parameter groups that are not taken from `saved`, because the user changed them; the saved
+    state still belongs to the old ones. Raises MismatchError.
     """
     if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
-        raise MisfitError("it has no state")
+        raise MismatchError("it has no state")
     if not isinstance(saved.get("param_groups"), list):
-        raise MisfitError("it has no parameter groups")
+        raise MismatchError("it has no parameter groups")
     names = iter(parameter_names(model, optimizer))
     example = functools.cache(functools.partial(_after_a_step, optimizer, saved["param_groups"]))
     state, groups, missing = {}, [], []
@@ -49,30 +49,30 @@ def fitting(
             if name not in saved["state"]:
                 missing += [name] if expected else []
                 continue
-            then, _ = example(number, tuple(keep), *like)
-            found = _like(then, saved["state"][name], f"the state of {name}")
-            if expected.keys() <= found.keys():
-                state[name] = found
-            else:  # what the new settings need was never kept
+            saved_like, _ = example(number, tuple(keep), *like)
+            matching = _match(saved_like, saved["state"][name], f"the state of {name}")
+            if expected.keys() <= matching.keys():
+                state[name] = matching
+            else:  # the new settings need a state that was never kept
                 missing.append(name)
         groups.append((list(named), settings))
     if missing and state and isinstance(optimizer, torch.optim.SGD):
-        # Its fused kernel takes all momentums or none. Without dampening zero is what it would start with.
+        # Its fused kernel requires a momentum for all parameters or none. Without dampening, it starts at zero.
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         for name, parameter in zip(parameter_names(model, optimizer), parameters, strict=True):
             state.setdefault(name, {"momentum_buffer": torch.zeros(parameter.shape, dtype=parameter.dtype)})
     others = {  # Kron's random state
-        key: _like(value, saved[key], f"its {key}")
+        key: _match(value, saved[key], f"its {key}")
         for key, value in optimizer.state_dict().items()
         if key in saved and key not in ("state", "param_groups")
     }
     if [params for params, _ in groups] != [_value(group, "params") for group in saved["param_groups"]]:
-        # Grouped in another way: this run's settings count.
+        # The parameters are grouped in a different way: this run's settings are used.
         return {**others, "state": state, "param_groups": []}, missing
     fixed, taken = {*HOW_TO_COMPUTE, *keep}, []
     for (params, settings), now, old in zip(groups, optimizer.param_groups, saved["param_groups"], strict=True):
         numbers = {
-            key: _like(value, old[key], f"its {key}")
+            key: _match(value, old[key], f"its {key}")
             for key, value in settings.items()
             if key in old and key not in fixed and _is_numeric(value)
         }
@@ -89,64 +89,70 @@ def _after_a_step(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of a parameter, and the settings of its group `number`, after a first step of a copy of `optimizer`,
-    with those settings of the group that the checkpoint had and this run has changed (`keep`)."""
+    """The state of a parameter and the settings of its group `number` after a first step of a copy of `optimizer`.
+
+    `keep`: settings of the group that this run has changed; the copy uses the checkpoint's. Raises MismatchError if the
+    optimizer does not work with them.
+    """
     group, old = optimizer.param_groups[number], saved[number] if number < len(saved) else None
     changed = {key: old[key] for key in keep if key in old and key in group} if isinstance(old, dict) else {}
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
     parameter.grad = torch.full_like(parameter, 1e-3)
-    kind: Any = type(optimizer)  # all else that it was made with is in its groups, too
+    optimizer_class: Any = type(optimizer)  # its other arguments are in its groups
     try:
-        copy = kind([{**group, **changed, "params": [parameter]}])
+        copy = optimizer_class([{**group, **changed, "params": [parameter]}])
         copy.step()
     except Exception as error:
         if not changed:
             raise
-        raise MisfitError(f"its settings do not work: {error}") from None
+        raise MismatchError(f"its settings do not work: {error}") from None
     settings = {key: value for key, value in copy.param_groups[0].items() if key != "params"}
     return dict(copy.state[parameter]), settings
 
 
-def _like(expected: Any, found: Any, where: str) -> Any:
-    """`found`, if it is built as `expected` is: the same shapes, kinds of numbers, and keys. Raises MisfitError."""
+def _match(expected: Any, value: Any, where: str) -> Any:
+    """`value`, if it has the same shapes, kinds of numbers and keys as `expected`; else raises MismatchError.
+
+    `where`: the name of `value` in the message.
+    """
     if isinstance(expected, dict):
-        if not isinstance(found, dict) or found.keys() != expected.keys():
-            raise MisfitError(f"{where} should have {', '.join(map(str, expected))}")
-        return {key: _like(value, found[key], f"{key} in {where}") for key, value in expected.items()}
+        if not isinstance(value, dict) or value.keys() != expected.keys():
+            raise MismatchError(f"{where} should have {', '.join(map(str, expected))}")
+        return {key: _match(item, value[key], f"{key} in {where}") for key, item in expected.items()}
     if isinstance(expected, (list, tuple)):
-        if type(found) is not type(expected) or len(found) != len(expected):
-            raise MisfitError(f"{where} should be {len(expected)} values")
-        return type(expected)([_like(value, part, where) for value, part in zip(expected, found, strict=True)])
+        if type(value) is not type(expected) or len(value) != len(expected):
+            raise MismatchError(f"{where} should be {len(expected)} values")
+        return type(expected)([_match(item, part, where) for item, part in zip(expected, value, strict=True)])
     if isinstance(expected, Tensor) and expected.dim():
-        if isinstance(found, Tensor) and _is_plain(found) and _sort(found) == _sort(expected):
-            return found.detach()
+        if isinstance(value, Tensor) and _is_plain(value) and _kind(value) == _kind(expected):
+            return value.detach()
     elif _is_numeric(expected):
-        value = found.item() if isinstance(found, Tensor) and found.dim() == 0 and _is_plain(found) else found
-        if isinstance(expected, bool) or isinstance(value, bool):
-            fits = type(value) is type(expected)
-        else:
-            fits = is_number(value, -LARGEST_FLOAT, LARGEST_FLOAT) or value == expected  # some are infinite on purpose
-        if fits:
-            return torch.tensor(value, dtype=expected.dtype) if isinstance(expected, Tensor) else value
-    elif type(found) is type(expected) and found == expected:
-        return found
-    raise MisfitError(f"{where} is {_shown(found)} instead of {_shown(expected)}")
+        number = value.item() if isinstance(value, Tensor) and value.dim() == 0 and _is_plain(value) else value
+        if isinstance(expected, bool) or isinstance(number, bool):
+            matches = type(number) is type(expected)
+        else:  # some settings are infinite on purpose
+            matches = is_number(number, -LARGEST_FLOAT, LARGEST_FLOAT) or number == expected
+        if matches:
+            return torch.tensor(number, dtype=expected.dtype) if isinstance(expected, Tensor) else number
+    elif type(value) is type(expected) and value == expected:
+        return value
+    raise MismatchError(f"{where} is {_shown(value)} instead of {_shown(expected)}")
 
 
 def _is_numeric(value: Any) -> bool:
-    """A number, true or false, a tensor of a single number, or a list of such."""
+    """Whether it is a number, true or false, a tensor of a single number, or a list of these."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_numeric, value))
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """A tensor whose numbers lie in the host's memory, one by one."""
-    kind = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return kind and tensor.device.type == "cpu" and not tensor.is_quantized
+    """Whether it is an ordinary dense tensor in host memory: not sparse, not quantized, no subclass."""
+    ordinary = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return ordinary and tensor.device.type == "cpu" and not tensor.is_quantized
 
 
-def _sort(tensor: Tensor) -> tuple[torch.Size, bool, bool]:
+def _kind(tensor: Tensor) -> tuple[torch.Size, bool, bool]:
     return tensor.shape, tensor.is_floating_point(), tensor.is_complex()
 
 

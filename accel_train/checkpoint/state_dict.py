@@ -1,11 +1,12 @@
 """The whole state of a model and its optimizer, the same on any number of processes, under DDP and FSDP2.
 
-Names are those of the plain model. `collect` brings whole tensors to the main process's memory; `spread` and
-`spread_optimizer` bring them back into live ones, of another number of processes perhaps. All are collective.
+Names are those of the unwrapped model. `gather_to_main` copies complete tensors into the main process's memory;
+`broadcast_weights` and `broadcast_optimizer_state` copy them back into the live tensors of all processes, whose number
+may have changed. All three are collective.
 
-`torch.distributed.checkpoint.state_dict` is meant for this, but is not exact for optimizers: to get or to
-set a state it takes a step with zero gradients if there is none yet, which fills SGD's momentum with the
-weight decay; and it cannot set the state of an optimizer that has none (plain SGD).
+`torch.distributed.checkpoint.state_dict` serves the same purpose, but is not exact for optimizers: to get or to set a
+state it takes a step with zero gradients if there is none yet, which fills SGD's momentum with the weight decay; and it
+cannot set the state of an optimizer that has none (plain SGD).
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ HOW_TO_COMPUTE = (
     "fused",
     "capturable",
     "differentiable",
-)  # of this machine, never from a checkpoint
+)  # depend on this machine and are never taken from a checkpoint
 
 
-def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The live parameters and persistent buffers of a wrapped model by their plain names (DTensors under
-    FSDP2).
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The live parameters and persistent buffers of a wrapped model by their plain names (DTensors under FSDP2).
 
-    Tied weights are there under each of their names.
+    Tied weights appear under each of their names.
     """
     state = bare(model).state_dict()
     assert all(isinstance(value, Tensor) for value in state.values()), "modules with extra state are not supported"
@@ -40,7 +40,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's live `state_dict()`, with parameters called by name instead of by number."""
+    """The optimizer's live `state_dict()`, with parameters identified by name instead of by number."""
     names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
@@ -48,52 +48,53 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {**state, "state": by_name, "param_groups": groups}
 
 
-def collect(tree: Any, *, here: bool) -> Any:
-    """A copy of nested dicts, lists and tuples whose tensors are whole and in host memory; None for them if
-    not `here`.
+def gather_to_main(tree: Any, *, here: bool) -> Any:
+    """A copy of nested dicts, lists and tuples in which tensors are complete and in host memory; None instead of
+    tensors where `here` is false.
 
-    It is a copy on the CPU, too: training may go on while it is written. A CUDA device is waited for once, not for
-    each tensor: all are sent to pinned memory first, which torch keeps for the next copy.
+    Tensors are copied even on the CPU, so that training can go on while the copy is written. On CUDA the host waits for
+    the device once, not for each tensor: all copies go to pinned memory, which torch keeps for the next time.
     """
-    sent: set[torch.device] = set()
-    copy = _collect(tree, here, sent)
-    for device in sent:
+    devices: set[torch.device] = set()
+    copy = _gather(tree, here, devices)
+    for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return copy
 
 
-def _collect(tree: Any, here: bool, sent: set[torch.device]) -> Any:
-    """`collect`, before the devices that tensors are `sent` from have been waited for."""
+def _gather(tree: Any, here: bool, devices: set[torch.device]) -> Any:
+    """As `gather_to_main`, but without waiting for the CUDA devices that copy; they are added to `devices`."""
     if isinstance(tree, Tensor):
         whole = tree.full_tensor() if isinstance(tree, DTensor) else tree
-        return _to_host(whole.detach(), sent) if here else None
+        return _to_host(whole.detach(), devices) if here else None
     if isinstance(tree, dict):
-        return {key: _collect(value, here, sent) for key, value in tree.items()}
+        return {key: _gather(value, here, devices) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)([_collect(value, here, sent) for value in tree])
+        return type(tree)([_gather(value, here, devices) for value in tree])
     return tree
 
 
-def _to_host(tensor: Tensor, sent: set[torch.device]) -> Tensor:
+def _to_host(tensor: Tensor, devices: set[torch.device]) -> Tensor:
+    """A copy in host memory; from CUDA it is asynchronous, and the device is added to `devices`."""
     if tensor.device.type == "cuda":
         try:
             copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        except RuntimeError:  # the host has no memory left to pin; other memory it may have
+        except RuntimeError:  # the host has no memory left to pin, but may have ordinary memory
             return tensor.to("cpu", copy=True)
-        sent.add(tensor.device)
+        devices.add(tensor.device)
         return copy.copy_(tensor, non_blocking=True)
     return tensor.to("cpu", copy=True)
 
 
 @torch.no_grad()
-def spread(targets: dict[str, Tensor], values: dict[str, Tensor] | None) -> None:
-    """Copy the main process's whole `values` into the live `targets` of all processes."""
+def broadcast_weights(targets: dict[str, Tensor], values: dict[str, Tensor] | None) -> None:
+    """Copy the main process's complete `values` into the live `targets` of all processes. Collective."""
     for name, target in targets.items():
         _receive(target, values[name] if values is not None else None)
 
 
 def outline(tree: Any) -> Any:
-    """`tree` with its tensors replaced by ones that have shape and dtype only; single numbers are kept."""
+    """`tree` with its tensors replaced by meta tensors (shape and dtype only); tensors of a single number are kept."""
     if isinstance(tree, Tensor):
         return tree if tree.dim() == 0 else torch.empty_like(tree, device="meta")
     if isinstance(tree, dict):
@@ -104,18 +105,18 @@ def outline(tree: Any) -> Any:
 
 
 @torch.no_grad()
-def spread_optimizer(
+def broadcast_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     shape: dict[str, Any],
     values: dict[str, Any] | None,
     keep: Collection[str] = (),
 ) -> None:
-    """Give all processes' optimizers the main process's state.
+    """Load the main process's state into the optimizers of all processes. Collective.
 
-    `values`: as `optimizer_state` gave it, collected; None on the other processes. `shape`: its `outline`,
-    on all processes. `keep`: settings of the parameter groups ("weight_decay") that stay as they are now;
-    all stay if the parameters are grouped in another way.
+    `values`: what `gather_to_main` made of `optimizer_state`; None on the other processes. `shape`: its `outline`, on
+    all processes. `keep`: settings of the parameter groups ("weight_decay") that stay as they are now; all stay if the
+    parameters are grouped in a different way.
     """
     names = parameter_names(model, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -135,15 +136,13 @@ def spread_optimizer(
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The plain names of the optimizer's parameters, in the order in which its `state_dict()` numbers
-    them."""
+    """The plain names of the optimizer's parameters, in the order in which its `state_dict()` numbers them."""
     names = {id(parameter): plain_name(name) for name, parameter in bare(model).named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _fill(shape: Any, value: Any, parameter: Tensor) -> Any:
-    """The optimizer's state of one parameter on this process, shaped like `shape`, filled by the main
-    process."""
+    """The optimizer's state of one parameter on this process: shaped like `shape`, with the main process's values."""
     if isinstance(shape, dict):
         return {key: _fill(item, value and value[key], parameter) for key, item in shape.items()}
     if isinstance(shape, (list, tuple)):
@@ -151,11 +150,13 @@ def _fill(shape: Any, value: Any, parameter: Tensor) -> Any:
         return type(shape)(parts)
     if not isinstance(shape, Tensor) or shape.dim() == 0:
         return shape
-    if shape.shape == parameter.shape:  # its shards, and its memory format, which fused kernels want to share
+    if (
+        shape.shape == parameter.shape
+    ):  # sharded like the parameter, and in its memory format, which fused kernels require
         target = torch.empty_like(parameter, dtype=shape.dtype)
     else:
         target = torch.empty(shape.shape, dtype=shape.dtype, device=parameter.device)
-        if isinstance(parameter, DTensor):  # sums over rows or columns, which Adafactor keeps
+        if isinstance(parameter, DTensor):  # Adafactor keeps sums over rows or columns
             mesh = parameter.device_mesh
             target = DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
     _receive(target, value)
@@ -163,7 +164,7 @@ def _fill(shape: Any, value: Any, parameter: Tensor) -> Any:
 
 
 def _receive(target: Tensor, value: Tensor | None) -> None:
-    """Copy the main process's whole `value` into `target`, or the shard of it that `target` is."""
+    """Copy the main process's complete `value` into `target`, or, if `target` is a shard, that part of it."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if value is None:
         whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
@@ -172,6 +173,6 @@ def _receive(target: Tensor, value: Tensor | None) -> None:
     if dist.is_initialized():
         dist.broadcast(whole, src=0)
     if isinstance(target, DTensor):
-        # Each process has the whole tensor now, so none needs to be sent its part.
+        # Each process has the whole tensor now, so nobody needs to send shards.
         whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(whole)

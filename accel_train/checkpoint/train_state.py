@@ -1,4 +1,4 @@
-"""Where a run is: what the training loop counts, and a checkpoint keeps."""
+"""The position of a run: what the training loop counts and a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from accel_train.untrusted import LARGEST, is_count, is_number
 
 @dataclass
 class TrainState:
-    """The position of a run and what it has counted. All numbers are of all processes together."""
+    """The position of a run and its counts. All numbers are totals over all processes."""
 
     epoch: int = 0
     """The epoch that the next update belongs to."""
     update: int = 0
-    """Updates done, in all."""
+    """Updates done since the start of the run."""
     epoch_samples: int = 0
-    """Samples of the epoch whose updates are done or left out: where the next update begins in the epoch's order.
-    It holds under any batch size, which the number of updates does not."""
+    """Samples of the epoch whose updates are done or skipped: where the next update begins in the epoch's order.
+    Unlike a number of updates, it means the same with any batch size."""
     epoch_left_out: int = 0
-    """Those of them that cannot be read, or whose updates were left out; all others are in epoch_count."""
+    """Those of them that cannot be read, or whose updates were skipped; all others are in epoch_count."""
     samples_seen: int = 0
     best_accuracy: float | None = None
     """The best validation accuracy so far (0..1)."""
     best_update: int | None = None
-    """The update after which it was found."""
+    """The update after which it was measured."""
     epoch_loss_sum: float = 0.0
-    """With the next two, of the epoch under way: sums over its samples; exact training figures after a
-    resume."""
+    """This and the next two are sums over the samples of the current epoch, so that its training figures are exact
+    after a resume."""
     epoch_correct: int = 0
     epoch_count: int = 0
     train_seconds: float = 0.0
-    """Time of training, without the first update of each start (see `meter.Stopwatch`)."""
+    """Training time in seconds, without the first update of each start (see `meter.Stopwatch`)."""
     timed_samples: int = 0
-    """The samples trained in it."""
+    """The samples trained in that time."""
     left_out: list[int] = field(default_factory=list)
-    """The updates, counted from 1, that were not finite and are left out; see `nonfinite`."""
+    """The updates, counted from 1, that are skipped because their loss or gradient was not finite; see `nonfinite`."""
 
     def check_position(self, samples: int, path: Path) -> None:
-        """Raise UserError unless a run with so many training samples can be here. `path`: where the checkpoints lie."""
+        """Raise UserError if a run with so many training samples cannot be at this position. `path`: the folder of the
+        checkpoints, for the message."""
         counted = self.epoch_count + self.epoch_left_out
-        most = self.epoch_samples if self.epoch == 0 else self.update  # no update is without a sample
+        most = self.epoch_samples if self.epoch == 0 else self.update  # every update has at least one sample
         if not counted == self.epoch_samples <= samples or self.update > most:
             raise UserError(
                 f"The checkpoint of update {self.update} in {path} does not fit the training data, which has {samples} "
@@ -52,38 +53,37 @@ class TrainState:
             )
 
     def check_epoch(self, plan: Plan) -> None:
-        """At an epoch's end: raise RuntimeError unless every sample of it was counted once, or is in an update that was
-        left out."""
+        """At an epoch's end: raise RuntimeError unless every sample was counted once or is in a skipped update."""
         done = self.epoch_samples
         if self.epoch_count + self.epoch_left_out != done or done > plan.samples or plan.updates_from(done):
             raise RuntimeError(
-                f"epoch {self.epoch + 1} counted {self.epoch_count} samples and left out {self.epoch_left_out}, in "
+                f"epoch {self.epoch + 1} counted {self.epoch_count} samples and skipped {self.epoch_left_out}, in "
                 f"updates of {done}, but the training data has {plan.samples}"
             )
 
     def begin_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch: what is counted in one begins anew."""
+        """Go to the start of an epoch and reset the counts of an epoch."""
         self.epoch, self.epoch_samples, self.epoch_left_out = epoch, 0, 0
         self.epoch_loss_sum, self.epoch_correct, self.epoch_count = 0.0, 0, 0
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any], path: Path) -> TrainState:
-        """What `dataclasses.asdict` made of it, as the checkpoint `path` has it. Raises UserError if it has more, or
-        what no run can have counted."""
-        if unknown := saved.keys() - {each.name for each in fields(cls)}:
+        """Read what `dataclasses.asdict` wrote into the checkpoint `path`. Raises UserError for unknown entries and for
+        values that are impossible."""
+        if unknown := saved.keys() - {entry.name for entry in fields(cls)}:
             raise UserError(f"{path} was written by a newer accel-train, which counts {', '.join(sorted(unknown))}.")
         state = cls(**saved)
         if name := next((name for name in ("update", "epoch") if name not in saved), "") or state._impossible():
             raise UserError(
                 f"{path / 'state.json'}: {name} is {str(saved.get(name, 'missing'))[:40]!r}, which no run can have "
-                f"counted. If you do not trust it, delete {path}; the checkpoint before it is used then."
+                f"counted. If you do not trust it, delete {path}; the previous checkpoint is used then."
             )
         if path.name.startswith("update-") and path.name != f"update-{state.update:08d}":
             raise UserError(f"{path} holds the checkpoint of update {state.update}: give it its name back.")
         return state
 
     def _impossible(self) -> str:
-        """The name of a number that is out of its range or of another type, or ""."""
+        """The name of an entry that has a wrong type or is out of range; "" if there is none."""
         fits = {
             "update": is_count(self.update),
             "epoch": is_count(self.epoch) and is_count(self.update) and self.epoch <= self.update,

@@ -1,4 +1,4 @@
-"""The command line: what `accel-train COMMAND` understands. Nothing imports it but the programs themselves."""
+"""The command line `accel-train COMMAND`. Only the programs themselves import this package."""
 
 from accel_train.cli.dispatch import main
 

@@ -1,1 +1,1 @@
-"""The settings of a run: their names, values, recipes, and which of them may change."""
+"""The options of a run: their names, types, bounds and recipes, and which of them may change later."""

@@ -1,25 +1,25 @@
-"""Which changes of the configuration a resumed run may have, and what they are.
+"""Which options may change when a run is resumed, and how two configurations differ.
 
-A key alters what is learned unless it stands here, so that a new key is refused until somebody has thought
-about it:
+An option affects what is learned unless this table lists it. So a change of a new option is refused until somebody adds
+it to the table:
 
 | key | why it may change |
 |---|---|
-| micro-batch-size, data.workers | how an update is computed, not what it is; like the number of processes |
-| data.placement | the same: where the pixels lie, not what they are |
-| model.gradient-checkpointing | the same |
-| data.root | the same data may lie elsewhere on the next machine |
+| micro-batch-size, data.workers | how an update is computed, not its result; like the number of processes |
+| data.placement | where the pixels are kept, not their values |
+| model.gradient-checkpointing | how gradients are computed, not their values |
+| data.root | the next machine may keep the same data in another folder |
 | eval-batch-size, log-every-updates, trackers, checkpoint.* | only what is measured, shown or kept |
-| data.skip-unreadable, data.max-pixels | what cannot be read ends a run otherwise; all others keep their places |
-| share-gpus | where it is computed |
-| on-nonfinite, …-timeout-seconds | what is done about a failure; whoever goes on after one may choose anew |
-| eval-every-epochs | the same; but the plateau schedule follows the evaluations: not with that one |
-| epochs | a run may go on for longer; but cosine and poly end at the last epoch: not with these |
-| recipe, output-dir, resume, allow-change, take-over, config-only, traceback | of this start only; not noted |
+| data.skip-unreadable, data.max-pixels | they leave out images that end a run otherwise; all others keep their index |
+| share-gpus | where the run is computed |
+| on-nonfinite, …-timeout-seconds | what to do about a failure; after one, the user may choose anew |
+| eval-every-epochs | only what is measured; refused for the plateau schedule, which follows the evaluations |
+| epochs | a run may become longer; refused for cosine and poly, which end at the last epoch |
+| recipe, output-dir, resume, allow-change, take-over, config-only, traceback | they belong to one start; not compared |
 
-All others alter what is learned: seed, batch-size, data.* (another limit of the test samples gives another
-best), augment.*, model.* (`pretrained` also gives size, mean and standard deviation), optim.*, schedule.*,
-loss.*, ema.*. Of these, what decides the samples of an epoch (OF_SAMPLES) can change between two epochs only.
+All others affect what is learned: seed, batch-size, data.* (another limit of the test samples gives another best
+checkpoint), augment.*, model.* (`pretrained` also sets size, mean and standard deviation), optim.*, schedule.*, loss.*,
+ema.*. Of these, the options that decide the samples of an epoch (SAMPLE_KEYS) can change between two epochs only.
 """
 
 from __future__ import annotations
@@ -32,82 +32,86 @@ from typing import Any
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, nearest
 
-OF_THIS_START = ("recipe", "output-dir", "resume", "allow-change", "take-over", "config-only", "traceback")
-NOTED = (
+START_KEYS = ("recipe", "output-dir", "resume", "allow-change", "take-over", "config-only", "traceback")
+FREE_KEYS = (
     "micro-batch-size", "data.workers", "data.placement", "model.gradient-checkpointing", "data.root",
     "eval-batch-size", "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "rendezvous-timeout-seconds",
     "start-timeout-seconds", "hang-timeout-seconds", "share-gpus", "data.skip-unreadable", "data.max-pixels",
 )  # fmt: skip
-# What decides which samples an epoch has, and in which order: such a change waits for the epoch's end.
-OF_SAMPLES = (
+# These decide which samples an epoch has, and in which order: such a change is possible only at the end of an epoch.
+SAMPLE_KEYS = (
     "seed", "data.name", "data.val-fraction", "data.test-fraction", "data.train-limit", "data.train-images",
 )  # fmt: skip
-UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", "poly")}
+FREE_UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", "poly")}
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings (of `config.as_dict`) by the command line's keys, such as "optim.weight-decay"."""
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings (of `schema.as_dict`) by the command line's keys, such as "optim.weight-decay"."""
     result: dict[str, Any] = {}
     for name, value in settings.items():
         key = prefix + name.replace("_", "-")
-        result.update(flat(value, key + ".") if isinstance(value, Mapping) else {key: value})
+        result.update(flatten(value, key + ".") if isinstance(value, Mapping) else {key: value})
     return result
 
 
-def under(key: str, prefixes: Iterable[str]) -> bool:
-    """Whether `key` is one of `prefixes` or lies in one: optim.lr in optim."""
+def is_under(key: str, prefixes: Iterable[str]) -> bool:
+    """Whether `key` is one of `prefixes` or belongs to one of these groups: optim.lr to optim."""
     return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
 
 
-def alters(key: str, schedule: str) -> bool:
-    """Whether a change of `key` alters what is learned, under the schedule of that name."""
-    if key in UNLESS_SCHEDULE:
-        return schedule in UNLESS_SCHEDULE[key]
-    return not under(key, (*OF_THIS_START, *NOTED))
+def affects_learning(key: str, schedule: str) -> bool:
+    """Whether a change of the option `key` changes what is learned, with the schedule of that name."""
+    if key in FREE_UNLESS_SCHEDULE:
+        return schedule in FREE_UNLESS_SCHEDULE[key]
+    return not is_under(key, (*START_KEYS, *FREE_KEYS))
 
 
-def learned(config: Config) -> dict[str, Any]:
-    """All settings that alter what is learned, and the number of epochs, by the command line's keys."""
-    settings = flat(as_dict(config)).items()
-    return {key: value for key, value in settings if key == "epochs" or alters(key, config.schedule.name)}
+def learning_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that affect what is learned, and the number of epochs, by the command line's keys."""
+    settings = flatten(as_dict(config)).items()
+    return {key: value for key, value in settings if key == "epochs" or affects_learning(key, config.schedule.name)}
 
 
-def digest(config: Config) -> str:
-    """SHA-256 of all settings that alter what is learned: runs that share it learn the same."""
-    settings = {key: value for key, value in learned(config).items() if alters(key, config.schedule.name)}
+def learning_fingerprint(config: Config) -> str:
+    """Return the SHA-256 of the settings that affect what is learned: runs with the same one learn the same."""
+    settings = {
+        key: value for key, value in learning_settings(config).items() if affects_learning(key, config.schedule.name)
+    }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def differences(saved: Mapping[str, Any], config: Config, samples: tuple[int, int] | None = None) -> dict[str, str]:
-    """The settings in which `config` differs from the `saved` ones: key -> "old -> new".
+    """Return the settings in which `config` differs from the `saved` ones: key -> "old -> new".
 
-    A key that `saved` does not have had its default value there: it came with a newer version of the program.
-    `samples`: numbers of training samples then and now. If no setting explains that they differ, the data itself has
-    changed, which is told under the key "data".
+    A key that `saved` does not contain is compared as its default value: an older version of the program saved it.
+    `samples`: numbers of training samples then and now. If they differ and no setting explains it, the data itself has
+    changed, and the result has the key "data".
     """
-    new, default = flat(as_dict(config)), flat(as_dict(Config()))
-    old = {**default, **{key: value for key, value in flat(saved).items() if key in new}}
-    found = {key: f"{old[key]} -> {new[key]}" for key in new if old[key] != new[key] and not under(key, OF_THIS_START)}
-    explained = any(key in found for key in (*OF_SAMPLES, "data.skip-unreadable"))
+    new, default = flatten(as_dict(config)), flatten(as_dict(Config()))
+    old = {**default, **{key: value for key, value in flatten(saved).items() if key in new}}
+    changes = {
+        key: f"{old[key]} -> {new[key]}" for key in new if old[key] != new[key] and not is_under(key, START_KEYS)
+    }
+    explained = any(key in changes for key in (*SAMPLE_KEYS, "data.skip-unreadable"))
     if samples is not None and samples[0] != samples[1] and not explained:
-        found["data"] = f"{samples[0]} -> {samples[1]} training samples"
-    return found
+        changes["data"] = f"{samples[0]} -> {samples[1]} training samples"
+    return changes
 
 
-def not_allowed(found: Iterable[str], config: Config, allow: Iterable[str]) -> list[str]:
-    """Those of the differing keys `found` that alter what is learned and are not under a name in `allow`.
+def not_allowed(changes: Iterable[str], config: Config, allow: Iterable[str]) -> list[str]:
+    """Return the keys of `changes` that affect what is learned and that no name in `allow` covers.
 
-    Raises UserError if `allow` has a name that is neither a key nor a group of keys.
+    Raises UserError if `allow` contains a name that is neither an option nor a group of options.
     """
-    known = flat(as_dict(config))
+    known = flatten(as_dict(config))
     allowed = [name.replace("_", "-") for name in allow]
     for name in allowed:
-        if not any(under(key, [name]) for key in known):
-            raise UserError(f"--allow-change: there is no key {name!r}.{nearest(name, known)}")
-    return [key for key in found if alters(key, config.schedule.name) and not under(key, allowed)]
+        if not any(is_under(key, [name]) for key in known):
+            raise UserError(f"--allow-change: there is no option {name!r}.{nearest(name, known)}")
+    return [key for key in changes if affects_learning(key, config.schedule.name) and not is_under(key, allowed)]
 
 
-def compare(
+def check_changes(
     saved: Mapping[str, Any],
     config: Config,
     allow: Iterable[str] = (),
@@ -115,21 +119,21 @@ def compare(
     samples: tuple[int, int] | None = None,
     obstacle: str | None = None,
 ) -> dict[str, str]:
-    """The `differences` of `config` to a checkpoint's `saved` settings.
+    """Return the `differences` between a checkpoint's `saved` settings and `config`.
 
-    `allow` names keys, or whole groups such as "optim", that may differ although they alter what is learned.
-    Raises UserError if others do. `obstacle` says why the checkpoint cannot be used even if all changes are allowed:
-    it is an error in any case, and then no --allow-change is proposed.
+    `allow` names options, or whole groups such as "optim", that may differ although they affect what is learned.
+    Raises UserError if others differ. `obstacle` says why the checkpoint cannot be used even if all changes are
+    allowed: it is an error in any case, and the message then does not propose --allow-change.
     """
-    found = differences(saved, config, samples)
-    refused = not_allowed(found, config, allow)
+    changes = differences(saved, config, samples)
+    refused = not_allowed(changes, config, allow)
     if refused:
-        listed = "; ".join(f"{key}: {found[key]}" for key in refused)
+        listed = "; ".join(f"{key}: {changes[key]}" for key in refused)
         advice = obstacle or (
-            "Give the old ones, start a new run with another --output-dir, or allow it: "
+            "Give the old settings, start a new run with another --output-dir, or allow the changes: "
             f"--allow-change {' '.join(refused)}"
         )
         raise UserError(f"The checkpoint was made with other settings: {listed}. {advice}")
     if obstacle:
         raise UserError(obstacle)
-    return found
+    return changes

@@ -1,12 +1,13 @@
-"""What the same configuration and the same data mean: a number that rises when what is learned from them changes.
+"""The semantics number: it rises when the same configuration and the same data would lead to another trained model.
 
-1   The beginning; checkpoints, caches and model.json without a number have this one.
-2   Images are turned as their EXIF orientation says. The box of crop=resized is cut exactly from a JPEG that is decoded
-    smaller; before, it was rounded to the smaller one's pixels. Splits are divided before --data.skip-unreadable leaves
-    images out, and the training images keep their numbers; before, the others moved up, and into other splits.
+1   The first version; checkpoints, caches and model.json without a number have this one.
+2   Images are rotated as their EXIF orientation says. The box of crop=resized is cut exactly from a JPEG decoded at a
+    reduced size; before, it was rounded to that size's pixels. Data is divided into splits before
+    --data.skip-unreadable leaves images out, and the training images keep their indices; before, the following images
+    moved up, some of them into other splits.
 
-A run goes on only under the meaning that it began with: an older one that a change concerns is refused. Sets in memory
-(digits, MNIST, …) mean what they always did.
+A run continues only with the semantics that it began with: an older run that a change affects is refused. No change has
+affected datasets in memory (digits, MNIST, …).
 """
 
 from __future__ import annotations
@@ -17,29 +18,32 @@ from typing import Any
 from accel_train.errors import UserError
 
 SEMANTICS = 2
-IN_MEMORY, IMAGE_FILES = 1, 2  # the newest numbers that changed their pixels: see Splits.semantics
+IN_MEMORY, IMAGE_FILES = 1, 2  # the latest numbers that changed the pixels of these datasets: see Splits.semantics
 
 
 def check_same_pixels(what: str, before: int, now: int) -> None:
-    """Raise UserError unless `what`, a checkpoint whose images were made by the number `before`, gets the same now."""
+    """Raise UserError if the images of the checkpoint `what`, with the number `before`, have other pixels now."""
     if before < now:
         raise UserError(
-            f"{what} is of an older accel-train, which ignored the EXIF orientation of image files and cropped them "
-            "otherwise: finish the run with the version that state.json names, or begin anew in another --output-dir."
+            f"{what} is from an older accel-train, which ignored the EXIF orientation of image files and cropped them "
+            "differently. Finish the run with the version in state.json, or start a new run with another --output-dir."
         )
     if before > now:
         raise UserError(
-            f"{what} is of a run whose images were turned as EXIF says, but the cache was written by an older "
-            "accel-train, which ignored that: write it again with `accel-train cache-data`."
+            f"{what} is from a run whose images were rotated as EXIF says, but the cache was written by an older "
+            "accel-train, which ignored EXIF. Write the cache again with `accel-train cache-data`."
         )
 
 
-def check_same_division(what: str, before: int, data: Mapping[str, Any]) -> None:
-    """Raise UserError unless `what`, of a run of the number `before` with the settings `data`, had today's splits."""
+def check_same_splits(what: str, before: int, data: Mapping[str, Any]) -> None:
+    """Raise UserError if `what`, of a run with the number `before` and the settings `data`, had other splits."""
     if before > SEMANTICS:
-        raise UserError(f"{what} is of a newer accel-train, which means something else by the same configuration.")
+        raise UserError(
+            f"{what} is from a newer accel-train, where the same configuration has another meaning. Use that version."
+        )
     if before < 2 and data.get("skip_unreadable") is not None:
         raise UserError(
-            f"{what} is of an older accel-train, which left out what --data.skip-unreadable lists before it divided "
-            "the data: today's splits are others. Use that version for this run, or begin anew in another --output-dir."
+            f"{what} is from an older accel-train, which left out the images of --data.skip-unreadable before it "
+            "divided the data, so its splits were different. Use that version for this run, or start a new run with "
+            "another --output-dir."
         )

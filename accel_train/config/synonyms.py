@@ -1,13 +1,13 @@
-"""What other trainers call an option: for whoever types a word of timm's, torchvision's, Lightning's or Hugging Face's.
+"""The names of options in other trainers (timm, torchvision, Lightning, Hugging Face), for users who type those.
 
-The words here are unknown to accel-train; `advice` says what they are called, and where they are set.
+accel-train does not know these words; `advice` names its own option, or the place where the user can set it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
 
-OPTIONS = {  # our key, or the most likely ones -> what others call it, without a group and with "-"
+OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, without a group and with "-"
     "optim.lr": "learning-rate base-lr initial-lr lr0 blr",
     "optim.name": "optimizer opt optim optimizer-name",
     "optim.weight-decay": "wd weightdecay l2 l2-reg",
@@ -65,6 +65,7 @@ OPTIONS = {  # our key, or the most likely ones -> what others call it, without 
     "augment.erase": "reprob random-erase random-erasing cutout",
     "augment.crop": "random-crop random-resized-crop rrc",
     "augment.resize": "val-resize-size resize-size",
+    "loss.name": "criterion loss-fn loss-function bce bce-loss",
     "loss.label-smoothing": "smoothing smooth ls label-smoothing-factor",
     "loss.class-weights": "class-weight weighted-loss balanced balance-classes",
     "ema.enabled": "ema use-ema model-ema",
@@ -73,7 +74,7 @@ OPTIONS = {  # our key, or the most likely ones -> what others call it, without 
     "checkpoint.every-updates": "save-steps checkpointing-steps checkpoint-every",
     "checkpoint.keep": "save-total-limit checkpoint-hist save-top-k keep-checkpoints",
 }
-LAUNCHER = {  # options of accelerate launch -> what others call them
+LAUNCHER = {  # option of accelerate launch -> its names elsewhere
     "--mixed_precision fp16": "fp16 half",
     "--mixed_precision bf16": "bf16 amp use-amp mixed-precision precision amp-dtype dtype autocast",
     "--mixed_precision no": "fp32",
@@ -89,20 +90,18 @@ LAUNCHER = {  # options of accelerate launch -> what others call them
     "--config_file accelerate_configs/multi_gpu.yaml": "device cuda use-cuda strategy accelerator distributed ddp "
     "dist-backend distributed-backend backend multi-gpu multiprocessing-distributed config-file local-rank rank",
 }
-ELSEWHERE = {  # a sentence -> what others call it
+ANSWERS = {  # sentence -> names of what it explains
     "There is no early stopping: a run ends after --epochs, and its best checkpoint by validation accuracy is kept.": (
         "early-stopping early-stop earlystopping early-stopping-patience patience-epochs"
     ),
-    "There is no early stopping; schedule.patience-epochs is that of the plateau schedule.": "patience",
-    "A run is evaluated by `accel-train evaluate RUN`.": (
-        "eval evaluate eval-only evaluate-only test-only validate test"
-    ),
-    "Images are classified by `accel-train predict RUN IMAGE`.": "predict inference",
-    "A recipe is named without a key: accel-train train RECIPE.": "config cfg recipe config-name",
+    "There is no early stopping; schedule.patience-epochs belongs to the plateau schedule.": "patience",
+    "To evaluate a run: `accel-train evaluate RUN`.": "eval evaluate eval-only evaluate-only test-only validate test",
+    "To classify images: `accel-train predict RUN IMAGE`.": "predict inference",
+    "Name the recipe without an option: accel-train train RECIPE.": "config cfg recipe config-name",
     "The number of classes follows from the data.": "num-classes nb-classes n-classes",
 }
 
-TABLES = OPTIONS, LAUNCHER, ELSEWHERE
+TABLES = OPTIONS, LAUNCHER, ANSWERS
 
 
 def _by_word(table: dict[str, str]) -> dict[str, str]:
@@ -110,14 +109,14 @@ def _by_word(table: dict[str, str]) -> dict[str, str]:
 
 
 def advice(key: str, known: Container[str]) -> str:
-    """A sentence for whoever gives the unknown option `key` ("optim.learning-rate"), or "".
+    """Return a sentence that helps a user who gives the unknown option `key` ("optim.learning-rate"), or "".
 
-    `known`: the options of this command; others are not proposed.
+    `known`: the options of this command; no others are proposed.
     """
     word = key.lower().rpartition(".")[2]
-    if word in (sentences := _by_word(ELSEWHERE)) and "epochs" in known:
+    if word in (sentences := _by_word(ANSWERS)) and "epochs" in known:
         return f" {sentences[word]}"
     if word in (options := _by_word(LAUNCHER)) and "data.root" in known:
-        return f" It is set on the launch command: accelerate launch {options[word]} …; see accelerate_configs/."
+        return f" Set it on the launch command: accelerate launch {options[word]} …; see accelerate_configs/."
     meant = [name for name in _by_word(OPTIONS).get(word, "").split() if name in known]
     return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""

@@ -11,6 +11,7 @@ from accel_train.data.order.keyed import hashed, key
 from accel_train.data.order.samplers import Order
 from accel_train.data.sources.arrays import Arrays
 from accel_train.data.sources.splits import Source, owner
+from accel_train.data.transforms.parameters import AugmentParameters
 
 AT_ONCE = 1024  # images that are fetched at a time when a set is laid out
 FETCHED_BYTES = 1 << 20  # of images that are fetched at a time when batches are made: many batches of small images
@@ -67,11 +68,13 @@ class MemoryLoader:
         device: torch.device,
         pixels_device: torch.device,
         memory_format: torch.memory_format,
+        draws: AugmentParameters | None = None,
     ) -> None:
-        """`device` takes the batches; `pixels_device` is where the images lie, that one or the CPU."""
+        """`device` takes the batches; `pixels_device` is where the images lie, that one or the CPU. What `draws` draws
+        of each sample comes with it as "parameters"."""
         self.labels, self.order, self.seed = source.labels, order, seed
         self.process, self.processes = process, processes
-        self.device = device
+        self.device, self.draws = device, draws
         self.pixels = Pixels(source, pixels_device, memory_format)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -87,6 +90,8 @@ class MemoryLoader:
                 "keys": hashed(key(self.seed, stretch.epoch, "augment"), ids),
                 "weights": weights,
             }
+            if self.draws is not None:
+                columns["parameters"] = self.draws(columns["keys"], weights)
             columns = {name: self._sent(values, self.device) for name, values in columns.items()}
             places = self._sent(self.pixels.places(ids), self.pixels.rows.device)
             some = max(1, FETCHED_BYTES // (share * self.pixels.rows[0].numel())) * share

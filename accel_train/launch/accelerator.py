@@ -17,7 +17,8 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
 from accel_train.launch.launcher_config import apply_launcher_config
-from accel_train.launch.rendezvous import connecting, roll_call, set_collective_timeout, set_store_timeout
+from accel_train.launch.rendezvous import connecting, meet_all_ranks
+from accel_train.launch.torch_internals import set_collective_timeout, set_store_timeout
 
 
 def create_accelerator(
@@ -34,7 +35,7 @@ def create_accelerator(
     """Make the Accelerator of the world that `launch` promises; the precision is what the launcher was told.
 
     `rendezvous_seconds` is how long the first processes wait for the last one, and gloo to connect them all;
-    `collective_seconds` is how long a collective may take until `rendezvous.set_collective_timeout` changes that:
+    `collective_seconds` is how long a collective may take until `torch_internals.set_collective_timeout` changes that:
     downloads lie in between. With `share_gpus` several processes of a node may use one GPU, which gloo bears and NCCL
     does not.
 
@@ -48,12 +49,12 @@ def create_accelerator(
     # In a process that trains several times the group of the first time is still there.
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
     own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
-    store = None if known else roll_call(launch, own_gpu, rendezvous_seconds)
+    store = None if known else meet_all_ranks(launch, own_gpu, rendezvous_seconds)
     group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # gloo connects all with all
     if device is not None and not cpu and launch.world_size > 1:
         # Accelerate and DDP take LOCAL_RANK for a device's index. A process that sees only its own GPU (srun
         # --gpus-per-task, a container, a cgroup) has number 0, whatever its own number on the node.
-        os.environ["LOCAL_RANK"] = str(launch.local_rank % torch.accelerator.device_count())
+        os.environ["LOCAL_RANK"] = str(_device_index(launch))
         if share_gpus and device.type == "cuda":
             group["backend"] = "gloo"
     with connecting():
@@ -115,9 +116,18 @@ def _give_index(accelerator: Accelerator) -> None:
         state.device = device
 
 
+def _device_index(launch: Launch) -> int:
+    """The number of this process's device among those that it sees. What hides the others (CUDA_VISIBLE_DEVICES, a
+    container, a cgroup, HIP's, ROCr's and Level Zero's own variables) does not matter: the driver has counted."""
+    return launch.local_rank % torch.accelerator.device_count()
+
+
 def _device_id(device: torch.device, launch: Launch) -> str:
     """What tells one GPU of a host from another, also where each process sees only its own, as number 0."""
     if device.type not in ("cuda", "xpu"):
         return ""
-    index = launch.local_rank % torch.accelerator.device_count()
-    return str(getattr(torch.get_device_module(device).get_device_properties(index), "uuid", ""))
+    found = torch.get_device_module(device).get_device_properties(_device_index(launch))
+    if device.type == "cuda" and not torch.version.hip and hasattr(found, "pci_bus_id"):
+        # What NCCL compares. Two MIG slices of one GPU have it in common, and NCCL refuses them, too.
+        return f"PCI {found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
+    return str(getattr(found, "uuid", ""))

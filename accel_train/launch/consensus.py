@@ -1,4 +1,4 @@
-"""One process decides, all act: what only the main process can know (a clock, a disk) made known to the others."""
+"""One process decides and all act: what only the main process can know (a clock, a disk) is sent to the others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from accel_train.errors import UserError
 T = TypeVar("T")
 
 
-def decided_by_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:
-    """What `decide` returns on the main process, on every process; a UserError of its is raised on every process."""
+def broadcast_from_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:
+    """Call `decide` on the main process, and return its result on every process. Collective.
+
+    A UserError that it raises is raised on every process.
+    """
     outcome: list[T | UserError | None] = [None]
     if accelerator.is_main_process:
         try:

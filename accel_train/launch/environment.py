@@ -1,8 +1,8 @@
-"""What the launcher promised: its variables, mapped to those that Accelerate reads, or a clear error.
+"""How this process was launched: the launcher's variables, mapped to those that Accelerate reads, or a clear error.
 
-Accelerate reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun
-and `accelerate launch` set. Slurm's and MPI's tasks bring other names; they are mapped here, before torch is
-imported. The failure to fear is N processes that each train alone: nothing errors, and every result is wrong.
+Accelerate reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun and
+`accelerate launch` set. Tasks of Slurm and MPI have variables of other names; they are mapped here, before torch is
+imported. The worst failure is N processes that each train alone: there is no error, and every result is wrong.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from accel_train.errors import UserError
-from accel_train.launch.cores import available_cores
-from accel_train.launch.process import started
+from accel_train.launch.parent import is_launcher, only_launcher_set, parent_process
+from accel_train.launch.process import available_cores, start_time
 
 MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -29,19 +29,18 @@ MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Cray MPICH", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     ("MVAPICH", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
 )
-LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
-# How often a thread of GNU's OpenMP, torch's on Linux, looks for its next work before it sleeps: some 50 us, the time
-# between two operations of a net, for to be woken takes longer. Threads that spin on, as by default for 3 ms, steal the
-# cores of a busy neighbour (docs/benchmarks.md).
+# How often a thread of GNU OpenMP (torch's on Linux) checks for new work before it sleeps. This takes some 50 us, the
+# time between two operations of a network; to wake a sleeping thread takes longer. Threads that spin for the default of
+# 3 ms take cores away from a busy neighbour (docs/benchmarks.md).
 SPINS = "5000"
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C has ended
-READY_MADE = ("none", "accelerate", "torchrun", "environment")  # launchers that need no mapping
+INTERRUPTED = 130  # exit code after Ctrl-C
+NEED_NO_MAPPING = ("none", "accelerate", "torchrun", "environment")  # launchers that set what Accelerate reads
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PBS_NODENUM")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started: number `rank` of all, and number `local_rank` of those on its node."""
+    """How this process was started. It is number `rank` of all processes, and number `local_rank` on its node."""
 
     launcher: str = "none"
     rank: int = 0
@@ -49,60 +48,58 @@ class Launch:
     local_rank: int = 0
     local_world_size: int = 1
     agent: tuple[int, str] | None = field(default=None, compare=False, kw_only=True)
-    """The process of accelerate launch or torchrun that started this one: its number, and when it began."""
+    """The process of accelerate launch or torchrun that started this one: its number and start time (`process`)."""
 
 
 def is_first_process() -> bool:
-    """Whether this process speaks for all that were started; a launcher inside a Slurm task decides."""
+    """Whether this process prints messages for all. Inside a Slurm task, the rank of a launcher counts."""
     ranks = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
     return not ranks or ranks[0] == "0"
 
 
 def prepare_environment() -> Launch:
-    """Find the launcher, and set the variables that Accelerate and OpenMP read: before torch is imported.
+    """Detect the launcher, and set the variables that Accelerate and OpenMP read. Call it before torch is imported.
 
-    What the user has set stays as it is.
-
-    Raises UserError if the launcher promises other processes than it has started.
+    Variables that the user has set are not changed. Raises UserError if the launcher announced other processes than it
+    has started.
     """
     env = os.environ
     launch = _detect(env)
     _check_promise(launch, env)
     launch = replace(launch, agent=_agent(launch))
-    if launch.launcher not in READY_MADE:
+    if launch.launcher not in NEED_NO_MAPPING:
         address, port = _rendezvous_address(launch, env)
         env.setdefault("MASTER_ADDR", address)
         env.setdefault("MASTER_PORT", str(port))
         env["RANK"], env["WORLD_SIZE"] = str(launch.rank), str(launch.world_size)
         env["LOCAL_WORLD_SIZE"] = str(launch.local_world_size)
-        # For Accelerate and DDP this is the index of a device: 0 where each task sees one GPU, its own.
-        gpus = len([gpu for gpu in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
-        env["LOCAL_RANK"] = str(launch.local_rank % gpus if gpus else launch.local_rank)
+        env["LOCAL_RANK"] = str(launch.local_rank)  # accelerator.py makes it the index of a device
     if "OMP_WAIT_POLICY" not in env:
         env["OMP_WAIT_POLICY"] = "PASSIVE"
         env.setdefault("GOMP_SPINCOUNT", SPINS)
-    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: of 4 KB each, a large tensor's cost more than its sums
-    if "OMP_NUM_THREADS" not in env or _only_launcher_set("OMP_NUM_THREADS", "num_cpu_threads_per_process"):
+    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: without, allocation can cost more than computing
+    if "OMP_NUM_THREADS" not in env or only_launcher_set("OMP_NUM_THREADS", "num_cpu_threads_per_process"):
         env["OMP_NUM_THREADS"] = str(_threads(launch, env))
     return launch
 
 
 def in_job() -> bool:
-    """Whether this process belongs to a job of a cluster."""
+    """Whether this process belongs to a batch job of Slurm or PBS."""
     return not {"SLURM_JOB_ID", "PBS_JOBID"}.isdisjoint(os.environ)
 
 
 def at_terminal() -> bool:
-    """Whether a person started this process by itself at a terminal: in no job, and under no launcher."""
+    """Whether a person started this single process at a terminal, outside of a job and without a launcher."""
     launched = ("RANK", "ACCELERATE_MIXED_PRECISION", *(variables[0] for _, *variables in MPI_VARIABLES))
     alone = not in_job() and not any(name in os.environ for name in launched)
     return alone and (os.isatty(0) or os.isatty(2))
 
 
 def _detect(env: Mapping[str, str]) -> Launch:
+    """The launcher and the rank, from the variables `env`. Raises UserError if one of them is not a number."""
     number = partial(_number, env)
     accelerate = "ACCELERATE_MIXED_PRECISION" in env
-    if "RANK" in env:  # a launcher within a task of srun's or mpirun's has the last word
+    if "RANK" in env:  # a launcher inside a task of srun or mpirun decides
         name = "accelerate" if accelerate else "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
         world = (number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE", "1"))
         return Launch(name, *world)
@@ -125,17 +122,19 @@ def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
     value = env.get(name, default)
     if not value.isdigit():
         raise UserError(
-            f"The launcher should set {name} to a number, but it is {value!r}: start the program with "
-            "accelerate launch, torchrun, srun or mpirun; or unset RANK for a single process.",
+            f"The launcher should set {name} to a number, but it is {value!r}. Start the program with "
+            "accelerate launch, torchrun, srun or mpirun, or unset RANK for a single process.",
             every_process=False,
         )
     return int(value)
 
 
 def _pbs_task(env: Mapping[str, str]) -> Launch | None:
-    """What pbsdsh has started: a process for each line of the node file. None for the job script and what it runs."""
-    node = _number(env, "PBS_NODENUM", "0")  # which host
-    # Which task of the job, in hexadecimal digits: 00000001 is the job script, the ninth that it starts 0000000A.
+    """The launch of a process that pbsdsh started, one for each line of the node file. None for other processes of a
+    job, such as its script.
+    """
+    node = _number(env, "PBS_NODENUM", "0")  # number of the host
+    # PBS_TASKNUM is hexadecimal: 00000001 is the job script, 0000000A the ninth task that it starts.
     if node == 0 and env.get("PBS_TASKNUM", "1").lstrip("0") == "1":
         return None
     file = env.get("PBS_NODEFILE", "")
@@ -143,14 +142,14 @@ def _pbs_task(env: Mapping[str, str]) -> Launch | None:
         lines = Path(file).read_text().split()
     except OSError:
         raise UserError(
-            f"pbsdsh started this process, but PBS_NODEFILE ({file!r}) cannot be read on this host: copy that file "
-            "to a folder that all nodes see, and set PBS_NODEFILE to the copy in what pbsdsh starts.",
+            f"pbsdsh started this process, but PBS_NODEFILE ({file!r}) cannot be read on this host. Copy that file "
+            "to a folder that all nodes share, and set PBS_NODEFILE to the copy in the command that pbsdsh starts.",
             every_process=False,
         ) from None
-    if "PBS_VNODENUM" not in env and len(set(lines)) < len(lines):  # Torque has it
+    if "PBS_VNODENUM" not in env and len(set(lines)) < len(lines):  # Torque sets it
         raise UserError(
             f"pbsdsh started {len(lines)} processes on {len(set(lines))} hosts, and PBS does not tell those of one "
-            "host apart: ask for mpiprocs=1, or use pbs/train.pbs or mpirun.",
+            "host apart. Request mpiprocs=1, or use pbs/train.pbs or mpirun.",
             every_process=False,
         )
     rank = _number(env, "PBS_VNODENUM", str(node))
@@ -159,33 +158,33 @@ def _pbs_task(env: Mapping[str, str]) -> Launch | None:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Whether this is a task of srun's, rather than a process of sbatch's, salloc's or a terminal's shell.
+    """Whether srun started this process as a task, rather than a shell or script of sbatch, salloc or `srun --pty`.
 
-    All of them see SLURM_NTASKS and SLURM_PROCID. But a batch script has no number of a step, the shell of an
-    interactive step has one near 2^32, and the shell of `srun --pty` has a terminal.
+    All of them see SLURM_NTASKS and SLURM_PROCID. But a batch script has no step number, the shell of an interactive
+    step has one near 2^32, and the shell of `srun --pty` has a terminal.
     """
     step = env.get("SLURM_STEP_ID", "")
     return step.isdigit() and int(step) < 2**31 and "SLURM_PTY_PORT" not in env
 
 
 def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
-    """Stop at what shows, without asking any other process, that the world is not the one that was meant."""
-    if launch == Launch("accelerate") and "RANK" not in env and _only_launcher_set("MASTER_ADDR"):
+    """Raise UserError if the variables contradict each other or the launcher. Asks no other process."""
+    if launch == Launch("accelerate") and "RANK" not in env and only_launcher_set("MASTER_ADDR"):
         raise UserError(
-            "accelerate launch was asked for several processes but started one, as it does with --cpu and "
-            "with MULTI_CPU: use --config_file accelerate_configs/multi_cpu.yaml instead."
+            "accelerate launch was asked for several processes but started only one, as it always does with --cpu "
+            "and with MULTI_CPU. Use --config_file accelerate_configs/multi_cpu.yaml instead."
         )
     promised = env.get("WORLD_SIZE", str(launch.world_size))
     if promised != str(launch.world_size) or launch.rank >= launch.world_size:
         raise UserError(
             f"WORLD_SIZE is {promised}, but this is process {launch.rank} of {launch.world_size} (launcher: "
-            f"{launch.launcher}): unset it, or start that many processes with a launcher.",
+            f"{launch.launcher}). Unset it, or start that many processes with a launcher.",
             every_process=False,
         )
-    launchers, known = env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("GROUP_WORLD_SIZE", "")
-    if known and _in_slurm_step(env) and launchers not in ("1", known):
+    launchers, group_size = env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("GROUP_WORLD_SIZE", "")
+    if group_size and _in_slurm_step(env) and launchers not in ("1", group_size):
         raise UserError(
-            f"srun started {launchers} launchers, but this one knows of {known}: each would train alone. "
+            f"srun started {launchers} launchers, but this one knows of {group_size}, so each would train alone. "
             "Give accelerate launch --multi_gpu, --num_machines, --machine_rank, --main_process_ip and "
             "--main_process_port, as slurm/multi_node.sbatch does.",
             every_process=False,
@@ -193,7 +192,7 @@ def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
 
 
 def _rendezvous_address(launch: Launch, env: Mapping[str, str]) -> tuple[str, int]:
-    """Where rank 0 listens: its host, and a port that follows from the job, so that two jobs differ."""
+    """The host and port of rank 0. The port is derived from the job, so that two jobs use different ones."""
     hosts = allocated_hosts(env)
     if launch.local_world_size == launch.world_size:
         address = "127.0.0.1"
@@ -201,26 +200,26 @@ def _rendezvous_address(launch: Launch, env: Mapping[str, str]) -> tuple[str, in
         address = hosts[0] if hosts else ""
     else:
         raise UserError(
-            f"{launch.launcher} started processes on several hosts, but none knows where rank 0 is: set "
+            f"{launch.launcher} started processes on several hosts, but does not say which host has rank 0. Set "
             "MASTER_ADDR to the name of the first host for all of them (Open MPI: mpirun -x MASTER_ADDR …).",
             every_process=False,
         )
     job = re.match(r"\d+", env.get("SLURM_JOB_ID", env.get("PBS_JOBID", "")))
     mpi_job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
-    # Below the ports that Linux hands out by itself (from 32768 on). A job that is started again takes another, as in
-    # slurm/common.sh: it may have failed because its port was taken.
+    # Below 32768, where Linux begins to assign ports itself. A job that is started again takes a different port, as in
+    # slurm/common.sh, because it may have failed because its port was taken.
     number = int(job[0]) if job else zlib.crc32(mpi_job.encode())
     return address, 20000 + (number + 1009 * _number(env, "SLURM_RESTART_COUNT", "0")) % 10000
 
 
 def allocated_hosts(env: Mapping[str, str]) -> list[str]:
-    """The hosts that the batch system gave to this job, in its order; empty if it does not say."""
+    """The hosts of this job, in the batch system's order; empty if it does not list them."""
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
     if nodes:
         scontrol = ["scontrol", "show", "hostnames", nodes]
         try:
             return subprocess.run(scontrol, capture_output=True, text=True, check=True).stdout.split()
-        except (OSError, subprocess.CalledProcessError):  # in a container: only the first of n[003-005,9],m
+        except (OSError, subprocess.CalledProcessError):  # no scontrol in a container: only the first of n[003-005,9],m
             return [re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])]
     try:
         return list(dict.fromkeys(Path(env.get("PBS_NODEFILE", "")).read_text().split()))
@@ -229,48 +228,20 @@ def allocated_hosts(env: Mapping[str, str]) -> list[str]:
 
 
 def _threads(launch: Launch, env: Mapping[str, str]) -> int:
-    """The cores that this process may use, divided among those that share them."""
+    """The number of threads: the cores that this process may use, divided by the processes that share them."""
     cores = available_cores()
     node = int(env.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
-    if launch.launcher not in READY_MADE and cores * launch.local_world_size <= node:
-        return cores  # srun and mpirun may have bound each task to cores of its own
+    if launch.launcher not in NEED_NO_MAPPING and cores * launch.local_world_size <= node:
+        return cores  # srun or mpirun has bound each task to its own cores
     return max(1, cores // launch.local_world_size)
 
 
 def _agent(launch: Launch) -> tuple[int, str] | None:
-    """The launcher's process if it is our parent (slurm/rank.sh may stand between), told by its command line."""
+    """The launcher's process number and start time, if the launcher is this process's parent."""
     if launch.launcher not in ("accelerate", "torchrun"):
         return None
-    parent = os.getppid()
-    with contextlib.suppress(psutil.Error, OSError):
-        line = psutil.Process(parent).cmdline()
-        if any(word.endswith("slurm/rank.sh") for word in line):
-            parent = psutil.Process(parent).ppid()
-            line = psutil.Process(parent).cmdline()
-        if {Path(word).name for word in line} & LAUNCHERS:
-            return parent, started(parent)
+    with contextlib.suppress(psutil.Error):
+        parent, command = parent_process()
+        if is_launcher(command):
+            return parent.pid, start_time(parent.pid)
     return None
-
-
-def _only_launcher_set(variable: str, option: str | None = None) -> bool:
-    """Whether accelerate launch or torchrun set a variable to a default of its own (OMP_NUM_THREADS=1, say).
-
-    That is so if our parent (slurm/rank.sh may stand between) is such a launcher and was started without it, and
-    without `option` in its command line.
-    """
-    if variable not in os.environ or not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-        return False
-    parent = Path(f"/proc/{os.getppid()}")
-    try:
-        line = (parent / "cmdline").read_text(errors="replace")
-        if "slurm/rank.sh\0" in line:
-            parent = Path(f"/proc/{(parent / 'stat').read_text().rpartition(')')[2].split()[1]}")
-            line = (parent / "cmdline").read_text(errors="replace")
-        before = (parent / "environ").read_text(errors="replace")
-    except PermissionError:  # not a launcher of ours, but a daemon of the batch system
-        return False
-    except OSError:  # not Linux
-        return True
-    words = {Path(word).name for word in line.split("\0")}
-    is_launcher = bool(words & LAUNCHERS)  # a job script, too, may set what accelerate launch sets
-    return is_launcher and f"\0{variable}=" not in f"\0{before}" and (option is None or option not in line)

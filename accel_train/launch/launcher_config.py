@@ -1,8 +1,8 @@
-"""accelerate's config file, for processes that `accelerate launch` has not started.
+"""Accelerate's config file, for processes that `accelerate launch` has not started.
 
-Under `srun python`, or alone in a job, nobody reads the file to which ACCELERATE_CONFIG points. So the process does so
-itself, with what accelerate's launcher reads it with, and sets the variables that the launcher would set: precision,
-torch.compile, FSDP. What it cannot make of the file it refuses.
+Under `srun python`, or alone in a job, nobody reads the file to which ACCELERATE_CONFIG points. So the process reads it
+itself, with the functions of Accelerate's launcher, and sets the variables that the launcher would set: precision,
+torch.compile, FSDP. A file that asks for more is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from accel_train.launch.environment import Launch
 VARIABLE = "ACCEL_TRAIN_LAUNCHER_CONFIG"
 """The file's name. slurm/common.sh sets it for processes without a launcher."""
 
-LAUNCHED_OTHERWISE = ("use_deepspeed", "use_megatron_lm", "tpu")
+NEED_LAUNCHER = ("use_deepspeed", "use_megatron_lm", "tpu")
 
 
 def apply_launcher_config(launch: Launch) -> None:
-    """Set what `accelerate launch --config_file` would, if ACCEL_TRAIN_LAUNCHER_CONFIG names a file.
+    """Set the variables that `accelerate launch --config_file` would set, if ACCEL_TRAIN_LAUNCHER_CONFIG names a file.
 
-    Raises UserError if accelerate cannot read it, or if it asks for what needs accelerate's launcher.
+    Raises UserError if Accelerate cannot read the file, or if the file needs Accelerate's launcher.
     """
     file = os.environ.get(VARIABLE, "")
     if file:
@@ -33,10 +33,14 @@ def apply_launcher_config(launch: Launch) -> None:
 
 
 def variables(file: str, launch: Launch) -> Mapping[str, str]:
-    """The variables for Accelerate and its plugins that a launcher with this config file would set."""
+    """The variables for Accelerate and its plugins that a launcher with this config file would set.
+
+    Accelerate's launcher has no public function for this. `_validate_launch_command` and `prepare_multi_gpu_env` are
+    its internals, checked with accelerate 1.15.0; tests/test_launcher_config.py compares the result with what
+    `accelerate launch` really sets. Raises UserError.
+    """
     if not Path(file).is_file():
-        raise UserError(f"{VARIABLE} is {file}, but there is no such file.")
-    # accelerate's launcher has no public function for this; tests/test_launcher_config.py holds this to what it does
+        raise UserError(f"{VARIABLE} is {file}, but there is no such file. Give the path of a file, or unset it.")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
@@ -44,23 +48,23 @@ def variables(file: str, launch: Launch) -> Mapping[str, str]:
     line = ["--config_file", file, "--gpu_ids", "all", "--main_process_port", "0", *world, "script"]
     try:
         arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(line))
-        unfit = [name for name in LAUNCHED_OTHERWISE if getattr(arguments, name)]
-        if unfit:
-            raise ValueError(f"{unfit[0].removeprefix('use_')} is not possible without accelerate's launcher")
+        unsupported = [name for name in NEED_LAUNCHER if getattr(arguments, name)]
+        if unsupported:
+            raise ValueError(f"{unsupported[0].removeprefix('use_')} is not possible without accelerate's launcher")
         set_by_launcher = prepare_multi_gpu_env(arguments)
-    # of a file that it does not understand
+    # Accelerate raises all of these for a file that it does not understand.
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"accelerate cannot use the config file {file}: {reason}") from None
-    found = {
+    environment = {
         name: value
         for name, value in set_by_launcher.items()
         if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) and os.environ.get(name) != value
     }
     if getattr(arguments, "use_cpu", False):
-        found["ACCELERATE_USE_CPU"] = "true"
+        environment["ACCELERATE_USE_CPU"] = "true"
     if arguments.use_fsdp and launch.world_size == 1:
-        # Accelerate leaves FSDP out where there is no process group, be it of one
-        found |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(arguments.main_process_port)}
-    return found
+        # Accelerate uses FSDP only if there is a process group, even for a single process
+        environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(arguments.main_process_port)}
+    return environment

@@ -1,58 +1,77 @@
-"""This host, and whether a process is still alive: its number does not say, for the system gives it away again."""
+"""This host, its cores, and whether a process still exists: a process number alone does not tell, as it is reused."""
 
 from __future__ import annotations
 
 import os
 import platform
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 
+def available_cores() -> int:
+    """Cores that this process may really use, not those that the machine has."""
+    return len(core_set())
+
+
+def core_set() -> set[int]:
+    """The numbers of these cores."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def share_of_cores(mine: set[int], everyone: Sequence[set[int]]) -> int:
+    """How many cores of `mine` are this process's part, where each is divided among those of `everyone` (the processes
+    of this host, this one among them) that may use it: all of them where each process is bound to cores of its own."""
+    return max(1, int(sum(1 / sum(core in each for each in everyone) for core in mine) + 1e-6))
+
+
 def hostname() -> str:
-    """This host as the batch system calls it."""
+    """The name of this host as the batch system knows it."""
     return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
 
-def machine() -> str:
-    """Names this boot of this host and, in a container, its own set of process numbers.
+def machine_id() -> str:
+    """An identifier of this boot of this host and, in a container, of the container's own process numbers.
 
-    Process numbers mean the same only where this is the same.
+    Process numbers can be compared only between processes with the same identifier.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        numbers = str(Path("/proc/self/ns/pid").readlink())
+        namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # not Linux
-        boot, numbers = f"{psutil.boot_time():.0f}", ""
-    return f"{platform.node()} {boot} {numbers}".strip()
+        boot, namespace = f"{psutil.boot_time():.0f}", ""
+    return f"{platform.node()} {boot} {namespace}".strip()
 
 
-def started(pid: int) -> str:
-    """When the process of that number began, for comparison only; "" if there is none or if the system hides it."""
-    return _look(pid)[1]
+def start_time(pid: int) -> str:
+    """When the process with that number began, for comparison only; "" if it does not exist or the system hides it."""
+    return _zombie_and_start(pid)[1]
 
 
-def is_gone(pid: int, began: str) -> bool:
-    """Whether the process that had this number, and began then (see `started`), has surely ended."""
-    if pid <= 0:  # these mean groups of processes
+def has_ended(pid: int, started: str) -> bool:
+    """Whether the process that had this number and start time (see `start_time`) has certainly ended."""
+    if pid <= 0:  # these numbers mean groups of processes
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except OSError:
-        pass  # another user's
-    ended, found = _look(pid)
-    return ended or bool(found and began and found != began)
+        pass  # it belongs to another user
+    is_zombie, current = _zombie_and_start(pid)
+    return is_zombie or bool(current and started and current != started)
 
 
-def _look(pid: int) -> tuple[bool, str]:
-    """Whether a process has ended though its parent has not asked for its exit code yet, and when it began."""
+def _zombie_and_start(pid: int) -> tuple[bool, str]:
+    """Whether a process is a zombie (it has ended, but its parent has not waited for it), and when it began."""
     try:
         if Path("/proc/self/stat").exists():
+            # Not psutil: its create_time() is a time of day on Linux, and shifts when the clock is set. The kernel's
+            # own number, in clock ticks since the boot, never changes (proc_pid_stat(5), field 22).
             state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return state in "ZX", fields[18]  # in clock ticks since the boot: no change of the clock alters it
+            return state in "ZX", fields[18]
         process = psutil.Process(pid)
         return process.status() == psutil.STATUS_ZOMBIE, repr(process.create_time())
     except (OSError, LookupError, psutil.Error):

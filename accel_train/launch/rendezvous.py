@@ -1,7 +1,7 @@
-"""Do all processes of the run exist, and do they agree? Asked once, before anything is trained.
+"""Checks before training that all processes of the run exist and agree.
 
-The errors of a process group that does not come about name neither the missing hosts nor the reason. So all
-processes first meet in its store, where they can say who they are.
+If a process group cannot be created, torch's errors name neither the missing hosts nor the reason. So all processes
+first meet in the group's store, where each one writes who it is.
 """
 
 from __future__ import annotations
@@ -26,72 +26,77 @@ from torch import distributed
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch, allocated_hosts
 from accel_train.launch.process import hostname
-from accel_train.launch.signals import noted
+from accel_train.launch.signals import recorded_stop_signal
 
 AFTER_SIGTERM_SECONDS = 15.0  # launchers send SIGKILL 30 s after it
 RESOLVE_SECONDS = 20.0  # for a name service that is slow to know a new host
 
 
-def roll_call(launch: Launch, device_id: str, seconds: float) -> Any:
+def meet_all_ranks(launch: Launch, device_id: str, seconds: float) -> Any:
     """Wait at most `seconds` for all processes at MASTER_ADDR:MASTER_PORT, and compare what they know.
 
-    `device_id` is the GPU of this process, or "". Returns the store in which they met, and which rank 0 may
-    be serving: keep it until the process group is made, which then shares it. None for a single process.
+    `device_id` is the GPU of this process, or "". Returns the store in which they met. Rank 0 may be serving it: keep
+    it until the process group exists, which then shares it. Returns None for a single process.
 
-    Raises UserError if ranks are missing or exist twice, count another world, or share a GPU of a host.
+    Raises UserError if ranks are missing, exist twice, expect different world sizes, or share a GPU of a host.
     """
     if launch.world_size == 1:
         return None
     store = _connect(launch, seconds)
     try:
-        _meet(store, launch, device_id, seconds)
+        _check_ranks(store, launch, device_id, seconds)
     except RuntimeError as error:
         raise UserError(
-            f"Rank {launch.rank} on {hostname()} lost rank 0 before all processes had met; look for its message "
-            f"({_first_line(error)}).",
+            f"Rank {launch.rank} on {hostname()} lost the connection to rank 0 before all processes had met "
+            f"({_first_line(error)}). Look for rank 0's own error message.",
             every_process=False,
         ) from None
     return store
 
 
-def _meet(store: Any, launch: Launch, device_id: str, seconds: float) -> None:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun --max-restarts keeps its store
+def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float) -> None:
+    """Write who this process is, wait for all others, and compare. Raises UserError."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun --max-restarts keeps the store
     if store.add(f"accel_train/{attempt}/started/{launch.rank}", 1) > 1:
         raise UserError(
-            f"Rank {launch.rank} exists twice; the second is on {hostname()}: give each node its own.",
+            f"Rank {launch.rank} exists twice; the second is on {hostname()}. Give each node its own ranks.",
             every_process=False,
         )
     keys = [f"accel_train/{attempt}/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], json.dumps([hostname(), device_id, launch.world_size]))
-    _wait(store, keys, seconds)
+    _wait_for_keys(store, keys, seconds)
     users = defaultdict(list)
     for rank, record in enumerate(store.multi_get(keys)):
         host, device, world_size = json.loads(record)
         if world_size != launch.world_size:
             raise UserError(
-                f"Rank {launch.rank} on {hostname()} was told of {launch.world_size} processes, rank {rank} "
-                f"on {host} of {world_size}: give all launchers the same number.",
+                f"Rank {launch.rank} on {hostname()} expects {launch.world_size} processes, but rank {rank} "
+                f"on {host} expects {world_size}. Give all launchers the same number.",
                 every_process=False,
             )
         users[host, device].append(rank)
     for (host, device), ranks in users.items():
         if device and len(ranks) > 1:
             raise UserError(
-                f"Ranks {_ranges(ranks)} on {host} share one GPU ({device}): start one process for each GPU, "
-                "and let each see its own, or all of them see all. --share-gpus true allows it, slowly; "
+                f"Ranks {_ranges(ranks)} on {host} share one GPU ({device}). Start one process for each GPU; each "
+                "may see its own GPU only, or all GPUs. NCCL cannot connect MIG slices of one GPU. "
+                "--share-gpus true allows sharing, which is slow; "
                 "ACCELERATE_USE_CPU=true trains on the CPU."
             )
 
 
-def _wait(store: Any, keys: list[str], seconds: float) -> None:
-    """Wait until all `keys` are there; not much longer once SIGTERM has come, which a launcher sends to the others when
-    one of its processes has failed. (`store.wait` could not be told of that, and complains about each time-out.)"""
+def _wait_for_keys(store: Any, keys: list[str], seconds: float) -> None:
+    """Wait until the store has all `keys`. Raises UserError after `seconds`, or AFTER_SIGTERM_SECONDS after SIGTERM.
+
+    A launcher sends SIGTERM to the other processes when one has failed. (`store.wait` cannot be interrupted, and prints
+    a warning for each time-out.)
+    """
     began = time.monotonic()
     deadline = began + seconds
-    for first in range(0, len(keys), 64):  # so that a thousand processes do not ask for a thousand keys at each look
+    for first in range(0, len(keys), 64):  # so that a thousand processes do not ask for a thousand keys each time
         while not store.check(keys[first : first + 64]):
             now = time.monotonic()
-            if noted() == "SIGTERM":
+            if recorded_stop_signal() == "SIGTERM":
                 deadline = min(deadline, now + AFTER_SIGTERM_SECONDS)
             if now > deadline:
                 raise UserError(_missing(store, keys, now - began))
@@ -99,6 +104,7 @@ def _wait(store: Any, keys: list[str], seconds: float) -> None:
 
 
 def _connect(launch: Launch, seconds: float) -> Any:
+    """The store at MASTER_ADDR:MASTER_PORT, which rank 0 serves unless a launcher does. Raises UserError."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _resolve(launch, address, min(seconds, RESOLVE_SECONDS))
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -113,18 +119,23 @@ def _connect(launch: Launch, seconds: float) -> Any:
         )
     except RuntimeError as error:
         if serves and "client socket" in str(error):
-            reason = f"does not reach itself at {address}:{port}: is MASTER_ADDR another host's name?"
+            reason = f"cannot connect to its own store at {address}:{port}. Does MASTER_ADDR name a different host?"
         elif serves:
-            reason = f"cannot listen on port {port}: if another program has it, set MASTER_PORT to a free one"
-            reason += f" ({_first_line(error)})"
+            reason = f"cannot listen on port {port} ({_first_line(error)}). If another program uses it, set "
+            reason += "MASTER_PORT to a free port."
         else:
-            reason = f"found nobody at {address}:{port} within {seconds:.0f} s: rank 0 should be there. Is its "
-            reason += "node up, did its process end, is MASTER_ADDR its name, does a firewall stand between?"
+            reason = f"found nobody at {address}:{port} within {seconds:.0f} s, where rank 0 should listen. Check that "
+            reason += (
+                "its node is up and its process runs, that MASTER_ADDR is its name, and that no firewall blocks it."
+            )
         raise UserError(f"Rank {launch.rank} on {hostname()} {reason}", every_process=False) from None
 
 
 def _resolve(launch: Launch, address: str, seconds: float) -> None:
-    """A name that nobody knows (a wrong list of nodes, say) is not waited for as long as a process that is late."""
+    """Raise UserError if `address` is still unknown to the name service after `seconds`.
+
+    An unknown name (from a wrong list of nodes, say) gets less time than a process that is late.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -133,29 +144,31 @@ def _resolve(launch: Launch, address: str, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"Rank {launch.rank} on {hostname()} is to find rank 0 at MASTER_ADDR={address}, but no host of "
-                    f"that name is known here ({error}): give the first node's name as the nodes know it.",
+                    f"Rank {launch.rank} on {hostname()} should find rank 0 at MASTER_ADDR={address}, but no host of "
+                    f"that name is known here ({error}). Set MASTER_ADDR to the first node's name in the cluster.",
                     every_process=False,
                 ) from None
         time.sleep(1)
 
 
 def _missing(store: Any, keys: list[str], seconds: float) -> str:
+    """The message that names the ranks and nodes that are missing after `seconds`."""
     present = {rank for rank, key in enumerate(keys) if store.check([key])}
     hosts = {json.loads(store.get(keys[rank]))[0] for rank in present}
     silent = [name for name in allocated_hosts(os.environ) if name not in hosts]
+    by_sigterm = recorded_stop_signal() == "SIGTERM"
     return (
         f"{len(present)} of {len(keys)} processes met within {seconds:.0f} s, on {', '.join(sorted(hosts))}. "
         f"Missing: ranks {_ranges(set(range(len(keys))) - present)}"
         + (f", and every process of the nodes {', '.join(silent)}." if silent else ".")
-        + (" SIGTERM came meanwhile: has one of them failed? See its message." if noted() == "SIGTERM" else "")
+        + (" SIGTERM came meanwhile. Has a process failed? See its message." if by_sigterm else "")
     )
 
 
 def check_agreement(accelerator: Accelerator, **facts: str) -> None:
-    """Stop if a fact (configuration, a version, the data's length, the classes) differs between processes.
+    """Check that a fact (configuration, a version, the data's length, the classes) is the same on all processes.
 
-    Every process must call it with the same names. Raises UserError that names the facts, ranks and hosts.
+    Collective: every process must call it with the same names. Raises UserError that names the facts, ranks and hosts.
     """
 
     def short(fact: str) -> str:
@@ -168,21 +181,24 @@ def check_agreement(accelerator: Accelerator, **facts: str) -> None:
     differences = []
     for name, expected in first.items():
         others = defaultdict(list)
-        for rank, (host, found) in enumerate(everyone):
-            if found[name] != expected:
-                others[host, found[name]].append(rank)
+        for rank, (host, its_facts) in enumerate(everyone):
+            if its_facts[name] != expected:
+                others[host, its_facts[name]].append(rank)
         differences += [
-            f"{name} is {found!r} on ranks {_ranges(ranks)} ({host}), {expected!r} on rank 0 ({first_host})"
-            for (host, found), ranks in others.items()
+            f"{name} is {value!r} on ranks {_ranges(ranks)} ({host}), {expected!r} on rank 0 ({first_host})"
+            for (host, value), ranks in others.items()
         ]
     if differences:
-        raise UserError(f"The processes do not agree: {'; '.join(differences)}.")
+        raise UserError(
+            f"The processes do not agree: {'; '.join(differences)}. Start all of them with the same program, options "
+            "and data."
+        )
 
 
 def check_shared_directory(accelerator: Accelerator, directory: Path, seconds: float = 10.0) -> None:
-    """Stop if `directory`, which must exist on rank 0, is not one and the same on all nodes.
+    """Check that `directory`, which must exist on rank 0, is the same directory on all nodes.
 
-    Every process must call it. `seconds` is how long a network file system may take to show a new file.
+    Collective. `seconds` is how long a network file system may take to show a new file. Raises UserError.
     """
     if accelerator.num_processes == 1:
         return
@@ -200,43 +216,38 @@ def check_shared_directory(accelerator: Accelerator, directory: Path, seconds: f
         probe.unlink()
     if blind:
         raise UserError(
-            f"{directory} is not one directory for all nodes: what rank 0 writes is not seen on "
-            f"{', '.join(blind)}. Choose an --output-dir on a file system that all nodes share."
+            f"{directory} is not shared by all nodes: what rank 0 writes there is not visible on {', '.join(blind)}. "
+            "Choose an --output-dir on a file system that all nodes share."
         )
-
-
-def set_collective_timeout(seconds: float, group: Any = None) -> None:
-    """From now on a collective (of `group`) that takes longer than this is an error; no effect on a single process."""
-    if distributed.is_initialized():
-        before = distributed.distributed_c10d._set_pg_timeout  # its name until it became public
-        getattr(distributed, "set_timeout", before)(timedelta(seconds=seconds), group)
-
-
-def set_store_timeout(seconds: float) -> None:
-    """Of the process group's store, in which a process may wait for another one's first collective."""
-    if distributed.is_initialized():
-        distributed.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=seconds))
 
 
 @contextlib.contextmanager
 def connecting() -> Iterator[None]:
-    """Around the making of a group, when gloo connects each process with each other one.
+    """Turn gloo's errors while it creates a group, and connects all processes with each other, into a UserError.
 
-    Raises UserError if it cannot: it listens at the address that this host's own name has here, which need not be one
-    that the others can reach.
+    gloo listens at the address to which this host resolves its own name. The other hosts may be unable to reach it.
     """
     try:
         yield
     except RuntimeError as error:
-        if "gloo" not in str(error).lower():
+        absent = isinstance(error, distributed.DistStoreError)  # the address of another one did not come in time
+        if not absent and "gloo" not in str(error).lower():
             raise
+        if absent:
+            raise UserError(
+                f"{hostname()} waited in vain for another process to say where it listens ({_first_line(error)}): that "
+                "one has failed, see its message, or cannot listen: set GLOO_SOCKET_IFNAME on all nodes to the "
+                "interface that they share.",
+                every_process=False,
+            ) from error
         try:
             address = socket.gethostbyname(socket.gethostname())
         except OSError:
             address = "no address"
         raise UserError(
-            f"The processes cannot connect to each other ({hostname()}: {_first_line(error)}). They listen where their "
-            f"host's name leads, here {address}: set GLOO_SOCKET_IFNAME on all nodes to the interface that they share.",
+            f"The processes cannot connect to each other ({hostname()}: {_first_line(error)}). Each listens at the "
+            f"address of its host's name, here {address}. Set GLOO_SOCKET_IFNAME on all nodes to the interface "
+            "that they share.",
             every_process=False,
         ) from error
 
@@ -257,5 +268,5 @@ def _ranges(ranks: Iterable[int]) -> str:
 
 
 def collective_seconds(limit: float) -> float:
-    """The time-out of collectives where a process may stand still for `limit` seconds: its stacks come first."""
+    """The time-out of collectives where the watchdog ends a hang after `limit` seconds (0: never); it comes first."""
     return limit + 60 if limit else timedelta(days=365).total_seconds()

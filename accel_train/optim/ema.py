@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -17,7 +19,26 @@ def create_ema(ema: Ema, model: nn.Module) -> ModelEmaV3 | None:
 
     After each update call `update_ema`. Its `.module` is the averaged model.
     """
-    return ModelEmaV3(model, decay=ema.decay, use_warmup=ema.warmup) if ema.enabled else None
+    return _Ema(model, decay=ema.decay, use_warmup=ema.warmup) if ema.enabled else None
+
+
+class _Ema(ModelEmaV3):  # type: ignore[misc]
+    """timm's, with one copy of all counters (BatchNorm's batches) in place of one of each: twenty kernels an update of
+    ResNet-18 on a GPU."""
+
+    def apply_update_(self, model: Any, decay: float) -> None:
+        if not self.foreach:
+            super().apply_update_(model, decay)
+            return
+        means: tuple[list[Tensor], list[Tensor]] = [], []
+        counters: tuple[list[Tensor], list[Tensor]] = [], []
+        for pair in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
+            lists = means if pair[0].is_floating_point() else counters
+            lists[0].append(pair[0])
+            lists[1].append(pair[1])
+        self._foreach_lerp_(*means, weight=1.0 - decay)
+        if counters[0]:
+            torch._foreach_copy_(*counters)
 
 
 def update_ema(ema: ModelEmaV3, model: nn.Module, updates: int) -> None:

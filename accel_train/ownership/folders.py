@@ -1,4 +1,4 @@
-"""The folder of a run: its name, how it is made, and how it is removed if nothing came of the run."""
+"""The folder of a run: its name, its creation, and its removal if the run left nothing in it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from accel_train.errors import UserError
 
 
 def new_directory(recipe: str) -> tuple[Path, tuple[Path, ...]]:
-    """Make runs/RECIPE/YYYY-MM-DD_HH-MM-SS (the local time), or the next such name that is free.
+    """Create runs/RECIPE/YYYY-MM-DD_HH-MM-SS (local time), or the next free name with a number.
 
-    No other process gets the same one. Returns it and all folders that were made, the deepest first. Ask on one
-    process, and tell the others. Raises UserError.
+    No other process gets the same folder. Returns it and all folders that were created, the deepest first. Call it on
+    one process, and send the result to the others. Raises UserError.
     """
     first = Path("runs") / recipe / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in itertools.count(1):
         path = first if number == 1 else first.with_name(f"{first.name}_{number}")
-        made = make_directory(path.parent)
+        created = make_directory(path.parent)
         try:
             path.mkdir()
-            return path, (path, *made)
+            return path, (path, *created)
         except (FileExistsError, FileNotFoundError):  # or another start has just removed the empty parent
             continue
         except OSError as error:
@@ -31,7 +31,7 @@ def new_directory(recipe: str) -> tuple[Path, tuple[Path, ...]]:
 
 
 def make_directory(path: Path) -> tuple[Path, ...]:
-    """Make a folder and its parents; returns those that were missing, the deepest first. Raises UserError."""
+    """Create a folder and its parents; return those that were missing, the deepest first. Raises UserError."""
     try:
         missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
         path.mkdir(parents=True, exist_ok=True)
@@ -41,14 +41,14 @@ def make_directory(path: Path) -> tuple[Path, ...]:
 
 
 def cannot_be_written(path: Path, error: OSError) -> UserError:
-    """The error to raise for the folder of a run."""
+    """The error to raise if the folder of a run cannot be created or written."""
     if isinstance(error, FileExistsError):
-        return UserError(f"--output-dir: {path} is a file, not a folder; name another one.")
-    return UserError(f"--output-dir: {path} cannot be written ({error.strerror}); name another one.")
+        return UserError(f"--output-dir: {path} is a file, not a folder. Give another folder.")
+    return UserError(f"--output-dir: {path} cannot be written ({error.strerror}). Give another folder.")
 
 
 def remove_empty(folders: tuple[Path, ...]) -> None:
-    """Remove those of the folders that are empty; the deepest come first."""
+    """Remove those of the folders that are empty. They must be given with the deepest first."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()

@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from accel_train.config.schema import Config, to_yaml
 from accel_train.errors import print_line
+from accel_train.files import atomic_write
 from accel_train.ownership.folders import cannot_be_written, make_directory
 from accel_train.ownership.lease import Lease
 from accel_train.records.environment import environment
@@ -143,12 +143,10 @@ class RunDirectory:
         if not self.lease.holds(fresh=True):
             return
         path = self.path / "status.json"
-        aside = path.with_name(f".status.json.{platform.node()}-{threading.get_native_id()}.tmp")
         with contextlib.suppress(OSError):
             status = _parsed(path.read_bytes()) if path.exists() else None
             status = (status or {}) | {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
-            aside.write_text(_json(status, indent=2) + "\n")
-            aside.replace(path)
+            atomic_write(path, _json(status, indent=2) + "\n", durable=False)
 
     def result(self, values: Mapping[str, Any]) -> None:
         """Writes result.json, which says that the run is finished."""
@@ -163,22 +161,7 @@ class RunDirectory:
 
     def _replace(self, name: str, content: str | bytes, *, durable: bool = False, fresh: bool = False) -> None:
         """The file is the old one or the new one at any moment, whole. `fresh`: see `owner.Lease.holds`."""
-
-        def replace() -> None:
-            aside = self.path / f".{name}.tmp"
-            try:
-                with aside.open("wb") as file:
-                    file.write(content.encode() if isinstance(content, str) else content)
-                    file.flush()
-                    if durable:
-                        os.fsync(file.fileno())
-                aside.replace(self.path / name)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    aside.unlink()
-                raise
-
-        self._try(name, replace, fresh=fresh)
+        self._try(name, lambda: atomic_write(self.path / name, content, durable=durable), fresh=fresh)
 
     def _try(self, name: str, write: Callable[[], None], *, fresh: bool = False) -> bool:
         """Whether it was written."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError
-from accel_train.untrusted import is_count, is_number, read_ordinary
+from accel_train.untrusted import is_count, is_number, read_regular_file
 
 FILE = "model.json"
 LARGEST = 1 << 14  # pixels of a side
@@ -45,7 +45,7 @@ def read_signature(run: Path) -> Signature:
     """The signature of the model that was trained in the folder `run`. Raises UserError."""
     path = run / FILE
     try:
-        found: dict[str, Any] = json.loads(read_ordinary(path, follow=True))
+        found: dict[str, Any] = json.loads(read_regular_file(path, follow=True))
         for name in ("classes", "mean", "std"):
             if not isinstance(found[name], list):
                 raise TypeError(f"{name} is no list")

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import learned
+from accel_train.config.compatibility import learning_settings
 from accel_train.config.schema import Config, to_yaml
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingOrder
@@ -121,7 +121,7 @@ def result_of(
     }
     if test:
         result |= {"class_accuracy": test.class_accuracy, "confusion": test.confusion}
-    return result | {"settings": learned(config)}
+    return result | {"settings": learning_settings(config)}
 
 
 def next_steps(run: Path, image: Path | None) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""A start in the directory of a finished run: nothing is left to do, the run goes on to a later end, or it is refused.
+"""A start in the directory of a finished run: either nothing is left to do, the run is extended, or it is refused.
 
-result.json says that a run is finished. It is read before it is believed: one that is damaged does not end the run, and
-one of other settings is not the result of what is asked for.
+result.json says that a run is finished. Its content is checked: a damaged result does not finish the run, and the
+result of other settings is not the result that is asked for.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_train.checkpoint.directory import updates
-from accel_train.config.compatibility import alters, differences, not_allowed, under
+from accel_train.checkpoint.directory import list_updates
+from accel_train.config.compatibility import affects_learning, differences, is_under, not_allowed
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict, value
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
 from accel_train.ownership.lease import Lease
-from accel_train.run.relaunch import command_to_go_on
+from accel_train.run.relaunch import resume_command
 
 RESULT = "result.json"
 WEIGHTS = ("model.safetensors", "ema.safetensors")
-# With another of these the weights hardly ever fit.
-OF_THE_MODEL = ("model", "data.name", "data.channels", "data.classes", "data.image-size")
+# If one of these changes, the weights hardly ever fit.
+MODEL_KEYS = ("model", "data.name", "data.channels", "data.classes", "data.image-size")
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """The earlier end of a run that is started once more."""
+class FinishedRun:
+    """A finished run whose directory is used for a new start."""
 
     nothing_left: bool = False
-    """The run has done all that it is asked for."""
+    """The run has already done everything that is asked for."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Before it goes on: files of the run's directory, and the names under which they are kept."""
+    """Files of the run's directory, and the names under which they are kept when the run goes on."""
     note: str = ""
+    """For the user, when the run goes on."""
 
-    def set_aside(self, lease: Lease) -> None:
-        """Rename the files of the earlier end in the run's directory. Raises UserError."""
+    def rename_results(self, lease: Lease) -> None:
+        """Rename the results of the finished run in its directory. Raises UserError."""
         run = lease.directory
         lease.check(fresh=True)
         for name, kept in self.renamed.items():
@@ -47,13 +48,15 @@ class Earlier:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise UserError(f"{run / name} cannot be renamed to {kept}: {error.strerror}.") from None
+                raise UserError(
+                    f"{run / name} cannot be renamed to {kept}: {error.strerror}. Rename it yourself."
+                ) from None
 
 
-def earlier_end(run: Path, config: Config, launch: Launch) -> Earlier | None:
-    """How the run in the folder `run` ended; None if it is not finished. Changes nothing on the disk.
+def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun | None:
+    """The finished run in the folder `run`; None if there is none. Changes nothing on the disk.
 
-    Raises UserError if it is finished, but not as `config` asks, and `config` does not allow to go on from its end.
+    Raises UserError if its settings differ from `config`, and `config` does not allow it to go on from its end.
     """
     path = run / RESULT
     if not path.is_file():
@@ -62,45 +65,45 @@ def earlier_end(run: Path, config: Config, launch: Launch) -> Earlier | None:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read ({error.strerror}); it should be the result of a finished run."
+            f"{path}, the result of a finished run, cannot be read ({error.strerror}). Give another --output-dir."
         ) from None
     checkpoints = run / "checkpoints"
     result = _read(content)
     if result is None:
-        if not updates(checkpoints):
+        if not list_updates(checkpoints):
             raise UserError(
-                f"{path} is damaged, and there are no checkpoints to make it anew from. Give another --output-dir, or "
-                "delete the file to train from the start."
+                f"{path} is damaged, and there are no checkpoints from which to recreate it. Give another "
+                "--output-dir, or delete the file to train from the start."
             )
         kept = f"{RESULT}.damaged"
-        return Earlier(renamed={RESULT: kept}, note=f"{path} is damaged and renamed to {kept}; it is made anew")
+        return FinishedRun(renamed={RESULT: kept}, note=f"{path} is damaged and renamed to {kept}; it is created again")
 
-    done, found = result["epochs"], differences(_settings(run, result), config)
-    changed = [key for key in found if key == "epochs" or alters(key, config.schedule.name)]
+    done, changes = result["epochs"], differences(_settings(run, result), config)
+    changed = [key for key in changes if key == "epochs" or affects_learning(key, config.schedule.name)]
     if not changed:
-        return Earlier(nothing_left=True)
-    head = f"{run} holds a finished run of {done} epoch{'s' * (done > 1)}, which differs from what is asked for now: "
-    head += "; ".join(f"{key}: {found[key]}" for key in changed)
+        return FinishedRun(nothing_left=True)
+    head = f"{run} holds a finished run of {done} epoch{'s' * (done > 1)}, which differs from this start's settings: "
+    head += "; ".join(f"{key}: {changes[key]}" for key in changed)
     if config.epochs <= done:
         raise UserError(f"{head}. Give another --output-dir (or more epochs, to go on from its end).")
-    if not updates(checkpoints):
-        raise UserError(f"{head}. It cannot go on, for its checkpoints are gone: give another --output-dir.")
+    if not list_updates(checkpoints):
+        raise UserError(f"{head}. It cannot go on, because its checkpoints are gone. Give another --output-dir.")
     refused = not_allowed(changed, config, config.allow_change)
     if "epochs" not in config.allow_change and "epochs" not in refused:
-        refused.append("epochs")  # with every schedule: the end is replaced
+        refused.append("epochs")  # with every schedule, because the result is replaced
     if not refused:
         renamed = {name: f"{Path(name).stem}-epoch-{done}{Path(name).suffix}" for name in (*WEIGHTS, RESULT)}
         note = f"goes on from the end of a run of {done} epochs: its result is kept as {renamed[RESULT]}"
-        return Earlier(renamed=renamed, note=note)
-    if any(under(key, OF_THE_MODEL) for key in refused):
+        return FinishedRun(renamed=renamed, note=note)
+    if any(is_under(key, MODEL_KEYS) for key in refused):
         raise UserError(f"{head}. Give another --output-dir.")
-    words = [word for key in found for word in _words(key, value(config, key))]
-    command = command_to_go_on(launch, run, *words, "--allow-change", *config.allow_change, *refused)
-    raise UserError(f"{head}. Give another --output-dir, or go on from its end, its result kept: {command}")
+    words = [word for key in changes for word in _words(key, value(config, key))]
+    command = resume_command(launch, run, *words, "--allow-change", *config.allow_change, *refused)
+    raise UserError(f"{head}. Give another --output-dir, or go on from its end (its result is kept): {command}")
 
 
 def _read(content: bytes) -> dict[str, Any] | None:
-    """What result.json holds, or None if it is no result."""
+    """The content of result.json, or None if it is not a result."""
     try:
         result = json.loads(content)
     except (ValueError, RecursionError):
@@ -112,30 +115,30 @@ def _read(content: bytes) -> dict[str, Any] | None:
 
 
 def _settings(run: Path, result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of a result. Those of older versions have none: the run's config.yaml has them."""
+    """The settings of a result. Those of older versions are in config.yaml. Raises UserError."""
     if "settings" in result:
-        found: Mapping[str, Any] = result["settings"]
-        return found
+        settings: Mapping[str, Any] = result["settings"]
+        return settings
     path = run / "config.yaml"
     try:
         config = parse([str(path)])
     except UserError as error:
         raise UserError(
-            f"{run / RESULT} does not say which settings it is of, and {path} cannot be used for it: {error} Give "
+            f"{run / RESULT} does not say which settings it belongs to, and {path} cannot be used: {error} Give "
             "another --output-dir."
         ) from None
     if config.recipe != result["recipe"]:
         raise UserError(
-            f"{run / RESULT} is of the recipe {result['recipe']!r}, {path} of {config.recipe!r}: it is not the result "
-            "of this run. Rename the file to go on with the run, or give another --output-dir."
+            f"{run / RESULT} is of the recipe {result['recipe']!r}, but {path} is of {config.recipe!r}, so it is not "
+            "the result of this run. Rename the file to go on with the run, or give another --output-dir."
         )
     return as_dict(config) | {"epochs": result["epochs"]}
 
 
-def _words(key: str, found: Any) -> list[str]:
-    """The option `key` with the value `found`, as it is typed."""
-    values = found if isinstance(found, tuple) else (found,)
+def _words(key: str, setting: Any) -> list[str]:
+    """The option `key` with the value `setting`, as it is typed."""
+    values = setting if isinstance(setting, tuple) else (setting,)
     return [
         f"--{key}",
-        *(str(each).lower() if each is None or isinstance(each, bool) else str(each) for each in values),
+        *(str(item).lower() if item is None or isinstance(item, bool) else str(item) for item in values),
     ]

@@ -35,7 +35,7 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
-from accel_train.files import give_usual_mode
+from accel_train.files import set_default_permissions
 from accel_train.records.run_log import Report
 
 MOST_IN_A_ROW = 10  # updates left out one after the other: then it is the model that is broken, not a sample
@@ -76,6 +76,7 @@ class Guard:
             and all(group.get("fused") for group in self.optimizer.param_groups)
             and not any(isinstance(parameter, DTensor) for parameter in self.parameters)
         )
+        self._one = torch.ones((), device=accelerator.device)
         self._before: list[Tensor] = []  # the buffers before an update that is or may be left out
         self._window = Window()
         self._unread: Window | None = None  # the update before, if the host has not yet read of it
@@ -103,15 +104,15 @@ class Guard:
         """
         window = self._window
         if window.number not in state.left_out:  # else an earlier pass has found it
-            bad = self._find_bad()
             if self.reads_later:
+                bad = self._find_bad(gradients=True)
                 self.optimizer.found_inf = bad
                 self._read(state)
                 window.bad = torch.empty((), pin_memory=True).copy_(bad, non_blocking=True)
                 window.copied = torch.cuda.current_stream().record_event()
                 self._unread = window
                 return True
-            if not bad.item():
+            if not self._is_bad():
                 return True
             self._act(window, state)
         for buffer, before in zip(self.buffers, self._before, strict=bool(self._before)):
@@ -131,24 +132,52 @@ class Guard:
         """The run has gone back, and goes on."""
         self._unread, self._rewinds = None, False
 
-    def _find_bad(self) -> Tensor:
-        """1 if a loss or gradient of any process is not finite, else 0; float32 [] on the device, the same on all."""
-        losses, gradients = self._window.losses, []
+    def _is_bad(self) -> bool:
+        """Whether a loss or gradient of any process is not finite: the same on all, with one wait for the device."""
         scaler = self.accelerator.scaler
-        if scaler is None or scaler.get_scale() < 1:
+        if scaler is None:
+            return bool(self._find_bad(gradients=True).item())
+        scale = scaler._get_scale_async()  # get_scale() would wait by itself
+        bad = self._bad_here(gradients=False)
+        low = torch.zeros_like(bad) if scale is None else (scale < 1).to(bad)
+        found, gives_up = self._any_process(torch.stack([bad, low])).tolist()
+        # The scaler has given up if its scale is below 1: now gradients count, too.
+        return bool(found) or (bool(gives_up) and bool(self._find_bad(gradients=True).item()))
+
+    def _find_bad(self, *, gradients: bool) -> Tensor:
+        """1 if a loss (or, if asked for, a gradient) of any process is not finite, else 0; float32 [] on the device,
+        the same on all."""
+        return self._any_process(self._bad_here(gradients=gradients))
+
+    def _any_process(self, values: Tensor) -> Tensor:
+        """The largest of all processes' `values`, in place."""
+        if self.accelerator.num_processes > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
+    def _bad_here(self, *, gradients: bool) -> Tensor:
+        """As `_find_bad`, of this process alone."""
+        losses, checked = self._window.losses, []
+        if gradients:
             found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             local = [each.to_local() if isinstance(each, DTensor) else each for each in found]
-            gradients = [each for each in local if each.numel()]
-        if self.accelerator.device.type == "cpu":
-            bad = torch.tensor(0.0 if _all_finite([*losses, *gradients]) else 1.0)
-        else:
-            values = [each.sum() for each in losses]
-            if gradients:
-                values.append(nn.utils.get_total_norm(gradients, norm_type=math.inf).to(values[0]))
-            bad = 1 - torch.stack(values).isfinite().all().float()
-        if self.accelerator.num_processes > 1:
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        return bad
+            checked = [each for each in local if each.numel()]
+        device = self.accelerator.device
+        if device.type == "cpu":
+            return torch.tensor(0.0 if _all_finite([*losses, *checked]) else 1.0)
+        if device.type == "cuda":
+            # The loss scaler's kernel: with a factor of 1 it changes nothing. On MPS it has been wrong about bf16.
+            bad = torch.zeros((), device=device)
+            by_type: dict[torch.dtype, list[Tensor]] = {}
+            for each in [*losses, *checked]:
+                by_type.setdefault(each.dtype, []).append(each)
+            for some in by_type.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(some, bad, self._one)
+            return bad
+        values = [each.sum() for each in losses]
+        if checked:
+            values.append(nn.utils.get_total_norm(checked, norm_type=math.inf).to(values[0]))
+        return 1 - torch.stack(values).isfinite().all().float()
 
     def _read(self, state: TrainState) -> None:
         """Read the answer about the last update, if it was not yet."""
@@ -206,7 +235,7 @@ class Guard:
             tensors = [{**batch, "inputs": self.transform(batch)[0]} for batch in window.batches]
             together = {key: torch.cat([each[key] for each in tensors]).cpu().contiguous() for key in tensors[0]}
             save_file({**together, "losses": torch.cat(window.losses).cpu()}, mine.with_suffix(".safetensors"))
-            give_usual_mode(mine.with_suffix(".safetensors"))
+            set_default_permissions(mine.with_suffix(".safetensors"))
             save_image(together["images"].float() / 255, mine.with_suffix(".png"), nrow=16)
             if self.accelerator.is_main_process:
                 samples = [

@@ -16,7 +16,7 @@ from accel_train.config.semantics import SEMANTICS
 from accel_train.data.loading import normalization
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
-from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import INTERRUPTED, at_terminal
 from accel_train.launch.rendezvous import check_shared_directory
 from accel_train.optim.ema import share_buffers
@@ -28,10 +28,10 @@ from accel_train.records.metrics import Evaluation
 from accel_train.records.model_info import Signature
 from accel_train.records.run_log import Report
 from accel_train.records.trackers import end_trackers, start_trackers
-from accel_train.run.finished import Earlier
+from accel_train.run.finished import FinishedRun
 from accel_train.run.nonfinite import Guard
-from accel_train.run.relaunch import command_to_go_on
-from accel_train.run.stopping import Stopping
+from accel_train.run.relaunch import resume_command
+from accel_train.run.stopping import StopRequests
 from accel_train.run.watchdog import Watchdog
 from accel_train.training_setup import TrainingSetup
 
@@ -42,17 +42,17 @@ Next = Literal["go on", "save", "stop", "rewind"]
 class Run:
     """Opens the run of a setup, at its beginning or at its newest checkpoint; a context manager around its training.
 
-    All processes create it and make the same calls.
+    Collective: all processes create it and make the same calls.
     """
 
     def __init__(
-        self, setup: TrainingSetup, lease: Lease, earlier: Earlier | None, stopping: Stopping, began: float
+        self, setup: TrainingSetup, lease: Lease, finished: FinishedRun | None, requests: StopRequests, began: float
     ) -> None:
-        """`earlier`: how a finished run ended that is gone on with. `began`: when this start did, by
+        """`finished`: the finished run that goes on, if it is one. `began`: when this start began, by
         time.monotonic(). Raises UserError if the directory or its checkpoints cannot be used."""
         self.setup, self.config, self.accelerator = setup, setup.config, setup.accelerator
-        self.stopping, self.began = stopping, began
-        self.main = self.accelerator.is_main_process
+        self.stop_requests, self.began = requests, began
+        self.is_main = self.accelerator.is_main_process
         self.directory = self._open_directory(lease)
         self.checkpoints = Checkpoints(
             lease.directory / "checkpoints",
@@ -66,9 +66,9 @@ class Run:
             lease=lease,
             pixels=setup.splits.semantics,
         )
-        self.state, self.resumed = self._restore(earlier)
-        # Updates done beyond those of a run that had these settings from its start: with another batch size, say.
-        # Without them the schedule's epochs are the data's.
+        self.state, self.resumed = self._restore(finished)
+        # Updates done beyond those of a run that had these settings from its start (after a change of the batch size,
+        # say). They are subtracted so that the schedule's epochs are epochs of the data.
         self.extra_updates = self.state.update - setup.plan.updates_until(self.state.epoch, self.state.epoch_samples)
         setup.schedule.step_update(self.state.update - self.extra_updates)
         self._describe()
@@ -77,19 +77,19 @@ class Run:
         self.evaluations: dict[str, Evaluation] = {}
         """The newest of each split: "val", "test", and with the EMA's weights "test (ema)"."""
         self.save_is_due = False
-        """Asked for by a signal, a file, the clock or --checkpoint.every-updates, and not done yet."""
-        self.go_on = command_to_go_on(setup.launch, lease.directory)
+        """A signal, a file, the clock or --checkpoint.every-updates requests a save that is not done yet."""
+        self.resume_command = resume_command(setup.launch, lease.directory)
         config = self.config
         self.watchdog = Watchdog(
             self.accelerator,
             self.directory,
-            stopping,
+            requests,
             config.start_timeout_seconds,
             config.hang_timeout_seconds,
             setup.launch.agent,
         )
         self.console = Console(
-            speaks=self.main,
+            speaks=self.is_main,
             total_updates=config.epochs * setup.plan.updates_per_epoch + self.extra_updates,
             updates_per_epoch=setup.plan.updates_per_epoch,
             epochs=config.epochs,
@@ -102,26 +102,28 @@ class Run:
 
     def _open_directory(self, lease: Lease) -> RunDirectory:
         path = lease.directory
-        decided_by_main(self.accelerator, lambda: bool(RunDirectory(path, writes=True)))  # its error is everybody's
-        directory = RunDirectory(path, writes=self.main, lease=lease)
+        broadcast_from_main(
+            self.accelerator, lambda: bool(RunDirectory(path, writes=True))
+        )  # its error is raised on all
+        directory = RunDirectory(path, writes=self.is_main, lease=lease)
         check_shared_directory(self.accelerator, path)
         return directory
 
-    def _restore(self, earlier: Earlier | None) -> tuple[TrainState, bool]:
-        """The position of the run, and whether it goes on from a checkpoint."""
+    def _restore(self, finished: FinishedRun | None) -> tuple[TrainState, bool]:
+        """The position of the run, and whether it resumes from a checkpoint. Raises UserError."""
         checkpoints, config = self.checkpoints, self.config
-        decided_by_main(self.accelerator, checkpoints.check_writable)
-        again = earlier is not None and config.resume == "auto"  # a run that has ended once never begins anew
-        restored = checkpoints.restore("must" if again else config.resume, config.allow_change)
+        broadcast_from_main(self.accelerator, checkpoints.check_writable)
+        extended = finished is not None and config.resume == "auto"  # a finished run never starts from the beginning
+        restored = checkpoints.restore("must" if extended else config.resume, config.allow_change)
         state = restored or TrainState()
         state.check_position(self.setup.plan.samples, checkpoints.folder)
-        if earlier is not None:
-            decided_by_main(self.accelerator, lambda: earlier.set_aside(self.directory.lease))
-            checkpoints.notes.append(earlier.note)
+        if finished is not None:
+            broadcast_from_main(self.accelerator, lambda: finished.rename_results(self.directory.lease))
+            checkpoints.notes.append(finished.note)
         return state, restored is not None
 
     def _describe(self) -> None:
-        """Write down what the run is: its settings, its model's input and classes, where it computes."""
+        """Write the run's settings, its model's input and classes, and its devices; start the trackers."""
         setup, splits = self.setup, self.setup.splits
         native = splits.image_size if splits.train.in_memory else None
         mean, std = normalization(self.config, splits)
@@ -137,10 +139,10 @@ class Run:
 
     def __enter__(self) -> Run:
         with ExitStack() as around:
-            around.callback(self.checkpoints.wait)  # before the run is given back
+            around.callback(self.checkpoints.wait)  # before the ownership is released
             around.enter_context(self.watchdog)
             around.enter_context(self.console)
-            around.enter_context(self.report.last_words(self.checkpoints, self.go_on))
+            around.enter_context(self.report.last_words(self.checkpoints, self.resume_command))
             self._begin()
             self._around = around.pop_all()
         return self
@@ -152,8 +154,8 @@ class Run:
 
     def _begin(self) -> None:
         setup, config, state = self.setup, self.config, self.state
-        self.stopping.begin(
-            self.directory.path if self.main else None,
+        self.stop_requests.begin(
+            self.directory.path if self.is_main else None,
             config.checkpoint.every_seconds,
             config.rendezvous_timeout_seconds,
         )
@@ -170,22 +172,24 @@ class Run:
             if warning is not None:
                 self.report.warn(warning)
         if config.on_nonfinite == "rewind" and self._has_no_checkpoint():
-            self.save()  # something to go back to
+            self.save()  # so that there is a checkpoint to go back to
         if state.epoch == config.epochs and self._has_no_checkpoint():
-            self.save(wait=True)  # trained to the end elsewhere: what is published is a checkpoint of this run
+            self.save(
+                wait=True
+            )  # trained to the end in another run: the weights to publish come from a checkpoint of this one
 
     def _has_no_checkpoint(self) -> bool:
-        return decided_by_main(self.accelerator, lambda: self.checkpoints.last_saved is None)
+        return broadcast_from_main(self.accelerator, lambda: self.checkpoints.last_saved is None)
 
     def batches(self) -> Iterator[Batch]:
-        """The training's micro-batches; the time in which the loop waits for them is measured, and watched over."""
-        return self.stopwatch.timed(self.watchdog.watched(self.setup.training.batches, "training"))
+        """The training's micro-batches; the time of waiting for them is measured, and the watchdog monitors it."""
+        return self.stopwatch.timed(self.watchdog.monitored(self.setup.training.batches, "training"))
 
     def end_update(self, *, applied: bool, window: int, samples: int, lr: float) -> Next:
-        """Count an update whose optimizer's step was `applied` or left out, and log it if a line is due.
+        """Count an update whose optimizer step was `applied` or skipped, and log it if a line is due.
 
-        `window`: samples of the epoch that it stands for, of which `samples` could be read; `lr`: of its step. Returns
-        what the loop has to do now. At the end of an epoch that is never "save": it saves after the evaluation.
+        `window`: samples of the epoch that the update covers, of which `samples` could be read; `lr`: of its step.
+        Returns what the loop has to do now. At the end of an epoch that is never "save": it saves after the evaluation.
         """
         state, config, plan = self.state, self.config, self.setup.plan
         state.update += 1
@@ -200,7 +204,7 @@ class Run:
         self.stopwatch.trained(samples)
         self.report.advanced(state, self.checkpoints.last_saved)
         self.watchdog.advance(state.update)
-        stop, save = self.stopping.agreed()
+        stop, save = self.stop_requests.poll()
         every = config.checkpoint.every_updates
         self.save_is_due = save or (every is not None and state.update % every == 0)
         ends_epoch = plan.updates_from(state.epoch_samples) == 0
@@ -218,16 +222,16 @@ class Run:
         return "save" if self.save_is_due and not ends_epoch else "go on"
 
     def save(self, *, wait: bool = False) -> None:
-        """Save a checkpoint: in the background, or `wait` until it is on the disk."""
-        self.watchdog.note("saves a checkpoint")
+        """Save a checkpoint in the background, or `wait` until it is on the disk."""
+        self.watchdog.heartbeat("saves a checkpoint")
         self.state.train_seconds, self.state.timed_samples = self.stopwatch.lap(), self.stopwatch.samples
         self.checkpoints.save(self.state, wait=wait)
-        self.stopping.saved()
+        self.stop_requests.saved()
         self.report.saved(self.state, self.checkpoints)
 
     def rewind(self) -> None:
-        """Go back to the last checkpoint. The updates that were not finite are left out when they come again."""
-        self.setup.training.loader.end()  # it was left in its middle
+        """Go back to the last checkpoint. The updates that were not finite are skipped when they are repeated."""
+        self.setup.training.loader.end()  # the loop has left it in its middle
         self.stopwatch.stop()
         self.checkpoints.wait()
         position = self.checkpoints.restore("must", self.config.allow_change) or TrainState()
@@ -239,12 +243,13 @@ class Run:
         self.state = position
 
     def evaluate(self, split: str) -> Evaluation:
-        """Evaluate the model, and the EMA if there is one; returns the latter's figures then. Raises StopAskedError."""
+        """Evaluate the model, and the EMA if there is one; return the EMA's result, else the model's. Raises
+        StopAskedError."""
         ema = self.setup.ema
         names = {split: self.setup.model} | ({} if ema is None else {f"{split} (ema)": ema.module})
 
         def through(batches: Iterator[Batch]) -> Iterator[Batch]:
-            return self.stopping.heeded(self.watchdog.watched(batches, f"evaluating {split}"))
+            return self.stop_requests.interruptible(self.watchdog.monitored(batches, f"evaluating {split}"))
 
         for name, model in names.items():
             share_buffers(model)
@@ -253,22 +258,22 @@ class Run:
         return self.evaluations[name]
 
     def interrupted(self) -> int:
-        """The end of a run that was asked to stop: it is saved. Returns the exit code."""
+        """Save and end a run that was asked to stop; return the exit code."""
         self.save(wait=True)
-        self.stopping.end()
-        reason = self.stopping.reason or "another process's signal"
-        code = decided_by_main(
-            self.accelerator, lambda: self.report.interrupted(self.state, reason, self.checkpoints, self.go_on)
+        self.stop_requests.end()
+        reason = self.stop_requests.reason or "another process's signal"
+        code = broadcast_from_main(
+            self.accelerator, lambda: self.report.interrupted(self.state, reason, self.checkpoints, self.resume_command)
         )
-        self.accelerator.wait_for_everyone()  # the first to leave would take the others along
+        self.accelerator.wait_for_everyone()  # if one process left first, its launcher would end the others
         return INTERRUPTED if reason == "SIGINT" and at_terminal() else code
 
     def finished(self) -> int:
-        """The end of a run that is trained and tested. Returns the exit code."""
-        self.stopping.end()
+        """End a run that is trained and tested; return the exit code."""
+        self.stop_requests.end()
         end_trackers(self.accelerator)
         self.report.failed(self.checkpoints)
-        if self.main and self.checkpoints.last_saved != self.state.update:
-            return self.report.unsaved(self.checkpoints, self.go_on)
+        if self.is_main and self.checkpoints.last_saved != self.state.update:
+            return self.report.unsaved(self.checkpoints, self.resume_command)
         self.report.finished(self.state, self.evaluations, self.stopwatch, time.monotonic() - self.began)
         return 1 if self.checkpoints.failures or self.directory.failures else 0

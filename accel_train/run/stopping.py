@@ -1,9 +1,9 @@
-"""When to save and when to stop: signals, files and the clock, agreed on by all processes.
+"""When to save and when to stop: requests by signals, files and the clock, on which all processes agree.
 
-A decision must be taken at the same update by everyone, or some wait in a collective for others that have left. So at
-each update's end the processes add what each wants to an all-reduce of two integers, on the host, through a gloo group
-of its own. It runs in the background while the next update computes, and is read at that update's end: nobody waits
-for a GPU, and the decision is everybody's one update later.
+All processes must act on a request at the same update, or some wait in a collective for others that have left. So at
+the end of each update an all-reduce of two integers combines the requests of all processes, on the host, through a
+separate gloo group. It runs in the background while the next update computes, and is read at the end of that update:
+nobody waits for a GPU, and all processes act one update later.
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ import torch.distributed as dist
 
 from accel_train.errors import print_line
 from accel_train.launch.environment import in_job
-from accel_train.launch.rendezvous import connecting, set_collective_timeout
-from accel_train.launch.signals import WARNINGS, came_too_early, note, noted
+from accel_train.launch.rendezvous import connecting
+from accel_train.launch.signals import WARNINGS, record_stop_signal, recorded_stop_signal, signal_to_job_script
+from accel_train.launch.torch_internals import set_collective_timeout
 
 Batch = TypeVar("Batch")
 
 SIGNALS = (signal.SIGINT, *WARNINGS)
-LOOK_SECONDS = 1.0  # between two looks for the files STOP and SAVE
-ECHO_SECONDS = 1.0  # one Ctrl-C comes twice: from the terminal, and from the launcher that hands it on
+POLL_SECONDS = 1.0  # between two checks for the files STOP and SAVE
+ECHO_SECONDS = 1.0  # one Ctrl-C comes twice: from the terminal, and from the launcher, which passes it on
 
 
 class StopAskedError(Exception):
-    """All processes have agreed to stop, in the middle of an evaluation."""
+    """All processes have agreed to stop before the run is finished."""
 
 
-class Stopping:
-    """Gathers wishes to save or to stop. A context manager: on leaving it, the signals mean what they did before.
+class StopRequests:
+    """Collects requests to save or to stop. A context manager that restores the signals' handlers on leaving.
 
-    Enter it as early as possible: a signal that comes while the program is setting itself up is obeyed at the first
-    update, instead of losing the job its place. So is one that `signals.noting` has noted before.
+    Enter it as early as possible: a signal that comes during the program's setup is obeyed at the first update. So is a
+    signal that `launch.signals` has recorded before.
     """
 
     def __init__(self) -> None:
-        self.reason = ""  # of this process's wish to stop
-        self.run: Path | None = None  # set on the main process only, which looks for files and at the clock
+        self.reason = ""  # why this process requests a stop
+        self.run: Path | None = None  # on the main process only, which checks the files and the clock
         self.save_every_seconds = 0.0
-        self.saves_asked = self.saves_done = 0
-        self.last_save = self.last_look = 0.0
-        self._owes_save = False
+        self.saves_requested = self.saves_done = 0
+        self.last_save = self.last_poll = 0.0
+        self._save_is_pending = False
         self._ctrl_c = _CtrlC(self)
         self._group: Any = None
-        self._wishes = torch.zeros(2, dtype=torch.int64)
+        self._requests = torch.zeros(2, dtype=torch.int64)
         self._reduction: Any = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopRequests:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        self.reason = self.reason or noted() or came_too_early()
+        self.reason = self.reason or recorded_stop_signal() or signal_to_job_script()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,100 +71,105 @@ class Stopping:
             signal.signal(number, handler)
 
     def begin(self, run: Path | None, save_every_seconds: float, connect_seconds: float) -> None:
-        """Training begins; all processes must call it. `run`, on the main process only, is the folder in which a
-        person may put a file STOP or SAVE; `save_every_seconds` of 0 is never. Raises UserError if the processes
-        cannot connect within `connect_seconds`."""
+        """Start listening for requests, when training begins. Collective.
+
+        `run`, on the main process only, is the folder in which a person may put a file STOP or SAVE.
+        `save_every_seconds`: 0 is never. Raises UserError if the processes cannot connect within `connect_seconds`.
+        """
         self.run, self.save_every_seconds = run, save_every_seconds
         self._ctrl_c.listen()
         self.last_save = time.monotonic()
-        self.last_look = -math.inf  # a file STOP that is there already counts, however short the training is
+        self.last_poll = -math.inf  # a file STOP that exists already counts, even if training is short
         if dist.is_initialized() and dist.get_world_size() > 1:
             with connecting():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=connect_seconds))
-            # From now on its time-out would strike with an error that says nothing: the watchdog ends what hangs.
+            # Its time-out would raise an error without an explanation. From now on the watchdog ends what hangs.
             set_collective_timeout(timedelta(days=365).total_seconds(), self._group)
 
     def end(self) -> None:
-        """Training has ended on all processes; what they last agreed on no longer matters."""
+        """Finish the last all-reduce, when training has ended on all processes; its result no longer matters."""
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number != signal.SIGINT:
-            note(number)
+            record_stop_signal(number)
             self.reason = signal.Signals(number).name
         elif not self._ctrl_c.listens:
-            raise KeyboardInterrupt  # asked for twice, or nothing to save yet: at once
+            raise KeyboardInterrupt  # the second Ctrl-C, or there is nothing to save yet
 
-    def agreed(self) -> tuple[bool, bool]:
-        """Call at each update's end, on every process. Returns (stop, save) as all processes wanted them when the
-        update before ended; without other processes, as wanted now."""
-        self._look_around()
+    def poll(self) -> tuple[bool, bool]:
+        """Whether to stop, and whether to save: the requests of all processes at the end of the previous update.
+
+        Collective; call it at each update's end. For a single process it returns the requests of this moment.
+        """
+        self._check_files_and_clock()
         if self._group is None:
-            return self._decide(bool(self.reason), self.saves_asked)
-        mine = torch.tensor([int(bool(self.reason)), self.saves_asked])
+            return self._decide(bool(self.reason), self.saves_requested)
+        mine = torch.tensor([int(bool(self.reason)), self.saves_requested])
         if self._reduction is not None:
             self._reduction.wait()
-        wishes, self._wishes = self._wishes, mine
-        self._reduction = dist.all_reduce(self._wishes, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        stop, saves = wishes.tolist()
+        requests, self._requests = self._requests, mine
+        self._reduction = dist.all_reduce(self._requests, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        stop, saves = requests.tolist()
         return self._decide(bool(stop), saves)
 
-    def heeded(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def interruptible(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches of an evaluation, as many on each process; raises StopAskedError once all agree to stop.
 
-        A save that is agreed on meanwhile is made after the next update.
+        A save that is requested meanwhile is made after the next update.
         """
         for batch in batches:
             yield batch
-            stop, save = self.agreed()
-            self._owes_save |= save
+            stop, save = self.poll()
+            self._save_is_pending |= save
             if stop:
                 raise StopAskedError
 
     def saved(self) -> None:
-        """A checkpoint was made: the clock for the next begins."""
+        """Restart the clock for the next save: a checkpoint was saved."""
         self.last_save = time.monotonic()
 
     def _decide(self, stop: bool, saves: int) -> tuple[bool, bool]:
-        save = saves > self.saves_done or self._owes_save
-        self.saves_done, self._owes_save = max(saves, self.saves_done), False
+        """(stop, save), where `saves` is the number of saves requested since the start of the run."""
+        save = saves > self.saves_done or self._save_is_pending
+        self.saves_done, self._save_is_pending = max(saves, self.saves_done), False
         return stop, save
 
-    def _look_around(self) -> None:
-        """What only the main process sees: the clock, and files laid into the run's folder."""
+    def _check_files_and_clock(self) -> None:
+        """Check the clock and the files in the run's folder, on the main process."""
         now = time.monotonic()
-        if self.run is None or now - self.last_look < LOOK_SECONDS:
+        if self.run is None or now - self.last_poll < POLL_SECONDS:
             return
-        self.last_look = now
+        self.last_poll = now
         if self.save_every_seconds and now - self.last_save > self.save_every_seconds:
-            self._ask_for_save()
-        if _take(self.run / "SAVE"):
-            self._ask_for_save()
-        if _take(self.run / "STOP"):
+            self._request_save()
+        if _remove(self.run / "SAVE"):
+            self._request_save()
+        if _remove(self.run / "STOP"):
             self.reason = "the file STOP"
 
-    def _ask_for_save(self) -> None:
-        if self.saves_asked == self.saves_done:  # one that is asked for and not yet agreed on is enough
-            self.saves_asked += 1
+    def _request_save(self) -> None:
+        if self.saves_requested == self.saves_done:  # at most one request at a time
+            self.saves_requested += 1
 
 
 class _CtrlC:
-    """Hears Ctrl-C at once, and answers.
+    """Answers Ctrl-C at once, in a thread.
 
-    Python calls a signal's handler between two of its own instructions, and a whole backward pass is one of them. But
-    its handler in C writes the number of each signal into a pipe at once. A thread reads from there.
+    Python calls a signal's handler between two of its own instructions, and a whole backward pass is one instruction.
+    But Python's handler in C writes the number of each signal into a pipe at once, and the thread reads that pipe.
     """
 
-    def __init__(self, stopping: Stopping) -> None:
+    def __init__(self, requests: StopRequests) -> None:
         self.listens = False  # if not, Ctrl-C interrupts the main thread
         self._again = {signal.SIGINT}
-        self._stopping = stopping
+        self._requests = requests
         self._thread: threading.Thread | None = None
 
     def listen(self) -> None:
-        """From now on the first Ctrl-C is a wish to stop, and a second one interrupts the main thread."""
+        """From now on the first Ctrl-C requests a stop, and a second one interrupts the main thread."""
         self._output, self._input = os.pipe()
         os.set_blocking(self._input, False)
         self._before = signal.set_wakeup_fd(self._input, warn_on_full_buffer=False)
@@ -171,10 +177,10 @@ class _CtrlC:
         self._thread.start()
         self.listens = True
         if "TORCHELASTIC_RUN_ID" in os.environ and not in_job():
-            self._again.add(signal.SIGTERM)  # the launcher, whose ranks are not the terminal's, makes it of the second
+            self._again.add(signal.SIGTERM)  # the launcher sends it to its ranks at the second Ctrl-C
 
     def forget(self) -> None:
-        """Ctrl-C means again what it did before."""
+        """Restore what Ctrl-C did before."""
         self.listens = False
         if self._thread is not None:
             signal.set_wakeup_fd(self._before)
@@ -184,22 +190,25 @@ class _CtrlC:
             os.close(self._output)
 
     def _answer(self) -> None:
+        """In the thread: read the signals' numbers until `forget` writes a 0."""
         first = None
         while number := os.read(self._output, 1)[0]:
             if not self.listens:
                 continue
             if first is None and number == signal.SIGINT:
                 first = time.monotonic()
-                self._stopping.reason = "SIGINT"
-                if self._stopping.run is not None:
+                self._requests.reason = "SIGINT"
+                if self._requests.run is not None:
                     print_line("accel-train: saving after this update; Ctrl-C again stops without saving", sys.stderr)
             elif first is not None and number in self._again and time.monotonic() - first > ECHO_SECONDS:
                 self.listens = False
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # real: it ends waiting, too
+                signal.pthread_kill(
+                    threading.main_thread().ident or 0, signal.SIGINT
+                )  # a real signal, which also interrupts a wait
 
 
-def _take(path: Path) -> bool:
-    """Whether the file is there; it is removed, so that it is obeyed once."""
+def _remove(path: Path) -> bool:
+    """Remove the file, so that it is obeyed once; return whether it existed."""
     try:
         path.unlink()
     except OSError:

@@ -1,103 +1,86 @@
-"""No run hangs for ever, and no process dies unnoticed: a thread in each process watches over all of them.
+"""Ends a run that hangs or has lost a process: a thread in each process watches over all of them.
 
 While one process waits for its disk, all others wait for it in a collective, and nothing says which one it is. So each
-process counts what it does (a batch asked for, a batch there, an update, a checkpoint), and its thread lays count and
-words into the process group's store every few seconds. Then
+process counts its steps (a batch requested, a batch received, an update, a checkpoint), and every few seconds its
+thread publishes the count, and words for it, in the process group's store. Then
 
-* a process whose count stands still for --hang-timeout-seconds (until the first update: --start-timeout-seconds, for
-  downloads and compilation take long) ends the run. All processes write the stacks of all
-  their threads to RUN/hang/rank-K.txt, and the slow one is named: it does not answer at all, or has counted least;
-* a process that has not been heard of for 45 s was killed, or its node is lost: the others end;
+* a process whose count does not change for --hang-timeout-seconds (until the first update: --start-timeout-seconds,
+  because downloads and compilation take long) ends the run. All processes write the stacks of all their threads to
+  RUN/hang/rank-K.txt, and the message names the slow process: it does not answer at all, or has the lowest count;
+* a process that has not been heard from for 45 s was killed, or its node is lost: the others end;
 * a process that fails says why, before it leaves. The others then end for that reason, not for "connection closed".
 
-The main process's thread looks at all others, theirs only at the main one's: the store is asked little. Time is counted
-in the thread's own ticks, so that a job that a cluster suspends and wakes again is none that hangs. A clock would go
-on: so collectives have no time-out of their own during the training, and `monitor` watches over the thread itself.
+The main process's thread checks all others, theirs check only the main one, so that the store gets few requests. Time
+is measured in the thread's own ticks: while a cluster suspends the job, the ticks stop, too, and the job does not count
+as hanging. A clock would go on. For the same reason collectives have no time-out of their own during training, and
+`monitor` watches over the thread itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from accelerate import Accelerator
-from torch import distributed
 
 from accel_train.errors import UserError, print_line
-from accel_train.launch.process import hostname, is_gone
-from accel_train.launch.rendezvous import collective_seconds, set_collective_timeout
+from accel_train.launch.process import has_ended, hostname
+from accel_train.launch.rendezvous import collective_seconds
+from accel_train.launch.torch_internals import set_collective_timeout
 from accel_train.records.directory import RunDirectory
 from accel_train.run.monitor import Monitor
+from accel_train.run.progress_store import End, Progress, ProgressStore
 from accel_train.run.stacks import Stacks
-from accel_train.run.stopping import Stopping
+from accel_train.run.stopping import StopRequests
 
 Batch = TypeVar("Batch")
 
-
 TICK_SECONDS = 2.0
-
-
-SILENT_SECONDS = 45.0  # not heard of for so long: dead. One that holds Python's lock for long is not.
-
-
+SILENT_SECONDS = 45.0  # without a sign of life: dead. Long enough for a process that holds Python's lock
 TERMINATION_SECONDS = 20.0  # launchers send SIGKILL 30 s after SIGTERM
-
-
-DUMP_SECONDS = 10.0  # for the others to write their stacks
-
-
-RELEASE_SECONDS = 5.0  # for the file system to take a deletion
-
-
-LEAVE_SECONDS = 20.0  # for a process to end by itself, once it is known that all have to
+STACKS_SECONDS = 10.0  # for the others to write their stacks
+RELEASE_SECONDS = 5.0  # for the file system to delete a file
+LEAVE_SECONDS = 20.0  # for a process to end by itself, once all know that they have to
 
 
 class Watchdog:
-    """A context manager around the training; the errors that pass through it are made known to all processes."""
+    """A context manager around the training. It makes errors that pass through it known to all processes."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         run: RunDirectory,
-        stopping: Stopping,
+        stop_requests: StopRequests,
         start_seconds: float,
         hang_seconds: float,
         agent: tuple[int, str] | None = None,
     ) -> None:
-        """How long nothing may happen: `start_seconds` until the first update, then `hang_seconds`; 0 is never.
-
-        `agent`: the launcher's process, see `launch.Launch`."""
-        self.run, self.stopping, self.start_seconds, self.hang_seconds = run, stopping, start_seconds, hang_seconds
-        self.agent = agent
+        """The run ends after `start_seconds` without a step before the first update, and `hang_seconds` later; 0 is
+        never. `agent`: the launcher's process, see `environment.Launch`."""
+        self.run, self.stop_requests, self.agent = run, stop_requests, agent
+        self.start_seconds, self.hang_seconds = start_seconds, hang_seconds
         self.rank: int = accelerator.process_index
         self.world_size: int = accelerator.num_processes
         self.tick = min([TICK_SECONDS, *(limit / 4 for limit in (start_seconds, hang_seconds) if limit)])
-        self._count, self._doing, self._update, self._advanced = 0, "begins", 0, False
+        self._count, self._activity, self._update, self._has_updated = 0, "begins", 0, False
         self._beat = 0
-        self._heard: dict[int, tuple[int, int]] = {}  # rank: its last beat, and ours when it came
+        self._last_heard: dict[int, tuple[int, int]] = {}  # rank: its last beat, and our beat when it came
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._store: Any = None
+        self._store: ProgressStore | None = None
 
     def __enter__(self) -> Watchdog:
         if self.world_size > 1:
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            # A connection of its own: on the group's, a collective's set-up may hold the lock for long.
-            store = distributed.distributed_c10d._get_default_store().clone()
-            self._store = distributed.distributed_c10d.PrefixStore(f"accel_train/watchdog/{attempt}", store)
-            self._store.set_timeout(timedelta(seconds=10))
-            # It goes by the clock, and would end a job that was suspended. From now on the threads end what hangs.
+            self._store = ProgressStore(self.rank, self.world_size)
+            # A time-out goes by the clock, and would end a job that was suspended. From now on the threads end a hang.
             set_collective_timeout(collective_seconds(0))
-            self._publish()  # so that one that hangs before its thread's first tick has a name, too
+            self._publish()  # so that a process that hangs before its first tick can be named, too
         self._stacks, self._monitor = Stacks(), Monitor()
         self._thread.start()
         return self
@@ -106,215 +89,200 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._failed(error)
+            self._announce_error(error)
         self._leaving.set()
         self._thread.join(5)
         self._monitor.close()
         with contextlib.suppress(RuntimeError):
-            self._publish(left=True)
+            self._publish(has_left=True)
 
-    def note(self, doing: str) -> None:
-        """This process has come one step further, and now does what `doing` says. Costs next to nothing."""
-        self._doing = doing
+    def heartbeat(self, activity: str) -> None:
+        """Count a step of this process. `activity`: what it does now, such as "saves a checkpoint". Nearly free."""
+        self._activity = activity
         self._count += 1
 
     def advance(self, update: int) -> None:
-        """`update` updates of the run are done."""
-        self._update, self._advanced = update, True
-        self.note("ends an update")
+        """Count the end of an update; `update` updates of the run are done."""
+        self._update, self._has_updated = update, True
+        self.heartbeat("ends an update")
 
-    def watched(self, batches: Iterable[Batch], doing: str) -> Iterator[Batch]:
-        """The same batches; waiting for each, and working on it, is noted. `doing`: what for, such as "training"."""
+    def monitored(self, batches: Iterable[Batch], purpose: str) -> Iterator[Batch]:
+        """The same batches, with a heartbeat before and after each is fetched. `purpose`: such as "training"."""
         iterator = iter(batches)
         while True:
-            self.note(f"waits for a batch for {doing}")
+            self.heartbeat(f"waits for a batch for {purpose}")
             try:
                 batch = next(iterator)
             except StopIteration:
-                self.note(f"has come to the end of the batches for {doing}")
+                self.heartbeat(f"has come to the end of the batches for {purpose}")
                 return
-            self.note(f"works on a batch for {doing}")
+            self.heartbeat(f"works on a batch for {purpose}")
             yield batch
 
-    # What follows runs in the thread.
+    # The following methods run in the thread.
 
     def _watch(self) -> None:
-        seen = (-1, 0)  # the last count, and the beat when it came
+        last_count, beat_of_count = -1, 0  # the last count, and the beat when it came
         unreachable = 0
         while not self._leaving.wait(self.tick):
             self._beat += 1
-            if self.agent is not None and is_gone(*self.agent):
-                # Nobody would end us any more. Nothing of the run is broken: save, as if the launcher had handed on
-                # a signal. Where its store is gone too, the look at the others below ends what takes too long.
+            if self.agent is not None and has_ended(*self.agent):
+                # Nobody would end this process any more. The run itself is intact: save, as if the launcher had passed
+                # on a signal. If its store is gone, too, the check of the others below ends what takes too long.
                 self.agent = None
-                self.stopping.reason = self.stopping.reason or "the launcher's death"
-            if seen[0] != self._count:
-                seen = (self._count, self._beat)
-            idle = (self._beat - seen[1]) * self.tick
+                self.stop_requests.reason = self.stop_requests.reason or "the launcher's death"
+            if last_count != self._count:
+                last_count, beat_of_count = self._count, self._beat
+            idle = (self._beat - beat_of_count) * self.tick
             limit, option = (
                 (self.hang_seconds, "--hang-timeout-seconds")
-                if self._advanced
+                if self._has_updated
                 else (self.start_seconds, "--start-timeout-seconds")
             )
             self._monitor.expect(limit + 60 if limit else 0)
             try:
-                self._look()
+                self._check_others()
                 unreachable = 0
             except RuntimeError:  # the store's errors
                 unreachable += 1
                 if unreachable * self.tick >= SILENT_SECONDS:
-                    self._end("The process or launcher that holds the store, on rank 0's host, does not answer.")
-            if self.world_size > 1 and self.stopping.reason == "SIGTERM" and idle >= TERMINATION_SECONDS:
-                # So a launcher ends the others of a process that died, and we may be killed before we know of it.
-                self.run.fail(f"SIGTERM came, and no step ended in {idle:.0f} s: has another process died? See the log")
+                    self._end_run("Lost contact with the rendezvous store on rank 0's host.")
+            if self.world_size > 1 and self.stop_requests.reason == "SIGTERM" and idle >= TERMINATION_SECONDS:
+                # This is how a launcher ends the others when a process has died, and SIGKILL may follow before this
+                # process knows of the death.
+                self.run.fail(
+                    f"SIGTERM came, and no step ended within {idle:.0f} s. Has another process died? See the log."
+                )
             if limit and idle >= limit:
-                self._end(f"No progress for {idle:.0f} s ({option}).")
+                self._end_run(f"No progress for {idle:.0f} s ({option}).")
 
-    def _publish(self, *, left: bool = False) -> None:
+    def _publish(self, *, has_left: bool = False) -> None:
         if self._store is not None:
-            state = [self._beat, self._count, self._update, self._doing, hostname(), left]
-            self._store.set(f"rank/{self.rank}", json.dumps(state))
+            progress = Progress(self._beat, self._count, self._update, self._activity, hostname(), has_left)
+            self._store.publish(progress)
 
-    def _look(self) -> None:
-        """Tell the others, and look at them: at all from the main process, else at the main process."""
+    def _check_others(self) -> None:
+        """Publish the progress of this process, and check the others': all from the main process, else the main one."""
         if self._store is None:
             return
         self._publish()
-        if self._store.check(["end"]):
-            reason = json.loads(self._store.get("end"))
-            if reason["rank"] != self.rank:
-                self._follow(reason)
-        silent = [rank for rank in (range(1, self.world_size) if self.rank == 0 else [0]) if self._is_silent(rank)]
+        end = self._store.end()
+        if end is not None and end.rank != self.rank:
+            self._follow(end)
+        ranks = self._store.others if self.rank == 0 else [0]
+        silent = [rank for rank in ranks if self._is_silent(self._store, rank)]
         if silent:
-            self._end(f"Not heard of for {SILENT_SECONDS:.0f} s: {self._names(silent)}.")
+            self._end_run(f"Not heard from for {SILENT_SECONDS:.0f} s: {self._store.describe(silent)}.")
 
-    def _is_silent(self, rank: int) -> bool:
-        if not self._store.check([f"rank/{rank}"]):
+    def _is_silent(self, store: ProgressStore, rank: int) -> bool:
+        progress = store.progress(rank)
+        if progress is None:
             return False  # it has not begun
-        beat, *_, left = json.loads(self._store.get(f"rank/{rank}"))
-        if left or rank not in self._heard or self._heard[rank][0] != beat:
-            self._heard[rank] = (beat, self._beat)
-        return not left and (self._beat - self._heard[rank][1]) * self.tick >= SILENT_SECONDS
+        if progress.has_left or rank not in self._last_heard or self._last_heard[rank][0] != progress.beat:
+            self._last_heard[rank] = (progress.beat, self._beat)
+        return not progress.has_left and (self._beat - self._last_heard[rank][1]) * self.tick >= SILENT_SECONDS
 
-    def _end(self, text: str) -> NoReturn:
-        """End the run: all processes write their stacks, one of them speaks."""
+    def _end_run(self, text: str) -> NoReturn:
+        """End the run: all processes write their stacks, and the first that ends the run prints the message."""
         try:
-            if self._claim(text, dump=True) != self.rank:
-                self._follow(json.loads(self._store.get("end")))
-            self._dump(text)
-            text += self._slow()
+            end = self._announce(text, with_stacks=True)
+            if end.rank != self.rank:
+                self._follow(end)
+            self._write_stacks(text)
+            text += self._name_slowest()
         except RuntimeError:
-            self._dump(text)
+            self._write_stacks(text)
         self.run.fail(text)
         text += f" The stacks of all threads are in {self.run.path / 'hang'}."
         print_line(f"accel-train: error: {text}", sys.__stderr__)
         with contextlib.suppress(RuntimeError):
-            self._publish_ended()
+            if self._store is not None:
+                self._store.finish_end()
         self._leave()
 
-    def _follow(self, reason: dict[str, Any]) -> NoReturn:
-        """Another process ends the run. One that failed gives us time to find that out, too, and to end by it."""
-        if reason["dump"]:
-            self._dump(reason["text"])
+    def _follow(self, end: End) -> NoReturn:
+        """End this process because another one ends the run.
+
+        If the other has failed, this process gets time to notice the consequence and end by an error of its own.
+        """
+        if end.with_stacks:
+            self._write_stacks(end.text)
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"dumped/{self.rank}", "")
-                self._store.wait(["ended"], timedelta(seconds=2 * DUMP_SECONDS))
+                if self._store is not None:
+                    self._store.report_stacks(2 * STACKS_SECONDS)
         else:
             self._leaving.wait(LEAVE_SECONDS)
             if self._leaving.is_set():
                 sys.exit()  # of this thread only
         self._leave()
 
-    def _claim(self, text: str, *, dump: bool) -> int:
-        """Say why the run ends, if nobody has yet; returns the rank whose reason counts."""
+    def _announce(self, text: str, *, with_stacks: bool) -> End:
+        """Announce why the run ends, unless another process has done so; returns the announcement that counts."""
         if self._store is None:
-            return self.rank
-        reason = json.dumps({"rank": self.rank, "text": text, "dump": dump})
-        return int(json.loads(self._store.compare_set("end", "", reason))["rank"])
+            return End(self.rank, text, with_stacks)
+        return self._store.announce_end(text, with_stacks=with_stacks)
 
-    def _publish_ended(self) -> None:
-        if self._store is not None:
-            self._store.set("ended", "")
-
-    def _slow(self) -> str:
-        """Once all have had the time to write their stacks: which process is the slow one, in words."""
-        if self._store is None:
-            return f" It {self._doing}, after update {self._update}."
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        deadline = time.monotonic() + DUMP_SECONDS
-        while not (all_there := self._store.check([f"dumped/{rank}" for rank in others])):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-        if not all_there:
-            mute = [rank for rank in others if not self._store.check([f"dumped/{rank}"])]
-            return f" The slow one: {self._names(mute)}; no answer (stopped, killed, or its node is lost)."
-        counts = {rank: json.loads(self._store.get(f"rank/{rank}"))[1] for rank in others} | {self.rank: self._count}
+    def _name_slowest(self) -> str:
+        """A sentence that names the slow process, once all have had the time to write their stacks."""
+        store = self._store
+        if store is None:
+            return f" It {self._activity}, after update {self._update}."
+        silent = store.wait_for_stacks(STACKS_SECONDS)
+        if silent:
+            return f" The slow one: {store.describe(silent)}; no answer (stopped, killed, or its node is lost)."
+        published = {rank: store.progress(rank) for rank in store.others}
+        counts = {rank: progress.steps for rank, progress in published.items() if progress} | {self.rank: self._count}
         slow = [rank for rank, count in counts.items() if count == min(counts.values())]
         if len(slow) == self.world_size:
-            return f" All processes stand at the same place: {self._names([self.rank])}."
-        return f" The slow one: {self._names(slow)}."
+            return f" All processes are at the same place: {store.describe([self.rank])}."
+        return f" The slow one: {store.describe(slow)}."
 
-    def _names(self, ranks: list[int]) -> str:
-        names = []
-        for rank in ranks[:4]:
-            if not self._store.check([f"rank/{rank}"]):
-                names.append(f"rank {rank}, which has not begun to train")
-                continue
-            _, _, update, doing, host, _ = json.loads(self._store.get(f"rank/{rank}"))
-            names.append(f"rank {rank} on {host}, which {doing}, after update {update}")
-        return "; ".join(names) + (f"; and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-
-    def _dump(self, text: str) -> None:
-        """The stacks of all threads of this process and of its data workers, into the run's folder."""
+    def _write_stacks(self, text: str) -> None:
+        """Write the stacks of all threads of this process and of its data workers into the run's folder."""
         if not self.run.lease.holds(fresh=True):
             return
-        who = f"rank {self.rank} on {hostname()}, process {os.getpid()}: {self._doing}, after update {self._update}"
-        self._stacks.write(self.run.path / "hang" / f"rank-{self.rank}.txt", f"{text}\n{who}")
+        name = f"rank {self.rank} on {hostname()}, process {os.getpid()}: {self._activity}, after update {self._update}"
+        self._stacks.write(self.run.path / "hang" / f"rank-{self.rank}.txt", f"{text}\n{name}")
 
     def _leave(self) -> NoReturn:
-        """End this process at once, whatever its main thread waits for. A worker that is stuck would outlive it."""
-        for worker in multiprocessing.active_children():
+        """End this process at once, whatever its main thread waits for."""
+        for worker in multiprocessing.active_children():  # a worker that hangs would outlive this process
             worker.kill()
         self.run.lease.release_within(RELEASE_SECONDS)
         os._exit(1)
 
-    # And this in the main thread.
+    # The following methods run in the main thread.
 
-    def _failed(self, error: BaseException) -> None:
-        """Make an error known; raises another one if it is the consequence of an earlier one elsewhere."""
+    def _announce_error(self, error: BaseException) -> None:
+        """Make an error known to all; raises another one if it is the consequence of an earlier error elsewhere."""
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        text = text if self.world_size == 1 or _everywhere(error) else f"rank {self.rank} on {hostname()}: {text}"
+        if self.world_size > 1 and not (isinstance(error, UserError) and error.every_process):
+            text = f"rank {self.rank} on {hostname()}: {text}"
         if isinstance(error, KeyboardInterrupt):
             text = "Ctrl-C twice: stopped at once, without a checkpoint"
-        first, gone = self.rank, ""
+        first, lost = self.rank, ""
         with contextlib.suppress(RuntimeError):
-            if self._store is not None and isinstance(error, RuntimeError) and not self._store.check(["end"]):
-                gone = self._gone()
-            first = self._claim(gone or text, dump=False)
-            text = gone or text if first == self.rank else json.loads(self._store.get("end"))["text"]
+            if self._store is not None and isinstance(error, RuntimeError) and self._store.end() is None:
+                lost = self._find_lost(self._store)
+            end = self._announce(lost or text, with_stacks=False)
+            first, text = end.rank, end.text
         if self.rank in (0, first):
             self.run.fail(text)
-        if first != self.rank and isinstance(error, RuntimeError):  # of all of these only the main process speaks
+        if first != self.rank and isinstance(error, RuntimeError):  # of these processes only the main one prints it
             raise UserError(f"Rank {self.rank} ends with rank {first}, which says: {text}") from error
-        if gone:
-            raise UserError(gone, every_process=False) from error
+        if lost:
+            raise UserError(lost, every_process=False) from error
 
-    def _gone(self) -> str:
-        """After a failed collective: who is not heard of any more, in words, or ""."""
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+    def _find_lost(self, store: ProgressStore) -> str:
+        """After a failed collective: a message that names the processes without a sign of life, or ""."""
 
         def beats() -> dict[int, int]:
-            states = {rank: json.loads(self._store.get(f"rank/{rank}")) for rank in others}
-            return {rank: state[0] for rank, state in states.items() if not state[-1]}
+            published = {rank: store.progress(rank) for rank in store.others}
+            return {rank: progress.beat for rank, progress in published.items() if progress and not progress.has_left}
 
         before = beats()
-        if self._leaving.wait(3 * self.tick) or self._store.check(["end"]):
+        if self._leaving.wait(3 * self.tick) or store.end() is not None:
             return ""
         after = beats()
-        gone = [rank for rank in before if after.get(rank) == before[rank]]
-        return f"A process was killed, or its node is lost: {self._names(gone)}" if gone else ""
-
-
-def _everywhere(error: BaseException) -> bool:
-    return isinstance(error, UserError) and error.every_process
+        lost = [rank for rank in before if after.get(rank) == before[rank]]
+        return f"A process was killed, or its node is lost: {store.describe(lost)}" if lost else ""

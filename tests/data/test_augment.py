@@ -1,6 +1,7 @@
 """Augmentation is a function of each sample's key, equal to a plain implementation for one image."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
 from accel_train.data.order.keyed import hashed, key, uniform
-from accel_train.data.transforms.batch import BatchTransform, Stream, beta_quantiles
+from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.transforms.parameters import Stream, beta_quantiles
 
 MEAN, STD = (0.2, 0.5, 0.7), (0.3, 0.25, 0.1)
 CLASSES = 5
@@ -39,9 +41,10 @@ def created(
     grey: bool = False,
     layout: torch.memory_format = torch.contiguous_format,
     **augment: object,
-) -> BatchTransform:
-    """`grey`: for images of one channel, whose pixels only become float32."""
-    return BatchTransform(
+) -> Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]:
+    """What a loader and a BatchTransform make of a batch. `grey`: for images of one channel, whose pixels only become
+    float32."""
+    transform = BatchTransform(
         Augment(**augment),
         size=size,
         mean=(0.0,) if grey else MEAN,
@@ -52,6 +55,13 @@ def created(
         device=torch.device("cpu"),
         memory_format=layout,
     )
+
+    def drawn_and_transformed(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if transform.draws is not None:
+            batch = {**batch, "parameters": transform.draws(batch["keys"], batch["weights"])}
+        return transform(batch)
+
+    return drawn_and_transformed
 
 
 def normalised(image: np.ndarray) -> np.ndarray:

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
 import time
 from dataclasses import replace
@@ -160,7 +158,7 @@ class TestReading:
             order.seek(3, update * batch_size)
             loader = create_loader(
                 source, order, Augment(crop="resized", flip=0.5), training=True, size=24, seed=5, workers=workers,
-                local_processes=1, device=torch.device("cpu"),
+                device=torch.device("cpu"),
             )  # fmt: skip
             found = {}
             for batch in loader:
@@ -325,14 +323,15 @@ class TestWriting:
             "from accel_train.cli import main; sys.exit(main(sys.argv[1:]))\n"
         )
         words = ["cache-data", "folder", "--root", folder.root, "--output", output, "--short-side", 32]
-        line = [sys.executable, "-c", script, *map(str, words), "--processes", "1"]
-        popen = subprocess.Popen(line, env=helpers.environment(), stdout=subprocess.DEVNULL)
+        with Path(os.devnull).open("wb") as nothing, (output.parent / "errors").open("wb") as errors:
+            line = ("-c", script, *words, "--processes", 1)
+            popen = helpers.forked(line, 1, helpers.environment(), nothing, errors)
         journal = output.with_name(f".{output.name}.journal")
         deadline = time.monotonic() + 60
         while not journal.exists() or journal.read_text().count("\n") < 6:
             assert popen.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
-        os.kill(popen.pid, signal.SIGKILL)
+        popen.send_signal(signal.SIGKILL)
         popen.wait()
         assert not output.exists()
         return journal
@@ -395,8 +394,7 @@ class TestWriting:
 def test_trained_from_a_cache_by_the_command_line(original: Path, tmp_path: Path) -> None:
     cached, run = tmp_path / "pets.cache", tmp_path / "run"
     words = ["cache-data", "folder", "--root", str(original), "--output", str(cached), "--short-side", "40"]
-    line = [sys.executable, "-m", "accel_train", *words, "--encoding", "raw", "--processes", "2"]
-    done = subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, timeout=100)
+    done = helpers.python("-m", "accel_train", *words, "--encoding", "raw", "--processes", 2)
     assert done.returncode == 0, done.stderr
     assert f"accel-train train RECIPE --data.name cache --data.root {cached}" in done.stdout
     options = (
@@ -422,6 +420,5 @@ def test_wrong_words_on_the_command_line(tmp_path: Path) -> None:
         (["folder", "--output", "x", "--encoding", "png"], "--encoding: expected one of raw, jpeg"),
         (["folder", "--output", "x", "--root", str(tmp_path / "none")], "is not there"),
     ):
-        line = [sys.executable, "-m", "accel_train", "cache-data", *words]
-        done = subprocess.run(line, env=helpers.environment(), capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        done = helpers.python("-m", "accel_train", "cache-data", *words, cwd=tmp_path)
         assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1

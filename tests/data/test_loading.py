@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Augment, Data
-from accel_train.data import loading
 from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationOrder, TrainingOrder
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
+from accel_train.launch.process import share_of_cores
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def splits(tmp_path: Path) -> Splits:
     return load_splits(Data(name="folder", root=tmp_path / "tree"), 0)
 
 
-def loader(splits: Splits, *, training: bool, workers: int | None, device: str = "cpu", local_processes: int = 1):
+def loader(splits: Splits, *, training: bool, workers: int | None, device: str = "cpu", cores: int = 1):
     order = TrainingOrder(Plan(8, 4, 1, 1), 0) if training else EvaluationOrder(8, 4)
     return create_loader(
         splits.train, order, Augment(), training=training, size=16, seed=0, workers=workers,
-        local_processes=local_processes, device=torch.device(device),
+        cores=cores, device=torch.device(device),
     )  # fmt: skip
 
 
@@ -44,10 +44,22 @@ def test_training_keeps_its_workers_and_an_evaluation_ends_its_own(splits: Split
     assert multiprocessing.active_children() == [kept]
 
 
-def test_a_core_is_left_for_the_thread_that_drives_a_gpu(splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "available_cores", lambda: 16)
+def test_a_core_is_left_for_the_thread_that_drives_a_gpu(splits: Splits) -> None:
     found = [
-        loader(splits, training=True, workers=None, device=device, local_processes=processes).num_workers
-        for device, processes in (("cpu", 1), ("cuda", 1), ("cuda", 4), ("cuda", 16))
+        loader(splits, training=True, workers=None, device=device, cores=cores).num_workers
+        for device, cores in (("cpu", 4), ("cuda", 4), ("cuda", 1))
     ]
-    assert found == [16, 15, 3, 1]
+    assert found == [4, 3, 1]
+
+
+def test_cores_are_divided_among_those_that_may_use_them() -> None:
+    """Not among processes that are bound to cores of their own, as by srun --cpu-bind."""
+    every = set(range(16))
+    assert share_of_cores(every, [every]) == 16
+    assert share_of_cores(every, [every] * 4) == 4
+    assert share_of_cores(every, [every] * 3) == 5
+    assert share_of_cores(every, [every] * 32) == 1
+    bound = [{4 * rank + core for core in range(4)} for rank in range(4)]
+    assert share_of_cores(bound[1], bound) == 4
+    sockets = [set(range(8)), set(range(8)), set(range(8, 16))]
+    assert [share_of_cores(each, sockets) for each in sockets] == [4, 4, 8]

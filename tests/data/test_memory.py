@@ -260,7 +260,7 @@ def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> 
         "source = load_splits(Data(), 0).train\n"
         "order = TrainingOrder(Plan(len(source), 32, 1, 1), 0)\n"
         "loader = create_loader(source, order, Augment(policy='trivialaugment'), training=True, size=8, seed=0,\n"
-        "                       workers=2, local_processes=1, device=torch.device('cpu'))\n"
+        "                       workers=2, device=torch.device('cpu'))\n"
         "batches = iter(loader)\n"
         "next(batches)\n"
         "import builtins; builtins.kept = batches  # outlives this module\n"

@@ -224,7 +224,7 @@ class TestLoader:
         order = TrainingOrder(Plan(len(source), batch_size, 1, 1), 5)
         order.seek(3, update * batch_size)
         cpu = torch.device("cpu")
-        options = {"size": 8, "seed": 5, "workers": workers, "local_processes": 1, "device": cpu}
+        options = {"size": 8, "seed": 5, "workers": workers, "device": cpu}
         loader = create_loader(source, order, augment, training=True, **options)
         found = {}
         for batch in loader:
@@ -248,7 +248,7 @@ class TestLoader:
         source = load_splits(Data(train_limit=40), 0).train
         order = TrainingOrder(Plan(40, 20, 1, 1), 5)
         augment, cpu = Augment(policy="trivialaugment"), torch.device("cpu")
-        options = {"size": 8, "seed": 5, "workers": 1, "local_processes": 1, "device": cpu}
+        options = {"size": 8, "seed": 5, "workers": 1, "device": cpu}
         loader = create_loader(source, order, augment, training=True, **options)
         epochs = []
         for epoch in (3, 4, 3):
@@ -262,7 +262,7 @@ class TestLoader:
         source = load_splits(Data(train_limit=40), 0).train
         order, cpu = TrainingOrder(Plan(40, 40, 1, 1), 5), torch.device("cpu")
         augment = Augment(policy="randaugment", randaugment_ops=1, randaugment_magnitude=0)  # next to nothing
-        options = {"size": 8, "seed": 5, "workers": 0, "local_processes": 1, "device": cpu}
+        options = {"size": 8, "seed": 5, "workers": 0, "device": cpu}
         loader = create_loader(source, order, augment, training=True, **options)
         (batch,) = list(loader)
         plain = source.fetch(batch["ids"].tolist())

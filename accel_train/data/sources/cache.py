@@ -30,11 +30,11 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, SEMANTICS
-from accel_train.data.sources.encoded import EncodedImages, Names
+from accel_train.data.sources.encoded import EncodedImages, Names, Shared
 from accel_train.data.sources.images import Picture
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
-from accel_train.untrusted import is_count, is_number, require_ordinary
+from accel_train.untrusted import is_count, is_number, require_regular_file
 
 MAGIC = b"ACTRAIN1"
 FOOTER = struct.Struct("<8sQQ32s")  # magic, offset of the index, its length, its SHA-256
@@ -68,7 +68,7 @@ class CacheFile:
         self.path = path
         self._map: mmap.mmap | None = None
         try:
-            require_ordinary(path, follow=True)
+            require_regular_file(path, follow=True)
             with path.open("rb") as file:
                 self.bytes = file.seek(0, io.SEEK_END)
                 file.seek(max(0, self.bytes - FOOTER.size))
@@ -82,6 +82,7 @@ class CacheFile:
             with np.load(io.BytesIO(index), allow_pickle=False) as arrays:
                 described: dict[str, Any] = json.loads(arrays["description"].tobytes())
                 self.columns: dict[str, npt.NDArray[Any]] = {name: arrays[name] for name in COLUMNS}
+                self._shared = {name: Shared(column) for name, column in self.columns.items()}
                 text, ends = arrays["names"], arrays["name_ends"]
                 self.names = Names.of(text, ends)
             for name in ("classes", "mean", "std"):
@@ -102,7 +103,11 @@ class CacheFile:
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_map": None}
+        return {**self.__dict__, "_map": None, "columns": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.columns = {name: column.array for name, column in self._shared.items()}
 
     def at(self, number: int) -> memoryview:
         """The bytes of an image, in the file's own memory. Raises OSError."""

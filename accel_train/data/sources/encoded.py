@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,24 +82,53 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
+class Shared:
+    """An array that a process has in common with its data workers: pickled for one, it becomes a tensor, and these
+    travel as shared memory. A copy each would take its time, and memory."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        """`array` must be one that can be written to, though nobody does."""
+        self.array = array
+        self._tensor: torch.Tensor | None = None
+
+    def __getstate__(self) -> torch.Tensor:
+        if self._tensor is None:  # the same for all workers: it moves to shared memory with the first
+            self._tensor = torch.from_numpy(self.array)
+        return self._tensor
+
+    def __setstate__(self, tensor: torch.Tensor) -> None:
+        self.array, self._tensor = tensor.numpy(), tensor
+
+
 class Names:
     """Many strings in two arrays: a list of a million would be copied, in time, into each worker."""
 
     def __init__(self, names: Sequence[str]) -> None:
         encoded = [name.encode(errors="surrogateescape") for name in names]
-        self.text = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-        self.ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self._text = Shared(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8))
+        self._ends = Shared(np.cumsum([len(name) for name in encoded], dtype=np.int64))
 
     @classmethod
     def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> Names:
         """Of the two arrays."""
         names = cls([])
-        names.text, names.ends = text, ends
+        names._text, names._ends = Shared(text), Shared(ends)
         return names
 
+    @property
+    def text(self) -> npt.NDArray[np.uint8]:
+        """All of them, one behind the other."""
+        return self._text.array
+
+    @property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Where each one ends."""
+        return self._ends.array
+
     def __getitem__(self, id: int) -> str:
-        start = self.ends[id - 1] if id else 0
-        return self.text[start : self.ends[id]].tobytes().decode(errors="surrogateescape")
+        text, ends = self.text, self.ends
+        start = ends[id - 1] if id else 0
+        return text[start : ends[id]].tobytes().decode(errors="surrogateescape")
 
 
 def file_state(path: Path) -> str:

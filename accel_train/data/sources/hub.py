@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -49,6 +50,18 @@ class Streamed:
         self.label, self.images, self.labels = label, images, labels
         self.one_size = len({image.shape for image in images}) == 1
         self.in_memory = self.one_size  # else each has yet to be brought to the model's size
+        self._joined: torch.Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._joined is None:  # for the workers: each tensor would need a file descriptor on its way
+            self._joined = torch.cat([image.flatten() for image in self.images])
+        return {**self.__dict__, "images": [tuple(image.shape) for image in self.images]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        assert self._joined is not None
+        pieces = torch.split(self._joined, [math.prod(shape) for shape in state["images"]])
+        self.images = [piece.view(shape) for piece, shape in zip(pieces, state["images"], strict=True)]
 
     def __len__(self) -> int:
         return len(self.images)

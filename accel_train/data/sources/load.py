@@ -9,6 +9,8 @@ from accel_train.errors import UserError, nearest
 __all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits"]
 
 ARRAYS = ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")
+IN_MEMORY = ("digits", *ARRAYS, "synthetic")
+"""Those whose images need no workers, unless each is augmented by itself."""
 NAMES = ("digits", *ARRAYS, "folder", "cache", "synthetic", "tar", "wds")
 PREFIXES = ("hfds/", "hfids/", "wds/", "tfds/", "torch/")
 

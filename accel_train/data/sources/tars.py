@@ -22,13 +22,13 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
-from accel_train.data.sources.encoded import EncodedImages, Names, file_state
+from accel_train.data.sources.encoded import EncodedImages, Names, Shared, file_state
 from accel_train.data.sources.find import is_image
 from accel_train.data.sources.folder import arrange, ignored_text
 from accel_train.data.sources.images import normalisation
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
-from accel_train.untrusted import require_ordinary
+from accel_train.untrusted import require_regular_file
 
 DEEPEST = 4
 """Tar files inside one another that are read; ImageNet's have two."""
@@ -65,10 +65,11 @@ class TarImages(EncodedImages):
         self.root, self.tars = root, sorted({member.tar for member in members})
         number = {tar: i for i, tar in enumerate(self.tars)}
         self.names = Names([member.name for member in members])
-        self.places = np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3)
+        places = np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3)
+        self.places = Shared(places)
 
     def read(self, id: int) -> bytes:
-        tar, offset, size = map(int, self.places[id])
+        tar, offset, size = map(int, self.places.array[id])
         with (self.root / self.tars[tar]).open("rb", buffering=0) as file:
             file.seek(offset)
             data = file.read(size)
@@ -77,7 +78,7 @@ class TarImages(EncodedImages):
         return data
 
     def name(self, id: int) -> str:
-        tar = self.tars[int(self.places[id, 0])]
+        tar = self.tars[int(self.places.array[id, 0])]
         return "/".join(part for part in (str(self.root), tar, self.names[id]) if part)
 
     def states(self) -> Iterable[str]:
@@ -110,7 +111,7 @@ def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
 
     path = root / tar
     try:
-        size = require_ordinary(path, follow=True).st_size
+        size = require_regular_file(path, follow=True).st_size
         with tarfile.open(path, mode="r:") as archive:
             for member, content in walk(archive, 0, "", 0):
                 if member.offset + member.size > size:

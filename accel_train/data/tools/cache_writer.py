@@ -33,7 +33,7 @@ from accel_train.data.tools.check import write_list
 from accel_train.data.tools.chunk import Chunk, encode
 from accel_train.data.tools.pool import Job, Shown, in_processes, jobs_of
 from accel_train.errors import UserError
-from accel_train.files import flush, write_whole
+from accel_train.files import atomic_write, fsync
 
 SYNC_SECONDS = 10.0  # what a kill may cost
 
@@ -126,7 +126,7 @@ def _write(
     _finish(partial, chunks, sources, data.root, described, listed)
     _verify(partial)
     partial.replace(output)
-    flush(output.parent)
+    fsync(output.parent)
     journal.unlink()
     cached = CacheFile(output)
     count = int((cached.columns["sizes"] > 0).sum())
@@ -176,7 +176,7 @@ def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> 
     else:
         console.print(f"going on after {sum(len(chunk.sizes) for chunk in chunks)} images")
     kept = "".join(_line(chunk) for chunk in chunks)
-    write_whole(journal, f"{fingerprint}\n{kept}")
+    atomic_write(journal, f"{fingerprint}\n{kept}")
     return chunks
 
 

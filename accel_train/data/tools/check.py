@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import tempfile
 from dataclasses import replace
@@ -15,6 +14,7 @@ from accel_train.data.sources.encoded import EncodedImages
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.tools.pool import Shown, in_processes, jobs_of
 from accel_train.errors import UserError
+from accel_train.files import atomic_write
 
 SHOWN = 10  # unreadable images that are printed with their reason
 
@@ -72,7 +72,7 @@ def unreadable(source: Source, first: int, last: int) -> tuple[int, list[Unreada
 def write_list(output: Path, data: Data, found: list[Unreadable], console: Console) -> None:
     """Write the sorted names of unreadable images, relative to data.root, one a line; print the first ones."""
     found.sort()
-    _write(output, [name.removeprefix(f"{data.root}/") for name, _ in found])
+    atomic_write(output, "".join(f"{name.removeprefix(f'{data.root}/')}\n" for name, _ in found))
     for name, why in found[:SHOWN]:
         console.print(f"  {name}: {why}")
     if len(found) > SHOWN:
@@ -91,15 +91,3 @@ def _prepare(output: Path) -> None:
         raise UserError(
             f"the list {output} cannot be written ({error.strerror or error}): choose another place."
         ) from error
-
-
-def _write(output: Path, paths: list[str]) -> None:
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8", errors="surrogateescape") as file:
-            file.writelines(f"{path}\n" for path in paths)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from accel_train.config.schema import Augment
 from accel_train.data.order.keyed import uniform, uniforms
 from accel_train.data.sources.images import Picture
-from accel_train.data.transforms.batch import Stream
+from accel_train.data.transforms.parameters import Stream
 
 TRIES = 10  # boxes that are drawn until one lies inside the image, as torchvision does
 

@@ -1,0 +1,92 @@
+"""Which checkpoint a start resumes from: the newest complete one of its run, or the one that --resume names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from accel_train.checkpoint.directory import (
+    BrokenError,
+    checkpoint_path,
+    list_updates,
+    quarantine,
+    remove_leftovers,
+)
+from accel_train.checkpoint.format import Snapshot, read_checkpoint, verify_checkpoint
+from accel_train.errors import UserError
+from accel_train.untrusted import NotRegularFileError, read_regular_file
+
+
+def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path, Snapshot] | None:
+    """The checkpoint to restore and its contents, or None for a new run. For the owner of the run, on one process.
+
+    `folder`: the run's checkpoints, from which leftovers of a killed run are removed. `resume`: see
+    `Checkpoints.restore`. What the user should know is appended to `notes`. Raises UserError and OSError.
+    """
+    remove_leftovers(folder)
+    if resume == "never" and list_updates(folder):
+        raise UserError(f"{folder} has checkpoints, and --resume is never. Give another --output-dir.")
+    own = _newest_of_this_run(folder, notes)
+    if resume == "must" and own is None:
+        raise UserError(f"{folder} has no complete checkpoint, and --resume is must.")
+    if resume in ("auto", "must", "never"):
+        return own
+    requested, resolved = Path(resume), folder.resolve()
+    if own is None:
+        return _read_requested(requested)
+    if requested.resolve().parent == resolved and requested.resolve() != own[0].resolve():
+        raise UserError(
+            f"{requested} is not the newest checkpoint of this run: {own[0].name} is. "
+            "To resume from an older one, give a new --output-dir."
+        )
+    if resolved not in (requested.resolve(), requested.resolve().parent, requested.resolve() / "checkpoints"):
+        notes.append(f"this run has checkpoints of its own: {requested}, from which it started, is not used")
+    return own
+
+
+def find_newest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint in a run's directory (or in its folder of checkpoints), or None.
+
+    Changes nothing on the disk. Raises OSError if the folder or a checkpoint cannot be read.
+    """
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    for update in reversed(list_updates(folder)):
+        path = checkpoint_path(folder, update)
+        try:
+            verify_checkpoint(path)
+        except BrokenError:
+            continue
+        return path
+    return None
+
+
+def epochs_done(checkpoint: Path) -> int | None:
+    """The number of epochs completed in a checkpoint; None if it is in the middle of an epoch, or broken."""
+    try:
+        train = json.loads(read_regular_file(checkpoint / "state.json"))["train"]
+        return None if train["epoch_count"] or train.get("epoch_samples") else int(train["epoch"])
+    except (FileNotFoundError, NotRegularFileError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def _newest_of_this_run(folder: Path, notes: list[str]) -> tuple[Path, Snapshot] | None:
+    """The newest complete checkpoint in `folder`; broken ones are renamed, which `notes` then says."""
+    for update in reversed(list_updates(folder)):
+        path = checkpoint_path(folder, update)
+        try:
+            return path, read_checkpoint(path)
+        except BrokenError as error:
+            renamed = quarantine(path)
+            notes.append(f"broken checkpoint: {error}; renamed to {renamed.name}, the previous one is used")
+    return None
+
+
+def _read_requested(path: Path) -> tuple[Path, Snapshot]:
+    """The checkpoint that --resume names: `path` itself, or the newest complete one of the run in `path`."""
+    checkpoint = path if path.name.startswith("update-") else find_newest_checkpoint(path)
+    if checkpoint is None:
+        raise UserError(f"--resume {path}: there is no complete checkpoint. Give the path of a checkpoint or a run.")
+    try:
+        return checkpoint, read_checkpoint(checkpoint)
+    except BrokenError as error:
+        raise UserError(f"--resume {path}: {error}. Give another checkpoint.") from None

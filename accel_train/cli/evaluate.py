@@ -1,0 +1,45 @@
+"""`accel-train evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from accel_train.cli.common import importing, not_a_run
+from accel_train.config.options import CommandOptions, parse_command
+from accel_train.launch.environment import prepare_environment
+
+
+@dataclass(frozen=True)
+class Evaluate(CommandOptions):
+    """Evaluate a run's model over every sample of a split, each exactly once, with the run's own configuration.
+
+    --data.KEY VALUE changes the data of the run: another folder, or a limit. With several processes: accelerate
+    launch … -m accel_train evaluate RUN. All figures, with those of each class, go to RUN/evaluation-SPLIT.json.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    split: Literal["test", "val", "train"] = "test"
+    """Split to evaluate; the training samples are not augmented."""
+    checkpoint: Path | None = None
+    """A checkpoint of the run, such as update-00001234; default: the final model, else the newest checkpoint."""
+
+    def mistakes(self) -> list[str]:
+        return not_a_run(self.run)
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Run `accel-train evaluate`; return the exit code."""
+    prog = "accel-train evaluate"
+    options, overrides = parse_command(Evaluate, arguments, prog, positional=("run",), others=("data.",))
+
+    launch = prepare_environment()  # before torch is imported, because torch reads some of these variables
+    with importing(str(options.run)):
+        from accel_train.analysis.evaluate_run import evaluate_run
+
+    return evaluate_run(launch, options.run, split=options.split, checkpoint=options.checkpoint, overrides=overrides)

@@ -1,0 +1,75 @@
+"""The values that each option may have, beyond its type: what can be checked without the data, the model or a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from accel_train.config.option_types import option_types
+from accel_train.config.schema import Config, value
+
+POSITIVE = (
+    "epochs", "batch-size", "micro-batch-size", "eval-batch-size", "eval-every-epochs", "log-every-updates",
+    "data.train-limit", "data.test-limit", "data.image-size", "data.train-images", "data.test-images",
+    "augment.resize", "augment.randaugment-ops", "model.image-size", "schedule.step-epochs", "checkpoint.every-epochs",
+    "checkpoint.every-updates", "checkpoint.keep", "checkpoint.milestone-epochs", "optim.clip", "optim.eps",
+    "rendezvous-timeout-seconds", "data.max-pixels",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "seed", "data.workers", "augment.pad", "augment.mixup", "augment.cutmix", "optim.lr", "optim.weight-decay",
+    "schedule.warmup-epochs", "schedule.warmup-lr", "schedule.min-lr", "schedule.patience-epochs",
+    "checkpoint.every-seconds", "schedule.power", "start-timeout-seconds", "hang-timeout-seconds",
+)  # fmt: skip
+FRACTIONS = (  # probabilities and fractions: 0 <= x <= 1
+    "augment.flip", "augment.erase", "augment.mix-probability", "optim.momentum", "optim.layer-decay",
+    "loss.label-smoothing", "ema.decay", "model.dropout", "model.drop-path", "schedule.decay",
+)  # fmt: skip
+BOUNDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
+    (POSITIVE, "a number greater than 0", lambda x: x > 0),
+    (NOT_NEGATIVE, "a number that is not negative", lambda x: x >= 0),
+    (FRACTIONS, "a number from 0 to 1", lambda x: 0 <= x <= 1),
+    (("data.val-fraction", "data.test-fraction"), "a number of at least 0 and below 1", lambda x: 0 <= x < 1),
+    (("augment.randaugment-magnitude",), "a number from 0 to 30", lambda x: 0 <= x <= 30),
+    (("data.channels",), "1 or 3", lambda x: x in (1, 3)),
+    (("data.classes",), "at least 2", lambda x: x >= 2),
+    (("augment.scale", "augment.ratio"), "two numbers, 0 < smallest <= largest", lambda x: 0 < x[0] <= x[1]),
+    (("augment.std",), "numbers greater than 0", lambda x: all(s > 0 for s in x)),
+    (
+        ("schedule.milestones",),
+        "positive epochs in increasing order",
+        lambda x: list(x) == sorted(set(x)) and min(x, default=1) > 0,
+    ),
+)
+"""(options, the values that are expected, in words, whether a value is one of them)."""
+
+
+def out_of_bounds(config: Config) -> dict[str, str]:
+    """Return the options whose values are out of bounds: key -> the expected value, in words."""
+    mistakes: dict[str, str] = {}
+    for keys, expected, is_within in BOUNDS:
+        for key in keys:
+            setting = value(config, key)
+            if setting is not None and not is_within(setting):
+                mistakes[key] = expected
+    for key in option_types():
+        setting = value(config, key)
+        numbers = setting if isinstance(setting, tuple) else (setting,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            mistakes.setdefault(key, "a finite number")
+    return mistakes
+
+
+def contradictions(config: Config) -> dict[str, str]:
+    """Return the options whose values do not fit those of other options: key -> the expected value, in words.
+
+    Each value must be within its own bounds.
+    """
+    mistakes: dict[str, str] = {}
+    if config.data.val_fraction + config.data.test_fraction >= 1:
+        mistakes["data.val-fraction"] = "val-fraction and test-fraction that leave something to train on"
+    if config.schedule.name == "multistep" and not config.schedule.milestones:
+        mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
+    if config.schedule.warmup_epochs > config.epochs:
+        mistakes["schedule.warmup-epochs"] = f"at most the {config.epochs} epochs of the run"
+    return mistakes

@@ -1,0 +1,144 @@
+"""The processes that load images: forked from a server, never from the trainer, and gone when it is."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.popen_forkserver import Popen
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from accel_train.data.sources.encoded import FileImages
+from accel_train.data.sources.hub import Streamed
+from accel_train.data.workers import BatchedSet
+
+TRAINER = """
+import sys
+from torch.utils.data import DataLoader, Dataset
+from accel_train.data import workers
+from accel_train.data.sources.synthetic import Synthetic
+if __name__ != "__main__":
+    open("imported-again", "w").close()
+from accel_train.config.schema import Data
+from accel_train.data.order.samplers import EvaluationOrder
+source = Synthetic(Data(image_size=8, channels=1, train_images=64), "train", 0, 64)
+loader = DataLoader(
+    workers.BatchedSet(source, None, 0), batch_sampler=EvaluationOrder(64, 8), collate_fn=workers.as_it_is,
+    num_workers=2, persistent_workers=True, worker_init_fn=workers.Beginning(),
+    multiprocessing_context=workers.WorkerContext(),
+)
+batches = iter(loader)
+next(batches)
+print("started", flush=True)
+sys.stdin.readline()
+print(sum(len(batch["ids"]) for batch in batches), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    (tmp_path / "random.py").write_text("raise SystemExit('a file of the user has the name of a module')")
+    package = Path(__file__).parents[2]
+    program = tmp_path / "bin" / "trainer.py"
+    program.parent.mkdir()
+    (tmp_path / "trainer.py").rename(program)
+    popen = subprocess.Popen(
+        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert popen.stdout is not None and popen.stdin is not None
+    try:
+        assert popen.stdout.readline() == "started\n"
+        yield popen
+    finally:
+        popen.kill()
+        popen.communicate()
+
+
+def children_of(popen: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All that the trainer has started: the server, its two workers, and multiprocessing's tracker of resources."""
+    found = psutil.Process(popen.pid).children(recursive=True)
+    assert len(found) == 4
+    return found
+
+
+def test_workers_end_with_a_trainer_that_is_killed(trainer: subprocess.Popen[str]) -> None:
+    started = children_of(trainer)
+    trainer.kill()
+    assert not psutil.wait_procs(started, timeout=20)[1]
+
+
+def test_a_stop_signal_to_every_process_leaves_the_workers_to_the_trainer(
+    trainer: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    assert trainer.stdin is not None and trainer.stdout is not None
+    started = children_of(trainer)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for child in started:
+            child.send_signal(number)
+    time.sleep(0.2)
+    trainer.stdin.write("\n")
+    trainer.stdin.flush()
+    assert trainer.stdout.readline() == "56\n"
+    assert all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in started)
+    assert not (tmp_path / "imported-again").exists()  # the main module is the trainer's alone
+
+
+class Spawning:
+    """What multiprocessing's own Popen is while it pickles: it takes the file descriptors that go along."""
+
+    def __init__(self) -> None:
+        self.files: list[int] = []
+
+    def duplicate_for_child(self, file: int) -> int:
+        self.files.append(os.dup(file))
+        return len(self.files) - 1
+
+    DupFd = Popen.DupFd
+
+
+def given(value: Any) -> tuple[int, int]:
+    """Bytes and file descriptors that a worker is sent."""
+    spawning = Spawning()
+    buffer = io.BytesIO()
+    set_spawning_popen(spawning)
+    try:
+        ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    finally:
+        set_spawning_popen(None)
+        for file in spawning.files:
+            os.close(file)
+    return len(buffer.getvalue()), len(spawning.files)
+
+
+def test_a_worker_is_not_sent_what_it_can_share() -> None:
+    paths = [f"class/{number:060d}.jpg" for number in range(2000)]
+    files = FileImages(Path("/nowhere"), paths, torch.arange(2000), 3, "")
+    assert files.paths[1999] == paths[1999]
+    for value in (files, Streamed("hfids/x", [torch.zeros(3, 64, 64 + i % 2) for i in range(300)], torch.arange(300))):
+        size, descriptors = given(BatchedSet(value, None, 0))
+        assert size < 40 * 300 and descriptors < 8
+
+
+def test_a_copy_of_what_is_shared_is_the_same() -> None:
+    stream = Streamed("hfids/x", [torch.full((1, 2, 2 + i), i) for i in range(3)], torch.arange(3))
+    copy = pickle.loads(pickle.dumps(stream))
+    assert all(torch.equal(one, other) for one, other in zip(stream.images, copy.images, strict=True))
+    files = FileImages(Path("/nowhere"), ["a", "", "ccc"], torch.arange(3), 3, "")
+    copy = pickle.loads(pickle.dumps(files))
+    assert [copy.paths[i] for i in range(3)] == ["a", "", "ccc"]
+    again = pickle.loads(pickle.dumps(copy))
+    assert again.name(2) == "/nowhere/ccc"

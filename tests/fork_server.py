@@ -1,0 +1,264 @@
+"""Starts Python programs from a process that has imported torch already: a test waits for its run, not for imports.
+
+`python tests/fork_server.py FD` imports what the program needs and runs nothing: no operator, no thread, for a child
+that is forked has none of the threads. Then it forks a child for each request that comes over the socket FD. The child
+becomes what `python -m NAME …`, `python FILE …` or `python -c CODE …` would be: its own session, environment, folder,
+streams, `sys.argv`, `__main__`, exit code. What differs: modules are imported already, its parent is the server,
+/proc/PID/cmdline and environ are the server's, and the interpreter is not taken apart at the end. A test that is about
+one of these starts a process of its own instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import pkgutil
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# Read by the interpreter, by OpenMP and by torch while they start: the same in all children, for they have started.
+EARLY = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "GOMP_", "MKL_", "OPENBLAS_", "TORCH_LOGS", "THP_")
+# As the program itself sets them before it imports torch (accel_train.launch.environment), on one thread.
+SETTINGS = {
+    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000", "THP_MEM_ALLOC_ENABLE": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a thread of pyarrow's, which scikit-learn imports
+}  # fmt: skip
+POLL_SECONDS = 0.01
+
+
+class Forked:
+    """A child of the server, with what the tests use of subprocess.Popen: also its zombie stays until it is polled."""
+
+    def __init__(self, server: ForkServer, args: list[str], pid: int) -> None:
+        self._server, self.args, self.pid = server, args, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code (a signal's number below 0), or None while the process lives."""
+        if self.returncode is None:
+            self.returncode = self._server.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if timeout is not None and deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # else its number may be another's by now
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """The tests' end of the server."""
+
+    def __init__(self) -> None:
+        self._socket, other = socket.socketpair()
+        self._lock = threading.Lock()
+        environment = os.environ | SETTINGS
+        self._early = _early(environment)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(other.fileno())],
+                env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[other.fileno()],
+                start_new_session=True,  # Ctrl-C is for the tests, which then end their runs themselves
+            )  # fmt: skip
+
+    def popen(
+        self, words: Sequence[object], env: Mapping[str, str], stdout: BinaryIO, stderr: BinaryIO, cwd: Path | None
+    ) -> Forked:
+        """Start `python WORDS` with nothing on stdin.
+
+        Raises ValueError if `env` has other settings of what is read before the first line of the program.
+        """
+        args = [str(word) for word in words]
+        if (early := _early(env)) != self._early:
+            raise ValueError(f"a forked process cannot have {early}, but {self._early}: start a fresh one")
+        request = {"args": args, "env": dict(env), "cwd": str(cwd or Path.cwd())}
+        stdout.flush()
+        with Path(os.devnull).open("rb") as nothing:
+            pid = self.ask(request, [nothing.fileno(), stdout.fileno(), stderr.fileno()])
+        return Forked(self, [sys.executable, *args], pid)
+
+    def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
+        """Send a request; the server's answer."""
+        with self._lock:
+            content = json.dumps(request).encode()
+            # Not SIGPIPE: some commands, which tests call in this process, let it end the program.
+            socket.send_fds(self._socket, [len(content).to_bytes(4, "little")], files, socket.MSG_NOSIGNAL)
+            self._socket.sendall(content, socket.MSG_NOSIGNAL)
+            header = self._socket.recv(4, socket.MSG_WAITALL)
+            if not header:
+                raise EOFError("the fork server has ended: its error is on stderr")
+            return json.loads(self._socket.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+@functools.cache
+def server() -> ForkServer:
+    """The one of this process; it ends with it."""
+    found = ForkServer()
+    atexit.register(found.close)
+    return found
+
+
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    """What is read early, of an environment: what the program sets by itself need not be there."""
+    found = {name: value for name, value in environment.items() if name.startswith(EARLY) and name != "PYTHONPATH"}
+    return SETTINGS | found
+
+
+def _import_all() -> None:
+    """All of the package, and what it imports later by itself."""
+    import accel_train
+
+    for module in pkgutil.walk_packages(accel_train.__path__, "accel_train."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    importlib.import_module("sklearn.datasets")
+    threads = list(Path("/proc/self/task").iterdir()) if Path("/proc/self/task").exists() else [Path()]
+    assert len(threads) == 1, f"an import has begun threads, which forked children lack: {threads}"
+    gc.collect()
+    gc.freeze()  # the children share these pages as long as nobody writes into them
+
+
+def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Answer requests until the tests end: None. In each child that is forked: its request, and its three files."""
+    children: set[int] = set()
+    while True:
+        select.select([connection], [], [])
+        connection.setblocking(True)
+        header, files, _, _ = socket.recv_fds(connection, 4, 3)
+        if not header:
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            return None
+        request = json.loads(connection.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL))
+        answer: int | None
+        if "poll" in request:
+            ended, status = os.waitpid(request["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if ended else None
+            children -= {ended}
+        else:
+            answer = os.fork()
+            if answer == 0:
+                connection.close()
+                return request, list(files)
+            children.add(answer)
+            for file in files:
+                os.close(file)
+        content = json.dumps(answer).encode()
+        connection.sendall(len(content).to_bytes(4, "little") + content)
+
+
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """In the child: what a new interpreter finds."""
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    out, err = (io.FileIO(number, "w", closefd=False) for number in (1, 2))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(
+        out if unbuffered else io.BufferedWriter(out), "utf-8", write_through=unbuffered
+    )
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+        io.BufferedWriter(err), "utf-8", "backslashreplace", line_buffering=True
+    )
+    sys.modules["numpy"].random.seed()  # of its own, as torch's and Python's are
+    sys.orig_argv = [sys.executable, *request["args"]]
+
+
+def _program(args: list[str]) -> tuple[types.CodeType, types.ModuleType]:
+    """The code that `python ARGS` runs, and the module `__main__` in which it does."""
+    main = types.ModuleType("__main__")
+    if args[0] == "-m":
+        spec = importlib.util.find_spec(args[1])
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{args[1]}.__main__")
+        assert spec is not None and spec.origin is not None, args[1]
+        main.__spec__, main.__file__, main.__package__ = spec, spec.origin, spec.parent
+        code, first, rest, path = spec.loader.get_code(spec.name), spec.origin, args[2:], str(Path.cwd())  # type: ignore[union-attr]
+    elif args[0] == "-c":
+        code, first, rest, path = compile(args[1], "<string>", "exec"), "-c", args[2:], ""
+    else:
+        main.__file__ = args[0]
+        code, first, rest = compile(Path(args[0]).read_bytes(), args[0], "exec"), args[0], args[1:]
+        path = str(Path(args[0]).resolve().parent)
+    sys.path[0] = path
+    sys.path[1:1] = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.argv = [first, *rest]
+    sys.modules["__main__"] = main
+    return code, main
+
+
+def _run(code: types.CodeType, main: types.ModuleType) -> int:
+    """The exit code of the program; -SIGINT if it dies of Ctrl-C."""
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(code: int) -> None:
+    """Wait for threads, call what is to be called at exit, flush, and end. An interpreter would take itself apart, too,
+    module by module: that takes longer than many a test's run."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = 120  # as Python's own
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    _import_all()
+    begun = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if begun is None:
+        os._exit(0)  # without the reports of what is frozen
+    else:
+        _become(*begun)
+        _end(_run(*_program(begun[0]["args"])))

@@ -1,0 +1,47 @@
+"""Names, settings and figures are those that are stored; `python tests/golden.py --write` stores them anew."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import golden
+import pytest
+
+from accel_train.config.recipe import recipe_names
+
+
+def test_the_options_have_the_stored_names() -> None:
+    assert golden.options().splitlines() == (golden.FOLDER / "options.txt").read_text().splitlines()
+
+
+def test_each_recipe_is_stored() -> None:
+    assert sorted(path.stem for path in (golden.FOLDER / "recipes").iterdir()) == sorted(recipe_names())
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_has_the_stored_settings(name: str) -> None:
+    assert golden.recipe(name) == (golden.FOLDER / "recipes" / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", golden.RUNS)
+def test_a_run_learns_what_is_stored(name: str) -> None:
+    """To the bit where torch and the CPU are those of the stored figures, else within rounding."""
+    runs, computed_with = golden.stored_runs()
+    found = golden.trained(golden.RUNS[name])
+    assert golden.differences(found, runs[name], exact=golden.computed_with() == computed_with) == []
+
+
+def test_a_shift_is_a_difference() -> None:
+    stored = golden.stored_runs()[0]["digits"]
+    line = next(iter(stored))
+    for figure, shifted, is_seen in (
+        ("loss", math.nextafter(stored[line]["loss"], 9), False),
+        ("loss", stored[line]["loss"] * 1.01, True),
+        ("accuracy", stored[line]["accuracy"] + 0.03, True),
+    ):
+        found = copy.deepcopy(stored)
+        found[line][figure] = shifted
+        assert len(golden.differences(found, stored, exact=True)) == 1
+        assert len(golden.differences(found, stored, exact=False)) == is_seen
+    assert golden.differences({}, stored, exact=False)
