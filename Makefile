@@ -1,8 +1,8 @@
-# make train   everything from nothing: virtual environment, installation, a first real training run
-# make test    the same with what the tests need, then the tests, in parallel (SLOW=1: the long ones, too)
-# make lint    formatting, lint, types
-# make bench   measure the trainer beside others, half an hour; the tables go into docs/benchmarks.md (ARGS: --data-root DIR)
-# make gpu     on a machine with a GPU: the tests that need one, then its speed; prints what docs/benchmarks.md is to say
+# make train   set up everything (virtual environment, installation) and train for real once
+# make test    the same setup plus what the tests need, then run the tests, in parallel (SLOW=1: also the long ones)
+# make lint    check formatting, lint, types
+# make bench   compare the trainer with others, half an hour; writes docs/benchmarks.md (ARGS: --data-root DIR)
+# make gpu     on a machine with a GPU: run the tests for it, measure its speed, print a table for docs/benchmarks.md
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +31,7 @@ gpu: $(VENV)/.installed-bench $(VENV)/.installed-test
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || echo "Making $(VENV) and installing into it: some minutes, the first time."
+	@test -x $(BIN)/python || echo "Creating $(VENV) and installing into it: this takes some minutes the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -e .
 	@touch $@

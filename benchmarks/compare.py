@@ -1,12 +1,12 @@
-"""The trainer beside others that do the same work: measured in turns, in one table.
+"""Compare the trainer with others that do the same work: they take turns, and one table shows all.
 
-    python benchmarks/compare.py --data-root ~/data      # `make bench` does so, too
-    python benchmarks/compare.py --quick                 # to see that all runs; writes nothing
+    python benchmarks/compare.py --data-root ~/data      # as `make bench` does
+    python benchmarks/compare.py --quick                 # check that everything runs; writes nothing
 
-Every contestant is a process of its own, started as its users start it. Round by round each goes on for half a second
-while the others stand still (turns.py); ratios are taken within a round. Which of 0 and 2 workers is better for the
-others is found first. Without --data-root the images are synthetic ones of the same shapes. The table goes into
-docs/benchmarks.md, the figures into docs/benchmarks.json, the plot beside them.
+Every contestant is a process of its own, started as its users start it. In each round, each contestant runs for half a
+second while the others are stopped (turns.py). Ratios are computed within a round. Some rounds before the measurement
+find out whether 0 or 2 workers are faster for the others. Without --data-root the images are synthetic, of the same
+shapes. The table is written to docs/benchmarks.md, the figures to docs/benchmarks.json, the plot to the same folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TRIALS = 5  # rounds that choose the number of workers
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-root", type=Path, help="folder of MNIST and CIFAR10, as torchvision has them")
+    parser.add_argument("--data-root", type=Path, help="folder of MNIST and CIFAR10 in torchvision's layout")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--quick", action="store_true", help="two rounds of few updates; nothing is written")
     options = parser.parse_args()
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, updates: int) -> dict[str, Any]:
-    """Rates of all contestants, and the trainer's ratio to each, with their spreads."""
+    """Rates of all contestants and the trainer's ratio to each, with spreads."""
     starts: dict[str, Callable[[Path], turns.Contestant]] = {
         "limit": partial(_script, ["limit.py"], name, task, root, updates),
         "trainer": partial(trainer, name, root, batch_size=task.batch_size, updates=updates),
@@ -120,12 +120,12 @@ def _script(
 def _has_lightning() -> bool:
     if importlib.util.find_spec("lightning"):
         return True
-    print("Lightning is left out: it is not installed (pip install 'accel-train[bench]')")
+    print("Lightning is not measured: it is not installed (pip install 'accel-train[bench]')")
     return False
 
 
 def rows(measured: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table, two columns a task."""
+    """Head and rows of the table, two columns per task."""
     head = [""]
     for name, found in measured.items():
         head += [f"{name}, batch {found['batch_size']}: images/s", "trainer is"]
@@ -160,7 +160,7 @@ def markdown(figures: dict[str, Any]) -> str:
 
 
 def plot(measured: dict[str, Any], path: Path) -> None:
-    """Bars: the share of the limit that each contestant reaches; the lines on them are the quartiles."""
+    """Bars show the share of the limit that each contestant reaches; the lines on them are the quartiles."""
     import matplotlib
 
     matplotlib.use("svg")

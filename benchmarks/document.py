@@ -1,6 +1,6 @@
-"""Where the figures of benchmarks go: docs/benchmarks.json for the next comparison, and tables in docs/benchmarks.md.
+"""Writes figures to docs/benchmarks.json, for the next comparison, and as tables to docs/benchmarks.md.
 
-Each table stands between `<!-- NAME -->` and `<!-- end of NAME -->`, and is replaced as a whole.
+Each table is between `<!-- NAME -->` and `<!-- end of NAME -->`, and is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = ("torch", "torchvision", "accelerate", "timm", "lightning", "pillow")
 
 
 def circumstances(command: str) -> dict[str, Any]:
-    """What the figures stand on. `command`: what prints them again."""
+    """When, where and with which versions the figures were measured. `command` prints them again."""
     found = versions(PACKAGES, missing="not installed")
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
@@ -37,7 +37,7 @@ def circumstances(command: str) -> dict[str, Any]:
         "processor": processor_name(),
         "cores": available_cores(),
         "device": device_name(tasks.best_device()),
-        "load": round(os.getloadavg()[0], 1),  # before the measurement: what else ran here
+        "load": round(os.getloadavg()[0], 1),  # before the measurement: shows whether other programs ran
         "python": found.pop("python"),
         "versions": found,
     }
@@ -58,9 +58,9 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def write(name: str, part: str, figures: dict[str, Any], docs: Path = DOCS) -> list[str]:
-    """Put a part (table, note, caption) into docs/benchmarks.md and its figures into docs/benchmarks.json.
+    """Write a part (table, note, caption) to docs/benchmarks.md and its figures to docs/benchmarks.json.
 
-    Returns a line for each figure that has moved since the last time by more than its spread.
+    Returns a line for each figure that has changed since the last time by more than its spread.
     """
     page, store = docs / "benchmarks.md", docs / "benchmarks.json"
     text = page.read_text()
@@ -76,7 +76,7 @@ def write(name: str, part: str, figures: dict[str, Any], docs: Path = DOCS) -> l
 
 
 def compare(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A line for each figure with a spread that has moved by more than it."""
+    """A line for each figure that has changed by more than its spread."""
     old, lines = dict(_spreads(before)), []
     for name, found in _spreads(now):
         if name in old and moved(old[name], found):
@@ -86,7 +86,7 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _spreads(figures: Any, path: str = "") -> Iterator[tuple[str, Spread]]:
-    """All that have a median and quartiles, with the keys that lead to them."""
+    """All figures with a median and quartiles, each with the keys that lead to it."""
     if isinstance(figures, dict):
         if {"median", "low", "high"} <= figures.keys():
             yield path, Spread(figures["median"], figures["low"], figures["high"])
@@ -95,9 +95,9 @@ def _spreads(figures: Any, path: str = "") -> Iterator[tuple[str, Spread]]:
 
 
 def tell(name: str, differences: list[str]) -> None:
-    """Print what has moved."""
+    """Print which figures have changed."""
     print(f"\n{name}: since the last table ", end="")
     if not differences:
-        print("nothing has moved by more than its spread.")
+        print("no figure has changed by more than its spread.")
     else:
-        print("these have moved by more than their spread:", *differences, sep="\n  ")
+        print("these figures have changed by more than their spread:", *differences, sep="\n  ")

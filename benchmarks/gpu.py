@@ -1,8 +1,8 @@
-"""All that only a GPU can show, in one command: the tests marked gpu, then the trainer beside the device's limit.
+"""One command for everything that needs a GPU: the tests marked gpu, then the trainer compared with the device's limit.
 
     python benchmarks/gpu.py
 
-What it prints at its end, from the line BEGIN on, is for docs/benchmarks.md. Half an hour on one GPU.
+Copy its output from the line BEGIN on to docs/benchmarks.md. It takes half an hour on one GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ RECIPES = ("mnist_cnn", "cifar10_fast", "cifar10_resnet18_sota", "imagenet_resne
 def main() -> int:
     """Returns 1 if a test or a measurement fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipes", nargs="*", default=RECIPES, help="what to measure, on synthetic images")
+    parser.add_argument("--recipes", nargs="*", default=RECIPES, help="recipes to measure, on synthetic images")
     parser.add_argument("--precision", default="bf16", help="no, bf16 or fp16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--updates", type=int, help="of each measurement; default: those of 5 seconds")
+    parser.add_argument("--updates", type=int, help="updates of each measurement; default: as many as take 5 seconds")
     options = parser.parse_args()
     tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests/test_gpu.py"]
     failed = subprocess.run(tests, cwd=ROOT).returncode != 0

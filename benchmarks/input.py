@@ -1,13 +1,13 @@
-"""Input alone: how fast images become the model's input, beside torchvision's transforms on PIL images.
+"""Input alone: how fast images become the model's input, compared with torchvision's transforms on PIL images.
 
-    python benchmarks/input.py --data-root ~/data      # `make bench` does so, too
-    python benchmarks/input.py --only files            # a part of it; writes nothing
+    python benchmarks/input.py --data-root ~/data      # as `make bench` does
+    python benchmarks/input.py --only files            # only a part; writes nothing
 
-All lines of a table are measured in turns, in one process; the ratios are those of the same round. Each turn lasts for
-half a second or a little longer, for whoever comes after a rest is slower at first. Sets in memory: the threads that
-training has, against a DataLoader without workers and with two, the better of which counts. Image files: one thread, no
-workers, so that the figures are of one core. Without --data-root the small images are synthetic; the files are always
-made for the purpose, JPEG of 500x375 pixels. The tables go into docs/benchmarks.md.
+All lines of a table take turns in one process, and ratios are computed within a round. Each turn lasts half a second or
+a little longer, because code that runs after a rest is slower at first. Datasets in memory use the threads that
+training has, and are compared with a DataLoader with 0 and with 2 workers, whichever is better. Image files use one
+thread and no workers, so the figures are for one core. Without --data-root the small images are synthetic. The files
+are always made by this script: JPEG of 500x375 pixels. The tables are written to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from accel_train.optim.performance import set_defaults  # noqa: E402
 from accel_train.records.table import print_table  # noqa: E402
 
 CROP_AND_FLIP = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
-MEMORY = {  # task of tasks.py, its augmentation there and here
+MEMORY = {  # task of tasks.py, augmentation with torchvision, augmentation with accel_train
     "mnist": ("mnist_cnn", [], Augment()),
     "cifar10": ("cifar10_resnet18", CROP_AND_FLIP, Augment(crop="random", pad=4, flip=0.5)),
 }
 FILES, FILE_BATCH, SIZE = 128, 64, 224
-AHEAD = 4  # batches: of a DataLoader's workers two each
-IDLE_SECONDS = 0.5  # after which workers are as far ahead as they go, and no longer disturb the next way
+AHEAD = 4  # batches: two for each worker of a DataLoader
+IDLE_SECONDS = 0.5  # after it workers have filled their queues and no longer disturb the next measurement
 TURN_SECONDS = 0.5
 Inputs = Iterator[int]
-"""Makes input for ever; tells of each batch how many images it has."""
+"""Makes input for ever; yields the number of images of each batch."""
 
 
 def in_memory(name: str, root: Path | None) -> dict[str, Inputs]:
-    """torchvision's own set with PIL and a DataLoader; and an InputPipeline as train.py makes it."""
+    """torchvision's own dataset with PIL and a DataLoader, and accel_train's input as train.py makes it."""
     task_name, augmentation, augment = MEMORY[name]
     task = tasks.TASKS[task_name]
     root = task.root(root)
@@ -105,7 +105,7 @@ def by_accel_train(order: TrainingSampler, batches: Callable[[], Iterable[Any]],
 
 
 class ImageFolder(Dataset[Any]):
-    """As tutorials read a folder: a PIL image each time one is asked for."""
+    """Reads a folder as tutorials do: opens a PIL image for each access."""
 
     def __init__(self, root: Path) -> None:
         self.files = sorted((root / "train").rglob("*.jpg"))
@@ -127,7 +127,7 @@ class ImageFolder(Dataset[Any]):
 
 
 def from_files(folder: Path) -> dict[str, Inputs]:
-    """The folder by PIL and by accel_train, and accel_train's caches of it."""
+    """The folder read by PIL and by accel_train, and accel_train's caches of it."""
     root = folder / "photographs"
     write_files(root)
     data = {"accel_train, folder": Data(name="folder", root=root)}
@@ -143,7 +143,7 @@ def from_files(folder: Path) -> dict[str, Inputs]:
 
 
 def on_this_core(data: Data) -> Inputs:
-    """What a worker and the device do, one after the other."""
+    """The work of a worker and of the device, one after the other, on one core."""
     augment, cpu = Augment(crop="resized", flip=0.5), torch.device("cpu")
     source = load_splits(data, 0).train
     order = TrainingSampler(Plan(len(source), FILE_BATCH, 1, 1), 0)
@@ -164,7 +164,7 @@ def on_this_core(data: Data) -> Inputs:
 
 
 def write_files(root: Path) -> None:
-    """Photographs of nothing: smooth colours with some grain, about 60 kB each."""
+    """Write artificial photographs: smooth colours with some noise, about 60 kB each."""
     numbers = np.random.default_rng(0)
     for number in range(FILES):
         coarse = Image.fromarray(numbers.integers(0, 256, (31, 42, 3), dtype=np.uint8))
@@ -176,7 +176,7 @@ def write_files(root: Path) -> None:
 
 
 def measure(ways: dict[str, Inputs], rounds: int) -> dict[str, list[float]]:
-    """Images per second of each way, in turns; the first round is a warm-up."""
+    """Images per second of each way, which take turns; the first round is a warm-up."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, inputs in ways.items():
@@ -188,7 +188,7 @@ def measure(ways: dict[str, Inputs], rounds: int) -> dict[str, list[float]]:
 
 
 def turn(inputs: Inputs) -> float:
-    """Images per second of the next half second. What workers have made meanwhile, in their rest, is taken before."""
+    """Images per second of the next half second. Batches that workers made during the pause are used up first."""
     for _ in itertools.islice(inputs, AHEAD):
         pass
     clock, count = Clock(tasks.best_device()), 0
@@ -209,13 +209,13 @@ def rows(found: dict[str, list[float]], base: str) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-root", type=Path, help="folder of torchvision's sets; default: synthetic images")
+    parser.add_argument("--data-root", type=Path, help="folder of torchvision's datasets; default: synthetic images")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=[*MEMORY, "files"])
     options = parser.parse_args()
     command = f"python benchmarks/input.py --rounds {options.rounds}" + " --data-root DIR" * bool(options.data_root)
     figures: dict[str, Any] = {"circumstances": document.circumstances(command), "rounds": options.rounds}
-    set_defaults(tasks.best_device())  # for all ways alike
+    set_defaults(tasks.best_device())  # the same for all ways
     threads = torch.get_num_threads()
     parts = []
     for name in options.only or [*MEMORY, "files"]:

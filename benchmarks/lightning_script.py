@@ -1,4 +1,4 @@
-"""The same training under Lightning, with what its Trainer switches on by itself: logger, progress bar, checkpoint.
+"""The same training with Lightning, with what its Trainer enables by default: logger, progress bar, checkpoint.
 
 pip install 'accel-train[bench]'
 python benchmarks/lightning_script.py mnist_cnn --workers 2

@@ -1,4 +1,4 @@
-"""The limit of the device: a bare loop of the recipe's forward, backward and step on tensors that already lie there.
+"""The limit of the device: a bare loop of the recipe's forward, backward and step on tensors that are already on it.
 
 python benchmarks/limit.py mnist_cnn
 """

@@ -1,13 +1,13 @@
-"""Images a second over the number of processes: with the recipe's batch shared by all of them (strong scaling), and
-with the same batch for each (weak scaling).
+"""Images per second by the number of processes: with the recipe's batch shared by all processes (strong scaling), and
+with the same batch for each process (weak scaling).
 
     python benchmarks/scaling.py            # mnist_cnn on 1 and 2 processes of this machine's CPU
     python benchmarks/scaling.py cifar10_resnet18_sota --processes 1 2 4 8 --batch-size 1024 \\
         --config-file accelerate_configs/multi_gpu.yaml
 
-Each point is `accel-train train` under accelerate's launcher. They take turns: the processes of one go on for about a
-second, those of all others stand still (turns.py). The table goes into docs/benchmarks.md, the figures into
-docs/benchmarks.json, the plot beside them.
+Each point is `accel-train train` under accelerate's launcher. They take turns: the processes of one point run for
+about a second while those of all others are stopped (turns.py). The table is written to docs/benchmarks.md, the figures
+to docs/benchmarks.json, the plot to the same folder.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from accel_train.bench.statistics import spread
 from accel_train.records.table import print_table
 
 WARM_UP = 3  # rounds
-STRONG, WEAK = "fixed global batch", "fixed batch a process"
+STRONG, WEAK = "fixed global batch", "fixed batch per process"
 CPU = document.ROOT / "accelerate_configs" / "multi_cpu.yaml"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="mnist_cnn")
-    parser.add_argument("--batch-size", type=int, default=256, help="of the fewest processes together")
+    parser.add_argument("--batch-size", type=int, default=256, help="global batch of the smallest number of processes")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--config-file", type=Path, default=CPU, help="of accelerate")
+    parser.add_argument("--config-file", type=Path, default=CPU, help="accelerate's config file")
     parser.add_argument("--data-root", type=Path, help="folder of the data; default: synthetic images")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--updates", type=int, default=5, help="of a turn: about a second of them")
+    parser.add_argument("--updates", type=int, default=5, help="updates of a turn: should take about a second")
     parser.add_argument("--quick", action="store_true", help="two rounds of few updates; nothing is written")
     options = parser.parse_args()
     rounds, updates = (2, 2) if options.quick else (options.rounds, options.updates)
 
     fewest = min(options.processes)
-    points = {}  # mode and processes: where both modes have the same work, one is enough
+    points = {}  # by mode and processes: where both modes have the same work, one is enough
     for processes in sorted(options.processes):
         points[STRONG, processes] = options.batch_size
         if processes > fewest:
@@ -105,7 +105,7 @@ def table(curves: dict[str, list[Point]]) -> tuple[list[str], list[list[str]]]:
 def _contestant(
     options: argparse.Namespace, processes: int, batch_size: int, updates: int, folder: Path
 ) -> turns.Contestant:
-    """The trainer on so many processes; it saves at no turn's end."""
+    """The trainer on this number of processes; it does not save at the end of its epochs."""
     launcher: list[object] = []
     if processes > 1:
         launcher = ["-m", "accelerate.commands.launch", "--config_file", options.config_file]

@@ -1,12 +1,12 @@
-"""The work that is measured, as tutorials write it down: two tasks with data, net and optimizer.
+"""The work that is measured, as tutorials write it: two tasks with data, net and optimizer.
 
-Every script here takes the same options and prints a line of JSON every so many updates, until it is stopped:
+Every script here takes the same options and prints a line of JSON after every few updates (--every), until it ends:
 
     python benchmarks/tutorial.py mnist_cnn --data-root ~/data
     python benchmarks/tutorial.py cifar10_resnet18 --workers 2 --every 4 --updates 16
 
-Without --data-root the images are synthetic ones of the same shapes; each becomes a PIL image when it is asked for, as
-in torchvision's own MNIST and CIFAR10.
+Without --data-root the images are synthetic, of the same shapes. Each access makes a PIL image, as in torchvision's own
+MNIST and CIFAR10.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Task:
 
     batch_size: int
     every: tuple[int, int]
-    """So many updates are a turn: half a second of them on two CPU cores, and on a GPU."""
+    """Updates of a turn, which takes half a second: on two CPU cores, and on a GPU."""
     kind: Any
     """The class in torchvision.datasets."""
     channels: int
@@ -49,7 +49,7 @@ class Task:
         return transforms.Compose([transforms.ToTensor(), transforms.Normalize(self.mean, self.std)])
 
     def root(self, folder: Path | None) -> Path | None:
-        """`folder`, if the published set lies in it; else its images are synthetic."""
+        """`folder` if it contains the published dataset; else None, which means synthetic images."""
         try:
             self.kind(folder, train=True)
         except (RuntimeError, TypeError):  # TypeError: no folder
@@ -71,7 +71,7 @@ TASKS = {
 
 
 class Drawn(Dataset[Any]):
-    """Synthetic images in the place of a published set: arrays in memory, a PIL image each time one is asked for."""
+    """Synthetic images instead of a published dataset: arrays in memory, a PIL image for each access."""
 
     def __init__(self, task: Task, transform: Any) -> None:
         data = Data(name="synthetic", channels=task.channels, image_size=task.size, train_images=task.images)
@@ -90,7 +90,7 @@ class Drawn(Dataset[Any]):
 
 
 def net(name: str) -> nn.Module:
-    """As tutorials write it: PyTorch's basic MNIST example, torchvision's ResNet-18."""
+    """The net as tutorials write it: PyTorch's basic MNIST example, torchvision's ResNet-18."""
     if name == "cifar10_resnet18":
         return torchvision.models.resnet18(num_classes=10)
     return nn.Sequential(
@@ -109,7 +109,7 @@ def net(name: str) -> nn.Module:
 
 
 def torch_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """As tutorials make it: torch's own, with the settings that it has by itself."""
+    """The optimizer as tutorials make it: torch's own, with its default settings."""
     if name == "mnist_cnn":
         return torch.optim.Adadelta(model.parameters(), lr=1.0)
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -121,22 +121,22 @@ def best_device() -> torch.device:
 
 
 def environment() -> dict[str, str]:
-    """As users start a program: how many threads it has, and how they wait, is its own affair."""
+    """The environment without OpenMP's variables, so that each program chooses its threads and how they wait."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
 
 
 def turn(task: Task) -> int:
-    """The updates of a turn on this machine."""
+    """The number of updates of a turn on this machine."""
     return task.every[best_device().type != "cpu"]
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
-    parser.add_argument("--data-root", type=Path, help="folder of torchvision's data set; default: synthetic images")
+    parser.add_argument("--data-root", type=Path, help="folder of torchvision's dataset; default: synthetic images")
     parser.add_argument("--workers", type=int, default=0, help="worker processes that load images (default: 0)")
-    parser.add_argument("--every", type=int, help="updates between two lines (default: half a second of them)")
-    parser.add_argument("--updates", type=int, help="updates before the end (default: it goes on until it is stopped)")
+    parser.add_argument("--every", type=int, help="updates between two lines (default: as many as take half a second)")
+    parser.add_argument("--updates", type=int, help="stop after so many updates (default: run until stopped)")
     return parser
 
 

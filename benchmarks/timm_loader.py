@@ -1,5 +1,5 @@
-"""The same training with timm's loader, optimizer factory and the loop of its train.py (no augmentation, as the tasks
-have none): images by worker processes as uint8, normalised on the device by its PrefetchLoader.
+"""The same training with timm's loader, optimizer factory and the loop of its train.py (no augmentation, because the
+tasks have none). Worker processes load images as uint8; timm's PrefetchLoader normalises them on the device.
 
     python benchmarks/timm_loader.py mnist_cnn --workers 2
 """

@@ -1,4 +1,4 @@
-"""accel_train's own part in a contest: `accel-train train`, and the options that give a recipe its data."""
+"""accel_train as a contestant: `accel-train train`, and the options that give a recipe its data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_train.config.options import parse
 
 
 def data_words(recipe: str, root: Path | None) -> list[str]:
-    """Options that give `recipe` the data in the folder `root`; None: synthetic images of the same shapes."""
+    """Options that make `recipe` use the data in the folder `root`; None: synthetic images of the same shapes."""
     if root:
         return ["--data.root", str(root)]
     data = with_synthetic_data(parse([recipe])).data
@@ -31,9 +31,9 @@ def trainer(
     launcher: Sequence[object] = (),
     words: Sequence[object] = (),
 ) -> turns.Contestant:
-    """A run of `recipe` in `folder`, but that it logs at the end of each turn, and evaluates at none.
+    """A run of `recipe` in `folder` that logs at the end of each turn and does not evaluate.
 
-    Evaluations are no part of a speed. `launcher` and `words` come before and after.
+    Evaluations are not part of the speed. `launcher` comes before the command, `words` after it.
     """
     run, many = folder / "run", 10_000
     line = [*launcher, "-m", "accel_train", "train", recipe, "--output-dir", run, "--batch-size", batch_size]

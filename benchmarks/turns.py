@@ -1,7 +1,7 @@
-"""Programs that take turns: one goes on for half a second while all others stand still.
+"""Programs that take turns: one runs for half a second while all others are stopped.
 
-The speed of a machine that others share drifts by a tenth within seconds. Programs that are measured one after the
-other see different machines; within a round of turns they see the same one, and a ratio of that round holds.
+The speed of a shared machine changes by a tenth within seconds. Programs that are measured one after the other see
+different conditions. Within a round of turns the conditions are the same, so the ratios of that round are valid.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from types import MappingProxyType
 import psutil
 import tasks
 
-LOOK_SECONDS = 0.002  # between two looks at whether a program has come far enough
+LOOK_SECONDS = 0.002  # between two checks of a program's progress
 
 
 class Contestant:
-    """A program that tells in a file how far it is: in JSON lines, with "update": their number. It stands still now.
+    """A program that writes its progress to a file, as JSON lines with an "update". It is stopped between turns.
 
-    words: of python's command line; log: where its output goes; progress: the file (its output, if None);
-    updates: of a turn; images: of an update; variables: of its environment.
+    words: arguments of python; log: file of its output; progress: the file with its progress (None: its output);
+    updates: number in a turn; images: number in an update; variables: added to its environment.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Contestant:
             raise
 
     def turn(self) -> float:
-        """Let it do its updates. Returns its images per second."""
+        """Let the program do the updates of one turn. Returns its images per second."""
         self.goal += self.updates
         start = time.perf_counter()
         self._send("resume")
@@ -77,7 +77,7 @@ class Contestant:
         self.process.wait()
 
     def _updates(self) -> int:
-        """That it has told of."""
+        """The last update in the progress file."""
         try:
             with self.progress.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 10_000))
@@ -87,11 +87,11 @@ class Contestant:
         return int(found[-1]) if found else 0
 
     def _suspend_new(self) -> None:
-        """Data workers and launched processes, too: also those that are new."""
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        """Also stop data workers and launched processes that are new."""
+        with contextlib.suppress(psutil.NoSuchProcess):  # the program has ended
             while new := [each for each in self.process.children(recursive=True) if each not in self.family]:
                 self.family += new
-                self._send("suspend")  # so that they start no others
+                self._send("suspend")  # so that they start no more
 
     def _send(self, what: str) -> None:
         for each in self.family:
@@ -101,7 +101,7 @@ class Contestant:
 
 @contextlib.contextmanager
 def contest(starts: dict[str, Callable[[Path], Contestant]]) -> Iterator[dict[str, Contestant]]:
-    """Contestants that stand still, by their names. Each is started with a folder of its own."""
+    """The contestants by name, all stopped. Each is started with its own folder."""
     contestants: dict[str, Contestant] = {}
     with tempfile.TemporaryDirectory() as root:
         try:
@@ -116,6 +116,6 @@ def contest(starts: dict[str, Callable[[Path], Contestant]]) -> Iterator[dict[st
 
 
 def rounds(contestants: dict[str, Contestant], count: int) -> Iterator[dict[str, float]]:
-    """Images per second of each, `count` times; within a round in an order that is drawn."""
+    """Images per second of each, for `count` rounds; the order within a round is random."""
     for _ in range(count):
         yield {name: contestants[name].turn() for name in random.sample(list(contestants), len(contestants))}

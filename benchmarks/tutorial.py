@@ -1,6 +1,6 @@
 """Training as tutorials on DistributedDataParallel write it: torchvision's transforms on PIL images, a DataLoader, a
 DistributedSampler, `loss.item()` at each step. Their epochs end with a second pass over the training data for the
-accuracy: --second-pass does that alone, again and again. Under torchrun it runs on several processes.
+accuracy: --second-pass repeats only that pass. Under torchrun it runs on several processes.
 
     python benchmarks/tutorial.py mnist_cnn
     python benchmarks/tutorial.py mnist_cnn --second-pass
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 def main() -> None:
     parser = tasks.arguments(__doc__ or "")
-    parser.add_argument("--second-pass", action="store_true", help="evaluate over the training data, train nothing")
+    parser.add_argument("--second-pass", action="store_true", help="only evaluate on the training data, do not train")
     options, task = tasks.parse(parser)
     device = tasks.best_device()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

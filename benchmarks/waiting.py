@@ -1,9 +1,9 @@
-"""How OpenMP's threads wait for their next work, on a CPU: updates of a task's net with each way, in turns.
+"""Compare the ways in which OpenMP's threads wait for work on a CPU: they take turns to update a task's net.
 
-    python benchmarks/waiting.py                  # both tasks; `make bench` does so, too
+    python benchmarks/waiting.py                  # both tasks, as `make bench` does
     python benchmarks/waiting.py mnist_cnn --rounds 5
 
-Measured alone, and beside a busy neighbour: a process that keeps one core busy. The table goes into docs/benchmarks.md.
+Measured alone, and next to a process that keeps one core busy. The table is written to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from accel_train.optim.performance import set_defaults
 from accel_train.records.table import print_table
 
 ASLEEP = "sleep at once"
-WAYS = {  # what a thread does when it has no work, and the environment that says so
+WAYS = {  # what a thread does when it has no work, and the environment variables for it
     ASLEEP: {"OMP_WAIT_POLICY": "PASSIVE"},
     f"accel_train: look {SPINS} times, then sleep": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS},
     "torch by itself: look for 3 ms, then sleep": {},
 }
-UPDATES = {"mnist_cnn": 20, "cifar10_resnet18": 2}  # of a turn: half a second
+UPDATES = {"mnist_cnn": 20, "cifar10_resnet18": 2}  # in a turn of half a second
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", nargs="*", help=f"of {', '.join(UPDATES)}; default: all")
+    parser.add_argument("task", nargs="*", help=f"one or more of {', '.join(UPDATES)}; default: all")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--loop", choices=UPDATES, help=argparse.SUPPRESS)  # one of the processes that are compared
+    parser.add_argument("--loop", choices=UPDATES, help=argparse.SUPPRESS)  # one of the compared processes
     options = parser.parse_args()
     if unknown := [task for task in options.task if task not in UPDATES]:
         parser.error(f"no task {unknown[0]!r}: choose from {', '.join(UPDATES)}")
@@ -52,7 +52,7 @@ def main() -> None:
         "circumstances": document.circumstances(f"python benchmarks/waiting.py --rounds {options.rounds}"),
         "rounds": options.rounds,
     }
-    head, table = ["threads", "net", "alone: ms an update", "times", "beside a neighbour: ms", "times"], []
+    head, table = ["threads", "net", "alone: ms per update", "times", "beside a neighbour: ms", "times"], []
     for task in options.task or UPDATES:
         alone = measure(task, options.rounds)
         with neighbour():
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def measure(task: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of an update with each way, in turns."""
+    """Seconds per update of each way, which take turns."""
 
     def start(variables: dict[str, str], folder: Path) -> turns.Contestant:
         line = [__file__, "--loop", task]
@@ -90,7 +90,7 @@ def measure(task: str, rounds: int) -> dict[str, list[float]]:
 
 
 def loop(task: str) -> NoReturn:
-    """Updates of a bare loop, for ever."""
+    """Run updates of a bare loop for ever."""
     set_defaults(torch.device("cpu"))
     description = tasks.TASKS[task]
     model = tasks.net(task)
@@ -108,7 +108,7 @@ def loop(task: str) -> NoReturn:
 
 @contextlib.contextmanager
 def neighbour() -> Iterator[None]:
-    """A process that keeps one core busy meanwhile."""
+    """Keep one core busy with another process."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield

@@ -1,37 +1,38 @@
 # shellcheck shell=bash
-# What the job scripts share: where the run lies, how its processes are started, and what happens when they end.
-# Sourced by the batch script, and again by each task that it starts; by itself it only defines functions.
-# The script that sources it has set `script`, its name in the repository.
+# Functions that all job scripts use: find the run's directory, start its processes, and handle their end.
+# The batch script sources this file, and so does each task that it starts. Sourcing it only defines functions.
+# The script that sources it must first set `script`, its own path in the repository.
 #
-# Set by the site's file (slurm/site.sh, see slurm/sites/) or when submitting, all with a default:
+# The site's file (slurm/site.sh, see slurm/sites/) or the user may set these variables; all have a default:
 #   ACCELERATE_CONFIG    accelerate's config file: the precision, DDP or FSDP, torch.compile
 #   PROCESSES_PER_NODE   default: see count_processes below
 #   MASTER_ADDR          default: the job's first node
-#   MASTER_PORT          default: follows from the job's number and how often it was started
-#   MAX_REQUEUES         requeues in a row that may happen without any progress; default 3
+#   MASTER_PORT          default: computed from the job's number and how often it was started
+#   MAX_REQUEUES         how many requeues in a row are allowed without any progress; default 3
 set -euo pipefail
 
 JOB=${SLURM_JOB_ID:-${PBS_JOBID:-0}}
-START=${ACCEL_TRAIN_START:-} # in a task; elsewhere begin_run sets it
+START=${ACCEL_TRAIN_START:-} # set in a task; in the batch script begin_run sets it
 script=${script:-$0}
-given='' # what the user has set, as a command line begins
+given='' # the variables that the user has set, as the beginning of a command line
 for name in ACCEL_TRAIN_ROOT ACCEL_TRAIN_SITE ACCELERATE_CONFIG PROCESSES_PER_NODE MAX_REQUEUES; do
     if [[ -n ${!name:-} ]]; then given+="$name=$(printf %q "${!name}") "; fi
 done
-# Slurm and PBS run a copy of the batch script, so this place is not found through $0: submit from here, or name it.
+# Slurm and PBS run a copy of the batch script, so $0 does not show where the repository is. Submit from the repository,
+# or set this variable.
 ACCEL_TRAIN_ROOT=${ACCEL_TRAIN_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}
 
 say() { echo "[$(date +%T)] ${script##*/}: $*"; }
 fail() { say "error: $*" >&2; exit 2; }
 
-use_site() { # modules, virtual environment or container: the same in the batch script and in tasks of --export=NONE
+use_site() { # load modules, virtual environment or container; also in tasks, which --export=NONE starts without them
     container=()
     site_environment() {
         if [[ -f $ACCEL_TRAIN_ROOT/.venv/bin/activate ]]; then source "$ACCEL_TRAIN_ROOT/.venv/bin/activate"; fi
     }
     site_file=${ACCEL_TRAIN_SITE:-$ACCEL_TRAIN_ROOT/slurm/site.sh}
-    # The site's code, its modules and activate scripts are written for an ordinary shell: they read variables that are
-    # not set, and `module` returns 1 for harmless reasons. What ends the shell all the same says so.
+    # The site's file, its modules and activate scripts are written for an ordinary shell: they read unset variables,
+    # and `module` returns 1 for harmless reasons. If one of them ends the shell anyway, the trap prints a message.
     trap 'say "error: $site_file, or what it calls, ended the shell on ${HOSTNAME:-this host} (exit code $?)" >&2' EXIT
     set +euo pipefail
     # shellcheck disable=SC1090 # the site's own file may replace site_environment and container
@@ -48,7 +49,7 @@ use_site() { # modules, virtual environment or container: the same in the batch 
     fi
 }
 
-find_module() { # bash has no `module` for users of csh or zsh, who do not read its start-up files
+find_module() { # for users of csh and zsh: bash, whose start-up files they do not read, has no `module`
     local file
     for file in /etc/profile.d/{modules,lmod,z00_lmod,z00-lmod}.sh {"${MODULESHOME:-}","${LMOD_PKG:-}"}/init/bash; do
         if command -v module >/dev/null; then return; fi
@@ -57,7 +58,7 @@ find_module() { # bash has no `module` for users of csh or zsh, who do not read 
     done
 }
 
-# begin_run RECIPE [--key value ...]: find or make the run's directory.
+# begin_run RECIPE [--key value ...]: find or create the run's directory.
 begin_run() {
     [[ ${1:--} != -* ]] || fail "usage: sbatch [options of sbatch] slurm/NAME.sbatch RECIPE [--key value ...]"
     local recipe=$1 previous='' word
@@ -68,7 +69,7 @@ begin_run() {
         [[ $word != --output-dir=* ]] || RUN=${word#*=}
         previous=$word
     done
-    if [[ -z $RUN ]]; then # a requeued job has the same number, and so finds the same directory
+    if [[ -z $RUN ]]; then # a requeued job keeps its number, so it finds the same directory
         recipe=${recipe##*/}
         RUN=runs/${recipe%.yaml}/job-$JOB
         arguments+=(--output-dir "$RUN")
@@ -76,11 +77,12 @@ begin_run() {
     again=("${arguments[@]}")
     mkdir -p "$RUN"
     RUN=$(realpath "$RUN")
-    # What this start's tasks tell this script. It is this start's own: another job may own the run (owner.json), and the
-    # program, which finds that out, then ends with 2. REQUEUE and the like it removes itself once the run is its own.
-    #   begun      when; an older REQUEUE is not this start's
+    # Files through which this start's tasks report to this script. Each start has its own folder, because another job
+    # may own the run (owner.json); the program then ends with 2. Once it owns the run, it removes an old REQUEUE
+    # itself.
+    #   begun      its time is that of this start; an older REQUEUE belongs to an earlier start
     #   exit-code  of the first rank that failed        exit-NODE  of each node (PBS)
-    #   warned     when Slurm warned of the job's end   nodes/     a file for each node that was reached
+    #   warned     when Slurm warned of the job's end   nodes/     one file for each node that was reached
     START=$RUN/slurm/start-$JOB.${SLURM_RESTART_COUNT:-0}
     rm -rf "$START"
     mkdir -p "$START/nodes" "$RUN/slurm/nccl"
@@ -88,17 +90,17 @@ begin_run() {
     ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-$ACCEL_TRAIN_ROOT/accelerate_configs/multi_node.yaml}
     [[ -f $ACCELERATE_CONFIG ]] || fail "no accelerate config $ACCELERATE_CONFIG: submit from the repository"
     MASTER_PORT=${MASTER_PORT:-$(find_port)}
-    # When a collective hangs, each rank of NCCL writes its last ones here (PyTorch's flight recorder).
+    # When an NCCL collective hangs, each rank writes its last collectives here (PyTorch's flight recorder).
     export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_FR_DUMP_ON_TIMEOUT=1
     export TORCH_FR_DUMP_TEMP_FILE=$RUN/slurm/nccl/rank_
-    # How long a save may take after SIGTERM is for Slurm to say (KillWait, GraceTime), not for the launcher's 30 s.
+    # Slurm limits how long a save may take after SIGTERM (KillWait, GraceTime). The launcher's own limit is 30 s.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
     export ACCEL_TRAIN_ROOT ACCELERATE_CONFIG ACCEL_TRAIN_START=$START RUN JOB
     say "job $JOB, start ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-$HOSTNAME}: $RUN"
 }
 
-# A port for the ranks to meet at: another for each job, and for each start of a job, should its port have been taken.
-# Rank 0 listens there, on this host, the job's first; a port on which somebody else does is passed over.
+# A port for the ranks to connect to. Each job has its own, and each start of a job too, in case the last one was in
+# use. Rank 0 listens there, on this host, which is the job's first. Ports on which another program listens are skipped.
 find_port() {
     local number=$((${JOB%%[!0-9]*} + 1009 * ${SLURM_RESTART_COUNT:-0})) port tries
     for ((tries = 0; tries < 50; tries++)); do
@@ -108,12 +110,12 @@ find_port() {
     echo "$port"
 }
 
-# How many processes a node gets: PROCESSES_PER_NODE; or the GPUs that the batch system gave to the job there; or, where
-# it does not count GPUs, those that PyTorch sees; or one.
+# The number of processes per node: PROCESSES_PER_NODE; else the GPUs that the batch system gave to the job there; else,
+# if it does not count GPUs, those that PyTorch sees; else one.
 count_processes() {
     PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
     if [[ -z $PROCESSES_PER_NODE && $(scontrol show node "${SLURMD_NODENAME:-}" 2>/dev/null) =~ Gres=[^[:space:]]*gpu ]]; then
-        PROCESSES_PER_NODE=1 # Slurm counts GPUs here, and the job asked for none: those that are visible are others'
+        PROCESSES_PER_NODE=1 # Slurm counts GPUs here and the job asked for none: visible GPUs belong to other jobs
     elif [[ -z $PROCESSES_PER_NODE ]]; then
         PROCESSES_PER_NODE=$("${container[@]}" python -c 'import torch; print(torch.accelerator.device_count())') ||
             fail "PyTorch cannot count the GPUs of $HOSTNAME (see above): set PROCESSES_PER_NODE"
@@ -121,7 +123,7 @@ count_processes() {
     if ((PROCESSES_PER_NODE == 0)); then PROCESSES_PER_NODE=1; fi
 }
 
-# start_launchers NODES PROGRAM...: a launcher on each of the job's first NODES nodes; sets $code
+# start_launchers NODES PROGRAM...: start a launcher on each of the job's first NODES nodes; sets $code
 start_launchers() {
     local nodes=$1 address=${MASTER_ADDR:-}
     shift
@@ -133,7 +135,7 @@ start_launchers() {
     MASTER_ADDR=$address start_tasks on_node --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 -- "$@"
 }
 
-# start_tasks FUNCTION OPTION... -- ARGUMENT...: call a function of this file in each task of srun's; sets $code.
+# start_tasks FUNCTION OPTION... -- ARGUMENT...: call a function of this file in each task of srun; sets $code.
 start_tasks() {
     local function=$1 options=(--kill-on-bad-exit=1 --export=ALL)
     shift
@@ -142,15 +144,16 @@ start_tasks() {
         shift
     done
     shift
-    # srun takes the job's --cpus-per-task only if it is told to, else a task may be bound to one core
+    # srun uses the job's --cpus-per-task only if it is given again; without it a task may be bound to one core
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
     if ((${SLURM_NTASKS:-1} > 1)); then options+=(--label); fi
-    # What Slurm ends (scancel, time limit, lost node, requeue from outside) is not requeued from here. But this shell
-    # outlives its srun: one that was left behind would cancel the next start's step, which has the same number.
+    # If Slurm ends the job (scancel, time limit, lost node, requeue by someone else), this script does not requeue it.
+    # But this shell must outlive its srun: an srun that is left behind would cancel the next start's step of the same
+    # number.
     terminated=0
     trap 'terminated=1' TERM
     code=0
-    # These are for the tasks alone: a job that is submitted from here would inherit what this shell exports.
+    # Only the tasks get these: a job that this script submits would inherit whatever this shell exports.
     local for_tasks=(MASTER_PORT="$MASTER_PORT")
     if [[ -n ${MASTER_ADDR:-} ]]; then for_tasks+=(MASTER_ADDR="$MASTER_ADDR"); fi
     if [[ -n ${PROCESSES_PER_NODE:-} ]]; then for_tasks+=(PROCESSES_PER_NODE="$PROCESSES_PER_NODE"); fi
@@ -159,9 +162,10 @@ start_tasks() {
         'source "$ACCEL_TRAIN_ROOT/slurm/common.sh"; stand_by "$@"; exit "$code"' "$script" "$function" "$@" || code=$?
 }
 
-# stand_by FUNCTION ARGUMENT...: call it in a child, and wait; sets $code. In each task, for the warning before the time
-# limit comes to all its processes. Launchers, `module` and Python would die of it until the ranks have installed
-# handlers of their own, so that they all ignore it; and the ranks that it came too early for read here that it came.
+# stand_by FUNCTION ARGUMENT...: run a function in a child process and wait for it; sets $code. Each task uses it,
+# because all its processes get the warning before the time limit. It would kill launchers, `module`, and Python until
+# the ranks have installed their handlers. So they all ignore it, and a rank that was not ready yet finds the file
+# `warned` later.
 stand_by() {
     local child again signalled=0
     trap '' USR1
@@ -171,19 +175,19 @@ stand_by() {
     trap 'signalled=1' TERM
     code=0
     wait "$child" || code=$?
-    while ((signalled)); do # the signal, not the child, has ended `wait`
+    while ((signalled)); do # the signal ended `wait`; the child may still be running
         signalled=0 again=0
         wait "$child" 2>/dev/null || again=$?
-        ((again == 127)) || code=$again # 127: that code was known before
+        ((again == 127)) || code=$again # 127: the child had already ended, and its code is known
     done
 }
 
-enter_task() { # in each task, before its program takes its place
-    # A local disk for data loaders and compilers. The TMPDIR of the host from which the job was submitted is none here.
+enter_task() { # in each task, before the program replaces the shell
+    # Data loaders and compilers need a local disk. The TMPDIR of the host that submitted the job may not exist here.
     local own=${TMPDIR:-}
     if [[ ! -d $own || ! -w $own ]] || ! df --local "$own" >/dev/null 2>&1; then own=/tmp; fi
     export TMPDIR=${SLURM_TMPDIR:-${NODE_TMPDIR:-$own}}
-    # A site's file may derive MASTER_ADDR from the name of the host: the one that counts is the batch script's.
+    # A site's file may set MASTER_ADDR to this host's name. The batch script's value is the right one.
     local address=${MASTER_ADDR:-} port=$MASTER_PORT
     use_site
     if [[ -n $address ]]; then export MASTER_ADDR=$address; else unset MASTER_ADDR; fi
@@ -191,19 +195,20 @@ enter_task() { # in each task, before its program takes its place
     touch "$START/nodes/${node_name:-${SLURMD_NODENAME:-$HOSTNAME}}"
 }
 
-# on_node PROGRAM... (options of python, such as -m accel_train.train RECIPE): one launcher for all processes of a node
+# on_node PROGRAM...: one launcher for all processes of a node
+# (PROGRAM: options of python, such as -m accel_train.train RECIPE)
 on_node() {
     enter_task
     launch_node "$SLURM_NNODES" "$SLURM_NODEID" "$@"
 }
 
-# launch_node NODES NODE PROGRAM...: become the launcher of this node's processes, or its only process
+# launch_node NODES NODE PROGRAM...: replace this shell by the launcher of this node's processes, or by its only process
 launch_node() {
     local nodes=$1 node=$2 processes=$PROCESSES_PER_NODE
     shift 2
-    if ((nodes * processes == 1)); then # without a launcher, which does not hand on signals to a single process
-        unset PBS_NODENUM PBS_TASKNUM # pbsdsh starts one process, not one for each line of the node file
-        unset MASTER_ADDR MASTER_PORT # it meets nobody
+    if ((nodes * processes == 1)); then # no launcher: it would not pass on signals to a single process
+        unset PBS_NODENUM PBS_TASKNUM # pbsdsh starts one process here, not one for each line of the node file
+        unset MASTER_ADDR MASTER_PORT # there is no other process to connect to
         become_rank "$@"
     fi
     exec "${container[@]}" accelerate launch --config_file "$ACCELERATE_CONFIG" \
@@ -212,21 +217,21 @@ launch_node() {
         --no_python bash "$ACCEL_TRAIN_ROOT/slurm/rank.sh" "$@"
 }
 
-on_rank() { # PROGRAM...: one task a rank; the program finds its number in Slurm's variables
+on_rank() { # PROGRAM...: one task per rank; the program reads its rank from Slurm's variables
     enter_task
     become_rank "$@"
 }
 
-become_rank() { # PROGRAM...: a rank without a launcher reads accelerate's config file by itself
+become_rank() { # PROGRAM...: replace this shell by a rank; without a launcher it reads accelerate's config file itself
     export ACCEL_TRAIN_LAUNCHER_CONFIG=$ACCELERATE_CONFIG
     exec "${container[@]}" bash "$ACCEL_TRAIN_ROOT/slurm/rank.sh" "$@"
 }
 
-# end_run CODE: requeue the job if its ranks have saved and asked for it; else end it with the code of its ranks
+# end_run CODE: requeue the job if its ranks have saved and asked for it; otherwise end with the exit code of its ranks
 end_run() {
     local code=$1 update stops
     if ((${terminated:-0})); then
-        say "ended by the batch system; what the run has saved is in $RUN"
+        say "the batch system ended this job; everything that the run saved is in $RUN"
         exit 143
     fi
     if ! asks_for_requeue; then
@@ -239,26 +244,26 @@ end_run() {
         exit "$code"
     fi
     update=$(<"$RUN/REQUEUE")
-    rm -f "$RUN/REQUEUE" # obeyed once
+    rm -f "$RUN/REQUEUE" # it asks for one requeue only
     echo "$update" >>"$RUN/slurm/requeues"
     warn_of_short_lead
-    # how many of the latest stops, in a row, were at this update
+    # how many of the latest stops in a row were at this update
     stops=$(tac "$RUN/slurm/requeues" | awk -v update="$update" '$1 != update { exit } { n++ } END { print n + 0 }')
     if ((stops > ${MAX_REQUEUES:-3})); then
         say "error: stopped $stops times in a row at update $update, without progress: not requeued." \
-            "Give the job more time ($more_time), or see why an update takes so long." >&2
+            "Give the job more time ($more_time), or find out why an update takes so long." >&2
         exit 1
     fi
     say "interrupted and saved at update $update: requeueing"
     if ! requeue; then
-        say "error: this job may not be requeued. Go on with: $(command_again)" >&2
+        say "error: this job may not be requeued. Continue with: $(command_again)" >&2
         exit 1
     fi
     rm -rf "$START"
     exit 0
 }
 
-# Whether it was this start that laid REQUEUE: not an earlier one, nor, if this one was refused (2), the run's owner.
+# True if this start wrote REQUEUE: not an earlier start and, if this one was refused (2), not the run's owner.
 asks_for_requeue() {
     [[ -f $RUN/REQUEUE && ! $RUN/REQUEUE -ot $START/begun ]] && [[ $(cat "$START/exit-code" 2>/dev/null) != 2 ]]
 }
@@ -269,13 +274,13 @@ explain_failure() {
         if [[ ! -e $START/nodes/$node ]]; then absent+=("$node"); fi
     done
     if ((${#absent[@]} > 0)); then
-        say "no task could write to $RUN on ${absent[*]}: are these nodes up, do they see that directory?" >&2
+        say "no task could write to $RUN on ${absent[*]}: are these nodes up, and can they see that directory?" >&2
     fi
-    say "failed with exit code $1; the first error above counts, each rank's own are in $RUN/logs." \
-        "To go on with the run: $(command_again)" >&2
+    say "failed with exit code $1. Look for the first error above; each rank's output is in $RUN/logs." \
+        "To continue the run: $(command_again)" >&2
 }
 
-warn_of_short_lead() { # was there time to save between the warning and the end that it warned of?
+warn_of_short_lead() { # warn if the time between Slurm's warning and the job's end was short for a save
     local lead save
     lead=$(seconds_of_warning) || return 0
     save=$(awk -F '"seconds": ' '/"kind": "checkpoint"/ && int($2) > most { most = int($2) } END { print most + 0 }' \
@@ -286,7 +291,7 @@ warn_of_short_lead() { # was there time to save between the warning and the end 
     fi
 }
 
-# The rest is Slurm's way; pbs/train.pbs has its own.
+# The functions below are for Slurm; pbs/train.pbs defines its own.
 
 more_time='sbatch --time'
 
@@ -294,7 +299,7 @@ requeue() { scontrol requeue "$JOB"; }
 
 all_nodes() { scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null || true; }
 
-# Slurm does not tell what --signal was, but when the job is to end. False if no warning came.
+# Slurm does not report the value of --signal, but it does report when the job will end. False if no warning came.
 seconds_of_warning() {
     local end
     [[ -s $START/warned ]] && end=$(date -d "$(job_field EndTime)" +%s 2>/dev/null) && echo $((end - $(<"$START/warned")))
@@ -302,13 +307,14 @@ seconds_of_warning() {
 
 longer_warning() { echo "sbatch --signal=USR1@$1"; }
 
-job_field() { # NAME: what Slurm has noted of this job; nothing for what it has not
+job_field() { # NAME: a field of this job in Slurm's records; nothing if it is not set
     local found=${shown:-$(scontrol show job --oneliner "$JOB" 2>/dev/null || true)}
     sed -n "s/.* $1=\([^ ]*\).*/\1/p" <<<"$found" | grep -vx '(null)' || true
 }
 
-# job_options NODES: sets $options to what sbatch was told of this job, since a job that it submits inherits none of it.
-# Of some options Slurm sets a variable, others `scontrol` tells; --signal neither does (but SBATCH_SIGNAL is inherited).
+# job_options NODES: sets $options to the sbatch options of this job, because a job that it submits does not inherit
+# them. Slurm sets a variable for some options, and `scontrol` shows others. Neither shows --signal (SBATCH_SIGNAL is
+# inherited).
 job_options() {
     local name value
     shown=$(scontrol show job --oneliner "$JOB" 2>/dev/null || true)
@@ -330,18 +336,18 @@ job_options() {
         echo "mem-per-gpu ${SLURM_MEM_PER_GPU:-}"
         echo "ntasks-per-node ${SLURM_NTASKS_PER_NODE:-}"
         echo "cpus-per-task ${SLURM_CPUS_PER_TASK:-}"
-        echo "gres $(job_field TresPerNode | sed 's/gres[:/]//g')" # of --gpus-per-node, too
+        echo "gres $(job_field TresPerNode | sed 's/gres[:/]//g')" # also for --gpus-per-node
         echo "gpus-per-task ${SLURM_GPUS_PER_TASK:-}"
         echo "gpus-per-socket ${SLURM_GPUS_PER_SOCKET:-}"
     )
     if [[ $(job_field OverSubscribe) == NO ]]; then options+=(--exclusive); fi
-    if [[ -n ${SLURM_GPUS:-} ]]; then # --gpus, of all nodes together: 4, or a100:4
+    if [[ -n ${SLURM_GPUS:-} ]]; then # --gpus counts all nodes together: 4, or a100:4
         value=${SLURM_GPUS##*:}
         options+=(--gpus="${SLURM_GPUS%"$value"}$((value * $1 / SLURM_NNODES))")
     fi
 }
 
-# What a person types to go on with this run in a new job: Slurm requeues an ended job for some minutes only.
+# The command that continues this run in a new job. Slurm can requeue an ended job only for some minutes.
 command_again() {
     job_options "${SLURM_NNODES:-1}"
     printf 'cd %q && %ssbatch' "$PWD" "$given"

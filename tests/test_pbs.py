@@ -148,12 +148,12 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("expected", "arguments"),
     [
-        ("a walltime of 60 s is over before STOP would be laid", {"TRAIN": "digits", "walltime": "00:01:00"}),
+        ("a walltime of 60 s is too short: STOP is created 120 s before", {"TRAIN": "digits", "walltime": "00:01:00"}),
         ("no program qstat on ", {"TRAIN": "digits", "without": "qstat"}),
         ("no program pbsdsh on ", {"TRAIN": "digits", "without": "pbsdsh"}),
         ('usage: export TRAIN="RECIPE [--key value ...]"', {}),
         ("is a quote missing?", {"TRAIN": "digits --output-dir 'a b"}),
-        ("qsub -v makes a backslash of each quote", {"TRAIN": "digits --output-dir \\a b\\"}),
+        ("qsub -v turns each quote into a backslash", {"TRAIN": "digits --output-dir \\a b\\"}),
         ("no pbs/train.pbs in /nowhere: qsub from accel_train's folder", {"ACCEL_TRAIN_ROOT": "/nowhere"}),
     ],
 )

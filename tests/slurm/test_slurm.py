@@ -351,7 +351,7 @@ def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
     again = "sbatch --nodes=2 --job-name=accel-train --partition=main --time=04:00:00 --ntasks-per-node=1 "
     again += f"--cpus-per-task=1 {ROOT}/slurm/multi_node.sbatch digits --data.root /nowhere"
     assert again in wrong.log() and "slurm_script" not in wrong.log() and "scontrol" not in wrong.log()
-    assert "error: " in wrong.log() and "exit code 2; the first error above counts" in wrong.log()
+    assert "error: " in wrong.log() and "exit code 2. Look for the first error above" in wrong.log()
     assert f"cannot listen on port {port}" in taken.log()
     assert "WORLD_SIZE is 8, but this is process" in unlike.log()
     assert "usage: sbatch" in usage.log()

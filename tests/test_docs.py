@@ -1,0 +1,289 @@
+"""README.md and docs: each command is one that the programs accept, each snippet works, each path exists.
+
+What needs only the embedded digits really runs, shortened. The rest goes through the programs' own option parsers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import helpers
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from PIL import Image
+
+from accel_train.cli.bench import Bench
+from accel_train.cli.dispatch import COMMANDS
+from accel_train.config.option_types import option_types
+from accel_train.config.options import parse, parse_command_of_recipe
+from accel_train.errors import UserError
+
+ROOT = helpers.ROOT
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+OTHER_PROGRAMS = {"cd", "cp", "export", "head", "python3", "source", "tail", "trap", ".venv/bin/pip"}
+SBATCH = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--mem", "--signal"}
+# Options of programs that have no parser here (Slurm, mpirun, apptainer), and the word for any option.
+FOREIGN = SBATCH | {"--time", "--bind-to", "--nv", "--pty", "--key"}
+
+
+def text_of(page: str) -> str:
+    """A page, without what it says of other trainers' files and options."""
+    return (ROOT / page).read_text().split("## Other trainers")[0]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def inline_code(text: str) -> list[str]:
+    """All `code` outside of blocks; a line break in it is a space."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def commands_in(script: str) -> Iterator[list[str]]:
+    """The commands of a shell script as words, also those inside bash -c."""
+    script = re.sub(r"\$\(\(.*?\)\)|\$\(.*?\)|\$\w+", "1", script.replace("\\\n", " "))  # what the shell fills in
+    for line in script.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="&;|")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word and set(word) <= set("&;|"):
+                if words:
+                    yield from unwrapped(words)
+                words = []
+            elif words or not re.match(r"\w+=", word):  # VARIABLE=value before a command
+                words.append(word)
+
+
+def unwrapped(words: list[str]) -> Iterator[list[str]]:
+    """A command; of one that starts bash -c SCRIPT NAME WORD…, the commands of SCRIPT."""
+    if words[0] in ("srun", "pbsdsh"):
+        at = words.index("-c")
+        yield from commands_in(words[at + 1].replace('"$@"', shlex.join(words[at + 3 :])))
+    else:
+        yield words[words[0] == "exec" :]
+
+
+def check(words: list[str]) -> None:
+    """Fail if a program does not accept this command."""
+    program, rest = words[0], words[1:]
+    if program.endswith("accel-train"):
+        check_accel_train(rest)
+    elif program == "python" and rest[0] == "-m":
+        assert rest[1] in ("accel_train", "accel_train.train"), words
+        check_module(rest[1], rest[2:])
+    elif program == "accelerate":
+        assert rest[0] == "launch", words
+        found = launch_command_parser().parse_args(rest[1:])
+        assert found.module, words
+        assert (ROOT / found.config_file).is_file(), words
+        check_module(found.training_script, found.training_script_args)
+    elif program == "sbatch":
+        script = next(at for at, word in enumerate(rest) if not word.startswith("-"))
+        assert {option.partition("=")[0] for option in rest[:script]} <= SBATCH, words
+        assert (ROOT / rest[script]).is_file(), words
+        if rest[script] != "slurm/preflight.sbatch":
+            check_accel_train(["train", *rest[script + 1 :]])
+    elif program == "qsub":
+        assert (ROOT / rest[-1]).is_file(), words
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    elif rest and program == "export" and rest[0].startswith("TRAIN="):
+        check_accel_train(["train", *rest[0].removeprefix("TRAIN=").split()])
+    else:
+        assert program in OTHER_PROGRAMS, words
+
+
+def check_module(module: str, rest: list[str]) -> None:
+    assert module in ("accel_train", "accel_train.train"), module
+    check_accel_train(rest if module == "accel_train" else ["train", *rest])
+
+
+def check_accel_train(rest: list[str]) -> None:
+    command, words = rest[0], ["digits" if word in ("RECIPE", "my_recipe.yaml") else word for word in rest[1:]]
+    assert command in COMMANDS, command
+    if command == "train":
+        parse(words)
+    elif command == "bench":
+        parse_command_of_recipe(Bench, words, "accel-train bench")
+    else:  # those of the README run, below
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options_of(command), rest
+
+
+def options_of(command: str) -> set[str]:
+    """The options of a command, which are the fields of its class; evaluate takes those of the data, too."""
+    if command == "recipes":
+        return set()
+    name = "".join(part.capitalize() for part in command.split("-"))
+    fields = option_types(getattr(importlib.import_module(f"accel_train.cli.{COMMANDS[command][0]}"), name), without=())
+    data = [key for key in option_types() if key.startswith("data.") and command == "evaluate"]
+    return {f"--{key}" for key in (*fields, *data)}
+
+
+@functools.cache
+def known_options() -> set[str]:
+    ours = {f"--{key}" for key in option_types()}.union(*map(options_of, {*COMMANDS} - {"train"}))
+    scripts = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    return (
+        ours | {*re.findall(r'"(--\w[\w-]*)"', scripts)} | {*launch_command_parser()._option_string_actions} | FOREIGN
+    )
+
+
+def check_inline(code: str) -> None:
+    """Fail if inline code has an option that no program has, or names a command that does not exist."""
+    for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*", code):
+        assert option in known_options(), code
+    if found := re.match(r"(?:\S+/)?accel-train (\S+)", code):
+        assert found[1] in COMMANDS, code
+    if found := re.match(r"python (\S+\.py)", code):
+        assert (ROOT / found[1]).is_file(), code
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_command_is_accepted(page: str) -> None:
+    for block in blocks(text_of(page), "bash"):
+        syntax = subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True)
+        assert syntax.returncode == 0, syntax.stderr
+        for words in commands_in(block):
+            check(words)
+    for code in inline_code(text_of(page)):
+        check_inline(code)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "accel-train train mnist_cnn --epoch 3",
+        "accel-train train mnist --epochs 3",
+        "accel-train cache-data folder --out x",
+        "accel-train tain mnist_cnn",
+        "acel-train train mnist_cnn",
+        "python -m accel_train.trian mnist_cnn",
+        "accelerate launch --config_file accelerate_configs/none.yaml -m accel_train.train digits",
+        "accelerate launch --config accelerate_configs/cpu.yaml -m accel_train.train digits",
+        "accelerate launch --config_file accelerate_configs/cpu.yaml -m accel_train.train digits --lr 1",
+        "sbatch --node=4 slurm/multi_node.sbatch mnist_cnn",
+        "sbatch slurm/multinode.sbatch mnist_cnn",
+        "sbatch slurm/multi_node.sbatch mnist_cnn --epoch 20",
+        "srun bash -c 'accelerate launch --config_file accelerate_configs/cpu.yaml -m accel_train.train \"$@\"' x y",
+        "make tests",
+    ],
+)
+def test_a_slip_in_a_command_is_found(command: str) -> None:
+    with pytest.raises((AssertionError, UserError, SystemExit)):
+        for words in commands_in(command):
+            check(words)
+
+
+@pytest.mark.parametrize("code", ["--optim.rl 0.01", "accel-train bensh RECIPE", "python benchmarks/imput.py"])
+def test_a_slip_in_the_text_is_found(code: str) -> None:
+    with pytest.raises(AssertionError):
+        check_inline(code)
+
+
+NEW_LAYOUT = ("CONTRIBUTING.md", "docs/architecture.md")
+WRITTEN_BY_USERS = {"slurm/site.sh", "accel_train/data/sources/stripes.py"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_path_exists(page: str) -> None:
+    if page in NEW_LAYOUT and not (ROOT / "tests" / "integration").is_dir():
+        pytest.skip("the layout that this page describes is not there yet")
+    assert missing_paths(page, (ROOT / page).read_text()) == []
+
+
+def missing_paths(page: str, text: str) -> list[str]:
+    """The links to files, and the names of files in code, that lead nowhere."""
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    lost = [link for link in links if not ((ROOT / page).parent / link).exists()]
+    tops = {path.name for path in (*ROOT.iterdir(), *(ROOT / "accel_train").iterdir()) if path.is_dir()}
+    for code in inline_code(text.split("## Other trainers")[0]):
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", code) or re.search("NAME|ROOM|FILE", code):
+            continue
+        of_ours = code.partition("/")[0] in tops if "/" in code else False
+        if (of_ours or code.endswith(".py")) and not any((top / code).exists() for top in (ROOT, ROOT / "accel_train")):
+            lost.append(code)
+    return [path for path in lost if path not in WRITTEN_BY_USERS]
+
+
+def test_a_path_that_leads_nowhere_is_found() -> None:
+    text = "[a](docs/none.md) [b](README.md) `data/none.py` `nonfinite.py` `checkpoint/none/` `data/order/plan.py`"
+    assert missing_paths("README.md", text) == ["docs/none.md", "data/none.py", "nonfinite.py", "checkpoint/none/"]
+
+
+def run_commands(folder: Path) -> list[tuple[list[str], int]]:
+    """Run the README's commands that need only digits or a few images, in one process: (words, exit code) of each.
+
+    They run with a copy of the package, to which the README's data set and net were added as it says.
+    """
+    shutil.copytree(ROOT / "accel_train", folder / "accel_train")
+    add_snippets(folder / "accel_train")
+    for name in ("PetImages/Cat/1.jpg", "PetImages/Cat/2.jpg", "PetImages/Dog/3.jpg", "photo.png", "folder/1.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), "gray").save(folder / name)
+    lines = []
+    for block in blocks(text_of("README.md"), "bash"):
+        for program, *words in commands_in(block):
+            if program == "accel-train" and (words[0] not in ("train", "bench") or words[1] == "digits"):
+                lines.append(["run" if word.startswith("runs/") else word for word in words])
+                if words[0] == "train":
+                    lines[-1] += ["--epochs", "1", "--output-dir", "run" if len(words) == 2 else "stripes"]
+    script = (
+        "import json, sys; import accel_train; from accel_train.cli import main; print(accel_train.__file__); "
+        "print(json.dumps([main(words) for words in json.loads(sys.argv[1])]))"
+    )
+    line = [sys.executable, "-c", script, json.dumps([["recipes"], ["recipes", "digits"], *lines])]
+    ran = subprocess.run(
+        line, cwd=folder, env=helpers.environment(PYTHONPATH=""), capture_output=True, text=True, timeout=200
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.startswith(str(folder)), ran.stdout
+    return list(zip(lines, json.loads(ran.stdout.splitlines()[-1])[2:], strict=True))
+
+
+def add_snippets(package: Path) -> None:
+    """What the README tells to do for a data set and for a net."""
+    stripes, net = blocks(text_of("README.md"), "python")
+    (package / "data" / "sources" / "stripes.py").write_text(stripes)
+    load, nets = package / "data" / "sources" / "load.py", package / "models" / "nets.py"
+    text = load.read_text()
+    for old, new in (
+        ("\n\n__all__", "\nfrom accel_train.data.sources.stripes import stripes\n\n__all__"),
+        ("\nNAMES = (", '\nNAMES = ("stripes", '),
+        ('\n    if name == "digits":', '\n    if name == "stripes": return stripes()\n    if name == "digits":'),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    load.write_text(text)
+    text, old = nets.read_text(), "for net in ("
+    assert text.count(old) == 1
+    head, name = text.partition("\nNETS")[0], "two_layers"
+    tail = text.removeprefix(head).replace(old, f"{old}{name}, ")
+    nets.write_text(f"{head}\n{net.partition('import nn')[2]}\n{tail}")
+
+
+def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> None:
+    codes = run_commands(tmp_path)
+    assert {words[0] for words, _ in codes} == {"train", "evaluate", "predict", "check-data", "cache-data"}
+    assert [words for words, code in codes if code != 0] == []
+    for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable.txt"):
+        assert (tmp_path / name).is_file(), name
+    result = json.loads((tmp_path / "stripes" / "result.json").read_text())
+    assert (result["settings"]["data.name"], result["settings"]["model.name"]) == ("stripes", "two_layers")
+    assert result["test_accuracy"] > 0.9
+
+
+def test_each_snippet_is_tried() -> None:
+    """Those of the README train above; another one needs a test of its own."""
+    assert [len(blocks(text_of(page), "python")) for page in PAGES] == [2, *[0] * (len(PAGES) - 1)]
