@@ -28,7 +28,7 @@ from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_feed
 from accel_train.data.order.samplers import EvaluationOrder
 from accel_train.data.sources.load import load_splits
-from accel_train.records.model_info import Signature, read_signature
+from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.summary import example_image
 
 
@@ -74,11 +74,11 @@ def test_probabilities_are_those_of_the_model(alone: Path, tmp_path: Path) -> No
     images = [tmp_path / f"{number}.png" for number in range(40)]
     for number, path in enumerate(images):
         digit(number).save(path)
-    config, signature = parse([str(alone / "config.yaml")]), read_signature(alone)
-    model = load_model(config.model, signature, alone / "ema.safetensors")
+    config, info = parse([str(alone / "config.yaml")]), read_model_info(alone)
+    model = load_model(config.model, info, alone / "ema.safetensors")
     pixels = torch.from_numpy(np.stack([np.asarray(digit(number)) for number in range(40)]))[:, None]
     with torch.inference_mode():
-        expected = model((pixels / 255 - signature.mean[0]) / signature.std[0]).softmax(1)
+        expected = model((pixels / 255 - info.mean[0]) / info.std[0]).softmax(1)
 
     lines = predicted(alone, *images, "--top-k", 99, "--batch-size", 16)
     assert [line["image"] for line in lines] == list(map(str, images))
@@ -297,7 +297,7 @@ def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment
 
     accelerator = Accelerator(cpu=True)
     native = splits.image_size if source.in_memory else None
-    signature = Signature(splits.classes, splits.channels, size, native, splits.mean, splits.std)
+    info = ModelInfo(splits.classes, splits.channels, size, native, splits.mean, splits.std)
     seen: list[torch.Tensor] = []
 
     class Recorder(nn.Module):
@@ -305,7 +305,7 @@ def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment
             seen.append(inputs.clone())
             return torch.zeros(len(inputs), len(splits.classes))
 
-    classifier = Classifier(Recorder(), signature, augment, accelerator, top_k=1)
+    classifier = Classifier(Recorder(), info, augment, accelerator, top_k=1)
     classifier.classify(paths, [image for path in paths if isinstance(image := classifier.read(path), torch.Tensor)])
     order = EvaluationOrder(len(source), len(source))
     feed = create_feed(config, splits, source, order, accelerator, training=False, size=size)

@@ -12,7 +12,7 @@ from accel_train.checkpoint.format import verify
 from accel_train.checkpoint.manager import find, load_weights
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
-from accel_train.records.model_info import Signature
+from accel_train.records.model_info import ModelInfo
 
 
 def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
@@ -41,16 +41,16 @@ def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
     return {name: file for name, file in files.items() if name == "model" or file.is_file()}
 
 
-def load_model(model: Model, signature: Signature, weights: Path) -> nn.Module:
+def load_model(model: Model, info: ModelInfo, weights: Path) -> nn.Module:
     """The model of a run with the weights in the file `weights`, on the CPU, in evaluation mode.
 
     Raises UserError if they cannot be read or are another model's.
     """
     made = models.create_model(
         model,
-        num_classes=len(signature.classes),
-        channels=signature.channels,
-        image_size=signature.image_size,
+        num_classes=len(info.classes),
+        channels=info.channels,
+        image_size=info.image_size,
         published=False,
     )
     load_weights(made, weights)

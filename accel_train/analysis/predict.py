@@ -34,7 +34,7 @@ from accel_train.files import write_whole
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.cores import available_cores
 from accel_train.launch.environment import Launch
-from accel_train.records.model_info import Signature, read_signature
+from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.table import print_table
 
 
@@ -72,16 +72,16 @@ def predict(
             f"accel-train predict runs in one process, but {launch.world_size} were started: leave the launcher out."
         )
     configuration = parse([str(run / "config.yaml")])
-    signature = read_signature(run)
+    info = read_model_info(run)
     paths = [path for image in images for path in _image_files(image)]
     if output is not None:
         _check_writable(output)
 
     accelerator = create_accelerator(launch)
     name, weights = list(find_weights(run).items())[-1]  # the running mean, if there is one
-    model = load_model(configuration.model, signature, weights)
+    model = load_model(configuration.model, info, weights)
     most = max_pixels or configuration.data.max_pixels
-    classifier = Classifier(model, signature, configuration.augment, accelerator, top_k, most)
+    classifier = Classifier(model, info, configuration.augment, accelerator, top_k, most)
     mean = " (running mean of the weights)" if name == "ema" else ""
     print(f"{configuration.model.name}, weights: {weights}{mean}", file=sys.stderr)
 
@@ -122,26 +122,26 @@ class Classifier:
     def __init__(
         self,
         model: nn.Module,
-        signature: Signature,
+        info: ModelInfo,
         augment: Augment,
         accelerator: Accelerator,
         top_k: int,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         self.model = model.to(accelerator.device)
-        self.signature, self.accelerator = signature, accelerator
-        self.top_k, self.max_pixels = min(top_k, len(signature.classes)), max_pixels
-        native = signature.native_size
+        self.info, self.accelerator = info, accelerator
+        self.top_k, self.max_pixels = min(top_k, len(info.classes)), max_pixels
+        native = info.native_size
         if native is None:
-            self.resize = ImageTransform(augment, signature.image_size, training=False)
+            self.resize = ImageTransform(augment, info.image_size, training=False)
         else:  # images of the data's own size are left as they are here, and treated as in evaluation
             self.resize = ImageTransform(Augment(resize=native), native, training=False)
         self.normalise = BatchTransform(
             augment,
-            size=signature.image_size,
-            mean=signature.mean,
-            std=signature.std,
-            num_classes=len(signature.classes),
+            size=info.image_size,
+            mean=info.mean,
+            std=info.std,
+            num_classes=len(info.classes),
             training=False,
             per_image=native is None,
             device=accelerator.device,
@@ -150,7 +150,7 @@ class Classifier:
     def read(self, path: Path) -> Tensor | str:
         """The image, uint8 [1, C, H, W] of one size for all; or why it cannot be read."""
         try:
-            image = decode(path.read_bytes(), self.signature.channels, self.max_pixels)
+            image = decode(path.read_bytes(), self.info.channels, self.max_pixels)
             return self.resize([image], torch.zeros(1))
         except (ImageError, OSError) as error:
             return (isinstance(error, OSError) and error.strerror) or str(error)
@@ -164,7 +164,7 @@ class Classifier:
             logits = self.model(inputs).float()
         found = logits.softmax(1).topk(self.top_k)
         return [
-            Prediction(path, tuple(self.signature.classes[label] for label in labels), tuple(probabilities))
+            Prediction(path, tuple(self.info.classes[label] for label in labels), tuple(probabilities))
             for path, labels, probabilities in zip(paths, found.indices.tolist(), found.values.tolist(), strict=True)
         ]
 

@@ -25,7 +25,7 @@ from accel_train.launch.environment import Launch
 from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
-from accel_train.records.run_log import Report
+from accel_train.records.run_log import RunLog
 from accel_train.run.nonfinite import Guard
 from accel_train.training_setup import connect, create_training_setup
 
@@ -99,16 +99,16 @@ class Workload:
         """Of one update each, alone: its augmentation, its optimizer's step, its metrics and the guard's look."""
         logits, losses = self._backward(cycle(self.examples))
         batch, (_, targets) = self.batches[-1], self.examples[-1]
-        silent = Console(speaks=False, total_updates=1, updates_per_epoch=1, epochs=1)
+        silent = Console(prints=False, total_updates=1, updates_per_epoch=1, epochs=1)
         nowhere = RunDirectory(Path(), writes=False)
-        report = Report(self.setup.config, self.plan, self.accelerator, nowhere, silent)
+        log = RunLog(self.setup.config, self.plan, self.accelerator, nowhere, silent)
         guard = Guard(
             self.setup.config,
             self.accelerator,
             self.setup.model,
             self.setup.optimizer,
             self.setup.training.transform,
-            report,
+            log,
         )
         meter, state = Meter(self.accelerator), TrainState()
 
@@ -122,7 +122,7 @@ class Workload:
                 guard.add(batch, losses)
                 meter.add(logits, targets, losses * batch["weights"], batch["weights"])
             guard.passes(state)
-            meter.keep()
+            meter.commit()
 
         found = {"augmentation": self._mean_seconds(augment), "metrics": self._mean_seconds(count)}
         return {**found, "optimizer": self._mean_seconds(self.setup.optimizer.step)}

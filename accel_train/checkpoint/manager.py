@@ -380,7 +380,7 @@ class Checkpoints:
         """The contents of state.json."""
         scaler = self.accelerator.scaler
         return {
-            "train": dataclasses.asdict(state),
+            "train": state.to_saved(),
             "seed": self.config.seed,
             "samples": self.samples,
             "configuration": as_dict(self.config),

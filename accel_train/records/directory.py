@@ -19,7 +19,7 @@ from accel_train.errors import print_line
 from accel_train.ownership.folders import cannot_be_written, make_directory
 from accel_train.ownership.lease import Lease
 from accel_train.records.environment import environment
-from accel_train.records.model_info import FILE, Signature
+from accel_train.records.model_info import FILE, ModelInfo
 
 DAMAGED = "metrics.damaged.jsonl"
 
@@ -70,11 +70,11 @@ class RunDirectory:
         return (self.path / "result.json").is_file()
 
     def begin(
-        self, config: Config, signature: Signature, *, world_size: int, devices: list[str], precision: str = "fp32"
+        self, config: Config, info: ModelInfo, *, world_size: int, devices: list[str], precision: str = "fp32"
     ) -> None:
         """Writes config.yaml, model.json and environment.json (of this start). `devices`: names, one a process."""
         self._replace("config.yaml", to_yaml(config))
-        self._replace(FILE, signature.to_json())
+        self._replace(FILE, info.to_json())
         self._replace("environment.json", _json(environment(world_size, devices, precision), indent=2))
 
     def log(self, kind: str, **values: Any) -> None:

@@ -19,7 +19,7 @@ LARGEST = 1 << 14  # pixels of a side
 
 
 @dataclass(frozen=True)
-class Signature:
+class ModelInfo:
     """Normalised images, float32 [b, channels, image_size, image_size] -> logits, float32 [b, classes]."""
 
     classes: tuple[str, ...]
@@ -41,8 +41,8 @@ class Signature:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
-def read_signature(run: Path) -> Signature:
-    """The signature of the model that was trained in the folder `run`. Raises UserError."""
+def read_model_info(run: Path) -> ModelInfo:
+    """The info of the model that was trained in the folder `run`. Raises UserError."""
     path = run / FILE
     try:
         found: dict[str, Any] = json.loads(read_ordinary(path, follow=True))
@@ -50,10 +50,10 @@ def read_signature(run: Path) -> Signature:
             if not isinstance(found[name], list):
                 raise TypeError(f"{name} is no list")
             found[name] = tuple(found[name])
-        signature = Signature(**found)
-        if name := _impossible(signature):
+        info = ModelInfo(**found)
+        if name := _impossible(info):
             raise ValueError(f"{name} is {str(found[name])[:40]}")
-        return signature
+        return info
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}): a run's folder needs config.yaml, {FILE} and the weights."
@@ -62,7 +62,7 @@ def read_signature(run: Path) -> Signature:
         raise UserError(f"{path} is damaged ({error!r}); copy it anew from where the model was trained.") from error
 
 
-def _impossible(found: Signature) -> str:
+def _impossible(found: ModelInfo) -> str:
     """The name of a value that no model of ours has, or ""."""
     native, channels = found.native_size, found.channels
     fits = {

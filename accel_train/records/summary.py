@@ -24,7 +24,7 @@ from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.optim.schedule import check_schedule
-from accel_train.records.metrics import Evaluation
+from accel_train.records.metrics import METRICS, Evaluation
 
 
 def describe(
@@ -109,11 +109,12 @@ def result_of(
         "world_size": plan.processes,
         "train_images": train_images,
         "test_images": test.count if test else 0,
-        "test_loss": test.loss if test else None,
-        "test_accuracy": test.accuracy if test else None,
-        "test_top5_accuracy": test.top5_accuracy if test else None,
-        "ema_test_loss": ema.loss if ema else None,
-        "ema_test_accuracy": ema.accuracy if ema else None,
+        **{f"test_{metric.name}": test.figures[metric.name] if test else None for metric in METRICS},
+        **{
+            f"ema_test_{metric.name}": ema.figures[metric.name] if ema else None
+            for metric in METRICS
+            if metric.headline
+        },
         "best_val_accuracy": state.best_accuracy,
         "best_update": state.best_update,
         "images_per_second": state.timed_samples / state.train_seconds if state.timed_samples else None,

@@ -36,7 +36,7 @@ from accel_train.config.schema import Config
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
 from accel_train.files import give_usual_mode
-from accel_train.records.run_log import Report
+from accel_train.records.run_log import RunLog
 
 MOST_IN_A_ROW = 10  # updates left out one after the other: then it is the model that is broken, not a sample
 
@@ -62,10 +62,10 @@ class Guard:
         model: nn.Module,
         optimizer: Any,
         transform: BatchTransform,
-        report: Report,
+        log: RunLog,
     ) -> None:
         """`model` and `optimizer` as Accelerate prepared them; `transform` is that of the training's batches."""
-        self.config, self.accelerator, self.transform, self.report = config, accelerator, transform, report
+        self.config, self.accelerator, self.transform, self.log = config, accelerator, transform, log
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = list(model.buffers())
@@ -165,7 +165,7 @@ class Guard:
         policy = self.config.on_nonfinite
         broken = {*range(window.number - MOST_IN_A_ROW, window.number)} <= {*state.left_out}
         if policy == "stop" or broken:
-            self.report.run.event(f"not finite: {found}", update=window.number, action="stop")
+            self.log.directory.event(f"not finite: {found}", update=window.number, action="stop")
             advice = (
                 f"so were the {MOST_IN_A_ROW} before it, which were left out: lower optim.lr in a new run"
                 if broken
@@ -177,7 +177,7 @@ class Guard:
             )
         state.left_out.append(window.number)
         self._rewinds = policy == "rewind"
-        self.report.left_out(window.number, found, state, action=policy)
+        self.log.log_skipped_update(window.number, found, state, action=policy)
 
     def _describe(self, window: Window) -> str:
         """What is not finite, in words, the same on all processes; the ids go to nonfinite/update-….json."""
@@ -195,9 +195,9 @@ class Guard:
 
     def _write(self, window: Window) -> str:
         """The images as they were loaded and as the model saw them, a file a process; the ids of all in one."""
-        folder = self.report.run.path / "nonfinite"
+        folder = self.log.directory.path / "nonfinite"
         name = f"update-{window.number:08d}"
-        if not self.report.run.lease.holds(fresh=True):
+        if not self.log.directory.lease.holds(fresh=True):
             return str(folder)
         try:
             folder.mkdir(exist_ok=True)
@@ -217,7 +217,7 @@ class Guard:
                 text = json.dumps({"update": window.number, "samples": samples}, indent=1)
                 (folder / f"{name}.json").write_text(text + "\n")
         except OSError as error:
-            self.report.console.warn(f"the samples of update {window.number} cannot be written: {error}")
+            self.log.console.warn(f"the samples of update {window.number} cannot be written: {error}")
         return str(folder)
 
 

@@ -25,8 +25,8 @@ from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter, Stopwatch
 from accel_train.records.metrics import Evaluation
-from accel_train.records.model_info import Signature
-from accel_train.records.run_log import Report
+from accel_train.records.model_info import ModelInfo
+from accel_train.records.run_log import RunLog
 from accel_train.records.trackers import end_trackers, start_trackers
 from accel_train.run.finished import Earlier
 from accel_train.run.nonfinite import Guard
@@ -89,16 +89,14 @@ class Run:
             setup.launch.agent,
         )
         self.console = Console(
-            speaks=self.main,
+            prints=self.main,
             total_updates=config.epochs * setup.plan.updates_per_epoch + self.extra_updates,
             updates_per_epoch=setup.plan.updates_per_epoch,
             epochs=config.epochs,
             first_update=self.state.update,
         )
-        self.report = Report(config, setup.plan, self.accelerator, self.directory, self.console)
-        self.guard = Guard(
-            config, self.accelerator, setup.model, setup.optimizer, setup.training.transform, self.report
-        )
+        self.log = RunLog(config, setup.plan, self.accelerator, self.directory, self.console)
+        self.guard = Guard(config, self.accelerator, setup.model, setup.optimizer, setup.training.transform, self.log)
 
     def _open_directory(self, lease: Lease) -> RunDirectory:
         path = lease.directory
@@ -125,10 +123,10 @@ class Run:
         setup, splits = self.setup, self.setup.splits
         native = splits.image_size if splits.train.in_memory else None
         mean, std = normalization(self.config, splits)
-        signature = Signature(splits.classes, splits.channels, setup.image_size, native, mean, std, SEMANTICS)
+        model_info = ModelInfo(splits.classes, splits.channels, setup.image_size, native, mean, std, SEMANTICS)
         self.directory.begin(
             self.config,
-            signature,
+            model_info,
             world_size=setup.launch.world_size,
             devices=gather_object([str(setup.device)]),
             precision=precision(self.accelerator),
@@ -140,7 +138,7 @@ class Run:
             around.callback(self.checkpoints.wait)  # before the run is given back
             around.enter_context(self.watchdog)
             around.enter_context(self.console)
-            around.enter_context(self.report.last_words(self.checkpoints, self.go_on))
+            around.enter_context(self.log.last_words(self.checkpoints, self.go_on))
             self._begin()
             self._around = around.pop_all()
         return self
@@ -157,7 +155,7 @@ class Run:
             config.checkpoint.every_seconds,
             config.rendezvous_timeout_seconds,
         )
-        self.report.begin(
+        self.log.begin(
             state,
             resumed=self.resumed,
             splits=setup.splits,
@@ -168,7 +166,7 @@ class Run:
         )
         for warning in (precision_notice(self.accelerator), *setup.warnings):
             if warning is not None:
-                self.report.warn(warning)
+                self.log.warn(warning)
         if config.on_nonfinite == "rewind" and self._has_no_checkpoint():
             self.save()  # something to go back to
         if state.epoch == config.epochs and self._has_no_checkpoint():
@@ -191,14 +189,14 @@ class Run:
         state.update += 1
         state.epoch_samples += window
         if applied:
-            self.meter.keep()
+            self.meter.commit()
             state.samples_seen += samples
             state.epoch_left_out += window - samples
         else:
-            self.meter.drop()
+            self.meter.discard()
             state.epoch_left_out += window
         self.stopwatch.trained(samples)
-        self.report.advanced(state, self.checkpoints.last_saved)
+        self.log.on_update(state, self.checkpoints.last_saved)
         self.watchdog.advance(state.update)
         stop, save = self.stopping.agreed()
         every = config.checkpoint.every_updates
@@ -208,11 +206,9 @@ class Run:
         if self.guard.rewinds(state, due=due):
             return "rewind"
         if due:
-            count = self.meter.read()
-            state.epoch_loss_sum += count.loss_sum
-            state.epoch_correct += count.correct
-            state.epoch_count += count.samples
-            self.report.trained(state, count, lr, self.stopwatch)
+            sums = self.meter.reduce()
+            state.add_metrics(sums.totals, sums.samples)
+            self.log.log_updates(state, sums, lr, self.stopwatch)
         if stop:
             return "stop"
         return "save" if self.save_is_due and not ends_epoch else "go on"
@@ -223,7 +219,7 @@ class Run:
         self.state.train_seconds, self.state.timed_samples = self.stopwatch.lap(), self.stopwatch.samples
         self.checkpoints.save(self.state, wait=wait)
         self.stopping.saved()
-        self.report.saved(self.state, self.checkpoints)
+        self.log.log_checkpoint(self.state, self.checkpoints)
 
     def rewind(self) -> None:
         """Go back to the last checkpoint. The updates that were not finite are left out when they come again."""
@@ -233,9 +229,9 @@ class Run:
         position = self.checkpoints.restore("must", self.config.allow_change) or TrainState()
         position.left_out = self.state.left_out
         self.setup.schedule.step_update(position.update - self.extra_updates)
-        self.meter.read()
+        self.meter.reduce()  # those since the last log line are trained again
         self.guard.rewound()
-        self.report.rewound(position)
+        self.log.log_rewind(position)
         self.state = position
 
     def evaluate(self, split: str) -> Evaluation:
@@ -249,7 +245,7 @@ class Run:
         for name, model in names.items():
             share_buffers(model)
             self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
-            self.report.evaluated(name, self.state, self.evaluations[name])
+            self.log.log_evaluation(name, self.state, self.evaluations[name])
         return self.evaluations[name]
 
     def interrupted(self) -> int:
@@ -258,7 +254,7 @@ class Run:
         self.stopping.end()
         reason = self.stopping.reason or "another process's signal"
         code = decided_by_main(
-            self.accelerator, lambda: self.report.interrupted(self.state, reason, self.checkpoints, self.go_on)
+            self.accelerator, lambda: self.log.log_interruption(self.state, reason, self.checkpoints, self.go_on)
         )
         self.accelerator.wait_for_everyone()  # the first to leave would take the others along
         return INTERRUPTED if reason == "SIGINT" and at_terminal() else code
@@ -267,8 +263,8 @@ class Run:
         """The end of a run that is trained and tested. Returns the exit code."""
         self.stopping.end()
         end_trackers(self.accelerator)
-        self.report.failed(self.checkpoints)
+        self.log.warn_of_failed_saves(self.checkpoints)
         if self.main and self.checkpoints.last_saved != self.state.update:
-            return self.report.unsaved(self.checkpoints, self.go_on)
-        self.report.finished(self.state, self.evaluations, self.stopwatch, time.monotonic() - self.began)
+            return self.log.log_unsaved_end(self.checkpoints, self.go_on)
+        self.log.log_end(self.state, self.evaluations, self.stopwatch, time.monotonic() - self.began)
         return 1 if self.checkpoints.failures or self.directory.failures else 0
