@@ -51,7 +51,8 @@ def evaluate(
     ids, labels, predictions, *scores = (result[order] for result in (ids, *results))
     if not torch.equal(ids, torch.arange(feed.samples)):
         raise RuntimeError(
-            f"evaluation counted {len(ids)} results of {len(torch.unique(ids))} samples, but the split has {feed.samples}"
+            f"evaluation counted {len(ids)} results of {len(torch.unique(ids))} samples, but the split has "
+            f"{feed.samples} samples"
         )
     classes = feed.transform.num_classes
     confusion = torch.bincount(labels * classes + predictions, minlength=classes * classes).view(classes, classes)
