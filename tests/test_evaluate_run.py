@@ -148,7 +148,7 @@ def test_the_worst_of_many_classes_are_shown(
          "choose other data with --data.name or --data.root."),
         (["--data.name=synthetic"], "the images have 3 channels, but the model of {run} takes 1: "
          "give --data.channels 1 if the data can be read that way."),
-        (["--checkpoint=update-1"], "update-1 is no whole checkpoint (update-1/manifest.json is missing); "
+        (["--checkpoint=update-1"], "update-1 is not a complete checkpoint (update-1/manifest.json is missing); "
          "{run} has update-00000027, update-00000054."),
     ],
 )  # fmt: skip
@@ -171,11 +171,11 @@ def test_without_final_weights_the_newest_whole_checkpoint_counts(
         file.write(b"altered")
     assert evaluated(run)["ema"]["weights"] == f"checkpoints/{older.name}/ema.safetensors"
     capsys.readouterr()
-    assert f"{newer} is no whole checkpoint ({newer}/optimizer.pt is altered" in told(
+    assert f"{newer} is not a complete checkpoint ({newer}/optimizer.pt is altered" in told(
         capsys, str(run), "--checkpoint", str(newer)
     )
     shutil.rmtree(run / "checkpoints")
-    assert told(capsys, str(run)) == f"{run} has no weights yet: neither model.safetensors nor a whole checkpoint."
+    assert told(capsys, str(run)) == f"{run} has no weights yet: neither model.safetensors nor a complete checkpoint."
 
 
 def test_figures_are_shown_even_if_they_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

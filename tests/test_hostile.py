@@ -332,7 +332,7 @@ def test_a_missing_part_of_the_momentum_is_told(run: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda run: edit(run / "model.json", lambda m: m.update(classes="abc")), "classes is no list"),
+        (lambda run: edit(run / "model.json", lambda m: m.update(classes="abc")), "classes is not a list"),
         (lambda run: edit(run / "model.json", lambda m: m.update(std=[0.0])), "std is (0.0,)"),
         (lambda run: edit(run / "model.json", lambda m: m.update(channels=True)), "channels is True"),
         (lambda run: edit(run / "model.json", lambda m: m.update(image_size=10**9)), "image_size is 1000000000"),

@@ -130,7 +130,7 @@ def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest
     ]
     assert [row.endswith("cannot be read") for row in rows] == [False] * 3 + [True] * 3
     which, *unreadable, last = err.splitlines()
-    assert which == f"digits_cnn, weights: {alone}/ema.safetensors (running mean of the weights)"
+    assert which == f"digits_cnn, weights: {alone}/ema.safetensors (EMA)"
     names = [line.partition(" cannot be read: ")[0] for line in unreadable]
     assert names == [str(folder / name) for name in ("b/[red]empty.jpg", "c.jpg", "cut.png")]
     assert last == "3 of 6 images cannot be read."
@@ -240,7 +240,7 @@ def test_raw_weights_and_checkpoints_do_as_well(
     (newest,) = sorted((digits_run / "checkpoints").iterdir())[-1:]
     shutil.copytree(newest, alone / "checkpoints" / newest.name)
     assert cli.main(["predict", str(alone), str(tmp_path / "5.png")]) == 0
-    assert f"{newest.name}/ema.safetensors (running mean" in capsys.readouterr().err
+    assert f"{newest.name}/ema.safetensors (EMA)" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_told_in_a_line(
@@ -256,7 +256,7 @@ def test_what_is_wrong_is_told_in_a_line(
         (line,) = capsys.readouterr().err.splitlines()
         return line.removeprefix("accel-train: error: ")
 
-    assert told(tmp_path / "empty") == f"{tmp_path}/empty: no image was found in this folder."
+    assert told(tmp_path / "empty") == f"{tmp_path}/empty: no image was found in this folder; name image files or another folder."
     assert told(image, "--output", tmp_path / "taken.csv").startswith(f"--output: {tmp_path}/taken.csv cannot be")
     assert told(image, "--output", image / "x.csv").startswith(f"--output: {image}/x.csv cannot be written (")
     with monkeypatch.context() as patch:

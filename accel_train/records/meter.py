@@ -51,8 +51,12 @@ class Meter:
 
     @torch.no_grad()
     def add(self, logits: Tensor, targets: Tensor, weighted_losses: Tensor, weights: Tensor) -> None:
-        """`logits` [b, classes]; `targets` labels int64 [b] or shares [b, classes], of which the largest counts as
-        the label; `weighted_losses` float32 [b], already times `weights`; `weights` float32 [b], 0 for padding."""
+        """Add a micro-batch of the current update.
+
+        `logits` [b, classes]; `targets`: labels int64 [b], or probabilities [b, classes], of which the largest counts
+        as the label; `weights` float32 [b], 0 for padding; `weighted_losses` float32 [b]: the criterion's losses times
+        `weights`.
+        """
         labels = targets if targets.ndim == 1 else targets.argmax(1)
         predictions = (metric.training_predict(logits) for metric in self._metrics if metric.training_predict)
         self._update.append((weighted_losses, weights, labels, *predictions))
@@ -100,10 +104,10 @@ class Meter:
 
 
 class Stopwatch:
-    """Time of training, the samples trained in it, and the share of it that went by waiting for data.
+    """Measures the time of training, the samples trained in it, and the time spent waiting for data.
 
-    It stands still between `stop` and `start`. The first update of a start is not in it: that one compiles, looks for
-    the fastest kernels and starts workers, and would be the figure of a short run.
+    It is paused between `stop` and `start`. The first update of each start is left out: it compiles, searches for the
+    fastest kernels and starts workers, which would dominate the speed of a short run.
     """
 
     def __init__(self, seconds: float = 0.0, samples: int = 0) -> None:
@@ -120,7 +124,7 @@ class Stopwatch:
         self._since = None
 
     def lap(self) -> float:
-        """Bring `seconds` up to now and return it."""
+        """Add the time until now to `seconds` and return the sum."""
         if self._since is not None:
             now = time.perf_counter()
             self.seconds += now - self._since
@@ -128,7 +132,7 @@ class Stopwatch:
         return self.seconds
 
     def trained(self, samples: int) -> None:
-        """An update of so many samples is done."""
+        """Count an update of so many samples."""
         if self.warm_up is not None:
             self.samples += samples
             return
@@ -137,7 +141,7 @@ class Stopwatch:
         self.seconds, self.waiting = before, 0.0
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; the time until each is there is counted as waiting."""
+        """Yield the same batches, and count the time until each one arrives as waiting."""
         iterator = iter(batches)
         while True:
             before = time.perf_counter()
