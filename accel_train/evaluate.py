@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config.schema import Config
-from accel_train.data.loading import Feed
+from accel_train.data.loading import InputPipeline
 from accel_train.records.metrics import METRICS, Evaluation, five_highest
 
 Batch = dict[str, Tensor]
@@ -19,7 +19,7 @@ Batch = dict[str, Tensor]
 def evaluate(
     accelerator: Accelerator,
     model: nn.Module,
-    feed: Feed,
+    feed: InputPipeline,
     through: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> Evaluation:
     """Return the metrics of `model` over every sample of a split, the same on all processes.

@@ -19,17 +19,17 @@ from typing import Any
 from accel_train.analysis.load_run import find_weights, load_model
 from accel_train.config.options import parse
 from accel_train.config.schema import as_dict
-from accel_train.config.semantics import SEMANTICS, check_same_division
-from accel_train.data.loading import create_feed
-from accel_train.data.order.samplers import EvaluationOrder
+from accel_train.config.semantics import SEMANTICS, check_same_splits
+from accel_train.data.loading import create_input_pipeline
+from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import evaluate, evaluation_batch_size
-from accel_train.files import write_whole
+from accel_train.files import atomic_write
 from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.optim.performance import lay_out, set_defaults
+from accel_train.optim.performance import use_fastest_memory_format, set_defaults
 from accel_train.records.metrics import METRICS, Evaluation
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.table import print_table
@@ -47,23 +47,23 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     config = parse([str(run / "config.yaml"), *overrides])
     info = read_model_info(run)
     if info.semantics != SEMANTICS:
-        check_same_division(str(run), info.semantics, as_dict(parse([str(run / "config.yaml")]).data))
+        check_same_splits(str(run), info.semantics, as_dict(parse([str(run / "config.yaml")]).data))
     # Also other data is normalised as the training data was: the model was trained with that mean and std.
     augment = dataclasses.replace(config.augment, mean=info.mean, std=info.std)
     config = dataclasses.replace(config, augment=augment)
 
     accelerator = create_accelerator(launch)
-    weights = decided_by_main(accelerator, lambda: find_weights(run, checkpoint))
+    weights = broadcast_from_main(accelerator, lambda: find_weights(run, checkpoint))
     splits = load_splits(config.data, config.seed)
     source = _source(splits, split, config.data.name)
     _check_fit(splits, info, run)
-    order = EvaluationOrder(len(source), evaluation_batch_size(config, launch.world_size))
+    order = EvaluationSampler(len(source), evaluation_batch_size(config, launch.world_size))
     set_defaults(accelerator.device)
     models = {name: load_model(config.model, info, file).to(accelerator.device) for name, file in weights.items()}
     for model in models.values():  # the same architecture, so the same layout
-        layout = lay_out(accelerator, model)
+        layout = use_fastest_memory_format(accelerator, model)
     size = info.image_size
-    feed = create_feed(config, splits, source, order, accelerator, training=False, size=size, memory_format=layout)
+    feed = create_input_pipeline(config, splits, source, order, accelerator, training=False, size=size, memory_format=layout)
     if accelerator.is_main_process:
         processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)} on {accelerator.device.type}"
         print(
@@ -84,7 +84,7 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
         **{name: _record(evaluation, names[name]) for name, evaluation in evaluations.items()},
     }
     try:
-        write_whole(output, json.dumps(record) + "\n")
+        atomic_write(output, json.dumps(record) + "\n")
     except OSError as error:
         print(f"accel-train: warning: {output} cannot be written ({error.strerror}).", file=sys.stderr)
         return 1

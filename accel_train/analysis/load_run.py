@@ -7,9 +7,9 @@ from pathlib import Path
 from torch import nn
 
 from accel_train import models
-from accel_train.checkpoint.directory import BrokenError, directory, updates
-from accel_train.checkpoint.format import verify
-from accel_train.checkpoint.manager import find, load_weights
+from accel_train.checkpoint.directory import BrokenError, checkpoint_path, list_updates
+from accel_train.checkpoint.format import verify_checkpoint
+from accel_train.checkpoint.manager import find_newest_checkpoint, load_weights
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
 from accel_train.records.model_info import ModelInfo
@@ -26,14 +26,14 @@ def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
         if checkpoint is not None:
             inside = run / "checkpoints" / checkpoint
             folder = checkpoint if checkpoint.is_dir() or not inside.is_dir() else inside
-            verify(folder)
+            verify_checkpoint(folder)
         elif not (run / "model.safetensors").is_file():
-            newest = find(run)
+            newest = find_newest_checkpoint(run)
             if newest is None:
                 raise UserError(f"{run} has no weights yet: neither model.safetensors nor a complete checkpoint.")
             folder = newest
     except (BrokenError, OSError) as error:
-        known = [directory(Path(), update).name for update in updates(run / "checkpoints")]
+        known = [checkpoint_path(Path(), update).name for update in list_updates(run / "checkpoints")]
         raise UserError(
             f"{folder} is not a complete checkpoint ({error}); {run} has {', '.join(known) or 'none'}."
         ) from error

@@ -30,9 +30,9 @@ from accel_train.data.sources.images import MAX_PIXELS, ImageError, decode
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
-from accel_train.files import write_whole
+from accel_train.files import atomic_write
 from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.cores import available_cores
+from accel_train.launch.process import available_cores
 from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.table import print_table
@@ -107,7 +107,7 @@ def predict(
         _print(predictions)
     else:
         try:
-            write_whole(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
+            atomic_write(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
         except OSError as error:
             raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
         print(f"{len(predictions)} image{'s' * (len(predictions) != 1)}: {output}")

@@ -36,7 +36,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.data.transforms.image import resize_default
 from accel_train.errors import UserError
-from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.environment import environment
 from accel_train.train import train
@@ -64,11 +64,11 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
     splits = _load(config, synthetic)
     workload = Workload(config, launch, splits)
     accelerator, plan = workload.accelerator, workload.plan
-    folder = decided_by_main(accelerator, lambda: temporary_folder(output))
+    folder = broadcast_from_main(accelerator, lambda: temporary_folder(output))
     try:
         if updates is None:
             seconds = workload.bare_seconds(5, warm_up=3) / 5
-            updates = decided_by_main(accelerator, lambda: max(FEWEST_UPDATES, math.ceil(ROUND_SECONDS / seconds)))
+            updates = broadcast_from_main(accelerator, lambda: max(FEWEST_UPDATES, math.ceil(ROUND_SECONDS / seconds)))
         warm_up = max(1, min(config.log_every_updates, updates // 4))
         flops = training_flops(config.model, splits, workload.setup.image_size, plan.micro_batch)
         del workload, splits
@@ -202,9 +202,9 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
             "The trainer could not save its checkpoints (see above); free disk space or name another --output.",
             every_process=False,
         )
-    if not decided_by_main(accelerator, lambda: (run / "result.json").is_file()):  # a signal has stopped the run
+    if not broadcast_from_main(accelerator, lambda: (run / "result.json").is_file()):  # a signal has stopped the run
         raise KeyboardInterrupt
-    trained = decided_by_main(accelerator, lambda: read_run(run, config, plan, warm_up))
+    trained = broadcast_from_main(accelerator, lambda: read_run(run, config, plan, warm_up))
     memory = host_peak_bytes(), device_peak_bytes(accelerator.device)
     _clear(accelerator)
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from accel_train.launch.cores import available_cores
+from accel_train.launch.process import available_cores
 
 
 def machine(device: torch.device) -> dict[str, Any]:

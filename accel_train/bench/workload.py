@@ -20,7 +20,7 @@ from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
 from accel_train.data.sources.load import Splits
-from accel_train.launch.consensus import decided_by_main
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
@@ -117,11 +117,11 @@ class Workload:
                 self.setup.training.transform(batch)
 
         def count() -> None:
-            guard.begin_update(state)
+            guard.start(state)
             for _ in range(self.accumulation):
-                guard.add(batch, losses)
+                guard.record(batch, losses)
                 meter.add(logits, targets, losses * batch["weights"], batch["weights"])
-            guard.passes(state)
+            guard.check_step(state)
             meter.commit()
 
         return {
@@ -138,7 +138,7 @@ class Workload:
                 piece()
             seconds = clock.stop() / times
         wanted = min(1000, max(5, round(PIECE_SECONDS / max(seconds, 1e-9))))
-        times = decided_by_main(self.accelerator, lambda: wanted)
+        times = broadcast_from_main(self.accelerator, lambda: wanted)
         clock.start()
         for _ in range(times):
             piece()

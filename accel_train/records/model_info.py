@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError
-from accel_train.untrusted import is_count, is_number, read_ordinary
+from accel_train.untrusted import is_count, is_number, read_regular_file
 
 FILE = "model.json"
 LARGEST = 1 << 14  # height or width of an image, in pixels
@@ -45,7 +45,7 @@ def read_model_info(run: Path) -> ModelInfo:
     """Read the ModelInfo of the run in the folder `run`. Raises UserError if it is missing or damaged."""
     path = run / FILE
     try:
-        values: dict[str, Any] = json.loads(read_ordinary(path, follow=True))
+        values: dict[str, Any] = json.loads(read_regular_file(path, follow=True))
         for name in ("classes", "mean", "std"):
             if not isinstance(values[name], list):
                 raise TypeError(f"{name} is not a list")

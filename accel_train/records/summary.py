@@ -14,10 +14,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import learned
+from accel_train.config.compatibility import learning_settings
 from accel_train.config.schema import Config, to_yaml
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.samplers import TrainingOrder
+from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.placement import Placement
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
@@ -81,7 +81,7 @@ def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> st
     try:
         splits = load_splits(config.data, config.seed, download=False)
         plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last)
-        order = TrainingOrder(plan, config.seed, splits.unreadable)
+        order = TrainingSampler(plan, config.seed, splits.unreadable)
     except UserError as error:
         lines.append(f"# updates: not known ({error})")
     else:
@@ -125,7 +125,7 @@ def result_of(
     }
     if test:
         result |= {"class_accuracy": test.class_accuracy, "confusion": test.confusion}
-    return result | {"settings": learned(config)}
+    return result | {"settings": learning_settings(config)}
 
 
 def next_steps(run: Path, image: Path | None) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from accel_train.config.compatibility import flat
+from accel_train.config.compatibility import flatten
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, nearest
 
@@ -29,7 +29,7 @@ def check_trackers(names: Sequence[str]) -> None:
 def start_trackers(config: Config, accelerator: Accelerator) -> None:
     """Start the trackers that the configuration names, with all its settings as hyper-parameters."""
     if config.trackers:
-        settings = {name: str(value) for name, value in flat(as_dict(config)).items()}
+        settings = {name: str(value) for name, value in flatten(as_dict(config)).items()}
         accelerator.init_trackers("accel-train", config=settings)
 
 
