@@ -176,7 +176,7 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
     config, state = setup.config, run.state
     run.stopwatch.stop()
     state.check_epoch(setup.plan)
-    run.report.trained_epoch(state)
+    run.log.log_epoch(state)
     done, is_best = state.epoch + 1, False
     is_last = done == config.epochs
     if is_last or done % config.eval_every_epochs == 0:

@@ -25,6 +25,7 @@ import tasks
 import turns
 from trainer import trainer
 
+from accel_train.bench.plots import import_pyplot, save
 from accel_train.bench.statistics import ratio, spread
 from accel_train.records.table import print_table
 
@@ -100,6 +101,11 @@ def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, update
         "updates": updates,
         "workers": workers_of,
         "images_per_second": {key: dataclasses.asdict(spread(rates[key])) for key in NAMES if key in rates},
+        "divided by the limit": {
+            key: dataclasses.asdict(ratio(rates[key], rates["limit"]))
+            for key in NAMES
+            if key in rates and key != "limit"
+        },
         "trainer divided by": {
             key: dataclasses.asdict(ratio(rates["trainer"], rates[key]))
             for key in NAMES
@@ -160,28 +166,24 @@ def markdown(figures: dict[str, Any]) -> str:
 
 
 def plot(measured: dict[str, Any], path: Path) -> None:
-    """Bars show the share of the limit that each contestant reaches; the lines on them are the quartiles."""
-    import matplotlib
+    """Draw the share of the limit that each contestant reaches as bars, with the quartiles as lines on them.
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "accel_train"  # the same figures make the same file
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(measured), figsize=(5 * len(measured), 3.2), layout="constrained")
+    `measured`: as docs/benchmarks.json has it.
+    """
+    width = 5 * len(measured)
+    figure, axes = import_pyplot().subplots(1, len(measured), figsize=(width, 3.2), layout="constrained")
     for axis, (name, found) in zip(axes, measured.items(), strict=True):
-        rates = {key: rate["rounds"] for key, rate in found["images_per_second"].items()}
-        shares = {key: ratio(rates[key], rates["limit"]) for key in rates if key != "limit"}
-        medians = [share.median for share in shares.values()]
-        below = [share.median - share.low for share in shares.values()]
-        above = [share.high - share.median for share in shares.values()]
+        shares = found["divided by the limit"]
+        medians = [share["median"] for share in shares.values()]
+        below = [share["median"] - share["low"] for share in shares.values()]
+        above = [share["high"] - share["median"] for share in shares.values()]
         colours = ["#6aaee6" if key == "trainer" else "#b0b8c0" for key in shares]
         bars = axis.barh(list(shares), medians, xerr=[below, above], color=colours)
         axis.bar_label(bars, [f"{share:.0%}" for share in medians], label_type="center")
         axis.axvline(1, color="black", linewidth=1, linestyle="--")
         axis.set(title=f"{name}, batch {found['batch_size']}", xlabel="share of the limit", xlim=(0, 1.25))
         axis.invert_yaxis()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Writes figures to docs/benchmarks.json, for the next comparison, and as tables to docs/benchmarks.md.
+"""Writes the results of benchmarks: tables into docs/benchmarks.md, medians and quartiles into docs/benchmarks.json.
 
-Each table is between `<!-- NAME -->` and `<!-- end of NAME -->`, and is replaced as a whole.
+The next run of a benchmark compares itself with that file. On the page each table has its place between
+`<!-- NAME -->` and `<!-- end of NAME -->`, and is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ PACKAGES = ("torch", "torchvision", "accelerate", "timm", "lightning", "pillow")
 
 
 def circumstances(command: str) -> dict[str, Any]:
-    """When, where and with which versions the figures were measured. `command` prints them again."""
-    found = versions(PACKAGES, missing="not installed")
+    """Return the machine, the versions and the commit of a measurement. `command`: how to repeat it."""
+    installed = versions(PACKAGES, missing="not installed")
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "command": command,
@@ -37,38 +38,40 @@ def circumstances(command: str) -> dict[str, Any]:
         "processor": processor_name(),
         "cores": available_cores(),
         "device": device_name(tasks.best_device()),
-        "load": round(os.getloadavg()[0], 1),  # before the measurement: shows whether other programs ran
-        "python": found.pop("python"),
-        "versions": found,
+        "load": round(os.getloadavg()[0], 1),  # before the measurement: shows whether other programs were running
+        "python": installed.pop("python"),
+        "versions": installed,
     }
 
 
-def caption(found: dict[str, Any]) -> str:
-    """The line under a table."""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+def caption(known: dict[str, Any]) -> str:
+    """Return the line below a table. `known`: what `circumstances` returned."""
+    versions = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
     return (
-        f"`{found['command']}`, {found['date']}, commit {found['commit']}; {found['processor']}, {found['cores']} "
-        f"cores, device {found['device']}; load average before {found['load']}; Python {found['python']}, {versions}."
+        f"`{known['command']}`, {known['date']}, commit {known['commit']}; {known['processor']}, {known['cores']} "
+        f"cores, device {known['device']}; load average before {known['load']}; Python {known['python']}, {versions}."
     )
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table in Markdown."""
+    """Return the lines of a table in Markdown."""
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def write(name: str, part: str, figures: dict[str, Any], docs: Path = DOCS) -> list[str]:
-    """Write a part (table, note, caption) to docs/benchmarks.md and its figures to docs/benchmarks.json.
+    """Put `part` (table, note, caption) into docs/benchmarks.md, and `figures` into docs/benchmarks.json.
 
-    Returns a line for each figure that has changed since the last time by more than its spread.
+    Returns a line for each figure that has moved since the last time by more than its spread. Raises SystemExit if the
+    page has no place for the part.
     """
     page, store = docs / "benchmarks.md", docs / "benchmarks.json"
     text = page.read_text()
     begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:
-        raise SystemExit(f"{page}: expected one part from {begin} to {end}")
+        raise SystemExit(f"{page}: expected one part from {begin} to {end}; add these two lines.")
     stored = json.loads(store.read_text()) if store.exists() else {}
+    figures = _without_rounds(figures)
     differences = compare(stored.get(name, {}), figures)
     store.write_text(json.dumps({**stored, name: figures}, indent=1) + "\n")
     page.write_text(pattern.sub(lambda _: f"{begin}\n{part.strip()}\n{end}", text))
@@ -76,17 +79,25 @@ def write(name: str, part: str, figures: dict[str, Any], docs: Path = DOCS) -> l
 
 
 def compare(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A line for each figure that has changed by more than its spread."""
+    """Return a line for each figure whose median has moved by more than its spread."""
     old, lines = dict(_spreads(before)), []
-    for name, found in _spreads(now):
-        if name in old and moved(old[name], found):
-            was, now_is = old[name].median, found.median
+    for name, spread in _spreads(now):
+        if name in old and moved(old[name], spread):
+            was, now_is = old[name].median, spread.median
             lines.append(f"{name}: {was:,.4g} -> {now_is:,.4g} ({now_is / was - 1:+.1%})")
     return lines
 
 
+def _without_rounds(figures: Any) -> Any:
+    """Return the figures without the lists of single rounds: the median and the quartiles stay."""
+    if not isinstance(figures, dict):
+        return figures
+    is_spread = {"median", "low", "high"} <= figures.keys()
+    return {key: _without_rounds(value) for key, value in figures.items() if not (is_spread and key == "rounds")}
+
+
 def _spreads(figures: Any, path: str = "") -> Iterator[tuple[str, Spread]]:
-    """All figures with a median and quartiles, each with the keys that lead to it."""
+    """Yield each figure that has a median and quartiles, with the keys that lead to it."""
     if isinstance(figures, dict):
         if {"median", "low", "high"} <= figures.keys():
             yield path, Spread(figures["median"], figures["low"], figures["high"])

@@ -81,7 +81,7 @@ def main() -> None:
             for mode, of_each in rates.items()
         },
     }
-    (document.DOCS / "scaling.svg").write_text(plot(curves))
+    plot(curves, document.DOCS / "scaling.svg")
     note = (
         f"{options.recipe}, batch {options.batch_size} on {fewest} process{'es' * (fewest > 1)}, "
         f"{'real' if options.data_root else 'synthetic'} images; medians of {rounds} rounds."

@@ -16,13 +16,14 @@ from accelerate import Accelerator
 
 from accel_train import models
 from accel_train.config.schema import Augment, Config, Data, Model
-from accel_train.data.loading import create_input_pipeline
+from accel_train.data.loading import create_input_pipeline, create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.evaluate import evaluate
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import prepare_environment
+from accel_train.records.metrics import Evaluation
 
 TURNED = Augment(crop="random", pad=1, flip=0.5, erase=0.25)
 AUGMENTS = {
@@ -51,6 +52,10 @@ def fed(accelerator: Accelerator, augment: Augment, accumulation: int, epoch: in
     return seen
 
 
+def counted(result: Evaluation) -> dict[str, object]:
+    return {**result.figures, "count": result.count, "confusion": result.confusion}
+
+
 def main() -> None:
     launch = prepare_environment()
     accelerator = create_accelerator(launch)
@@ -64,12 +69,19 @@ def main() -> None:
     splits = load_splits(CONFIG.data, CONFIG.seed)
     torch.manual_seed(0)
     model = models.create_model(CONFIG.model, num_classes=10, channels=1, image_size=8)
+    # A set in memory has a loader of its own; the second loader is one that Accelerate prepared.
     for name, source in (("train", splits.train), ("test", splits.test)):
         assert source is not None
         for at_once in (12, 60, 600):
             order = EvaluationSampler(len(source), at_once)
             feed = create_input_pipeline(CONFIG, splits, source, order, accelerator, training=False, size=8)
-            found["counted"][f"{name}, {at_once}"] = dataclasses.asdict(evaluate(accelerator, model, feed))
+            found["counted"][f"{name}, {at_once}"] = counted(evaluate(accelerator, model, feed))
+            loader = create_loader(
+                source, order, CONFIG.augment, training=False, size=8, seed=3, workers=0,
+                device=accelerator.device,
+            )  # fmt: skip
+            feed = dataclasses.replace(feed, loader=accelerator.prepare_data_loader(loader))
+            found["counted"][f"{name}, {at_once}, prepared"] = counted(evaluate(accelerator, model, feed))
     Path(sys.argv[1], f"{launch.rank}.json").write_text(json.dumps(found))
     accelerator.wait_for_everyone()
 

@@ -46,7 +46,10 @@ def test_a_table_replaces_the_last_one_and_is_compared_with_it(tmp_path: Path, d
     assert document.write("one", "new", figures(101.5, 101.0, 102.0), tmp_path) == []  # within the spread
     moved = document.write("one", "newer", figures(110.0, 109.0, 111.0), tmp_path)
     assert moved == ["tasks digits trainer: 101.5 -> 110 (+8.4%)"]
-    stored = json.loads((tmp_path / "benchmarks.json").read_text())
+    rounds = figures(110.0, 109.0, 111.0)
+    rounds["tasks"]["digits"]["trainer"]["rounds"] = [109.0, 110.0, 111.0]
+    assert document.write("one", "newer", rounds, tmp_path) == []
+    stored = json.loads((tmp_path / "benchmarks.json").read_text())  # without the rounds
     assert stored == {"one": figures(110.0, 109.0, 111.0), "two": figures(1.0, 1.0, 1.0)}
 
 
@@ -135,3 +138,12 @@ def test_who_has_no_turn_stands_still_and_so_do_its_processes(tmp_path: Path, tu
         with contextlib.suppress(psutil.NoSuchProcess):
             process.wait(10)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+
+
+def test_the_plot_is_drawn_from_the_stored_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    stored = json.loads((helpers.ROOT / "docs" / "benchmarks.json").read_text())
+    importlib.import_module("compare").plot(stored["compare"]["tasks"], tmp_path / "plot.svg")
+    share = stored["compare"]["tasks"]["mnist_cnn"]["divided by the limit"]["trainer"]["median"]
+    assert f"{share:.0%}" in (tmp_path / "plot.svg").read_text()

@@ -17,15 +17,15 @@ import pytest
 RUN = """
 import os, sys, time
 from accel_train.records.console import Console
-speaks = "silent" not in sys.argv
-with Console(speaks=speaks, total_updates=20, updates_per_epoch=10, epochs=2, first_update=2) as console:
+prints = "silent" not in sys.argv
+with Console(prints=prints, total_updates=20, updates_per_epoch=10, epochs=2, first_update=2) as console:
     console.say("a [bold]line[/bold]")
     for update in range(3, 21):
         console.advance(update)
         if update % 5 == 0:
             epoch = (update - 1) // 10 + 1
-            console.train(update, epoch, loss=0.5, accuracy=0.25, lr=1e-3, images_per_second=1234.4,
-                          data_wait_fraction=0.031)
+            console.show_training(update, epoch, dict(loss=0.5, accuracy=0.25, lr=1e-3, images_per_second=1234.4,
+                                                      data_wait_fraction=0.031))
             time.sleep(0.3)
     console.warn("careful")
     if "fork" in sys.argv:
@@ -35,7 +35,7 @@ with Console(speaks=speaks, total_updates=20, updates_per_epoch=10, epochs=2, fi
         os.wait()
     if "fail" in sys.argv:
         raise KeyboardInterrupt
-    console.evaluated("test", 2, loss=0.25, accuracy=0.9902, seconds=1.23)
+    console.show_evaluation("test", 2, dict(loss=0.25, accuracy=0.9902, top5_accuracy=1.0), seconds=1.23)
     console.finish("finished", {"test accuracy": "99.02 %", "run": "runs/" + "x" * 70},
                    {"next": "accel-train predict runs/" + "x" * 70})
 """
@@ -101,7 +101,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, log: 
     assert (tmp_path / "run" / "result.json").exists()
 
 
-def test_only_the_process_that_speaks_prints() -> None:
+def test_a_silent_process_prints_nothing() -> None:
     done = in_a_pipe("silent")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert on_a_terminal("silent") == ""

@@ -19,7 +19,7 @@ from accel_train.analysis.load_run import find_weights, load_model
 from accel_train.config.options import parse
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import Source, load_splits
-from accel_train.records.model_info import read_signature
+from accel_train.records.model_info import read_model_info
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +45,12 @@ def evaluated(run: Path, *words: str, split: str = "test") -> dict[str, Any]:
 
 
 def loss_by_hand(run: Path, source: Source) -> float:
-    config, signature = parse([str(run / "config.yaml")]), read_signature(run)
+    config, info = parse([str(run / "config.yaml")]), read_model_info(run)
     pixels = source.fetch(range(len(source)))
     assert isinstance(pixels, torch.Tensor)
     with torch.inference_mode():
-        inputs = (pixels / 255 - signature.mean[0]) / signature.std[0]
-        logits = load_model(config.model, signature, run / "model.safetensors")(inputs)
+        inputs = (pixels / 255 - info.mean[0]) / info.std[0]
+        logits = load_model(config.model, info, run / "model.safetensors")(inputs)
         return F.cross_entropy(logits, source.labels).item()
 
 
@@ -121,8 +121,8 @@ def test_the_worst_of_many_classes_are_shown(
     monkeypatch.setattr(evaluate_run, "SHOWN", 3)
     accuracy = evaluated(run)["ema"]["class_accuracy"]
     out = capsys.readouterr().out
-    rows = out.partition("top-1 (model)")[2].splitlines()[1:4]
-    assert "the 3 classes of the lowest accuracy, of 10:" in out
+    rows = out.partition("accuracy (model)")[2].splitlines()[1:4]
+    assert "the 3 classes with the lowest accuracy, of 10:" in out
     assert [row.split()[0] for row in rows] == [str(at) for at in sorted(range(10), key=lambda at: accuracy[at])[:3]]
 
 
@@ -130,13 +130,14 @@ def test_the_worst_of_many_classes_are_shown(
     ("words", "message"),
     [
         (["--split=val", "--data.val-fraction=0"],
-         "--split val: the data 'digits' has no such split; it has train and test."),
+         "--split val: the dataset 'digits' has no such split; it has train and test."),
         (["--split=dev"], "--split: expected one of test, val, train, found 'dev' (command line)."),
         (["--data.name=synthetic", "--data.classes=5", "--data.channels=1"],
-         "the data has other classes than those that {run} was trained on: 10 there and 5 here."),
+         "the data does not have the classes that {run} was trained on (10 there, 5 here); "
+         "choose other data with --data.name or --data.root."),
         (["--data.name=synthetic"], "the images have 3 channels, but the model of {run} takes 1: "
-         "give --data.channels 1 if the data can be read so."),
-        (["--checkpoint=update-1"], "update-1 is no whole checkpoint (update-1/manifest.json is missing); "
+         "give --data.channels 1 if the data can be read that way."),
+        (["--checkpoint=update-1"], "update-1 is not a complete checkpoint (update-1/manifest.json is missing); "
          "{run} has update-00000027, update-00000054."),
     ],
 )  # fmt: skip
@@ -159,17 +160,17 @@ def test_without_final_weights_the_newest_whole_checkpoint_counts(
         file.write(b"altered")
     assert evaluated(run)["ema"]["weights"] == f"checkpoints/{older.name}/ema.safetensors"
     capsys.readouterr()
-    assert f"{newer} is no whole checkpoint ({newer}/optimizer.pt is altered" in told(
+    assert f"{newer} is not a complete checkpoint ({newer}/optimizer.pt is altered" in told(
         capsys, str(run), "--checkpoint", str(newer)
     )
     shutil.rmtree(run / "checkpoints")
-    assert told(capsys, str(run)) == f"{run} has no weights yet: neither model.safetensors nor a whole checkpoint."
+    assert told(capsys, str(run)) == f"{run} has no weights yet: neither model.safetensors nor a complete checkpoint."
 
 
 def test_figures_are_shown_even_if_they_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "evaluation-test.json" / "in the way").mkdir(parents=True)
     assert cli.main(["evaluate", str(run)]) == 1
     out, err = capsys.readouterr()
-    assert "top-1" in out
+    assert "top5_accuracy" in out
     assert err.startswith(f"accel-train: warning: {run}/evaluation-test.json cannot be written (")
     assert not list(run.glob(".evaluation*"))

@@ -188,7 +188,7 @@ def test_damaged_files_are_set_aside_and_the_run_ends_as_it_did(done: Path, tmp_
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     assert "result.json is damaged and renamed to result.json.damaged" in ended.stderr
-    assert "metrics.jsonl had 6 damaged lines, moved to metrics.damaged.jsonl" in ended.stderr
+    assert "metrics.jsonl: 6 damaged lines moved to metrics.damaged.jsonl" in ended.stderr
     assert (run / "metrics.damaged.jsonl").read_bytes() == b"".join(bad)
     assert [line["count"] for line in lines(run, "eval", "train")] == [SAMPLES] * 2
     assert [line["update"] for line in lines(run, "train")] == [line["update"] for line in lines(done, "train")]

@@ -38,7 +38,7 @@ from accel_train.errors import UserError
 from accel_train.files import sha256
 from accel_train.optim.ema import create_ema
 from accel_train.optim.optimizer import create_optimizer
-from accel_train.records.model_info import read_signature
+from accel_train.records.model_info import read_model_info
 
 HOSTILE = (
     None, True, "", "7", "../../x", "a\nb\x1b[2J", [], {}, [1], {"a": {"b": []}}, -1, 0.5, 10**9, 10**400, -(10**30),
@@ -213,10 +213,10 @@ class Resumed:
 
     def __init__(self, run: Path) -> None:
         self.folder = run / "checkpoints"
-        self.config, signature = parse([str(run / "config.yaml")]), read_signature(run)
+        self.config, info = parse([str(run / "config.yaml")]), read_model_info(run)
         self.accelerator = Accelerator(cpu=True)
         self.model = models.create_model(
-            self.config.model, num_classes=len(signature.classes), channels=1, image_size=signature.image_size
+            self.config.model, num_classes=len(info.classes), channels=1, image_size=info.image_size
         )
         self.accelerator.prepare(self.model)
 
@@ -332,7 +332,7 @@ def test_a_missing_part_of_the_momentum_is_told(run: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda run: edit(run / "model.json", lambda m: m.update(classes="abc")), "classes is no list"),
+        (lambda run: edit(run / "model.json", lambda m: m.update(classes="abc")), "classes is not a list"),
         (lambda run: edit(run / "model.json", lambda m: m.update(std=[0.0])), "std is (0.0,)"),
         (lambda run: edit(run / "model.json", lambda m: m.update(channels=True)), "channels is True"),
         (lambda run: edit(run / "model.json", lambda m: m.update(image_size=10**9)), "image_size is 1000000000"),

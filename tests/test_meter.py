@@ -11,7 +11,7 @@ from accel_train.records.meter import Meter
 
 @pytest.mark.parametrize("updates", [0, 1, 70])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_it_counts_the_samples_of_kept_updates(updates: int, mixed: bool) -> None:
+def test_it_counts_the_samples_of_committed_updates(updates: int, mixed: bool) -> None:
     meter, numbers = Meter(Accelerator(cpu=True)), torch.Generator().manual_seed(updates)
     for _ in range(2):  # each reading begins anew
         loss_sum, correct, samples = 0.0, 0, 0
@@ -27,9 +27,9 @@ def test_it_counts_the_samples_of_kept_updates(updates: int, mixed: bool) -> Non
                     correct += int((logits.argmax(1) == labels)[:4].sum())
                     samples += 4
             if update % 3 == 2:
-                meter.drop()
+                meter.discard()
             else:
-                meter.keep()
-        count = meter.read()
-        assert (count.correct, count.samples) == (correct, samples)
-        assert count.loss_sum == pytest.approx(loss_sum, abs=1e-4)
+                meter.commit()
+        sums = meter.reduce()
+        assert (sums.totals["accuracy"], sums.samples) == (correct, samples)
+        assert sums.totals["loss"] == pytest.approx(loss_sum, abs=1e-4)

@@ -28,7 +28,7 @@ from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
-from accel_train.records.model_info import Signature, read_signature
+from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.summary import example_image
 
 
@@ -74,11 +74,11 @@ def test_probabilities_are_those_of_the_model(alone: Path, tmp_path: Path) -> No
     images = [tmp_path / f"{number}.png" for number in range(40)]
     for number, path in enumerate(images):
         digit(number).save(path)
-    config, signature = parse([str(alone / "config.yaml")]), read_signature(alone)
-    model = load_model(config.model, signature, alone / "ema.safetensors")
+    config, info = parse([str(alone / "config.yaml")]), read_model_info(alone)
+    model = load_model(config.model, info, alone / "ema.safetensors")
     pixels = torch.from_numpy(np.stack([np.asarray(digit(number)) for number in range(40)]))[:, None]
     with torch.inference_mode():
-        expected = model((pixels / 255 - signature.mean[0]) / signature.std[0]).softmax(1)
+        expected = model((pixels / 255 - info.mean[0]) / info.std[0]).softmax(1)
 
     lines = predicted(alone, *images, "--top-k", 99, "--batch-size", 16)
     assert [line["image"] for line in lines] == list(map(str, images))
@@ -130,7 +130,7 @@ def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest
     ]
     assert [row.endswith("cannot be read") for row in rows] == [False] * 3 + [True] * 3
     which, *unreadable, last = err.splitlines()
-    assert which == f"digits_cnn, weights: {alone}/ema.safetensors (running mean of the weights)"
+    assert which == f"digits_cnn, weights: {alone}/ema.safetensors (EMA)"
     names = [line.partition(" cannot be read: ")[0] for line in unreadable]
     assert names == [str(folder / name) for name in ("b/[red]empty.jpg", "c.jpg", "cut.png")]
     assert last == "3 of 6 images cannot be read."
@@ -240,7 +240,7 @@ def test_raw_weights_and_checkpoints_do_as_well(
     (newest,) = sorted((digits_run / "checkpoints").iterdir())[-1:]
     shutil.copytree(newest, alone / "checkpoints" / newest.name)
     assert cli.main(["predict", str(alone), str(tmp_path / "5.png")]) == 0
-    assert f"{newest.name}/ema.safetensors (running mean" in capsys.readouterr().err
+    assert f"{newest.name}/ema.safetensors (EMA)" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_told_in_a_line(
@@ -256,7 +256,10 @@ def test_what_is_wrong_is_told_in_a_line(
         (line,) = capsys.readouterr().err.splitlines()
         return line.removeprefix("accel-train: error: ")
 
-    assert told(tmp_path / "empty") == f"{tmp_path}/empty: no image was found in this folder."
+    assert (
+        told(tmp_path / "empty")
+        == f"{tmp_path}/empty: no image was found in this folder; name image files or another folder."
+    )
     assert told(image, "--output", tmp_path / "taken.csv").startswith(f"--output: {tmp_path}/taken.csv cannot be")
     assert told(image, "--output", image / "x.csv").startswith(f"--output: {image}/x.csv cannot be written (")
     with monkeypatch.context() as patch:
@@ -297,7 +300,7 @@ def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment
 
     accelerator = Accelerator(cpu=True)
     native = splits.image_size if source.in_memory else None
-    signature = Signature(splits.classes, splits.channels, size, native, splits.mean, splits.std)
+    info = ModelInfo(splits.classes, splits.channels, size, native, splits.mean, splits.std)
     seen: list[torch.Tensor] = []
 
     class Recorder(nn.Module):
@@ -305,7 +308,7 @@ def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment
             seen.append(inputs.clone())
             return torch.zeros(len(inputs), len(splits.classes))
 
-    classifier = Classifier(Recorder(), signature, augment, accelerator, top_k=1)
+    classifier = Classifier(Recorder(), info, augment, accelerator, top_k=1)
     classifier.classify(paths, [image for path in paths if isinstance(image := classifier.read(path), torch.Tensor)])
     order = EvaluationSampler(len(source), len(source))
     feed = create_input_pipeline(config, splits, source, order, accelerator, training=False, size=size)

@@ -21,9 +21,9 @@ from accel_train.errors import UserError
 from accel_train.records import directory as run
 from accel_train.records.directory import RunDirectory
 from accel_train.records.environment import _commit
-from accel_train.records.model_info import Signature, read_signature
+from accel_train.records.model_info import ModelInfo, read_model_info
 
-SIGNATURE = Signature(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+MODEL_INFO = ModelInfo(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
@@ -36,10 +36,10 @@ def read_lines(path: Path) -> list[dict[str, object]]:
 def test_begin_writes_a_config_that_starts_the_same_run_again(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "a" / "b", writes=True)
     config = Config(recipe="mine", optim=Optim(lr=3e-4), trackers=("x",))
-    directory.begin(config, SIGNATURE, world_size=2, devices=["cpu", "cpu"])
+    directory.begin(config, MODEL_INFO, world_size=2, devices=["cpu", "cpu"])
     found = parse([str(tmp_path / "a" / "b" / "config.yaml")])
     assert (found.recipe, found.optim, found.trackers) == ("mine", config.optim, config.trackers)
-    assert read_signature(directory.path) == SIGNATURE
+    assert read_model_info(directory.path) == MODEL_INFO
     environment = json.loads((directory.path / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
     assert (environment["world_size"], environment["devices"]) == (2, ["cpu", "cpu"])
@@ -173,7 +173,7 @@ def test_a_result_finishes_the_run(tmp_path: Path) -> None:
 
 def test_a_process_that_does_not_write_leaves_no_trace(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run", writes=False)
-    directory.begin(Config(), SIGNATURE, world_size=1, devices=[])
+    directory.begin(Config(), MODEL_INFO, world_size=1, devices=[])
     directory.log("train", update=1)
     directory.event("x")
     directory.status("training")

@@ -150,7 +150,7 @@ def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Pat
         assert "Stopped" not in run.output
         run.popen.send_signal(signal.SIGINT)
         assert run.ended() == 130, run.output
-        assert "Stopped without saving.\n  kept   the checkpoint of update 0, the newest whole one\n" in run.output
+        assert "Stopped without saving.\n  kept   the checkpoint of update 0, the newest complete one\n" in run.output
         assert "Traceback" not in run.output
         assert run.status["state"] == "failed"
         assert "Ctrl-C" in run.status["reason"]
@@ -168,7 +168,7 @@ def test_second_ctrl_c_stops_at_once_under_a_launcher(tmp_path: Path) -> None:
         assert "saving after this update" in run.output and run.popen.poll() is None
         os.killpg(run.popen.pid, signal.SIGINT)
         assert run.ended(20) != 0  # after 30 s the launcher would kill them
-        assert "Stopped without saving.\n  kept   nothing, for there is no checkpoint\n" in run.output
+        assert "Stopped without saving.\n  kept   nothing, because there is no checkpoint\n" in run.output
         assert run.status["state"] == "failed"
 
 
@@ -270,7 +270,7 @@ def test_last_save_that_fails_is_told_and_requeued_only_after_progress(tmp_path:
     assert newest is not None
     update = int(newest.name.removeprefix("update-"))
     assert run.status["state"] == "failed" and run.status["update"] > update
-    kept = f"the checkpoint of update {update}, the newest whole one"
+    kept = f"the checkpoint of update {update}, the newest complete one"
     told = f"but this could not be saved.\n  kept   {kept}\n"
     assert told in run.output
     assert f"but this could not be saved. Kept: {kept}." in run.status["reason"]
@@ -317,7 +317,7 @@ def test_signal_where_nothing_can_be_written_any_more(small_disk: Path, break_it
         break_it(small_disk)
         for process in run.pids():
             os.kill(process, signal.SIGTERM)
-        assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by a launcher's patience
-    assert "but this could not be saved.\n  kept   nothing, for there is no checkpoint\n" in run.output
+        assert run.ended(25) == 1, run.output  # by itself: not by a watchdog, nor by the launcher's patience
+    assert "but this could not be saved.\n  kept   nothing, because there is no checkpoint\n" in run.output
     assert "Traceback" not in run.output.partition("ChildFailedError")[0].partition("torch/distributed")[0], run.output
     assert not (small_disk / "REQUEUE").exists()

@@ -1,1 +1,1 @@
-"""What is done with a finished run: evaluation and predictions."""
+"""Uses of a trained model: evaluation and predictions."""

@@ -1,9 +1,9 @@
-"""`accel-train evaluate RUN`: the figures of a run's model over every sample of a split, exactly once.
+"""`accel-train evaluate RUN`: the metrics of a run's model over every sample of a split, each counted exactly once.
 
     accel-train evaluate runs/digits/…
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m accel_train evaluate runs/digits/…
 
-give the same counts. The precision is what the launcher was told, as in training.
+give the same counts. The precision is the one given on the launch command, as in training.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
-from accel_train.records.metrics import Evaluation
-from accel_train.records.model_info import Signature, read_signature
+from accel_train.records.metrics import METRICS, Evaluation
+from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.table import print_table
 
-SHOWN = 20  # classes on the console
+SHOWN = 20  # at most so many classes are printed
 
 
 def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | None, overrides: Sequence[str]) -> int:
-    """Evaluate the weights of the run in the folder `run`, and their running mean if it keeps one.
+    """Evaluate the model of the run in the folder `run`, and its EMA if there is one. Returns the exit code.
 
     `split`: "train" (without augmentation), "val" or "test". `checkpoint`: see `find_weights`. `overrides`: options
-    of the run's data (--data.KEY VALUE). Prints the figures and writes them to RUN/evaluation-SPLIT.json. Returns the
-    exit code: 1 if they could not be written. Raises UserError.
+    that replace the run's data settings (--data.KEY VALUE). Prints the metrics and writes them to
+    RUN/evaluation-SPLIT.json; the exit code is 1 if that file cannot be written. Raises UserError.
     """
     config = parse([str(run / "config.yaml"), *overrides])
-    signature = read_signature(run)
-    if signature.semantics != SEMANTICS:
-        check_same_splits(str(run), signature.semantics, as_dict(parse([str(run / "config.yaml")]).data))
-    # The model was trained with these, even if it is evaluated on other data than that which they were taken from.
-    augment = dataclasses.replace(config.augment, mean=signature.mean, std=signature.std)
+    info = read_model_info(run)
+    if info.semantics != SEMANTICS:
+        check_same_splits(str(run), info.semantics, as_dict(parse([str(run / "config.yaml")]).data))
+    # Also other data is normalised as the training data was: the model was trained with that mean and std.
+    augment = dataclasses.replace(config.augment, mean=info.mean, std=info.std)
     config = dataclasses.replace(config, augment=augment)
 
     accelerator = create_accelerator(launch)
     weights = broadcast_from_main(accelerator, lambda: find_weights(run, checkpoint))
     splits = load_splits(config.data, config.seed)
     source = _source(splits, split, config.data.name)
-    _check_fit(splits, signature, run)
+    _check_fit(splits, info, run)
     sampler = EvaluationSampler(len(source), evaluation_batch_size(config, launch.world_size))
     set_defaults(accelerator.device)
-    models = {name: load_model(config.model, signature, file).to(accelerator.device) for name, file in weights.items()}
-    for model in models.values():  # of one kind, and so of one layout
+    models = {name: load_model(config.model, info, file).to(accelerator.device) for name, file in weights.items()}
+    for model in models.values():  # the same architecture, so the same layout
         layout = use_fastest_memory_format(accelerator, model)
-    size = signature.image_size
+    size = info.image_size
     pipeline = create_input_pipeline(
         config, splits, source, sampler, accelerator, training=False, size=size, memory_format=layout
     )
@@ -71,19 +71,19 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
         print(
             f"{run}: {config.model.name} on {config.data.name} {split}, {len(source):,} images, {processes}", flush=True
         )
-    found = {name: evaluate(accelerator, model, pipeline) for name, model in models.items()}
+    evaluations = {name: evaluate(accelerator, model, pipeline) for name, model in models.items()}
     accelerator.end_training()
     if not accelerator.is_main_process:
         return 0
     names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in weights.items()}
-    _print_figures(found, names, signature.classes)
+    _print_evaluations(evaluations, names, info.classes)
     output = run / f"evaluation-{split}.json"
     record = {
         "split": split,
         "data": as_dict(config.data),
         "processes": launch.world_size,
-        "classes": signature.classes,
-        **{name: _record(figures, names[name]) for name, figures in found.items()},
+        "classes": info.classes,
+        **{name: _record(evaluation, names[name]) for name, evaluation in evaluations.items()},
     }
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -97,66 +97,77 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
 
 def _source(splits: Splits, split: str, data: str) -> Source:
     sources = {"train": splits.to_train_on, "val": splits.validation, "test": splits.test}
-    found = sources.get(split)
-    if found is None:
+    chosen = sources.get(split)
+    if chosen is None:
         known = " and ".join(name for name, source in sources.items() if source is not None)
-        raise UserError(f"--split {split}: the data '{data}' has no such split; it has {known}.")
-    return found
+        raise UserError(f"--split {split}: the dataset '{data}' has no such split; it has {known}.")
+    return chosen
 
 
-def _check_fit(splits: Splits, signature: Signature, run: Path) -> None:
-    """Raise UserError unless the data has the model's classes, in its order, and its channels."""
-    known, found = signature.classes, splits.classes
-    if found != known:
-        which = f"{len(known)} there and {len(found)} here"
-        if len(found) == len(known):
-            at = next(at for at in range(len(known)) if found[at] != known[at])
-            which = f"number {at} is {known[at]!r} there and {found[at]!r} here"
-        raise UserError(f"the data has other classes than those that {run} was trained on: {which}.")
-    if splits.channels != signature.channels:
+def _check_fit(splits: Splits, info: ModelInfo, run: Path) -> None:
+    """Raise UserError unless the data has the model's classes, in the same order, and its number of channels."""
+    trained, given = info.classes, splits.classes
+    if given != trained:
+        difference = f"{len(trained)} there, {len(given)} here"
+        if len(given) == len(trained):
+            label = next(label for label in range(len(trained)) if given[label] != trained[label])
+            difference = f"class {label} is {trained[label]!r} there and {given[label]!r} here"
         raise UserError(
-            f"the images have {splits.channels} channels, but the model of {run} takes {signature.channels}: "
-            f"give --data.channels {signature.channels} if the data can be read so."
+            f"the data does not have the classes that {run} was trained on ({difference}); choose other data with "
+            "--data.name or --data.root."
+        )
+    if splits.channels != info.channels:
+        raise UserError(
+            f"the images have {splits.channels} channels, but the model of {run} takes {info.channels}: "
+            f"give --data.channels {info.channels} if the data can be read that way."
         )
 
 
-def _print_figures(found: dict[str, Evaluation], names: dict[str, str], classes: Sequence[str]) -> None:
-    """Two tables: the figures of each kind of weights, and each class (or the worst ones, if they are many)."""
-    head = ["weights", "loss", "top-1", "top-5"]
+def _print_evaluations(evaluations: dict[str, Evaluation], names: dict[str, str], classes: Sequence[str]) -> None:
+    """Print two tables: the metrics of the model and the EMA, and the accuracy of each class.
+
+    Of more than SHOWN classes only those with the lowest accuracy are printed.
+    """
+    shown = [metric for metric in METRICS if len(classes) >= metric.fewest_classes]
+    head = ["weights", *(metric.name for metric in shown)]
     rows = [
-        [names[name], f"{figures.loss:.4f}", f"{figures.accuracy:.2%}", f"{figures.top5_accuracy:.2%}"]
-        for name, figures in found.items()
+        [names[name], *(metric.show(evaluation.figures[metric.name]) for metric in shown)]
+        for name, evaluation in evaluations.items()
     ]
-    if len(classes) <= 5:  # all of them are among the five most probable
-        head, rows = head[:-1], [row[:-1] for row in rows]
     print()
     print_table(head, rows, numbers=head[1:])
 
-    accuracies = {name: figures.class_accuracy for name, figures in found.items()}
-    last = list(found)[-1]  # the running mean, if there is one
-    shown = [at for at, accuracy in enumerate(accuracies[last]) if accuracy is not None]
-    if len(shown) > SHOWN:
-        shown = sorted(shown, key=lambda at: accuracies[last][at] or 0.0)[:SHOWN]
-        print(f"\nthe {SHOWN} classes of the lowest accuracy, of {len(classes)}:")
+    accuracies = {name: evaluation.class_accuracy for name, evaluation in evaluations.items()}
+    last = list(evaluations)[-1]  # the EMA if there is one
+    labels = [label for label, accuracy in enumerate(accuracies[last]) if accuracy is not None]
+    if len(labels) > SHOWN:
+        labels = sorted(labels, key=lambda label: accuracies[last][label] or 0.0)[:SHOWN]
+        print(f"\nthe {SHOWN} classes with the lowest accuracy, of {len(classes)}:")
     else:
         print()
     head = [
         "class",
         "images",
-        *(f"top-1 ({name})" if len(found) > 1 else "top-1" for name in found),
-        "most often taken for",
+        *(f"accuracy ({name})" if len(evaluations) > 1 else "accuracy" for name in evaluations),
+        "most often confused with",
     ]
     rows = []
-    for at in shown:
-        confused = found[last].confusion[at]
-        other = max((label for label in range(len(classes)) if label != at), key=confused.__getitem__)
+    for label in labels:
+        confused = evaluations[last].confusion[label]
+        other = max((number for number in range(len(classes)) if number != label), key=confused.__getitem__)
         mistake = f"{classes[other]} ({confused[other]})" if confused[other] else ""
-        figures = [f"{accuracy[at]:.2%}" for accuracy in accuracies.values()]
-        rows.append([classes[at], str(sum(confused)), *figures, mistake])
+        of_each = [f"{accuracy[label]:.2%}" for accuracy in accuracies.values()]
+        rows.append([classes[label], str(sum(confused)), *of_each, mistake])
     print_table(head, rows, numbers=head[1:-1])
 
 
-def _record(figures: Evaluation, weights: str) -> dict[str, Any]:
-    """The figures as JSON has them, which knows no NaN."""
-    loss = figures.loss if math.isfinite(figures.loss) else None
-    return {"weights": weights, **dataclasses.asdict(figures), "loss": loss, "class_accuracy": figures.class_accuracy}
+def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
+    """Return an evaluation for JSON, which has no NaN: that becomes null."""
+    figures = {name: value if math.isfinite(value) else None for name, value in evaluation.figures.items()}
+    return {
+        "weights": weights,
+        **figures,
+        "count": evaluation.count,
+        "confusion": evaluation.confusion,
+        "class_accuracy": evaluation.class_accuracy,
+    }

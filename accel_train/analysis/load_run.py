@@ -1,4 +1,4 @@
-"""The model that a run has trained: its weights found, and loaded into a model made anew."""
+"""Finds the weights of a run, and loads them into a new model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from accel_train.checkpoint.format import verify_checkpoint
 from accel_train.checkpoint.weights import load_weights
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
-from accel_train.records.model_info import Signature
+from accel_train.records.model_info import ModelInfo
 
 
 def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
-    """The files of a run's weights: "model", and "ema" if the run keeps a running mean of them.
+    """Return the files of a run's weights: "model", and "ema" if the run has an EMA.
 
-    They are of the `checkpoint` (its folder, whose name alone will do), else the final ones, else of the newest whole
-    checkpoint. Raises UserError if there are none, or if the checkpoint is torn or altered.
+    They come from `checkpoint` (its folder, or only the folder's name); without it, the final weights, or else those of
+    the newest complete checkpoint. Raises UserError if there are none, or if the checkpoint is incomplete or altered.
     """
     folder = run
     try:
@@ -29,30 +29,30 @@ def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
             folder = checkpoint if checkpoint.is_dir() or not inside.is_dir() else inside
             verify_checkpoint(folder)
         elif not (run / "model.safetensors").is_file():
-            found = find_newest_checkpoint(run)
-            if found is None:
-                raise UserError(f"{run} has no weights yet: neither model.safetensors nor a whole checkpoint.")
-            folder = found
+            newest = find_newest_checkpoint(run)
+            if newest is None:
+                raise UserError(f"{run} has no weights yet: neither model.safetensors nor a complete checkpoint.")
+            folder = newest
     except (BrokenError, OSError) as error:
         known = [checkpoint_path(Path(), update).name for update in list_updates(run / "checkpoints")]
         raise UserError(
-            f"{folder} is no whole checkpoint ({error}); {run} has {', '.join(known) or 'none'}."
+            f"{folder} is not a complete checkpoint ({error}); {run} has {', '.join(known) or 'none'}."
         ) from error
     files = {name: folder / f"{name}.safetensors" for name in ("model", "ema")}
     return {name: file for name, file in files.items() if name == "model" or file.is_file()}
 
 
-def load_model(model: Model, signature: Signature, weights: Path) -> nn.Module:
-    """The model of a run with the weights in the file `weights`, on the CPU, in evaluation mode.
+def load_model(model: Model, info: ModelInfo, weights: Path) -> nn.Module:
+    """Return the model of a run with the weights in the file `weights`, on the CPU, in evaluation mode.
 
-    Raises UserError if they cannot be read or are another model's.
+    Raises UserError if the weights cannot be read or belong to another model.
     """
-    made = models.create_model(
+    network = models.create_model(
         model,
-        num_classes=len(signature.classes),
-        channels=signature.channels,
-        image_size=signature.image_size,
+        num_classes=len(info.classes),
+        channels=info.channels,
+        image_size=info.image_size,
         published=False,
     )
-    load_weights(made, weights)
-    return made.eval()
+    load_weights(network, weights)
+    return network.eval()

@@ -1,6 +1,6 @@
-"""`accel-train predict RUN IMAGE…`: the most probable classes of images, by the model that a run has trained.
+"""`accel-train predict RUN IMAGE…`: the most probable classes of images, according to the model of a run.
 
-Of the run's folder it needs config.yaml, model.json and the weights; the training data need not be there.
+It needs config.yaml, model.json and the weights of the run, but not the training data.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from accel_train.files import atomic_write
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import available_cores
-from accel_train.records.model_info import Signature, read_signature
+from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.table import print_table
 
 
@@ -45,7 +45,7 @@ class Prediction:
     image: Path
     classes: tuple[str, ...]
     probabilities: tuple[float, ...]
-    """Those of all classes, shown or not, add up to 1."""
+    """They add up to 1 over all classes, of which only the first are here."""
     error: str = ""
     """Why the image cannot be read; there are no classes then."""
 
@@ -62,40 +62,40 @@ def predict(
 ) -> int:
     """Classify image files, and those below folders, with the final or newest weights of the run in the folder `run`.
 
-    `top_k`: classes shown for an image. `output`: a .csv file (a row for each image and class) or a .jsonl file (a line
-    for each image); None: a table on the console. An image that cannot be read, or has more than `max_pixels` (None: as
-    in training), has a row without a class, is told on stderr, and the others go on. Returns the exit code: 1 if there
-    was one. Raises UserError.
+    `top_k`: how many classes are shown for an image. `output`: a .csv file (a row for each image and class) or a .jsonl
+    file (a line for each image); None: print a table. An image that cannot be read, or that has more than `max_pixels`
+    (None: as in training), gets a row without a class and a message on stderr. Returns the exit code: 1 if there was
+    such an image. Raises UserError.
     """
     if launch.world_size > 1:
         raise UserError(
-            f"accel-train predict runs in one process, but {launch.world_size} were started: leave the launcher out."
+            f"accel-train predict runs in one process, but {launch.world_size} were started; use no launcher."
         )
     configuration = parse([str(run / "config.yaml")])
-    signature = read_signature(run)
+    info = read_model_info(run)
     paths = [path for image in images for path in _image_files(image)]
     if output is not None:
         _check_writable(output)
 
     accelerator = create_accelerator(launch)
-    name, weights = list(find_weights(run).items())[-1]  # the running mean, if there is one
-    model = load_model(configuration.model, signature, weights)
+    name, weights = list(find_weights(run).items())[-1]  # the EMA if there is one
+    model = load_model(configuration.model, info, weights)
     most = max_pixels or configuration.data.max_pixels
-    classifier = Classifier(model, signature, configuration.augment, accelerator, top_k, most)
-    mean = " (running mean of the weights)" if name == "ema" else ""
-    print(f"{configuration.model.name}, weights: {weights}{mean}", file=sys.stderr)
+    classifier = Classifier(model, info, configuration.augment, accelerator, top_k, most)
+    kind = " (EMA)" if name == "ema" else ""
+    print(f"{configuration.model.name}, weights: {weights}{kind}", file=sys.stderr)
 
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     predictions: list[Prediction] = []
     unreadable = 0
-    batches = [paths[at : at + batch_size] for at in range(0, len(paths), batch_size)]
+    batches = [paths[first : first + batch_size] for first in range(0, len(paths), batch_size)]
     quiet = not console.is_terminal or len(batches) == 1
     with ThreadPoolExecutor(available_cores()) as pool:
         for batch in track(batches, "classifying", console=console, transient=True, disable=quiet):
-            found = list(pool.map(classifier.read, batch))
-            readable = [(path, image) for path, image in zip(batch, found, strict=True) if isinstance(image, Tensor)]
+            read = list(pool.map(classifier.read, batch))
+            readable = [(path, image) for path, image in zip(batch, read, strict=True) if isinstance(image, Tensor)]
             classified = iter(classifier.classify(*zip(*readable, strict=True)) if readable else ())
-            for path, image in zip(batch, found, strict=True):  # a row for each, in their order
+            for path, image in zip(batch, read, strict=True):  # a row for each image, in the given order
                 if isinstance(image, Tensor):
                     predictions.append(next(classified))
                 else:
@@ -118,70 +118,71 @@ def predict(
 
 
 class Classifier:
-    """A trained model with what comes before it: decoding, and the run's own preprocessing of evaluation."""
+    """A trained model with the decoding and preprocessing of the run's evaluation."""
 
     def __init__(
         self,
         model: nn.Module,
-        signature: Signature,
+        info: ModelInfo,
         augment: Augment,
         accelerator: Accelerator,
         top_k: int,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         self.model = model.to(accelerator.device)
-        self.signature, self.accelerator = signature, accelerator
-        self.top_k, self.max_pixels = min(top_k, len(signature.classes)), max_pixels
-        native = signature.native_size
+        self.info, self.accelerator = info, accelerator
+        self.top_k, self.max_pixels = min(top_k, len(info.classes)), max_pixels
+        native = info.native_size
         if native is None:
-            self.resize = ImageTransform(augment, signature.image_size, training=False)
-        else:  # images of the data's own size are left as they are here, and treated as in evaluation
+            self.resize = ImageTransform(augment, info.image_size, training=False)
+        else:  # images of the dataset's size stay as they are here; `normalise` treats them as in evaluation
             self.resize = ImageTransform(Augment(resize=native), native, training=False)
         self.normalise = BatchTransform(
             augment,
-            size=signature.image_size,
-            mean=signature.mean,
-            std=signature.std,
-            num_classes=len(signature.classes),
+            size=info.image_size,
+            mean=info.mean,
+            std=info.std,
+            num_classes=len(info.classes),
             training=False,
             per_image=native is None,
             device=accelerator.device,
         )
 
     def read(self, path: Path) -> Tensor | str:
-        """The image, uint8 [1, C, H, W] of one size for all; or why it cannot be read."""
+        """Return an image, uint8 [1, C, H, W] with one size for all images, or the reason why it cannot be read."""
         try:
-            image = decode(path.read_bytes(), self.signature.channels, self.max_pixels)
+            image = decode(path.read_bytes(), self.info.channels, self.max_pixels)
             return self.resize([image], torch.zeros(1))
         except (ImageError, OSError) as error:
             return (isinstance(error, OSError) and error.strerror) or str(error)
 
     @torch.inference_mode()
     def classify(self, paths: Sequence[Path], images: Sequence[Tensor]) -> list[Prediction]:
+        """Return the most probable classes of images that `read` returned."""
         pixels = torch.cat(list(images)).to(self.accelerator.device)
         unused = torch.zeros(len(pixels), dtype=torch.int64, device=pixels.device)
         inputs, _ = self.normalise({"images": pixels, "labels": unused, "keys": unused, "weights": unused})
         with self.accelerator.autocast():
             logits = self.model(inputs).float()
-        found = logits.softmax(1).topk(self.top_k)
+        best = logits.softmax(1).topk(self.top_k)
         return [
-            Prediction(path, tuple(self.signature.classes[label] for label in labels), tuple(probabilities))
-            for path, labels, probabilities in zip(paths, found.indices.tolist(), found.values.tolist(), strict=True)
+            Prediction(path, tuple(self.info.classes[label] for label in labels), tuple(probabilities))
+            for path, labels, probabilities in zip(paths, best.indices.tolist(), best.values.tolist(), strict=True)
         ]
 
 
 def _image_files(path: Path) -> list[Path]:
-    """The file itself, whatever its name, or the image files below the folder, sorted."""
+    """Return the file itself, whatever its name, or the sorted image files below a folder."""
     if not path.is_dir():
         return [path]
-    found = find_images(path).images
-    if not found:
-        raise UserError(f"{path}: no image was found in this folder.")
-    return [path / name for name in found]
+    names = find_images(path).images
+    if not names:
+        raise UserError(f"{path}: no image was found in this folder; name image files or another folder.")
+    return [path / name for name in names]
 
 
 def _check_writable(output: Path) -> None:
-    """Find out now, not after an hour, that the output cannot be written."""
+    """Raise UserError now, not after an hour of work, if the output cannot be written."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.parent):
@@ -193,12 +194,12 @@ def _check_writable(output: Path) -> None:
 
 
 def _rows(predictions: Iterable[Prediction], unreadable: str = "") -> Iterator[tuple[Path, str, str, float | str, str]]:
-    """Image, rank, class, probability and error; one row, with `unreadable` for its class, of what cannot be read."""
-    for found in predictions:
-        for rank, (name, probability) in enumerate(zip(found.classes, found.probabilities, strict=True), 1):
-            yield found.image, str(rank), name, probability, ""
-        if found.error:
-            yield found.image, "", unreadable, "", found.error
+    """Yield image, rank, class, probability and error; for an unreadable image one row with the class `unreadable`."""
+    for prediction in predictions:
+        for rank, (name, probability) in enumerate(zip(prediction.classes, prediction.probabilities, strict=True), 1):
+            yield prediction.image, str(rank), name, probability, ""
+        if prediction.error:
+            yield prediction.image, "", unreadable, "", prediction.error
 
 
 def _print(predictions: Sequence[Prediction]) -> None:
@@ -221,11 +222,11 @@ def _csv(predictions: Sequence[Prediction]) -> str:
 
 
 def _jsonl(predictions: Sequence[Prediction]) -> str:
-    """{"image": …, "predictions": [{"class": …, "probability": …}, …]} on each line; "error", too, if unreadable."""
+    """Return lines {"image": …, "predictions": [{"class": …, "probability": …}, …]}, with "error" if unreadable."""
     lines = []
-    for found in predictions:
-        pairs = zip(found.classes, found.probabilities, strict=True)
+    for prediction in predictions:
+        pairs = zip(prediction.classes, prediction.probabilities, strict=True)
         best = [{"class": name, "probability": float(f"{probability:.6g}")} for name, probability in pairs]
-        line: dict[str, Any] = {"image": str(found.image), "predictions": best}
-        lines.append(json.dumps(line | ({"error": found.error} if found.error else {})) + "\n")
+        line: dict[str, Any] = {"image": str(prediction.image), "predictions": best}
+        lines.append(json.dumps(line | ({"error": prediction.error} if prediction.error else {})) + "\n")
     return "".join(lines)

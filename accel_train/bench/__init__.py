@@ -1,1 +1,1 @@
-"""How fast a recipe trains, and what limits it."""
+"""Benchmarks: how fast a recipe trains, and what limits its speed."""

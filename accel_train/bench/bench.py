@@ -1,14 +1,14 @@
-"""`accel-train bench`: how near the trainer comes to the limit of the device, and where the rest of the time goes.
+"""`accel-train bench`: how close the trainer comes to the limit of the device, and where the rest of the time goes.
 
-Three things are measured in turns, so that a machine whose speed drifts is as fast for each of them:
+Three things are measured in turns, so that a machine whose speed drifts is equally fast for each of them:
 
-    limit    a bare loop of forward, backward and step on tensors that already lie on the device
-    input    the training's input alone: loaded, moved to the device, augmented, normalised
+    limit    a bare loop of forward, backward and step on tensors that are already on the device
+    input    only the input of the training: loaded, moved to the device, augmented, normalised
     trainer  train.train, as `accel-train train` runs it, with logging, metrics, guard and checkpoints
 
 The first updates of each are left out: workers start, kernels are chosen, models are compiled. The trainer's speed is
-what it writes into its own metrics.jsonl. Its checkpoints are rarer in a real run than in a short one: the time for
-which one holds up the training is measured, and added as often as the recipe saves.
+the one that it writes into its own metrics.jsonl. A short run saves more often than a real one. So the time for which
+one save delays the training is measured, and counted as often as the recipe saves.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from accel_train.records.environment import environment
 from accel_train.train import train
 
 ROUND_SECONDS, FEWEST_UPDATES = 5.0, 20  # of one measurement of the bare loop, if --updates is not given
-TEST_IMAGES = 256  # of the evaluations that end the trainer's epochs; they are not in its speed
-SHAPES = {  # of the published sets: channels, height and width, classes, training images
+TEST_IMAGES = 256  # of the evaluations at the ends of the trainer's epochs, which its speed does not include
+SHAPES = {  # of the published datasets: channels, height and width, classes, training images
     "mnist": (1, 28, 10, 60_000),
     "fashion_mnist": (1, 28, 10, 60_000),
     "kmnist": (1, 28, 10, 60_000),
@@ -53,10 +53,10 @@ SHAPES = {  # of the published sets: channels, height and width, classes, traini
 
 
 def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, rounds: int, updates: int | None) -> int:
-    """Measure the recipe `config` in so many rounds; print tables and write all figures to `output`, as JSON.
+    """Measure the recipe `config`, print tables, write all results to `output` as JSON, and return the exit code.
 
-    `updates` of each measurement; None: as many as the bare loop does in 5 seconds. Returns the exit code.
-    Raises UserError if the data are not there, `output` cannot be written, or the trainer fails.
+    `synthetic`: use synthetic images. `updates`: of each measurement; None: as many as the bare loop does in 5 seconds.
+    Raises UserError if the data is missing, `output` cannot be written, or the trainer fails.
     """
     config = dataclasses.replace(config, resume="auto", trackers=())
     if synthetic:
@@ -97,15 +97,16 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
 
 
 def with_synthetic_data(config: Config) -> Config:
-    """The same recipe on synthetic images of the same size, channels, classes and number.
+    """Return the same recipe on synthetic images of the same size, channels, classes and number.
 
-    Of folders and hubs nothing is known without them: their images are as large as an evaluation's before its crop.
+    Nothing is known about folders and hub datasets that are missing: then the images have the size to which an
+    evaluation resizes them before its crop.
     """
     data = config.data
     if data.name in SHAPES:
         channels, size, classes, images = SHAPES[data.name]
     elif data.name in ("digits", "synthetic"):
-        return config  # always at hand
+        return config  # needs no download
     else:
         given = config.model.image_size or 224
         channels, size, classes, images = data.channels, config.augment.resize or resize_default(given), data.classes, 0
@@ -123,9 +124,10 @@ def with_synthetic_data(config: Config) -> Config:
 
 
 def shortened(config: Config, plan: Plan, updates: int, log_every: int) -> Config:
-    """The recipe with about so many updates: part of an epoch, or several epochs of a small set. `plan`: of its own.
+    """Return the recipe with about `updates` updates: part of an epoch, or several epochs of a small dataset.
 
-    It saves at the ends of epochs only, where no speed is measured; it evaluates little.
+    `plan`: of the whole recipe. The short recipe saves only at the ends of epochs, where no speed is measured, and it
+    evaluates few images.
     """
     fits = updates * config.batch_size <= plan.samples
     limit = updates * config.batch_size if fits else config.data.train_limit
@@ -144,9 +146,9 @@ def shortened(config: Config, plan: Plan, updates: int, log_every: int) -> Confi
 
 
 def read_run(run: Path, config: Config, plan: Plan, warm_up: int) -> tuple[float, float, float]:
-    """Images a second, share of data wait, share of checkpoint stalls of a run that was `shortened`.
+    """Return images/s, the fraction of data wait and the fraction of checkpoint stalls of a `shortened` run.
 
-    `config` and `plan` are the recipe's own: they say how often it saves.
+    `config` and `plan`: of the whole recipe, which say how often it saves.
     """
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["kind"] == "train" and line["update"] > warm_up]
@@ -163,7 +165,7 @@ def read_run(run: Path, config: Config, plan: Plan, warm_up: int) -> tuple[float
     if saves.every_seconds:
         between = min(between, math.ceil(saves.every_seconds / update))
     stall = stalled / between
-    share = update / (update + stall)  # of the time in which no checkpoint holds it up
+    share = update / (update + stall)  # of the time in which no checkpoint delays it
     return images / seconds * share, waiting / seconds * share, 1 - share
 
 
@@ -173,14 +175,14 @@ def _load(config: Config, synthetic: bool) -> Splits:
     except UserError as error:
         if synthetic:
             raise
-        raise UserError(f"{error} Or measure without the data: --synthetic.") from error
+        raise UserError(f"{error} Or measure on synthetic images: --synthetic.") from error
 
 
 def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int) -> Round:
-    """Each of the three, with a model and data of its own: nothing of the others is in memory then.
+    """Measure limit, input and trainer once, each with its own model and data, so that nothing else is in memory.
 
-    The limit is measured one half before the trainer and one after it: machines that are fast for some seconds, and
-    those that others begin to use, would favour one of the two.
+    One half of the limit is measured before the trainer and one after it. Otherwise a machine that is fast only for
+    some seconds, or that others begin to use, would favour one of the two.
     """
     workload = Workload(config, launch, load_splits(config.data, config.seed))
     accelerator, plan, images = workload.accelerator, workload.plan, config.batch_size * updates
@@ -196,8 +198,11 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
     with contextlib.redirect_stdout(io.StringIO()):
         code = train(short, launch)
     if code:
-        raise UserError("The trainer could not save its checkpoints; see the warnings above.", every_process=False)
-    if not broadcast_from_main(accelerator, lambda: (run / "result.json").is_file()):  # a signal has stopped it
+        raise UserError(
+            "The trainer could not save its checkpoints (see above); free disk space or name another --output.",
+            every_process=False,
+        )
+    if not broadcast_from_main(accelerator, lambda: (run / "result.json").is_file()):  # a signal has stopped the run
         raise KeyboardInterrupt
     trained = broadcast_from_main(accelerator, lambda: read_run(run, config, plan, warm_up))
     memory = host_peak_bytes(), device_peak_bytes(accelerator.device)
@@ -213,13 +218,15 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
 def _clear(accelerator: Accelerator) -> None:
     accelerator.free_memory()
     gc.collect()
-    torch.compiler.reset()  # torch compiles a net's code for a few models only, then no longer
+    torch.compiler.reset()  # torch stops compiling the same code after a few models
 
 
 def temporary_folder(output: Path) -> Path:
-    """Beside the file that is to be written: on the disk of the user's choice, which all nodes share."""
+    """Create a temporary folder beside the file `output`: on the disk that the user chose and all nodes share."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".bench-", dir=output.parent))
     except OSError as error:
-        raise UserError(f"--output: {output.parent} cannot be written ({error.strerror}).") from error
+        raise UserError(
+            f"--output: {output.parent} cannot be written ({error.strerror}); name another file."
+        ) from error

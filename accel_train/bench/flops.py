@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, and how many a device could do."""
+"""Floating-point operations of a model, and the peak of a device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from accel_train import models
 from accel_train.config.schema import Model
 from accel_train.data.sources.load import Splits
 
-# Dense peaks in 1e12 operations a second, from NVIDIA's data sheets (which often print those of sparse matrices, twice
-# as many). A device is the first one whose words are all in its name; "HBM3" is the H100 in its SXM form.
+# Dense peaks in 1e12 operations a second, from NVIDIA's data sheets (which often print the peaks of sparse matrices,
+# twice as high). The first entry whose words are all in the device's name counts; "HBM3" is the SXM form of the H100.
 PEAKS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
     (("H200", "NVL"), {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
     (("H200",), {"bf16": 989.5, "fp16": 989.5, "tf32": 494.5, "fp32": 67}),
@@ -33,23 +33,26 @@ PEAKS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Operations a second that the device could do in `precision` (bf16, fp16, tf32, fp32); None if not known."""
+    """Return the peak of a device in `precision` (bf16, fp16, tf32, fp32), in operations a second, or None."""
     name = re.split(r"[\s-]+", device_name)  # "NVIDIA A100-SXM4-80GB"
     for words, peaks in PEAKS:
-        if {*words} <= {*name} and "MIG" not in name:  # MIG: a slice of the device
+        if {*words} <= {*name} and "MIG" not in name:  # MIG: only a part of the device
             known = peaks.get(precision)
             return None if known is None else known * 1e12
     return None
 
 
 def precision_of(mixed_precision: str, device: torch.device) -> str:
-    """What computes: for Accelerate's "no" "tf32" where convolutions or products may take it, else "fp32"; on a CPU
-    Accelerate takes fp16 for "no", too."""
+    """Return the precision of the computation: bf16, fp16, tf32 or fp32.
+
+    For Accelerate's "no" it is tf32 if convolutions or matrix products may use it, else fp32. On a CPU Accelerate
+    treats fp16 as "no".
+    """
     if mixed_precision != "no" and not (mixed_precision == "fp16" and device.type == "cpu"):
         return mixed_precision
     convolutions: Any = torch.backends.cudnn
     products: Any = torch.backends.cuda.matmul
-    if hasattr(products, "fp32_precision"):  # torch >= 2.9, which warns of the older names
+    if hasattr(products, "fp32_precision"):  # torch >= 2.9, which warns about the older names
         allowed = "tf32" in (convolutions.conv.fp32_precision, products.fp32_precision)
     else:
         allowed = convolutions.allow_tf32 or products.allow_tf32
@@ -57,19 +60,20 @@ def precision_of(mixed_precision: str, device: torch.device) -> str:
 
 
 def training_flops(model: Model, splits: Splits, image_size: int, samples: int) -> int | None:
-    """Operations of one forward and backward pass of a recipe's model over `samples` images; None if not known."""
-    plain = dataclasses.replace(model, gradient_checkpointing=False)  # what is computed twice counts once
-    made = models.create_model(
+    """Return the operations of one forward and backward pass of the model over `samples` images, or None."""
+    plain = dataclasses.replace(model, gradient_checkpointing=False)  # recomputation does not count
+    network = models.create_model(
         plain, num_classes=len(splits.classes), channels=splits.channels, image_size=image_size, published=False
     )
-    models.set_train_mode(made, model)
-    return count_flops(made, torch.zeros(samples, splits.channels, image_size, image_size, device="meta"))
+    models.set_train_mode(network, model)
+    return count_flops(network, torch.zeros(samples, splits.channels, image_size, image_size, device="meta"))
 
 
 def count_flops(model: nn.Module, inputs: Tensor) -> int | None:
-    """Operations of a forward and a backward pass, as torch.utils.flop_counter counts them: a multiply-add is two.
+    """Return the operations of a forward and a backward pass, counted by torch.utils.flop_counter.
 
-    The model is moved to the meta device, where `inputs` is: nothing is computed. None if a layer needs values.
+    A multiply-add counts as two. The model is moved to the meta device, where `inputs` is: nothing is computed. Returns
+    None if a layer needs real values.
     """
     model.to("meta")
     counter = FlopCounterMode(display=False)

@@ -1,4 +1,4 @@
-"""What a measurement stands on: the processor, the device, and the most memory that was in use."""
+"""The machine of a measurement: its processor, its device, and the peaks of memory use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_train.launch.process import available_cores
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Of this process's host: the names of its processor and of `device`, cores, threads, memory in bytes."""
+    """Return the names of the processor and of `device`, cores, threads, and the host's memory in bytes."""
     return {
         "processor": processor_name(),
         "cores": available_cores(),
@@ -29,19 +29,19 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def processor_name() -> str:
     with contextlib.suppress(OSError):
-        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
+        if match := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return match[1]
     return platform.processor() or platform.machine()
 
 
 def device_name(device: torch.device) -> str:
-    """The device's own name ("NVIDIA A100-SXM4-80GB"), or its type where torch knows none: "cpu"."""
+    """Return the name of the device ("NVIDIA A100-SXM4-80GB"), or its type ("cpu") if torch knows no name."""
     module = torch.get_device_module(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 
 
 def reset_peaks(device: torch.device) -> None:
-    """From now on the peaks are counted anew (that of the host on Linux only)."""
+    """Reset the peaks of memory use (that of the host on Linux only)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     if hasattr(module := torch.get_device_module(device), "reset_peak_memory_stats"):
@@ -49,15 +49,15 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def host_peak_bytes() -> int:
-    """The most memory of the host that this process (without its data workers) has had at once."""
+    """Return the peak of this process's host memory, without its data workers, in bytes."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
-            return int(found[1]) * 1024
+        if match := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(match[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def device_peak_bytes(device: torch.device) -> int | None:
-    """The most memory of `device` that tensors have had at once; None where torch does not count it."""
+    """Return the peak of tensors' memory on `device` in bytes, or None if torch does not count it."""
     module = torch.get_device_module(device)
     return int(module.max_memory_allocated(device)) if hasattr(module, "max_memory_allocated") else None

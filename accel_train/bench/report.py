@@ -1,4 +1,4 @@
-"""The figures of `accel-train bench`: what was measured in rounds, as a dictionary for JSON and as tables."""
+"""The results of `accel-train bench`, as a dictionary for JSON and as tables."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from accel_train.records.table import print_table
 
 @dataclass(frozen=True)
 class Trained:
-    """What the trainer wrote about itself, the first updates left out."""
+    """What the trainer wrote into its metrics.jsonl, without the first updates."""
 
     images_per_second: float
-    """Of all processes; the checkpoints' stalls are counted as often as the recipe saves."""
+    """Of all processes together; checkpoint stalls are counted as often as the recipe saves."""
     data_wait: float
-    """Share of its time in which it waited for data."""
+    """Fraction of the time in which it waited for data."""
     stall: float
-    """Share of its time in which a checkpoint held it up."""
+    """Fraction of the time in which a checkpoint delayed it."""
     host_peak_bytes: int
     device_peak_bytes: int | None
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round has measured. Rates are images a second, of all processes together."""
+    """The measurements of one round. Rates are images a second, of all processes together."""
 
     limit: float
     input: float
     trainer: Trained
     pieces: dict[str, float]
-    """Seconds of an update's "augmentation", "metrics" and "optimizer", each measured alone."""
+    """Seconds of the "augmentation", "metrics" and "optimizer" of an update, each measured alone."""
 
     def shares(self, batch_size: int) -> dict[str, float]:
-        """Where the time of one of the trainer's updates goes; each in 0..1."""
+        """Return the fractions (0 to 1) of the time of one update of the trainer."""
         update, optimizer = batch_size / self.trainer.images_per_second, self.pieces["optimizer"]
         parts = {
             "forward and backward": (batch_size / self.limit - optimizer) / update,
@@ -60,9 +60,9 @@ class Round:
 def figures_of(
     config: Config, accelerator: Accelerator, plan: Plan, rounds: list[Round], flops: int | None
 ) -> dict[str, Any]:
-    """All figures, fit for JSON: of what was measured each round the median, the quartiles and the rounds.
+    """Return all results for JSON; of each rate the median, the quartiles and the single rounds.
 
-    `flops`: operations of one forward and backward pass over one process's micro-batch, None if not known.
+    `flops`: operations of one forward and backward pass over one process's micro-batch; None if unknown.
     """
     limit = [each.limit for each in rounds]
     trainer = [each.trainer.images_per_second for each in rounds]
@@ -106,7 +106,7 @@ def figures_of(
 
 
 def print_figures(figures: dict[str, Any]) -> None:
-    """The tables of what `figures_of` returned, with "updates" and "warm_up_updates" added."""
+    """Print the tables. `figures`: from `figures_of`, with "synthetic", "updates" and "warm_up_updates" added."""
     rates, ratios = figures["images_per_second"], figures["ratios"]
     names = {"limit": "limit (bare loop)", "input": "input alone", "trainer": "trainer"}
     rows = []
@@ -142,13 +142,13 @@ def print_figures(figures: dict[str, Any]) -> None:
     print("\n".join(f"{name:<12}{text}" for name, text in lines.items()))
 
 
-def _plain(found: Spread) -> dict[str, Any]:
-    return dataclasses.asdict(found)
+def _plain(measured: Spread) -> dict[str, Any]:
+    return dataclasses.asdict(measured)
 
 
-def _cells(found: dict[str, Any], form: str) -> list[str]:
-    low, high = form.format(found["low"]), form.format(found["high"])
-    return [form.format(found["median"]), f"{low} - {high}"]
+def _cells(measured: dict[str, Any], form: str) -> list[str]:
+    low, high = form.format(measured["low"]), form.format(measured["high"])
+    return [form.format(measured["median"]), f"{low} - {high}"]
 
 
 def _bytes(number: int | None) -> str:

@@ -1,27 +1,29 @@
 """How the speed grows with the number of processes: `accel-train scaling RUN…` compares finished runs.
 
-Prints a table and writes it, with a plot, as scaling.csv and scaling.svg beside the runs. The batch size is that of
-the recipe in all of them (strong scaling): what is learned is the same, and the share of a process gets smaller.
-benchmarks/scaling.py starts such runs itself, and others with a fixed batch a process (weak scaling).
+Prints a table and writes it beside the runs as scaling.csv, with a plot, scaling.svg. All runs have the batch size of
+the recipe (strong scaling): they learn the same, and each process's share of a batch shrinks as processes are added.
+benchmarks/scaling.py starts such runs itself, and others with a fixed batch for each process (weak scaling).
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_train.bench.plots import import_pyplot, save
 from accel_train.errors import UserError
-
-WIDTH, HEIGHT, MARGIN = 480, 360, 50  # of the plot, in pixels
-COLOURS = ("#1668b0", "#c05621", "#2f7d3b", "#6b4ea0")  # of its curves, in turns
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run. `speed_up` is relative to the run with the fewest processes, `efficiency` of 1 is linear growth."""
+    """The speed of one run. `speed_up` is relative to the run with the fewest processes.
+
+    `efficiency`: the speed-up divided by that of linear growth.
+    """
 
     processes: int
     images_per_second: float
@@ -30,27 +32,32 @@ class Point:
 
 
 def measure(runs: Sequence[Path]) -> list[Point]:
-    """Read the runs' result.json. Raises UserError if a run is not finished or two have the same processes."""
+    """Read the speeds from the runs' result.json.
+
+    Raises UserError if a run is not finished, or if two runs have the same number of processes.
+    """
     speeds: dict[int, float] = {}
     for run in runs:
         try:
             result = json.loads((run / "result.json").read_bytes())
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{run} is not a finished run: {error}.") from None
+            raise UserError(f"{run} is not a finished run: {error}. Name folders with a result.json.") from None
         figures = result if isinstance(result, dict) else {}
         processes, speed = figures.get("world_size"), figures.get("images_per_second")
         if not isinstance(processes, int) or not isinstance(speed, int | float) or min(processes, speed) <= 0:
-            raise UserError(f"{run / 'result.json'} has no number of processes and images a second to compare.")
+            raise UserError(
+                f"{run / 'result.json'} lacks a positive world_size or images_per_second; leave this run out."
+            )
         if processes in speeds:
-            raise UserError(f"{run} is a second run of {processes} processes; give one of each.")
+            raise UserError(f"{run} is a second run of {processes} processes; name one run for each number.")
         speeds[processes] = speed
     if not speeds:
-        raise UserError("Name the directories of finished runs: accel-train scaling RUN…")
+        raise UserError("No run was named; name the folders of finished runs: accel-train scaling RUN…")
     return speed_ups(speeds)
 
 
 def speed_ups(speeds: Mapping[int, float]) -> list[Point]:
-    """`speeds`: images a second of all processes together, by their number; at least one."""
+    """Return a Point for each entry of `speeds`: images/s of all processes together, by their number; not empty."""
     fewest = min(speeds)
     points = []
     for processes, speed in sorted(speeds.items()):
@@ -59,56 +66,37 @@ def speed_ups(speeds: Mapping[int, float]) -> list[Point]:
     return points
 
 
-def plot(curves: Mapping[str, list[Point]]) -> str:
-    """An SVG picture of the speed-up over the number of processes, with the line of linear growth.
+def plot(curves: Mapping[str, list[Point]], path: Path) -> None:
+    """Draw the speed-up over the number of processes as an SVG file, with linear growth as a dashed line.
 
-    `curves`: by their names, which are shown if there are several; all begin with the same number of processes.
+    `curves`: by name; the names are shown if there are several. All begin with the same number of processes. Raises
+    UserError if matplotlib is not installed.
     """
-    everything = [point for points in curves.values() for point in points]
-    fewest, most = min(point.processes for point in everything), max(point.processes for point in everything)
-    top = max(most / fewest, *(point.speed_up for point in everything))
-
-    def place(processes: float, speed_up: float) -> tuple[float, float]:
-        x = MARGIN + (WIDTH - 2 * MARGIN) * processes / most
-        return x, HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * speed_up / top
-
-    def line(pairs: list[tuple[float, float]], style: str) -> str:
-        return f'<polyline fill="none" {style} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in pairs)}"/>'
-
-    ranked = sorted(everything, key=lambda point: -point.speed_up)
-    left, bottom = place(0, 0)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
-        'font-size="12" text-anchor="middle">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        line([(left, MARGIN), (left, bottom), (WIDTH - MARGIN, bottom)], 'stroke="black"'),
-        line([place(0, 0), place(most, most / fewest)], 'stroke="grey" stroke-dasharray="4"'),
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}">processes</text>',
-        f'<text x="{WIDTH / 2}" y="20">speed-up over {fewest} process{"es" * (fewest > 1)} (efficiency)</text>',
-    ]
+    figure, axis = import_pyplot().subplots(figsize=(5, 3.75), layout="constrained")
+    processes = sorted({point.processes for points in curves.values() for point in points})
+    fewest = processes[0]
+    axis.plot([0, processes[-1]], [0, processes[-1] / fewest], color="grey", linestyle="--", linewidth=1)
     for number, (name, points) in enumerate(curves.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        parts.append(
-            line([place(point.processes, point.speed_up) for point in points], f'stroke="{colour}" stroke-width="2"')
-        )
-        for point in points:
-            x, y = place(point.processes, point.speed_up)
-            highest = next(other for other in ranked if other.processes == point.processes)
-            label = y - 9 if point is highest else y + 18  # two curves' figures are not to lie on each other
-            figures = f"{point.speed_up:.2f}x ({point.efficiency:.0%})"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
-            parts.append(f'<text x="{x:.1f}" y="{label:.1f}" fill="{colour}">{figures}</text>')
-        if len(curves) > 1:
-            parts.append(
-                f'<text x="{left + 10}" y="{50 + 16 * number}" text-anchor="start" fill="{colour}">{name}</text>'
-            )
-    for processes in sorted({point.processes for point in everything}):
-        parts.append(f'<text x="{place(processes, 0)[0]:.1f}" y="{HEIGHT - MARGIN + 18}">{processes}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        line = [(point.processes, point.speed_up) for point in points]
+        axis.plot(*zip(*line, strict=True), marker="o", label=name, color=f"C{number}")
+        for point, place in zip(points, line, strict=True):
+            text = f"{point.speed_up:.2f}x ({point.efficiency:.0%})"
+            # The labels of the first curve are above its points, those of the others below theirs.
+            shift = (-4, 8) if number == 0 else (4, -14)
+            side = "right" if number == 0 else "left"
+            axis.annotate(text, place, shift, textcoords="offset points", ha=side, color=f"C{number}", fontsize=8)
+    axis.set(
+        xlabel="processes", ylabel=f"speed-up over {fewest} process{'es' * (fewest > 1)}", xticks=processes,
+        xlim=(0, processes[-1] * 1.25), ylim=(0, None),
+    )  # fmt: skip
+    axis.set_title("speed-up (efficiency)", fontsize=10)
+    if len(curves) > 1:
+        axis.legend(loc="upper left")
+    save(figure, path)
 
 
 def compare(runs: Sequence[Path]) -> int:
-    """Compare the finished runs in the folders `runs`; returns the exit code. Raises UserError."""
+    """Compare the finished runs in the folders `runs`. Returns the exit code: 1 without a plot. Raises UserError."""
     points = measure(runs)
     folder = runs[0].resolve().parent
     print("processes   images/s   speed-up   efficiency")
@@ -118,6 +106,11 @@ def compare(runs: Sequence[Path]) -> int:
         writer = csv.writer(file)
         writer.writerow(["processes", "images_per_second", "speed_up", "efficiency"])
         writer.writerows([p.processes, p.images_per_second, p.speed_up, p.efficiency] for p in points)
-    (folder / "scaling.svg").write_text(plot({"": points}))
-    print(f"written: {folder / 'scaling.csv'}, {folder / 'scaling.svg'}")
+    print(f"written: {folder / 'scaling.csv'}")
+    try:
+        plot({"": points}, folder / "scaling.svg")
+    except UserError as error:
+        print(f"accel-train: warning: {error}", file=sys.stderr)
+        return 1
+    print(f"written: {folder / 'scaling.svg'}")
     return 0

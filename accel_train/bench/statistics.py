@@ -1,4 +1,4 @@
-"""Figures that were measured several times: their median, with the quartiles as their spread."""
+"""The median and the quartiles of a value that was measured in several rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some rounds and the two quartiles: half of the rounds lie from `low` to `high`."""
+    """The median of the rounds and the two quartiles: half of the rounds are between `low` and `high`."""
 
     median: float
     low: float
@@ -18,7 +18,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """`values`: at least one, in the order of the rounds."""
+    """Return the spread of `values`: at least one, in the order of the rounds."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0], (values[0],))
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -26,10 +26,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """Of what was measured in the same round: a machine whose speed drifts has the same ratios."""
+    """Return the spread of the ratios within each round, which do not change when the machine's speed drifts."""
     return spread([above / below for above, below in zip(numerators, denominators, strict=True)])
 
 
 def moved(before: Spread, now: Spread) -> bool:
-    """Whether the median moved by more than the wider of the two spreads."""
+    """Return whether the median has changed by more than the larger interquartile range."""
     return abs(now.median - before.median) > max(before.high - before.low, now.high - now.low)

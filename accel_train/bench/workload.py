@@ -1,6 +1,6 @@
-"""What a recipe computes, taken apart for `accel-train bench`: the bare loop, the input, and pieces of an update alone.
+"""The parts of a training for `accel-train bench`: the bare loop, the input, and single pieces of an update.
 
-Model, optimizer and input are those of train.py, but nothing of what surrounds its loop is there.
+Model, optimizer and input are those of train.py; logging, checkpoints and signals around its loop are missing.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from accel_train.launch.environment import Launch
 from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
-from accel_train.records.run_log import Report
+from accel_train.records.run_log import RunLog
 from accel_train.run.nonfinite import Guard
 from accel_train.training_setup import connect, create_training_setup
 
-KINDS = 4  # different micro-batches that the bare loop takes in turns
-PIECE_SECONDS = 0.5  # a piece is repeated for about so long
+KINDS = 4  # different micro-batches that the bare loop uses in turn
+PIECE_SECONDS = 0.5  # a piece is repeated for about this time
 
 
 class Workload:
-    """A recipe's model and input on this process's device. Collective: all processes make the same calls."""
+    """The model and the input of a recipe on this process's device. All processes must make the same calls."""
 
     def __init__(self, config: Config, launch: Launch, splits: Splits) -> None:
         self.accelerator: Accelerator = connect(config, launch)
         self.setup = create_training_setup(config, launch, self.accelerator, splits, published=False)
         for group in self.setup.optimizer.param_groups:
-            group["lr"] = 0.0  # a step costs the same, and the weights stay: nothing can diverge
+            group["lr"] = 0.0  # a step takes the same time, and the weights stay the same: nothing can diverge
         self.plan, self.accumulation = self.setup.plan, self.setup.plan.accumulation
         models.set_train_mode(self.setup.model, config.model)
-        # Tensors that already lie on the device; the first pass is the input's own warm-up, too.
+        # Tensors on the device. This pass also warms the input up.
         self.batches = list(self._raw(-(-KINDS // self.accumulation)))[:KINDS]
         self.examples = [self.setup.training.transform(batch) for batch in self.batches]
 
     def _clock(self) -> Clock:
-        """Of work that all processes do: from when the last one begins until the last one's device has ended."""
+        """Return a clock that starts when the last process begins and stops when the last device has finished."""
         return Clock(self.setup.device, self.accelerator.wait_for_everyone)
 
     def _raw(self, updates: int) -> Iterator[dict[str, Tensor]]:
-        """The micro-batches of `updates` updates. Each epoch begins late enough to be iterated to its end."""
+        """Yield the micro-batches of `updates` updates. Each pass reaches the end of its epoch."""
         epoch = 0
         while updates > 0:
             some = min(updates, self.plan.updates_per_epoch)
@@ -61,7 +61,7 @@ class Workload:
             epoch, updates = epoch + 1, updates - some
 
     def input_seconds(self, updates: int, warm_up: int) -> float:
-        """For the input of `updates` updates alone: loaded, moved to the device and transformed."""
+        """Measure the input of `updates` updates alone: loading, the move to the device and the transform."""
         clock = self._clock()
         for number, batch in enumerate(self._raw(warm_up + updates)):
             if number == warm_up * self.accumulation:
@@ -70,7 +70,7 @@ class Workload:
         return clock.stop()
 
     def bare_seconds(self, updates: int, warm_up: int) -> float:
-        """For `updates` updates of the bare loop: forward, backward, step, on tensors that lie on the device."""
+        """Measure `updates` updates of the bare loop: forward, backward and step on tensors on the device."""
         clock = self._clock()
         examples = cycle(self.examples)
         for number in range(warm_up + updates):
@@ -82,7 +82,7 @@ class Workload:
         return clock.stop()
 
     def _backward(self, examples: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Forward and backward of an update; logits and losses of its last micro-batch."""
+        """Run forward and backward of an update; return the logits and losses of its last micro-batch."""
         scaler = self.accelerator.scaler
         for micro_batch in range(self.accumulation):
             is_last = micro_batch + 1 == self.accumulation
@@ -96,19 +96,19 @@ class Workload:
         return logits.detach(), losses.detach()
 
     def piece_seconds(self) -> dict[str, float]:
-        """Of one update each, alone: its augmentation, its optimizer's step, its metrics and the guard's look."""
+        """Measure each piece of one update alone: augmentation, optimizer step, metrics with the guard's check."""
         logits, losses = self._backward(cycle(self.examples))
         batch, (_, targets) = self.batches[-1], self.examples[-1]
-        silent = Console(speaks=False, total_updates=1, updates_per_epoch=1, epochs=1)
+        silent = Console(prints=False, total_updates=1, updates_per_epoch=1, epochs=1)
         nowhere = RunDirectory(Path(), writes=False)
-        report = Report(self.setup.config, self.plan, self.accelerator, nowhere, silent)
+        log = RunLog(self.setup.config, self.plan, self.accelerator, nowhere, silent)
         guard = Guard(
             self.setup.config,
             self.accelerator,
             self.setup.model,
             self.setup.optimizer,
             self.setup.training.transform,
-            report,
+            log,
         )
         meter, state = Meter(self.accelerator), TrainState()
 
@@ -122,14 +122,17 @@ class Workload:
                 guard.record(batch, losses)
                 meter.add(logits, targets, losses * batch["weights"], batch["weights"])
             guard.check_step(state)
-            meter.keep()
+            meter.commit()
 
-        found = {"augmentation": self._mean_seconds(augment), "metrics": self._mean_seconds(count)}
-        return {**found, "optimizer": self._mean_seconds(self.setup.optimizer.step)}
+        return {
+            "augmentation": self._mean_seconds(augment),
+            "metrics": self._mean_seconds(count),
+            "optimizer": self._mean_seconds(self.setup.optimizer.step),
+        }
 
     def _mean_seconds(self, piece: Callable[[], Any]) -> float:
         clock = self._clock()
-        for times in (2, 5):  # the first ones are a warm-up
+        for times in (2, 5):  # the first two calls are a warm-up
             clock.start()
             for _ in range(times):
                 piece()
@@ -143,10 +146,10 @@ class Workload:
 
 
 class Clock:
-    """Seconds from when the device had done all before `start` until it has done all before `stop`."""
+    """Measures seconds between `start` and `stop`; at both it waits until the device has finished its work."""
 
     def __init__(self, device: torch.device, meet: Callable[[], object] = lambda: None) -> None:
-        """`meet` waits for all processes whose work is measured: then the last one counts."""
+        """`meet`: waits for all processes whose work is measured, so that the slowest one counts."""
         self.device, self.meet = device, meet
         self._since = 0.0
 

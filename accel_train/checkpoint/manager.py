@@ -7,7 +7,6 @@ finds the checkpoint to resume from, and resume.py checks that the run can go on
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import threading
 import time
@@ -233,7 +232,7 @@ class Checkpoints:
         """The contents of state.json."""
         scaler, schedule = self.accelerator.scaler, self.parts.schedule
         return {
-            "train": dataclasses.asdict(state),
+            "train": state.to_saved(),
             "seed": self.config.seed,
             "samples": self.parts.samples,
             "configuration": as_dict(self.config),

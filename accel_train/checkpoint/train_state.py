@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ class TrainState:
     after a resume."""
     epoch_correct: int = 0
     epoch_count: int = 0
+    epoch_sums: dict[str, float] = field(default_factory=dict)
+    """The same of metrics other than loss and accuracy that are counted in training, by name. A checkpoint has it only
+    if there are any: older versions could not read it."""
     train_seconds: float = 0.0
     """Training time in seconds, without the first update of each start (see `meter.Stopwatch`)."""
     timed_samples: int = 0
@@ -64,11 +69,34 @@ class TrainState:
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch and reset the counts of an epoch."""
         self.epoch, self.epoch_samples, self.epoch_left_out = epoch, 0, 0
-        self.epoch_loss_sum, self.epoch_correct, self.epoch_count = 0.0, 0, 0
+        self.epoch_loss_sum, self.epoch_correct, self.epoch_count, self.epoch_sums = 0.0, 0, 0, {}
+
+    def add_metrics(self, totals: Mapping[str, float], samples: int) -> None:
+        """Count the sums of the training's metrics over `samples` more samples of the epoch."""
+        others = dict(totals)
+        self.epoch_loss_sum += others.pop("loss")
+        self.epoch_correct += int(others.pop("accuracy"))
+        # A metric that was not counted from the epoch's first sample on (the run began without it) waits for the next.
+        counted = [name for name in others if name in self.epoch_sums or self.epoch_count == 0]
+        self.epoch_sums = {name: self.epoch_sums.get(name, 0) + others[name] for name in counted}
+        self.epoch_count += samples
+
+    @property
+    def epoch_metrics(self) -> dict[str, float]:
+        """The mean of each metric over the epoch's samples so far."""
+        totals = {"loss": self.epoch_loss_sum, "accuracy": self.epoch_correct, **self.epoch_sums}
+        return {name: total / self.epoch_count if self.epoch_count else math.nan for name, total in totals.items()}
+
+    def to_saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        saved = asdict(self)
+        if not self.epoch_sums:
+            del saved["epoch_sums"]
+        return saved
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any], path: Path) -> TrainState:
-        """Read what `dataclasses.asdict` wrote into the checkpoint `path`. Raises UserError for unknown entries and for
+        """Read what `to_saved` wrote into the checkpoint `path`. Raises UserError for unknown entries and for
         values that are impossible."""
         if unknown := saved.keys() - {entry.name for entry in fields(cls)}:
             raise UserError(f"{path} was written by a newer accel-train, which counts {', '.join(sorted(unknown))}.")
@@ -95,6 +123,8 @@ class TrainState:
             "epoch_loss_sum": is_number(self.epoch_loss_sum, -LARGEST),
             "epoch_count": is_count(self.epoch_count),
             "epoch_correct": is_number(self.epoch_correct),
+            "epoch_sums": isinstance(self.epoch_sums, dict)
+            and all(is_number(total, -LARGEST) for total in self.epoch_sums.values()),
             "train_seconds": is_number(self.train_seconds),
             "timed_samples": is_count(self.timed_samples),
             "left_out": isinstance(self.left_out, list) and all(is_count(number, 1) for number in self.left_out),

@@ -1,1 +1,1 @@
-"""What a run writes down and shows while it trains."""
+"""The files that a run writes, and what it prints."""

@@ -1,4 +1,4 @@
-"""What one sees of a run: a live display on a terminal, plain dense lines in a log. One process speaks."""
+"""What a run prints: a live display on a terminal, one plain line per log interval elsewhere."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_train.errors import print_line
+from accel_train.records.metrics import headlines
 
 REDRAWS_PER_SECOND = 4
 
 
 class Console:
-    """The display of one run, as a context manager.
+    """The output of one run, as a context manager.
 
-    `advance` only stores a number; the display is redrawn by time, in a thread of its own, whatever the pace.
+    A separate thread redraws the display at a fixed rate. `advance` only stores a number, so it costs next to nothing.
     """
 
     def __init__(
-        self, *, speaks: bool, total_updates: int, updates_per_epoch: int, epochs: int, first_update: int = 0
+        self, *, prints: bool, total_updates: int, updates_per_epoch: int, epochs: int, first_update: int = 0
     ) -> None:
-        """`first_update`: updates done by earlier starts of this run. Without `speaks` nothing is printed."""
-        self.speaks = speaks
+        """`prints`: whether this process prints at all. `first_update`: updates done by earlier starts of the run."""
+        self.prints = prints
         self.total_updates = total_updates
         self.updates_per_epoch = updates_per_epoch
         self.epochs = epochs
         self._update = first_update
         self._first_update = first_update
-        self._pace: tuple[float, int] | None = None  # time and update from which the speed is reckoned
+        self._pace: tuple[float, int] | None = None  # time and update from which the speed is computed
         self._figures: dict[str, str] = {}
         self._rich = RichConsole(highlight=False)
-        self.is_live = speaks and self._rich.is_terminal and not self._rich.is_dumb_terminal
+        self.is_live = prints and self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._live: Live | None = None
 
     def __enter__(self) -> Console:
         if self.is_live:
-            # A forked data worker must not print through the display: it may inherit its lock, locked.
+            # A forked data worker must not print through the display: it may inherit its lock in the locked state.
             os.register_at_fork(after_in_child=_use_plain_streams)
             self._live = Live(console=self._rich, get_renderable=self._display, refresh_per_second=REDRAWS_PER_SECOND)
             self._live.start()
@@ -58,12 +59,15 @@ class Console:
         self._close()
 
     def advance(self, update: int) -> None:
-        """`update` updates of the run are done. Costs next to nothing; call it after each one."""
+        """Store that `update` updates of the run are done."""
         self._update = update
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds to the end at this start's mean pace (evaluations included, the first updates left out)."""
+        """Seconds to the end at the mean speed since the first update of this start, evaluations included.
+
+        None until there is a speed.
+        """
         if self._pace is None:
             if self._update > self._first_update:
                 self._pace = (time.monotonic(), self._update)
@@ -73,58 +77,48 @@ class Console:
             return None
         return (time.monotonic() - since) / (self._update - update) * (self.total_updates - self._update)
 
-    def train(
-        self,
-        update: int,
-        epoch: int,
-        *,
-        loss: float,
-        accuracy: float,
-        lr: float,
-        images_per_second: float,
-        data_wait_fraction: float,
-    ) -> None:
-        """New figures of the training (epoch from 1, accuracy and fraction from 0 to 1)."""
+    def show_training(self, update: int, epoch: int, figures: Mapping[str, float]) -> None:
+        """Show the training's metrics, and its "images_per_second", "lr" and "data_wait_fraction" (0 to 1).
+
+        `epoch` counts from 1.
+        """
         self.advance(update)
         self._figures = {
-            "loss": f"{loss:.4f}",
-            "accuracy": f"{accuracy:.2%}",
-            "images/s": f"{images_per_second:.0f}",
-            "lr": f"{lr:.4g}",
-            "data wait": f"{data_wait_fraction:.0%}",
+            **headlines(figures),
+            "images/s": f"{figures['images_per_second']:.0f}",
+            "lr": f"{figures['lr']:.4g}",
+            "data wait": f"{figures['data_wait_fraction']:.0%}",
         }
-        if self.speaks and not self.is_live:
-            figures = "  ".join(f"{name} {value}" for name, value in self._figures.items())
+        if self.prints and not self.is_live:
             position = f"epoch {epoch}/{self.epochs}  update {update}/{self.total_updates}"
-            print_line(f"{position}  {figures}  eta {_duration(self.eta_seconds)}")
+            print_line(f"{position}  {_line(self._figures)}  eta {_duration(self.eta_seconds)}")
 
-    def evaluated(self, split: str, epoch: int, *, loss: float, accuracy: float, seconds: float) -> None:
-        """One line for an evaluation at the end of `epoch` (from 1)."""
-        figures = f"loss {loss:.4f}  accuracy {accuracy:.2%}  ({seconds:.1f} s)"
-        self.say(f"epoch {epoch}/{self.epochs}  {split}  {figures}")
+    def show_evaluation(self, split: str, epoch: int, figures: Mapping[str, float], seconds: float) -> None:
+        """Print a line with the metrics of an evaluation at the end of `epoch`, which counts from 1."""
+        self.say(f"epoch {epoch}/{self.epochs}  {split}  {_line(headlines(figures))}  ({seconds:.1f} s)")
 
     def say(self, text: str) -> None:
-        """Prints a line, above the display if there is one."""
+        """Print a line, above the display if there is one."""
         if self.is_live:
             self._rich.print(Text(text), soft_wrap=True)
-        elif self.speaks:
+        elif self.prints:
             print_line(text)
 
     def warn(self, text: str) -> None:
-        """Prints a warning; in a log, on stderr."""
+        """Print a warning: above the display if there is one, else on stderr."""
         if self.is_live:
             self._rich.print(Text(f"warning: {text}", style="bold yellow"), soft_wrap=True)
-        elif self.speaks:
+        elif self.prints:
             print_line(f"accel-train: warning: {text}", sys.stderr)
 
     def finish(self, title: str, figures: Mapping[str, str], commands: Mapping[str, str]) -> None:
-        """Ends the display and prints the last screen.
+        """End the display and print the final screen.
 
-        `figures`: name -> value (test accuracy, the run's folder, …). `commands`: what one may want -> what
-        to type; they are printed outside of any frame, for copying.
+        `figures`: values by name (the test accuracy, the run's folder, …). `commands`: command lines by what they do;
+        they are printed without a frame, so that they can be copied.
         """
         self._close()
-        if not self.speaks:
+        if not self.prints:
             return
         width = max(map(len, [*figures, *commands]), default=0)
         if not self.is_live:
@@ -144,9 +138,11 @@ class Console:
             self._live = None
 
     def _display(self) -> Group:
-        """The display of this moment; called by the thread that redraws."""
+        """Return the current display. The thread that redraws it calls this."""
         update = self._update
-        extra = self.total_updates - self.epochs * self.updates_per_epoch  # the run began with another batch size
+        extra = (
+            self.total_updates - self.epochs * self.updates_per_epoch
+        )  # not 0 if the run began with another batch size
         epoch = min((update - extra) // self.updates_per_epoch, self.epochs - 1)
         done = update - extra - epoch * self.updates_per_epoch
         bars = Table.grid(padding=(0, 1), expand=True)
@@ -164,6 +160,10 @@ class Console:
         for name, value in self._figures.items():
             figures.append(f"{name} ", style="dim").append(f"{value}   ", style="bold")
         return Group(bars, figures)
+
+
+def _line(figures: Mapping[str, str]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in figures.items())
 
 
 def _duration(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The folder of a run, and the files in it that tell how it goes: one writer, many readers, no torn file."""
+"""The run directory: its files have one writer and many readers, who never see a half-written file."""
 
 from __future__ import annotations
 
@@ -19,29 +19,24 @@ from accel_train.files import atomic_write
 from accel_train.ownership.folders import cannot_be_written, make_directory
 from accel_train.ownership.lease import Lease
 from accel_train.records.environment import environment
-from accel_train.records.model_info import FILE, Signature
+from accel_train.records.model_info import FILE, ModelInfo
 
 DAMAGED = "metrics.damaged.jsonl"
-
-
-MARKER = "REQUEUE"  # its presence in the run's folder asks the job script to start the run again
-
-
-STATUS_SECONDS = 2.0  # status.json is not renewed more often than this
+MARKER = "REQUEUE"  # a file that asks the job script to start the run again
+STATUS_SECONDS = 2.0  # status.json is not rewritten more often than this
 
 
 class RunDirectory:
     """Writes config.yaml, model.json, environment.json, metrics.jsonl, status.json and result.json.
 
-    Before each write it looks whether this start still owns the run, and raises owner.LostError if not. A write that
-    fails while the run goes on (disk full, mount gone) does not end it: it is counted in `failures`, and the first one
-    is told on stderr.
+    Before each write it checks that this start still owns the run, and raises LostError if not. A failed write (disk
+    full, mount gone) does not end the run: it is counted in `failures`, and the first one is printed on stderr.
     """
 
     def __init__(self, path: Path, *, writes: bool, lease: Lease | None = None) -> None:
-        """Makes the folder. With `writes=False` (all processes but the main one) every method does nothing.
+        """Create the folder. With `writes=False` (on all processes but the main one) every method does nothing.
 
-        Raises UserError if the folder cannot be made or written to.
+        Raises UserError if the folder cannot be created or written to.
         """
         self.path = path
         self.writes = writes
@@ -66,26 +61,26 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end: its result is there."""
+        """Whether the run is finished: result.json exists."""
         return (self.path / "result.json").is_file()
 
     def begin(
-        self, config: Config, signature: Signature, *, world_size: int, devices: list[str], precision: str = "fp32"
+        self, config: Config, info: ModelInfo, *, world_size: int, devices: list[str], precision: str = "fp32"
     ) -> None:
-        """Writes config.yaml, model.json and environment.json (of this start). `devices`: names, one a process."""
+        """Write config.yaml, model.json and environment.json. `devices`: the name of each process's device."""
         self._replace("config.yaml", to_yaml(config))
-        self._replace(FILE, signature.to_json())
+        self._replace(FILE, info.to_json())
         self._replace("environment.json", _json(environment(world_size, devices, precision), indent=2))
 
     def log(self, kind: str, **values: Any) -> None:
-        """Appends {"kind": kind, "time": seconds since 1970, **values} to metrics.jsonl.
+        """Append {"kind": kind, "time": seconds since 1970, **values} to metrics.jsonl.
 
-        Values are plain ones, NumPy's or tensors. JSON has no NaN and no infinity: they become null.
+        Values may be plain Python, NumPy's or tensors. JSON has no NaN and no infinity: they become null.
         """
         line = _json({"kind": kind, "time": round(time.time(), 3), **values}) + "\n"
 
         def append() -> None:
-            if self.failures:  # an earlier write may have stopped within its line
+            if self.failures:  # an earlier write may have left half a line
                 _cut_torn_lines(self.metrics_path)
             with self.metrics_path.open("ab") as file:
                 file.write(line.encode())
@@ -93,15 +88,15 @@ class RunDirectory:
         self._try("metrics.jsonl", append)
 
     def event(self, text: str, **values: Any) -> None:
-        """Logs something worth knowing later: a resume, a set-aside checkpoint, a lost update."""
+        """Log an event, such as a resume, a quarantined checkpoint or a skipped update."""
         self.log("event", text=text, **values)
 
     def rewind(self, update: int, epochs: int | None = None, *, tests_again: bool = False) -> int:
-        """Takes out of metrics.jsonl what will be done once more: the train and eval lines after `update`, and, if only
-        `epochs` epochs are done with all that belongs to them, the eval lines of the next; with `tests_again` those of
-        a test after `update`, too: of the final one, within which the run was stopped.
+        """Remove the lines of what will be done again from metrics.jsonl, and return the number of damaged lines.
 
-        Lines that are damaged are moved to metrics.damaged.jsonl. Returns how many they are.
+        Removed are the train and eval lines after `update`; if `epochs` is given, also the eval lines of later epochs;
+        with `tests_again`, also the test lines of `update` itself: the run was stopped within its final test. Damaged
+        lines are moved to metrics.damaged.jsonl.
         """
         if not (self.writes and self.metrics_path.exists()):
             return 0
@@ -118,14 +113,14 @@ class RunDirectory:
                 file.writelines(damaged)
 
         if damaged and not self._try(DAMAGED, move, fresh=True):
-            return 0  # they stay where they are until they can be kept
+            return 0  # they stay in metrics.jsonl until they can be moved
         self._replace("metrics.jsonl", b"".join(kept), fresh=True)
         return len(damaged)
 
     def status(self, state: str, *, force: bool = False, **values: Any) -> None:
-        """Renews status.json: state, time, pid, host and the latest value of all that was ever given.
+        """Rewrite status.json: state, time, pid, host, and the latest value of each name ever given.
 
-        Not more often than every 2 seconds, unless the state changes or `force` is set.
+        This happens at most every 2 seconds, unless the state changes or `force` is set.
         """
         is_new = state != self._status.get("state")
         self._status.update(values, state=state)
@@ -139,7 +134,7 @@ class RunDirectory:
         self._replace("status.json", _json(self._status, indent=2) + "\n")
 
     def fail(self, reason: str) -> None:
-        """Says in status.json that the run has failed. For any process and thread, also if it never `writes`."""
+        """Write into status.json that the run has failed. Any process and thread may call it, also if not `writes`."""
         if not self.lease.holds(fresh=True):
             return
         path = self.path / "status.json"
@@ -149,14 +144,16 @@ class RunDirectory:
             atomic_write(path, _json(status, indent=2) + "\n", durable=False)
 
     def result(self, values: Mapping[str, Any]) -> None:
-        """Writes result.json, which says that the run is finished."""
+        """Write result.json, which marks the run as finished."""
         self._replace("result.json", _json(values, indent=2) + "\n", durable=True, fresh=True)
 
     def ask_for_requeue(self, update: int) -> bool:
-        """Lays the file that asks the job script to start the run again, from the checkpoint of `update`. Returns
-        whether it is there."""
+        """Write the file that asks the job script to start the run again. Returns whether it was written.
+
+        `update`: of the checkpoint from which the run will resume.
+        """
         failures = self.failures
-        self._replace(MARKER, f"{update}\n", fresh=True)  # never an empty one, as a full disk would leave it
+        self._replace(MARKER, f"{update}\n", fresh=True)  # replaced, because a full disk would leave an empty file
         return self.failures == failures
 
     def _replace(self, name: str, content: str | bytes, *, durable: bool = False, fresh: bool = False) -> None:
@@ -164,7 +161,7 @@ class RunDirectory:
         self._try(name, lambda: atomic_write(self.path / name, content, durable=durable), fresh=fresh)
 
     def _try(self, name: str, write: Callable[[], None], *, fresh: bool = False) -> bool:
-        """Whether it was written."""
+        """Call `write` and return whether it succeeded. `fresh`: see `Lease.holds`."""
         if not self.writes:
             return False
         self.lease.check(fresh=fresh)
@@ -176,20 +173,20 @@ class RunDirectory:
             if self.failures == 1:
                 print_line(
                     f"accel-train: warning: {self.path / name} cannot be written ({error.strerror}); "
-                    "training goes on, but its records have gaps.",
+                    "training goes on, but its records are incomplete.",
                     sys.stderr,
                 )
             return False
 
 
 def remove_requeue_marker(run: Path) -> None:
-    """Remove the file by which an earlier start has asked for this one."""
-    with contextlib.suppress(OSError):  # a finished run's directory may be one that cannot be written
+    """Remove the file with which an earlier start asked to be started again."""
+    with contextlib.suppress(OSError):  # the directory of a finished run may be read-only
         (run / MARKER).unlink()
 
 
 def _cut_torn_lines(path: Path) -> None:
-    """Cuts off what a killed writer or a failed write left at the end of a file of JSON lines."""
+    """Cut off the incomplete last lines that a killed writer or a failed write left in a JSON-lines file."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -204,7 +201,7 @@ def _cut_torn_lines(path: Path) -> None:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """The JSON object that a text is, or None."""
+    """Return the JSON object in a text, or None if it is not one."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -213,7 +210,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _values(line: bytes) -> dict[str, Any] | None:
-    """What a line of metrics.jsonl says, or None if it cannot be one that this program has written."""
+    """Return the values of a line of metrics.jsonl, or None if this program cannot have written it."""
     values = _parsed(line)
     if values is None or not line.endswith(b"\n") or not isinstance(values.get("kind"), str):
         return None
@@ -233,7 +230,7 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it."""
+    """Return `value` made of the types that JSON has."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What a run stands on: versions, devices, launcher, commit."""
+"""The environment of a run: versions, devices, launcher, commit."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ from typing import Any
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "numpy", "pillow")
 
-
 LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "PBS_", "OMPI_COMM_", "PMI_", "NCCL_", "TORCHELASTIC_", "FSDP_")
-
 
 LAUNCHER_NAMES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 
-
 SECRETS = ("TOKEN", "JWT", "KEY", "SECRET", "PASSWORD")
 
 
 def environment(world_size: int, devices: list[str], precision: str = "fp32") -> dict[str, Any]:
-    """What the run stands on: versions, devices, precision, host, launcher, commit, command line. Imports torch."""
+    """Return the versions, devices, precision, host, launcher, commit and command line of a run. Imports torch."""
     import torch
 
     versions = {}
@@ -59,14 +56,14 @@ def environment(world_size: int, devices: list[str], precision: str = "fp32") ->
 
 
 def _commit(folder: Path) -> str | None:
-    """The git commit of the package ("…-dirty" with changes), or None if it is not a checkout."""
+    """Return the git commit of the package ("…-dirty" with changes), or None if it is not a checkout."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie within another repository
+        git("ls-files", "--error-unmatch", "__init__.py")  # an installed copy may be inside another repository
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,4 +1,4 @@
-"""Counting while training: sums on the device, read by the host only when a line is due."""
+"""The metrics of training: summed on the device, and read by the host only when a log line is due."""
 
 from __future__ import annotations
 
@@ -12,88 +12,102 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from accel_train.records.metrics import training_metrics
+
 Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
-class Count:
-    """Sums over samples of all processes."""
+class Sums:
+    """The sum of each metric over so many samples, of all processes together."""
 
-    loss_sum: float = 0.0
-    correct: int = 0
-    samples: int = 0
-
-    def __add__(self, other: Count) -> Count:
-        return Count(self.loss_sum + other.loss_sum, self.correct + other.correct, self.samples + other.samples)
+    totals: dict[str, float]
+    samples: int
 
     @property
-    def loss(self) -> float:
-        return self.loss_sum / self.samples if self.samples else math.nan
-
-    @property
-    def accuracy(self) -> float:
-        return self.correct / self.samples if self.samples else math.nan
+    def means(self) -> dict[str, float]:
+        return {name: total / self.samples if self.samples else math.nan for name, total in self.totals.items()}
 
 
 class Meter:
-    """Sums this process's losses and hits on the device; `read` adds up all processes' and starts anew.
+    """Sums the metrics of this process's samples on the device; `reduce` adds those of all processes and starts at 0.
 
-    An update's micro-batches count once it is done: `keep` them, or `drop` them if the update is left out. What is kept
-    is summed for many micro-batches at once: a dozen small operations of each would take longer than they have work.
+    Micro-batches count once their update is done: `commit` them, or `discard` them if the update is skipped. Many
+    committed micro-batches are summed at once: a dozen small kernels for each would cost more than their work.
     """
 
     AT_ONCE = 64  # micro-batches
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self._losses = torch.zeros((), device=accelerator.device)
-        self._counts = torch.zeros(2, dtype=torch.int64, device=accelerator.device)  # hits, samples
-        # Predictions, labels, losses and weights [b] of each micro-batch: of the update under way, and of those done.
-        self._update: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self._kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._metrics = [metric for metric in training_metrics() if metric.name != "loss"]
+        # Float sums: of the loss, and of each metric whose values are floats. Integer sums: of each metric whose values
+        # are bools, and last the number of samples. Unused places stay 0.
+        self._floats = torch.zeros(1 + len(self._metrics), device=accelerator.device)
+        self._integers = torch.zeros(len(self._metrics) + 1, dtype=torch.int64, device=accelerator.device)
+        # Losses, weights and labels [b] of a micro-batch, then what each metric needs of its logits [b, ...].
+        self._update: list[tuple[Tensor, ...]] = []
+        self._committed: list[tuple[Tensor, ...]] = []
 
     @torch.no_grad()
     def add(self, logits: Tensor, targets: Tensor, weighted_losses: Tensor, weights: Tensor) -> None:
-        """`logits` [b, classes]; `targets` labels int64 [b] or shares [b, classes], of which the largest counts as
-        the label; `weighted_losses` float32 [b], already times `weights`; `weights` float32 [b], 0 for padding."""
-        labels = targets if targets.ndim == 1 else targets.argmax(1)
-        self._update.append((logits.argmax(1), labels, weighted_losses, weights))
+        """Add a micro-batch of the current update.
 
-    def keep(self) -> None:
+        `logits` [b, classes]; `targets`: labels int64 [b], or probabilities [b, classes], of which the largest counts
+        as the label; `weights` float32 [b], 0 for padding; `weighted_losses` float32 [b]: the criterion's losses times
+        `weights`.
+        """
+        labels = targets if targets.ndim == 1 else targets.argmax(1)
+        predictions = (metric.training_predict(logits) for metric in self._metrics if metric.training_predict)
+        self._update.append((weighted_losses, weights, labels, *predictions))
+
+    def commit(self) -> None:
         """The update is done: its micro-batches count."""
-        self._kept += self._update
+        self._committed += self._update
         self._update.clear()
-        if len(self._kept) >= self.AT_ONCE:
+        if len(self._committed) >= self.AT_ONCE:
             self._sum()
 
-    def drop(self) -> None:
-        """The update is left out: its micro-batches do not count."""
+    def discard(self) -> None:
+        """The update is skipped: its micro-batches do not count."""
         self._update.clear()
 
     def _sum(self) -> None:
-        if not self._kept:
+        if not self._committed:
             return
-        predictions, labels, losses, weights = (torch.cat(values) for values in zip(*self._kept, strict=True))
-        self._kept.clear()
+        losses, weights, labels, *predictions = (torch.cat(values) for values in zip(*self._committed, strict=True))
+        self._committed.clear()
         real = weights > 0
-        self._losses += losses.sum()
-        self._counts += torch.stack([((predictions == labels) & real).sum(), real.sum()])
+        self._floats[0].add_(losses.sum())  # `+=` would copy the sum onto itself afterwards
+        self._integers[-1].add_(real.sum())
+        for number, (metric, predicted) in enumerate(zip(self._metrics, predictions, strict=True)):
+            scores = metric.score(predicted, labels)
+            if scores.is_floating_point():
+                self._floats[1 + number].add_(torch.where(real, scores.float(), 0.0).sum())
+            else:
+                self._integers[number].add_((scores & real).sum())
 
-    def read(self) -> Count:
-        """The sums since the last `read`, over all processes (which must all call it). Waits for the device."""
+    def reduce(self) -> Sums:
+        """The sums since the last `reduce`, over all processes (which must all call it). Waits for the device."""
         self._sum()
-        losses, counts = self.accelerator.reduce([self._losses, self._counts], reduction="sum")
-        count = Count(losses.item(), *counts.tolist())
-        self._losses.zero_()
-        self._counts.zero_()
-        return count
+        floats, integers = self.accelerator.reduce([self._floats, self._integers], reduction="sum")
+        self._floats.zero_()
+        self._integers.zero_()
+        loss, *real_sums = floats.tolist()
+        *counts, samples = integers.tolist()
+        # One of a metric's two sums is always 0. A count stays an integer.
+        totals = {
+            metric.name: real_sum or count
+            for metric, count, real_sum in zip(self._metrics, counts, real_sums, strict=True)
+        }
+        return Sums({"loss": loss, **totals}, samples)
 
 
 class Stopwatch:
-    """Time of training, the samples trained in it, and the share of it that went by waiting for data.
+    """Measures the time of training, the samples trained in it, and the time spent waiting for data.
 
-    It stands still between `stop` and `start`. The first update of a start is not in it: that one compiles, looks for
-    the fastest kernels and starts workers, and would be the figure of a short run.
+    It is paused between `stop` and `start`. The first update of each start is left out: it compiles, searches for the
+    fastest kernels and starts workers, which would dominate the speed of a short run.
     """
 
     def __init__(self, seconds: float = 0.0, samples: int = 0) -> None:
@@ -110,7 +124,7 @@ class Stopwatch:
         self._since = None
 
     def lap(self) -> float:
-        """Bring `seconds` up to now and return it."""
+        """Add the time until now to `seconds` and return the sum."""
         if self._since is not None:
             now = time.perf_counter()
             self.seconds += now - self._since
@@ -118,7 +132,7 @@ class Stopwatch:
         return self.seconds
 
     def trained(self, samples: int) -> None:
-        """An update of so many samples is done."""
+        """Count an update of so many samples."""
         if self.warm_up is not None:
             self.samples += samples
             return
@@ -127,7 +141,7 @@ class Stopwatch:
         self.seconds, self.waiting = before, 0.0
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches; the time until each is there is counted as waiting."""
+        """Yield the same batches, and count the time until each one arrives as waiting."""
         iterator = iter(batches)
         while True:
             before = time.perf_counter()

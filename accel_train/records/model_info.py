@@ -1,6 +1,6 @@
-"""What a trained model takes and what it gives: model.json in the run's folder.
+"""The inputs and outputs of a trained model: model.json in the run directory.
 
-With config.yaml and the weights it is all that is needed to use the model where the training data is not.
+With it, config.yaml and the weights the model can be used without the training data.
 """
 
 from __future__ import annotations
@@ -15,62 +15,62 @@ from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, read_regular_file
 
 FILE = "model.json"
-LARGEST = 1 << 14  # pixels of a side
+LARGEST = 1 << 14  # height or width of an image, in pixels
 
 
 @dataclass(frozen=True)
-class Signature:
-    """Normalised images, float32 [b, channels, image_size, image_size] -> logits, float32 [b, classes]."""
+class ModelInfo:
+    """Input: normalised images, float32 [b, channels, image_size, image_size]. Output: logits, float32 [b, classes]."""
 
     classes: tuple[str, ...]
-    """Their names, in the order of the logits."""
+    """The names of the classes, in the order of the logits."""
     channels: int
     """3: RGB, 1: grey."""
     image_size: int
     """Height and width of the model's input, in pixels."""
     native_size: int | None
-    """Height and width of the data's images, if all are alike and only then; others are brought to it first."""
+    """Height and width of the dataset's images if all have the same size, else None. Other images are resized to it."""
     mean: tuple[float, ...]
-    """Of each channel, in 0..1: subtracted."""
+    """Subtracted from each channel, whose values are from 0 to 1."""
     std: tuple[float, ...]
-    """Of each channel, in 0..1: divided by."""
+    """Divides each channel after that."""
     semantics: int = 1
-    """Of the training: see semantics.py."""
+    """The version of the meaning of settings: see config/semantics.py."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
-def read_signature(run: Path) -> Signature:
-    """The signature of the model that was trained in the folder `run`. Raises UserError."""
+def read_model_info(run: Path) -> ModelInfo:
+    """Read the ModelInfo of the run in the folder `run`. Raises UserError if it is missing or damaged."""
     path = run / FILE
     try:
-        found: dict[str, Any] = json.loads(read_regular_file(path, follow=True))
+        values: dict[str, Any] = json.loads(read_regular_file(path, follow=True))
         for name in ("classes", "mean", "std"):
-            if not isinstance(found[name], list):
-                raise TypeError(f"{name} is no list")
-            found[name] = tuple(found[name])
-        signature = Signature(**found)
-        if name := _impossible(signature):
-            raise ValueError(f"{name} is {str(found[name])[:40]}")
-        return signature
+            if not isinstance(values[name], list):
+                raise TypeError(f"{name} is not a list")
+            values[name] = tuple(values[name])
+        info = ModelInfo(**values)
+        if name := _impossible(info):
+            raise ValueError(f"{name} is {str(values[name])[:40]}")
+        return info
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read ({error.strerror}): a run's folder needs config.yaml, {FILE} and the weights."
+            f"{path} cannot be read ({error.strerror}): the folder of a run needs config.yaml, {FILE} and the weights."
         ) from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error!r}); copy it anew from where the model was trained.") from error
+        raise UserError(f"{path} is damaged ({error!r}); copy it again from where the model was trained.") from error
 
 
-def _impossible(found: Signature) -> str:
-    """The name of a value that no model of ours has, or ""."""
-    native, channels = found.native_size, found.channels
+def _impossible(info: ModelInfo) -> str:
+    """Return the name of a value that no trained model can have, or ""."""
+    native, channels = info.native_size, info.channels
     fits = {
-        "classes": len(found.classes) >= 2 and all(isinstance(name, str) for name in found.classes),
+        "classes": len(info.classes) >= 2 and all(isinstance(name, str) for name in info.classes),
         "channels": is_count(channels) and channels in (1, 3),
-        "image_size": is_count(found.image_size, 1, LARGEST),
+        "image_size": is_count(info.image_size, 1, LARGEST),
         "native_size": native is None or is_count(native, 1, LARGEST),
-        "mean": len(found.mean) == channels and all(is_number(value, -1e6, 1e6) for value in found.mean),
-        "std": len(found.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in found.std),
+        "mean": len(info.mean) == channels and all(is_number(value, -1e6, 1e6) for value in info.mean),
+        "std": len(info.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in info.std),
     }
     return next((name for name, fit in fits.items() if not fit), "")

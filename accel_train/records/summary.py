@@ -1,4 +1,4 @@
-"""A run in words and figures: what is about to be trained, what came out, and what to type next."""
+"""Summaries of a run: what is trained, the result, and the commands to try next."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.optim.schedule import check_schedule
-from accel_train.records.metrics import Evaluation
+from accel_train.records.metrics import METRICS, Evaluation
 
 
 def describe(
@@ -36,9 +36,9 @@ def describe(
     size: int,
     placement: Placement,
 ) -> str:
-    """The first lines of a run: what is trained, where, and how a batch is shared.
+    """Return the first lines that a run prints: what is trained, where, and how a batch is divided.
 
-    `size`: height and width of the model's input, in pixels; `placement`: of training data.
+    `size`: height and width of the model's input, in pixels; `placement`: of the training data.
     """
     sizes = {"training": splits.to_train_on, "validation": splits.validation, "test": splits.test}
     images = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
@@ -60,15 +60,15 @@ def describe(
 
 
 def _named(splits: Splits) -> str:
-    """The classes of image files, if they are few: their names tell whether the folder is the one that was meant."""
+    """Return the class names of image files if they are few: they show whether it is the intended folder."""
     named = ", ".join(splits.classes)
     return f" ({named})" if not splits.train.in_memory and len(splits.classes) <= 10 and len(named) <= 80 else ""
 
 
 def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> str:
-    """What --config-only prints: the resolved configuration, then, as comments, what follows from it.
+    """Return what --config-only prints: the resolved configuration, and as comments what follows from it.
 
-    Nothing is downloaded for it; without the data, the number of updates is not known. Raises UserError if the schedule
+    Nothing is downloaded; if the data is missing, the number of updates is unknown. Raises UserError if the schedule
     does not fit the data.
     """
     processes, notice = accelerator.num_processes, precision_notice(accelerator)
@@ -99,7 +99,10 @@ def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> st
 def result_of(
     config: Config, plan: Plan, train_images: int, state: TrainState, last: dict[str, Evaluation]
 ) -> dict[str, Any]:
-    """The contents of result.json, but for the times of the last start."""
+    """Return the contents of result.json without the times of the last start.
+
+    `last`: the newest evaluations, "test" and "test (ema)" among them.
+    """
     test, ema = last.get("test"), last.get("test (ema)")
     result: dict[str, Any] = {
         "recipe": config.recipe,
@@ -109,11 +112,12 @@ def result_of(
         "world_size": plan.processes,
         "train_images": train_images,
         "test_images": test.count if test else 0,
-        "test_loss": test.loss if test else None,
-        "test_accuracy": test.accuracy if test else None,
-        "test_top5_accuracy": test.top5_accuracy if test else None,
-        "ema_test_loss": ema.loss if ema else None,
-        "ema_test_accuracy": ema.accuracy if ema else None,
+        **{f"test_{metric.name}": test.figures[metric.name] if test else None for metric in METRICS},
+        **{
+            f"ema_test_{metric.name}": ema.figures[metric.name] if ema else None
+            for metric in METRICS
+            if metric.headline
+        },
         "best_val_accuracy": state.best_accuracy,
         "best_update": state.best_update,
         "images_per_second": state.timed_samples / state.train_seconds if state.timed_samples else None,
@@ -125,7 +129,7 @@ def result_of(
 
 
 def next_steps(run: Path, image: Path | None) -> dict[str, str]:
-    """What to type after a run; `image`: one to try the model on."""
+    """Return commands to try after a run, by what they do. `image`: a file to try the model on."""
     program, folder = typed_program(), shlex.quote(str(run))
     return {
         "evaluate": f"{program} evaluate {folder}",
@@ -135,22 +139,19 @@ def next_steps(run: Path, image: Path | None) -> dict[str, str]:
 
 
 def typed_program() -> str:
-    """What a person types to start this program: after `make train` it is not on their path yet."""
+    """Return how to type this program's name: after `make train` it is not on the PATH."""
     if shutil.which("accel-train"):
         return "accel-train"
     return sys.argv[0] if Path(sys.argv[0]).name == "accel-train" else f"{sys.executable} -m accel_train"
 
 
-FOLDER = "examples"
-
-
-COUNT = 5
+FOLDER, COUNT = "examples", 5  # where example images are written, and how many
 
 
 def example_image(splits: Splits, run: Path) -> Path | None:
-    """The path of an image that the model was not trained on, if there is one.
+    """Return the path of an image that the model was not trained on, or None.
 
-    Data that is not in image files of its own has its first test images written to RUN/examples, named by their class:
+    If the data is not in image files, its first test images are written to RUN/examples, with their class in the name:
     test-0-is-cat.png.
     """
     source = splits.test or splits.validation
@@ -170,6 +171,6 @@ def example_image(splits: Splits, run: Path) -> Path | None:
             pixels = torch.as_tensor(source.fetch([id])[0]).cpu().permute(1, 2, 0)
             Image.fromarray(pixels.squeeze(-1).contiguous().numpy()).save(path)
             written.append(path)
-    except (OSError, UserError):  # no room, an image that cannot be read: the run is finished without
+    except (OSError, UserError):  # a full disk or an unreadable image: examples are not essential
         pass
     return written[0] if written else None

@@ -1,20 +1,20 @@
-"""A table on the console: drawn for eyes on a terminal, aligned plain columns elsewhere."""
+"""Tables: drawn on a terminal, plain aligned columns elsewhere."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
 
-SHORT = 24  # a column of cells up to this length is never broken
+SHORT = 24  # characters: a column of cells up to this width is never wrapped
 
 
 def print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = (), grouped: bool = False
 ) -> None:
-    """On a terminal a table whose long cells wrap; elsewhere columns, whole and aligned, for grep and cut.
+    """Print a table: with wrapped cells on a terminal, elsewhere as whole, aligned columns for grep and cut.
 
-    `numbers` are the titles of columns that are aligned on the right. With `grouped` a terminal shows the first cell
-    of neighbouring rows once only, if it is the same.
+    `numbers`: the titles of the columns that are aligned on the right. `grouped`: a terminal shows the first cell only
+    once for neighbouring rows in which it is the same.
     """
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     if not sys.stdout.isatty():
@@ -35,5 +35,5 @@ def print_table(
     for row in rows:
         first = "" if grouped and row[0] == before else row[0]
         before = row[0]
-        table.add_row(*map(Text, (first, *row[1:])))  # Text: a "[b]" in a name is no markup
+        table.add_row(*map(Text, (first, *row[1:])))  # Text, so that a "[b]" in a name is not read as markup
     Console().print(table)

@@ -14,22 +14,22 @@ from accel_train.errors import UserError, nearest
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker that Accelerate does not know, or would drop in silence for want of its package."""
+    """Raise UserError for an unknown tracker, or one without its package, which Accelerate would silently skip."""
     available = [str(tracker) for tracker in get_available_trackers()]
     known = [str(tracker) for tracker in LOGGER_TYPE_TO_CLASS]
     for name in names:
         if name not in known:
             raise UserError(
-                f"--trackers: {name!r} is none.{nearest(name, known)} Known are {', '.join(sorted(known))}."
+                f"--trackers: unknown tracker {name!r}.{nearest(name, known)} Known are {', '.join(sorted(known))}."
             )
         if name not in available:
             raise UserError(f"--trackers: the package of {name!r} is not installed (pip install {name}).")
 
 
 def start_trackers(config: Config, accelerator: Accelerator) -> None:
-    """Open the trackers that the configuration names, with all of its settings as hyper-parameters."""
+    """Start the trackers that the configuration names, with all its settings as hyper-parameters."""
     if config.trackers:
-        settings = {name: str(found) for name, found in flatten(as_dict(config)).items()}
+        settings = {name: str(value) for name, value in flatten(as_dict(config)).items()}
         accelerator.init_trackers("accel-train", config=settings)
 
 
@@ -41,6 +41,6 @@ def track(accelerator: Accelerator, prefix: str, values: Mapping[str, Any], upda
 
 
 def end_trackers(accelerator: Accelerator) -> None:
-    """Let them write what they still hold. Accelerate's `end_training` would end the process group, too."""
+    """Let the trackers write the rest. Accelerate's `end_training` would also end the process group."""
     for tracker in accelerator.trackers:
         tracker.finish()

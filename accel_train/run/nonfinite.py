@@ -37,7 +37,7 @@ from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
 from accel_train.files import set_default_permissions
 from accel_train.optim.amp_internals import flag_nonfinite, scale_without_waiting, skip_step_if
-from accel_train.records.run_log import Report
+from accel_train.records.run_log import RunLog
 
 MOST_IN_A_ROW = 10  # skipped updates in a row: then the model is broken, not a sample
 
@@ -63,10 +63,10 @@ class Guard:
         model: nn.Module,
         optimizer: Any,
         transform: BatchTransform,
-        report: Report,
+        log: RunLog,
     ) -> None:
         """`model`, `optimizer`: as Accelerate prepared them; `transform`: of training batches."""
-        self.config, self.accelerator, self.transform, self.report = config, accelerator, transform, report
+        self.config, self.accelerator, self.transform, self.log = config, accelerator, transform, log
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = list(model.buffers())
@@ -195,7 +195,7 @@ class Guard:
         policy = self.config.on_nonfinite
         broken = {*range(window.number - MOST_IN_A_ROW, window.number)} <= {*state.left_out}
         if policy == "stop" or broken:
-            self.report.run.event(f"not finite: {problem}", update=window.number, action="stop")
+            self.log.directory.event(f"not finite: {problem}", update=window.number, action="stop")
             advice = (
                 f"the {MOST_IN_A_ROW} updates before it were skipped for the same reason: lower optim.lr in a new run"
                 if broken
@@ -207,7 +207,7 @@ class Guard:
             )
         state.left_out.append(window.number)
         self._rewinds = policy == "rewind"
-        self.report.left_out(window.number, problem, state, action=policy)
+        self.log.log_skipped_update(window.number, problem, state, action=policy)
 
     def _describe(self, window: Window) -> str:
         """A description of what is not finite, the same on all processes; nonfinite/update-….json has all ids."""
@@ -228,9 +228,9 @@ class Guard:
 
         Returns the folder.
         """
-        folder = self.report.run.path / "nonfinite"
+        folder = self.log.directory.path / "nonfinite"
         name = f"update-{window.number:08d}"
-        if not self.report.run.lease.holds(fresh=True):
+        if not self.log.directory.lease.holds(fresh=True):
             return str(folder)
         try:
             folder.mkdir(exist_ok=True)
@@ -250,7 +250,7 @@ class Guard:
                 text = json.dumps({"update": window.number, "samples": samples}, indent=1)
                 (folder / f"{name}.json").write_text(text + "\n")
         except OSError as error:
-            self.report.console.warn(f"the samples of update {window.number} cannot be written: {error}")
+            self.log.console.warn(f"the samples of update {window.number} cannot be written: {error}")
         return str(folder)
 
 

@@ -25,8 +25,8 @@ from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter, Stopwatch
 from accel_train.records.metrics import Evaluation
-from accel_train.records.model_info import Signature
-from accel_train.records.run_log import Report
+from accel_train.records.model_info import ModelInfo
+from accel_train.records.run_log import RunLog
 from accel_train.records.trackers import end_trackers, start_trackers
 from accel_train.run.finished import FinishedRun
 from accel_train.run.nonfinite import Guard
@@ -89,16 +89,14 @@ class Run:
             setup.launch.agent,
         )
         self.console = Console(
-            speaks=self.is_main,
+            prints=self.is_main,
             total_updates=config.epochs * setup.plan.updates_per_epoch + self.extra_updates,
             updates_per_epoch=setup.plan.updates_per_epoch,
             epochs=config.epochs,
             first_update=self.state.update,
         )
-        self.report = Report(config, setup.plan, self.accelerator, self.directory, self.console)
-        self.guard = Guard(
-            config, self.accelerator, setup.model, setup.optimizer, setup.training.transform, self.report
-        )
+        self.log = RunLog(config, setup.plan, self.accelerator, self.directory, self.console)
+        self.guard = Guard(config, self.accelerator, setup.model, setup.optimizer, setup.training.transform, self.log)
 
     def _open_directory(self, lease: Lease) -> RunDirectory:
         path = lease.directory
@@ -127,10 +125,10 @@ class Run:
         setup, splits = self.setup, self.setup.splits
         native = splits.image_size if splits.train.in_memory else None
         mean, std = resolve_mean_std(self.config, splits)
-        signature = Signature(splits.classes, splits.channels, setup.image_size, native, mean, std, SEMANTICS)
+        model_info = ModelInfo(splits.classes, splits.channels, setup.image_size, native, mean, std, SEMANTICS)
         self.directory.begin(
             self.config,
-            signature,
+            model_info,
             world_size=setup.launch.world_size,
             devices=gather_object([str(setup.device)]),
             precision=precision(self.accelerator),
@@ -142,7 +140,7 @@ class Run:
             around.callback(self.checkpoints.wait)  # before the ownership is released
             around.enter_context(self.watchdog)
             around.enter_context(self.console)
-            around.enter_context(self.report.last_words(self.checkpoints, self.resume_command))
+            around.enter_context(self.log.last_words(self.checkpoints, self.resume_command))
             self._begin()
             self._around = around.pop_all()
         return self
@@ -159,7 +157,7 @@ class Run:
             config.checkpoint.every_seconds,
             config.rendezvous_timeout_seconds,
         )
-        self.report.begin(
+        self.log.begin(
             state,
             resumed=self.resumed,
             splits=setup.splits,
@@ -170,7 +168,7 @@ class Run:
         )
         for warning in (precision_notice(self.accelerator), *setup.warnings):
             if warning is not None:
-                self.report.warn(warning)
+                self.log.warn(warning)
         if config.on_nonfinite == "rewind" and self._has_no_checkpoint():
             self.save()  # so that there is a checkpoint to go back to
         if state.epoch == config.epochs and self._has_no_checkpoint():
@@ -195,14 +193,14 @@ class Run:
         state.update += 1
         state.epoch_samples += window
         if applied:
-            self.meter.keep()
+            self.meter.commit()
             state.samples_seen += samples
             state.epoch_left_out += window - samples
         else:
-            self.meter.drop()
+            self.meter.discard()
             state.epoch_left_out += window
         self.stopwatch.trained(samples)
-        self.report.advanced(state, self.checkpoints.last_saved)
+        self.log.on_update(state, self.checkpoints.last_saved)
         self.watchdog.advance(state.update)
         stop, save = self.stop_requests.poll()
         every = config.checkpoint.every_updates
@@ -212,11 +210,9 @@ class Run:
         if self.guard.rewinds(state, due=due):
             return "rewind"
         if due:
-            count = self.meter.read()
-            state.epoch_loss_sum += count.loss_sum
-            state.epoch_correct += count.correct
-            state.epoch_count += count.samples
-            self.report.trained(state, count, lr, self.stopwatch)
+            sums = self.meter.reduce()
+            state.add_metrics(sums.totals, sums.samples)
+            self.log.log_updates(state, sums, lr, self.stopwatch)
         if stop:
             return "stop"
         return "save" if self.save_is_due and not ends_epoch else "go on"
@@ -227,7 +223,7 @@ class Run:
         self.state.train_seconds, self.state.timed_samples = self.stopwatch.lap(), self.stopwatch.samples
         self.checkpoints.save(self.state, wait=wait)
         self.stop_requests.saved()
-        self.report.saved(self.state, self.checkpoints)
+        self.log.log_checkpoint(self.state, self.checkpoints)
 
     def rewind(self) -> None:
         """Go back to the last checkpoint. The updates that were not finite are skipped when they are repeated."""
@@ -237,9 +233,9 @@ class Run:
         position = self.checkpoints.restore("must", self.config.allow_change) or TrainState()
         position.left_out = self.state.left_out
         self.setup.schedule.step_update(position.update - self.extra_updates)
-        self.meter.read()
+        self.meter.reduce()  # those since the last log line are trained again
         self.guard.reset()
-        self.report.rewound(position)
+        self.log.log_rewind(position)
         self.state = position
 
     def evaluate(self, split: str) -> Evaluation:
@@ -254,7 +250,7 @@ class Run:
         for name, model in names.items():
             broadcast_buffers(model)
             self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
-            self.report.evaluated(name, self.state, self.evaluations[name])
+            self.log.log_evaluation(name, self.state, self.evaluations[name])
         return self.evaluations[name]
 
     def interrupted(self) -> int:
@@ -263,7 +259,8 @@ class Run:
         self.stop_requests.end()
         reason = self.stop_requests.reason or "another process's signal"
         code = broadcast_from_main(
-            self.accelerator, lambda: self.report.interrupted(self.state, reason, self.checkpoints, self.resume_command)
+            self.accelerator,
+            lambda: self.log.log_interruption(self.state, reason, self.checkpoints, self.resume_command),
         )
         self.accelerator.wait_for_everyone()  # if one process left first, its launcher would end the others
         return INTERRUPTED if reason == "SIGINT" and at_terminal() else code
@@ -272,8 +269,8 @@ class Run:
         """End a run that is trained and tested; return the exit code."""
         self.stop_requests.end()
         end_trackers(self.accelerator)
-        self.report.failed(self.checkpoints)
+        self.log.warn_of_failed_saves(self.checkpoints)
         if self.is_main and self.checkpoints.last_saved != self.state.update:
-            return self.report.unsaved(self.checkpoints, self.resume_command)
-        self.report.finished(self.state, self.evaluations, self.stopwatch, time.monotonic() - self.began)
+            return self.log.log_unsaved_end(self.checkpoints, self.resume_command)
+        self.log.log_end(self.state, self.evaluations, self.stopwatch, time.monotonic() - self.began)
         return 1 if self.checkpoints.failures or self.directory.failures else 0

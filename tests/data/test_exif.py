@@ -158,10 +158,10 @@ def test_every_way_to_the_model(
 
 def test_predict(trees: tuple[Path, Path]) -> None:
     from accel_train.analysis.predict import Classifier
-    from accel_train.records.model_info import Signature
+    from accel_train.records.model_info import ModelInfo
 
-    signature = Signature(("a", "b"), 3, 32, None, (0.5,) * 3, (0.5,) * 3)
-    classifier = Classifier(torch.nn.Identity(), signature, Augment(), Accelerator(cpu=True), 1)
+    info = ModelInfo(("a", "b"), 3, 32, None, (0.5,) * 3, (0.5,) * 3)
+    classifier = Classifier(torch.nn.Identity(), info, Augment(), Accelerator(cpu=True), 1)
     for path in sorted(trees[0].rglob("*.png")):
         assert torch.equal(classifier.read(path), classifier.read(trees[1] / path.relative_to(trees[0])))
 

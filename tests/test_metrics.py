@@ -1,0 +1,116 @@
+"""records/metrics.py: one table that everything which shows or writes a metric follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from accel_train import cli
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.records import run_log
+from accel_train.records.metrics import METRICS, Evaluation, Metric, headlines, same, top_k
+
+
+def probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(1).gather(1, labels[:, None])[:, 0]
+
+
+ADDED = [
+    Metric("probability", same, probability, ".3f", training_predict=same),
+    top_k("top3_accuracy", 3),
+]
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    METRICS.extend(ADDED)
+    yield
+    del METRICS[-len(ADDED) :]
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("added")
+def test_a_metric_that_is_added_to_the_table_is_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracked: dict[str, set[str]] = {}
+
+    def track(_accelerator: Any, prefix: str, values: dict[str, Any], _update: int) -> None:
+        tracked.setdefault(prefix, set()).update(values)
+
+    monkeypatch.setattr(run_log, "track", track)
+    run = tmp_path / "run"
+    words = ["--epochs", "2", "--ema.enabled", "true", "--output-dir", str(run)]
+    assert cli.main(["train", "digits", *words]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((run / "result.json").read_text())
+
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert trained and all(0 < line["probability"] < 1 and "top3_accuracy" not in line for line in trained)
+    evaluated = {(line["split"], line["weights"]): line for line in lines if line["kind"] == "eval"}  # the last of each
+    epoch, test, ema = evaluated["train", "model"], evaluated["test", "model"], evaluated["test", "ema"]
+    assert 0 < epoch["probability"] < 1 and "top3_accuracy" not in epoch
+    for line in (test, ema):
+        assert line["accuracy"] <= line["top3_accuracy"] <= line["top5_accuracy"]
+        assert 0 < line["probability"] <= 1
+    for name in ("probability", "top3_accuracy"):
+        assert result[f"test_{name}"] == test[name]
+        assert result[f"ema_test_{name}"] == ema[name]
+        assert name in tracked["test"] and name in tracked["test (ema)"]
+    assert "probability" in tracked["train"] and "top3_accuracy" not in tracked["train"]
+
+    shown = f"probability {test['probability']:.3f}  top3_accuracy {test['top3_accuracy']:.2%}"
+    assert any(" test  loss" in line and shown in line for line in printed)
+    assert any(" update " in line and "probability 0." in line for line in printed)
+    assert json.loads((run / "status.json").read_text())["probability"] == trained[-1]["probability"]
+
+    assert cli.main(["evaluate", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "probability" in out and "top3_accuracy" in out
+    again = json.loads((run / "evaluation-test.json").read_text())
+    assert again["model"]["top3_accuracy"] == test["top3_accuracy"]
+
+
+def test_an_epochs_metrics_go_through_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "update-00000002"
+    state = TrainState(update=2, epoch_samples=8)
+    state.add_metrics({"loss": 2.5, "accuracy": 3, "margin": 1.5}, 5)
+    saved = json.loads(json.dumps(state.to_saved()))
+    assert saved["epoch_sums"] == {"margin": 1.5} and saved["epoch_correct"] == 3
+    resumed = TrainState.from_saved(saved, path)
+    resumed.add_metrics({"loss": 0.5, "accuracy": 1, "margin": 0.5}, 3)
+    assert resumed.epoch_metrics == {"loss": 3 / 8, "accuracy": 4 / 8, "margin": 2 / 8}
+    resumed.begin_epoch(1)
+    assert resumed.epoch_sums == {} and "epoch_sums" not in resumed.to_saved()
+
+
+def test_a_metric_that_is_new_within_an_epoch_waits_for_the_next() -> None:
+    older = {"update": 1, "epoch": 0, "epoch_loss_sum": 1.0, "epoch_correct": 1, "epoch_count": 4, "epoch_samples": 4}
+    state = TrainState.from_saved(older, Path("update-00000001"))
+    state.add_metrics({"loss": 1.0, "accuracy": 1, "margin": 9.0}, 4)
+    assert state.epoch_metrics == {"loss": 2 / 8, "accuracy": 2 / 8}
+    state.begin_epoch(1)
+    state.add_metrics({"loss": 1.0, "accuracy": 1, "margin": 9.0}, 4)
+    assert state.epoch_metrics["margin"] == 9.0 / 4
+
+
+def test_the_console_shows_headlines_only() -> None:
+    figures = {"loss": 0.25, "accuracy": 0.5, "top5_accuracy": 0.75}
+    assert headlines(figures) == {"loss": "0.2500", "accuracy": "50.00%"}
+    assert Evaluation(figures, 4, [[1, 1], [1, 1]]).class_accuracy == [0.5, 0.5]
+
+
+def test_accuracy_is_never_above_top_5_also_for_equal_logits() -> None:
+    logits, labels = torch.zeros(10, 10), torch.arange(10)
+    hits = {metric.name: metric.score(metric.predict(logits), labels) for metric in METRICS[1:]}
+    assert bool((hits["accuracy"] <= hits["top5_accuracy"]).all())
+    assert (int(hits["accuracy"].sum()), int(hits["top5_accuracy"].sum())) == (1, 5)
