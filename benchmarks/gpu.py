@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, help="updates of each measurement; default: as many as take 5 seconds")
     options = parser.parse_args()
-    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests/test_gpu.py"]
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests/integration/test_gpu.py"]
     failed = subprocess.run(tests, cwd=ROOT).returncode != 0
     command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
     caption = document.caption(document.circumstances(command))

@@ -36,7 +36,7 @@ def variables(file: str, launch: Launch) -> Mapping[str, str]:
     """The variables for Accelerate and its plugins that a launcher with this config file would set.
 
     Accelerate's launcher has no public function for this. `_validate_launch_command` and `prepare_multi_gpu_env` are
-    its internals, checked with accelerate 1.15.0; tests/test_launcher_config.py compares the result with what
+    its internals, checked with accelerate 1.15.0; tests/launch/test_launcher_config.py compares the result with what
     `accelerate launch` really sets. Raises UserError.
     """
     if not Path(file).is_file():

@@ -1,6 +1,6 @@
 """The parts of torch.distributed that have no public name in every supported version. Checked with torch 2.15.0.
 
-tests/test_internals.py fails if one of them disappears or changes its meaning.
+tests/launch/test_internals.py fails if one of them disappears or changes its meaning.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The parts of torch's mixed precision that have no public interface, checked with torch 2.15.
 
-tests/test_amp_internals.py fails if one of them changes.
+tests/optim/test_amp_internals.py fails if one of them changes.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class _Ema(ModelEmaV3):  # type: ignore[misc]
     """timm's EMA, but it copies all counters (BatchNorm's batches) at once, not one by one.
 
     That saves 20 kernels per update of ResNet-18 on a GPU. It overrides `apply_update_` and uses `_foreach_lerp_` of
-    timm's ModelEmaV3 (checked with timm 1.0.31; tests/test_amp_internals.py fails if they change).
+    timm's ModelEmaV3 (checked with timm 1.0.31; tests/optim/test_amp_internals.py fails if they change).
     """
 
     def apply_update_(self, model: Any, decay: float) -> None:

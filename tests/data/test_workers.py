@@ -15,6 +15,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import helpers
 import psutil
 import pytest
 import torch
@@ -51,7 +52,7 @@ sys.stdin.readline()
 def trainer(tmp_path: Path) -> Any:
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "random.py").write_text("raise SystemExit('a file of the user has the name of a module')")
-    package = Path(__file__).parents[2]
+    package = helpers.ROOT
     program = tmp_path / "bin" / "trainer.py"
     program.parent.mkdir()
     (tmp_path / "trainer.py").rename(program)

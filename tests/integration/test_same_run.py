@@ -11,7 +11,7 @@ import torch
 
 from accel_train.data.order.keyed import key, permuted
 
-WORKER = Path(__file__).with_name("feed_worker.py")
+WORKER = helpers.ROOT / "tests" / "feed_worker.py"
 WORLDS = (1, 2, 3, 4)
 SAMPLES, BATCH = 1437, 96  # the last window of an epoch is short, and its last sample has no partner
 

@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
+import helpers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,7 +235,7 @@ def test_what_is_proposed_exists() -> None:
         flag, value = command.split()
         assert f'"{flag}"' in repr(launch_command_parser()._option_string_actions).replace("'", '"')
         if flag == "--config_file":
-            assert (Path(__file__).parent.parent / value).is_file()
+            assert (helpers.ROOT / value).is_file()
 
 
 def test_only_options_of_the_command_are_proposed() -> None:

@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import helpers
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = helpers.ROOT
 
 
 def test_a_stop_without_progress_is_requeued_three_times(tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_scripts_are_clean() -> None:
         *ROOT.glob("slurm/*.s*"),
         *ROOT.glob("slurm/sites/*.sh"),
         *ROOT.glob("pbs/*"),
-        *ROOT.glob("tests/slurm/*.sh"),
+        *ROOT.glob("tests/cluster/*.sh"),
     ]
     assert len(scripts) >= 9
     done = subprocess.run(

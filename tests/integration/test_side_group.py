@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import helpers
 import pytest
 
-WORKER = str(Path(__file__).with_name("side_group_worker.py"))
+WORKER = str(helpers.ROOT / "tests" / "side_group_worker.py")
 SECONDS = 5
 
 

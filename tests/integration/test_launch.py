@@ -1,51 +1,20 @@
 """What launchers set is understood; a world other than the promised one is an error, never N singletons."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import helpers
 import pytest
+from worlds import PROGRAM, environment, finish, start
 
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch, _check_promise, _detect, _rendezvous_address, _threads
-
-BIN = Path(sys.executable).parent
-ROOT = Path(__file__).parents[1]
-PROGRAM = str(Path(__file__).with_name("print_world.py"))
-LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|SLURM|PMI|OMPI|PBS|ACCELERATE|OMP_|TORCHELASTIC|CUDA_VISIBLE")
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without any launcher's variables, and with these."""
-    clean = {name: value for name, value in os.environ.items() if not LAUNCHERS.search(name)}
-    return {**clean, "PATH": f"{BIN}{os.pathsep}{clean['PATH']}", **variables}
-
-
-def start(*command: str, **variables: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        command, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(*processes: "subprocess.Popen[str] | helpers.Captured") -> tuple[list[int], list[dict], str]:
-    """Exit codes, the worlds that the processes printed in the order of their ranks, and all their output."""
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    worlds = [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith("{")]
-    text = "".join(out + err for out, err in outputs)
-    return [p.returncode for p in processes], sorted(worlds, key=lambda world: world["rank"]), text
-
 
 # What the launchers set: seen on Slurm 22.05 and Open MPI 4.1, documented by Intel MPI and MPICH.
 BATCH_SCRIPT = {
@@ -252,7 +221,7 @@ def test_two_launchers_make_one_world(rendezvous: str) -> None:
     for rank in range(2):
         options = f"--num_machines=2 --num_processes=2 --machine_rank={rank} --main_process_ip=127.0.0.2"
         options += f" --main_process_port={port} --rdzv_backend={rendezvous} --multi_gpu"
-        config = str(ROOT / "accelerate_configs" / "multi_node.yaml")
+        config = str(helpers.ROOT / "accelerate_configs" / "multi_node.yaml")
         line = ["-m", "accelerate.commands.launch", "--config_file", config, *options.split(), PROGRAM]
         processes.append(helpers.Captured(line, environment(OMP_NUM_THREADS="1")))
         # with c10d the first to come listens; here, where both have its address, that could be the second node

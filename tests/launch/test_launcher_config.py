@@ -5,13 +5,13 @@ from pathlib import Path
 
 import helpers
 import pytest
-import test_launch
+import worlds
 
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
 from accel_train.launch.launcher_config import VARIABLE, variables
 
-CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+CONFIGS = helpers.ROOT / "accelerate_configs"
 COMPILED = """
 distributed_type: MULTI_GPU
 mixed_precision: 'bf16'  # in single quotes
@@ -28,7 +28,7 @@ def test_it_sets_what_accelerate_launch_sets(name: str, tmp_path: Path) -> None:
         file.write_text(COMPILED)
     line = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
     launcher = helpers.Captured(
-        [*line, "--main_process_port", "0", "--no_python", "env"], test_launch.environment(OMP_NUM_THREADS="1")
+        [*line, "--main_process_port", "0", "--no_python", "env"], worlds.environment(OMP_NUM_THREADS="1")
     )
     out, err = launcher.communicate()
     assert launcher.returncode == 0, err
@@ -45,14 +45,12 @@ def test_ranks_without_a_launcher_use_it(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": helpers.free_port(), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "2", VARIABLE: str(file), "OMP_NUM_THREADS": "1"}
     ranks = [
-        helpers.Captured(
-            [test_launch.PROGRAM], test_launch.environment(SLURM_PROCID=str(n), SLURM_LOCALID=str(n), **step)
-        )
+        helpers.Captured([worlds.PROGRAM], worlds.environment(SLURM_PROCID=str(n), SLURM_LOCALID=str(n), **step))
         for n in range(2)
     ]
-    codes, worlds, text = test_launch.finish(*ranks)
+    codes, seen, text = worlds.finish(*ranks)
     assert codes == [0, 0], text
-    found = [(world["launcher"], world["sum"], world["precision"], world["dynamo"]) for world in worlds]
+    found = [(world["launcher"], world["sum"], world["precision"], world["dynamo"]) for world in seen]
     assert found == [("srun", 2, "bf16", "EAGER")] * 2
 
 

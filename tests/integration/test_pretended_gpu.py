@@ -116,7 +116,7 @@ with pretended.PretendedCuda():
 
 
 def test_the_pretended_device_fails_and_waits_where_a_gpu_would() -> None:
-    done = helpers.python("-c", WRONG, cwd=Path(__file__).parent)
+    done = helpers.python("-c", WRONG, cwd=helpers.ROOT / "tests")
     assert done.returncode == 0, done.stderr
 
 
@@ -154,7 +154,7 @@ with pretended.PretendedCuda():
 
 def test_copies_on_a_stream_of_their_own_are_waited_for_by_the_device_alone() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SIDE_STREAM], cwd=Path(__file__).parent, capture_output=True, text=True
+        [sys.executable, "-c", SIDE_STREAM], cwd=helpers.ROOT / "tests", capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 
@@ -237,7 +237,7 @@ with pretended.PretendedCuda():
 
 
 def test_a_gpus_way_to_augment_gives_the_bits_of_the_cpus() -> None:
-    tests = Path(__file__).parent
+    tests = helpers.ROOT / "tests"
     done = subprocess.run([sys.executable, "-c", TRANSFORMED], cwd=tests, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

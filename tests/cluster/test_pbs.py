@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import helpers
 import pytest
-import test_launch
+import worlds
 
-ROOT = Path(__file__).parents[1]
+ROOT = helpers.ROOT
 COMMANDS = {
     # On the n-th line of the node file, in another environment and a session of its own; TMPDIR is the job's. It hands
     # on SIGTERM and ends with 1 then, else with 0, whatever its task returned.
@@ -71,7 +72,7 @@ def train(
     # PBS runs a copy of the script
     script = directory / "123.server.SC"
     script.write_bytes((ROOT / "pbs" / "train.pbs").read_bytes())
-    environment = test_launch.environment(
+    environment = worlds.environment(
         PBS_JOBID="123.server", PBS_NODEFILE=str(directory / "nodes"), PBS_O_WORKDIR=str(directory),
         PBS_O_QUEUE="entry", LOG=str(directory / "log"), WALLTIME=walltime,
         SPOOL=str(directory), **variables,

@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import helpers
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = helpers.ROOT
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"])
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch")
 LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|SLURM|SBATCH|PMI|OMPI|PBS|ACCELERATE|OMP_|TORCHELASTIC|CUDA")

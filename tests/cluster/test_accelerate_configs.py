@@ -2,15 +2,15 @@
 
 import contextlib
 import io
-from pathlib import Path
+import os
 
 import helpers
 import pytest
-import test_launch
+import worlds
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-DIRECTORY = Path(__file__).parents[1] / "accelerate_configs"
+DIRECTORY = helpers.ROOT / "accelerate_configs"
 IGNORED_BY_ACCELERATE = {"rdzv_backend", "same_network", "enable_cpu_affinity"}  # only on the launch line
 NAMES = [
     "cpu", "fsdp2", "marvin_4xa100", "mps", "multi_cpu", "multi_gpu", "multi_node", "noctua2_4xa100",
@@ -59,26 +59,23 @@ def test_accelerate_takes_every_setting(name: str) -> None:
 @pytest.mark.parametrize(("name", "world_size"), [("cpu", 1), ("multi_cpu", 2), ("single_gpu", 1)])
 def test_those_that_need_no_gpu_run_without_one(name: str, world_size: int) -> None:
     config = str(DIRECTORY / f"{name}.yaml")
-    codes, worlds, text = test_launch.finish(
-        test_launch.start(
-            "accelerate", "launch", "--config_file", config, test_launch.PROGRAM, ACCELERATE_USE_CPU="true"
-        )
+    codes, found, text = worlds.finish(
+        worlds.start("accelerate", "launch", "--config_file", config, worlds.PROGRAM, ACCELERATE_USE_CPU="true")
     )
     assert codes == [0], text
-    assert [world["rank"] for world in worlds] == list(range(world_size))
-    assert all(world["world_size"] == world["sum"] == world_size for world in worlds)
-    assert worlds[0]["precision"] == ("bf16" if name == "single_gpu" else "no")
-    assert worlds[0]["threads"] == max(1, len(test_launch.os.sched_getaffinity(0)) // world_size)
+    assert [world["rank"] for world in found] == list(range(world_size))
+    assert all(world["world_size"] == world["sum"] == world_size for world in found)
+    assert found[0]["precision"] == ("bf16" if name == "single_gpu" else "no")
+    assert found[0]["threads"] == max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
 def test_two_nodes_with_two_processes_each_make_a_world_of_four() -> None:
     line = ["-m", "accelerate.commands.launch", "--config_file", DIRECTORY / "palmetto_2x2.yaml"]
     address = ["--main_process_ip", "127.0.0.1", "--main_process_port", helpers.free_port()]
-    environment = test_launch.environment(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    environment = worlds.environment(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
     launchers = [
-        helpers.Captured([*line, "--machine_rank", rank, *address, test_launch.PROGRAM], environment)
-        for rank in range(2)
+        helpers.Captured([*line, "--machine_rank", rank, *address, worlds.PROGRAM], environment) for rank in range(2)
     ]
-    codes, worlds, text = test_launch.finish(*launchers)
+    codes, found, text = worlds.finish(*launchers)
     assert codes == [0, 0], text
-    assert [(world["rank"], world["sum"], world["local"][1]) for world in worlds] == [(r, 4, 2) for r in range(4)]
+    assert [(world["rank"], world["sum"], world["local"][1]) for world in found] == [(r, 4, 2) for r in range(4)]

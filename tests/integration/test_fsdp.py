@@ -32,7 +32,7 @@ BF16 = {"mixed_precision": "bf16"}
 
 def fsdp(run: Path, *words: str, launch: Mapping[str, str] = FSDP, settings: str = RUN, launcher: bool = False) -> str:
     """Train under accelerate_configs/fsdp2.yaml with the options `launch`; the launcher's variables are its own only if
-    it is started (tests/test_launcher_config.py compares them)."""
+    it is started (tests/launch/test_launcher_config.py compares them)."""
     config, options = helpers.ROOT / "accelerate_configs" / "fsdp2.yaml", FSDP | launch
     line = [helpers.ROOT / "tests" / "fsdp_worker.py", *settings.split(), *words, "--output-dir", run]
     if launcher:
