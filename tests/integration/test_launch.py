@@ -307,7 +307,7 @@ def test_accelerate_that_starts_one_process_instead_of_several_is_an_error() -> 
         start("accelerate", "launch", "--cpu", "--num_processes=2", "--num_machines=1", PROGRAM)
     )
     assert codes != [0] and not worlds
-    assert "UserError: accelerate launch was asked for several processes but started one" in text
+    assert "UserError: accelerate launch was asked for several processes but started only one" in text
 
 
 def test_processes_that_disagree_are_named() -> None:

@@ -341,16 +341,17 @@ def test_no_network_is_one_line_and_imports_are_late(tmp_path: Path) -> None:
     # In a process of its own: the caches' places are read when the libraries are imported. The proxy refuses at once.
     program = """
 import sys
-from accel_train import config, models
+from accel_train import models
+from accel_train.config.schema import Model
 from accel_train.errors import UserError
 
 print("IMPORTED", sorted({"timm", "torchvision"} & set(sys.modules)))
 for name in ("resnet18", "torchvision/resnet18"):
     try:
-        models.create_model(config.Model(name=name, pretrained=True), num_classes=2, channels=3, image_size=64)
+        models.create_model(Model(name=name, pretrained=True), num_classes=2, channels=3, image_size=64)
     except UserError as error:
         print("ERROR", error)
-    settings = config.Model(name=name, pretrained=True)
+    settings = Model(name=name, pretrained=True)
     models.create_model(settings, num_classes=2, channels=3, image_size=64, published=False)
 """
     environment = {
