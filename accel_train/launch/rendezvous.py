@@ -235,9 +235,9 @@ def connecting() -> Iterator[None]:
             raise
         if absent:
             raise UserError(
-                f"{hostname()} did not learn in time where another process listens ({_first_line(error)}). That process "
-                "has failed (see its message) or cannot listen. Set GLOO_SOCKET_IFNAME on all nodes to the interface "
-                "that they share.",
+                f"{hostname()} did not learn in time where another process listens ({_first_line(error)}). That "
+                "process has failed (see its message) or cannot listen. Set GLOO_SOCKET_IFNAME on all nodes to the "
+                "interface that they share.",
                 every_process=False,
             ) from error
         try:
