@@ -1,4 +1,4 @@
-"""The one `Accelerator` of the world that the launcher promised, or a clear error."""
+"""Create the `Accelerator` for the processes that the launcher promised, or raise a clear error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def create_accelerator(
     collective_seconds: float = 1800.0,
     share_gpus: bool = False,
 ) -> Accelerator:
-    """Make the Accelerator of the world that `launch` promises; the precision is what the launcher was told.
+    """Create the Accelerator for the processes that `launch` promises; the precision is set by the launcher.
 
     `rendezvous_seconds` is how long the first processes wait for the last one, and gloo to connect them all;
     `collective_seconds` is how long a collective may take until `torch_internals.set_collective_timeout` changes that:
@@ -46,14 +46,14 @@ def create_accelerator(
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
     cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
-    # In a process that trains several times the group of the first time is still there.
+    # A process that trains several times still has the process group of the first time.
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
     own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
     store = None if known else meet_all_ranks(launch, own_gpu, rendezvous_seconds)
-    group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # gloo connects all with all
+    group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # while gloo connects
     if device is not None and not cpu and launch.world_size > 1:
-        # Accelerate and DDP take LOCAL_RANK for a device's index. A process that sees only its own GPU (srun
-        # --gpus-per-task, a container, a cgroup) has number 0, whatever its own number on the node.
+        # Accelerate and DDP use LOCAL_RANK as a device's index. A process that sees only its own GPU (srun
+        # --gpus-per-task, a container, a cgroup) must use index 0, whatever its own number on the node.
         os.environ["LOCAL_RANK"] = str(_device_index(launch))
         if share_gpus and device.type == "cuda":
             group["backend"] = "gloo"
@@ -61,7 +61,7 @@ def create_accelerator(
         accelerator = Accelerator(
             cpu=cpu,
             dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
-            # A plugin, because a mere number gives way to ACCELERATE_GRADIENT_ACCUMULATION_STEPS.
+            # A plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides a plain number.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
             log_with=list(log_with) or None,
             project_dir=project_dir,
@@ -70,9 +70,9 @@ def create_accelerator(
     if not known:
         set_collective_timeout(collective_seconds)
         set_store_timeout(collective_seconds)
-    del store  # rank 0 served it until the process group had it
+    del store  # rank 0 had to serve the store until the process group had taken it over
     _give_index(accelerator)
-    if cpu and not known:  # a gloo group that is still open at the interpreter's end may abort it, with its own code
+    if cpu and not known:  # a gloo group that is still open when Python exits may abort it, with another exit code
         atexit.register(accelerator.state.destroy_process_group)
     if (accelerator.num_processes, accelerator.process_index) != (launch.world_size, launch.rank):
         raise UserError(
@@ -91,7 +91,7 @@ def precision(accelerator: Accelerator) -> str:
 
 
 def precision_notice(accelerator: Accelerator) -> str | None:
-    """A sentence for a run that does not compute in what the launcher asked for: Accelerate leaves that unsaid."""
+    """A sentence for a run whose precision is not the one that was asked for: Accelerate does not report that."""
     if accelerator.mixed_precision in ("no", precision(accelerator)):
         return None
     asked, computed = accelerator.mixed_precision, precision(accelerator)
@@ -101,13 +101,13 @@ def precision_notice(accelerator: Accelerator) -> str | None:
 
 
 def end_world() -> None:
-    """Leave the process group, if there is one: the last thing that a program does which has come to its end."""
+    """Leave the process group, if there is one. A program does this last, and only if it ended without an error."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def _give_index(accelerator: Accelerator) -> None:
-    """Make the accelerator's device the one that its tensors have: "cuda:0", where a single process gets "cuda".
+    """Set the accelerator's device to that of its tensors: "cuda:0", where a single process gets "cuda".
 
     torch takes the two for different devices, and so would every comparison.
     """
@@ -117,17 +117,17 @@ def _give_index(accelerator: Accelerator) -> None:
 
 
 def _device_index(launch: Launch) -> int:
-    """The number of this process's device among those that it sees. What hides the others (CUDA_VISIBLE_DEVICES, a
-    container, a cgroup, HIP's, ROCr's and Level Zero's own variables) does not matter: the driver has counted."""
+    """The index of this process's device among the devices that it sees. It does not matter what hides the others
+    (CUDA_VISIBLE_DEVICES, a container, a cgroup, variables of HIP, ROCr or Level Zero): the driver counts the rest."""
     return launch.local_rank % torch.accelerator.device_count()
 
 
 def _device_id(device: torch.device, launch: Launch) -> str:
-    """What tells one GPU of a host from another, also where each process sees only its own, as number 0."""
+    """An identifier that differs between the GPUs of a host, even if each process sees only its own GPU, as number 0."""
     if device.type not in ("cuda", "xpu"):
         return ""
     found = torch.get_device_module(device).get_device_properties(_device_index(launch))
     if device.type == "cuda" and not torch.version.hip and hasattr(found, "pci_bus_id"):
-        # What NCCL compares. Two MIG slices of one GPU have it in common, and NCCL refuses them, too.
+        # NCCL compares this, too. Two MIG slices of one GPU share it, and NCCL refuses to connect them.
         return f"PCI {found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
     return str(getattr(found, "uuid", ""))

@@ -25,7 +25,7 @@ from accel_train.models.torchvision_models import (
 
 
 def input_size(model: Model, native: int | None) -> int:
-    """Height and width in pixels of the images that `model` gets.
+    """Height and width, in pixels, of the images that `model` takes.
 
     `native` is the size of the data's images, None if they differ. In this order: what model.image_size says,
     the size of the published weights if they are used, a transformer's own size if it has only one, the
@@ -96,7 +96,7 @@ def create_model(
             raise
         raise UserError(
             f"model.pretrained: the weights of {model.name} could not be fetched ({_first_line(error)}). Run "
-            "once where there is network and copy its cache (HF_HOME, TORCH_HOME), or set it to false."
+            "once on a machine with a network and copy its cache (HF_HOME, TORCH_HOME), or set it to false."
         ) from error
     _check_forward(made, model.name, channels, image_size)
     if model.gradient_checkpointing:
@@ -107,7 +107,7 @@ def create_model(
 
 
 def _check_name(model: Model) -> None:
-    """Raise if no library has a model of this name, or no published weights for it when they are asked for."""
+    """Raise UserError if no library has a model of this name, or if published weights are wanted and do not exist."""
     published = False
     if model.name not in NETS and model.name not in torchvision_names():
         import timm
@@ -117,7 +117,7 @@ def _check_name(model: Model) -> None:
             theirs = [PREFIX + model.name] if PREFIX + model.name in known else known
             hint = nearest(model.name, theirs, count=5)
             raise UserError(
-                f"model.name: no model is called {model.name!r}.{hint} Known are {', '.join(NETS)}, "
+                f"model.name: unknown model {model.name!r}.{hint} There are {', '.join(NETS)}, "
                 f"torchvision's as {PREFIX}NAME, and all of timm.list_models()."
             )
         published = _timm_config(model.name).has_weights
@@ -128,7 +128,7 @@ def _check_name(model: Model) -> None:
 
 
 def _timm_config(name: str) -> Any:
-    """timm's description of the model and of its weights: those of the tag in `name`, else the default ones."""
+    """timm's description of the model and its weights: the weights of the tag in `name`, or the default ones."""
     import timm
 
     try:
@@ -163,7 +163,7 @@ def _create_timm(model: Model, num_classes: int, channels: int, image_size: int,
 
 
 def _check_forward(model: nn.Module, name: str, channels: int, image_size: int) -> None:
-    """One image through the model, so that a size that it cannot take is found now, with its name."""
+    """Run one image through the model, so that an impossible image size is an error now, which names the model."""
     model.eval()
     try:
         with torch.no_grad():
@@ -182,13 +182,13 @@ def _unfit(name: str, image_size: int, error: Exception) -> UserError:
 
 def _checkpoint_gradients(model: nn.Module, name: str) -> None:
     refused = UserError(
-        f"model.gradient_checkpointing: {name} cannot do it; set it to false or take another model of timm's."
+        f"model.gradient_checkpointing: {name} does not support it; set it to false, or choose another model of timm's."
     )
     if not hasattr(model, "set_grad_checkpointing"):
         raise refused
     try:
         cast(Any, model).set_grad_checkpointing(True)
-    except AssertionError as error:  # timm's way of saying no
+    except AssertionError as error:  # so timm says that a model does not support it
         raise refused from error
 
 

@@ -9,8 +9,8 @@ from accel_train.errors import UserError
 
 
 def classifier_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that make the logits, such as ("fc",); distilled DeiT has two."""
-    published = getattr(model, "pretrained_cfg", None) or {}  # timm's models name theirs
+    """Names of the modules that compute the logits, such as ("fc",); distilled DeiT has two."""
+    published = getattr(model, "pretrained_cfg", None) or {}  # timm's models list them
     names = published.get("classifier")
     if names:
         return (names,) if isinstance(names, str) else tuple(names)
@@ -19,7 +19,7 @@ def classifier_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that the images enter, such as ("conv1",) or ("patch_embed.proj",)."""
+    """Names of the modules that take the images, such as ("conv1",) or ("patch_embed.proj",)."""
     published = getattr(model, "pretrained_cfg", None) or {}
     names = published.get("first_conv")
     if names:
@@ -39,7 +39,7 @@ def freeze_body(model: nn.Module) -> None:
 
 
 def set_train_mode(model: nn.Module, settings: Model) -> None:
-    """`model.train()` that leaves a frozen body's normalisation alone; `model` may be wrapped.
+    """`model.train()`, but the normalisation of a frozen body stays in evaluation mode; `model` may be wrapped.
 
     train() itself would let BatchNorm go on counting its running statistics, whether its weights are frozen
     or not.

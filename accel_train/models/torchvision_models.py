@@ -1,4 +1,4 @@
-"""torchvision's classifiers, called `torchvision/NAME`, for any number of classes and channels."""
+"""torchvision's classifiers, named `torchvision/NAME`, for any number of classes and channels."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from accel_train.errors import UserError
 from accel_train.models.freezing import classifier_names
 
 PREFIX = "torchvision/"
-# Those of one input size, by the beginning of their name, with the argument that sets it; others take any
-# size.
+# Models with a fixed input size, by the beginning of their name, and the argument that sets the size. Other models
+# take images of any size.
 SIZED = {"vit_": "image_size", "maxvit_": "input_size"}
 
 
@@ -25,14 +25,14 @@ def torchvision_names() -> list[str]:
 
 
 def published_weights(name: str) -> Any:
-    """The newest published weights of a model; `.transforms()` tells their crop_size, mean and std."""
+    """The newest published weights of a model; `.transforms()` has their crop_size, mean and std."""
     import torchvision
 
     return torchvision.models.get_model_weights(name.removeprefix(PREFIX)).DEFAULT
 
 
 def size_argument(name: str) -> str | None:
-    """The argument that sets the one input size of a model, None if it takes any."""
+    """The argument that sets the fixed input size of a model; None if the model takes any size."""
     short = name.removeprefix(PREFIX)
     return next((argument for start, argument in SIZED.items() if short.startswith(start)), None)
 
@@ -52,7 +52,7 @@ def create_torchvision(model: Model, num_classes: int, channels: int, image_size
         options["drop_rate"] = options.pop("dropout")
     if short in ("googlenet", "inception_v3"):
         # Without the auxiliary heads, which would make the output a tuple. The published weights, which come
-        # from another library, were trained on images normalised otherwise: transform_input makes up for
+        # from another library, were trained on images with another normalisation: transform_input corrects
         # that.
         transform = model.pretrained and channels == 3
         options |= {"aux_logits": False, "init_weights": True, "transform_input": transform}
@@ -74,7 +74,7 @@ def create_torchvision(model: Model, num_classes: int, channels: int, image_size
 
 
 def _replace_stem(model: nn.Module, channels: int) -> None:
-    """Put a convolution of `channels` input channels in the place of the first one."""
+    """Replace the first convolution by one with `channels` input channels."""
     name, old = next((name, item) for name, item in model.named_modules() if isinstance(item, nn.Conv2d))
     new = nn.Conv2d(
         channels,
@@ -104,7 +104,7 @@ def _adapt_channels(weight: Tensor, channels: int) -> Tensor:
 
 
 def _load_published(model: nn.Module, state: dict[str, Tensor], name: str) -> None:
-    """Load what fits of `state`; a last layer for another number of classes stays as it was drawn."""
+    """Load `state`, except a last layer for another number of classes, which keeps its random weights."""
     own = model.state_dict()
     heads = tuple(f"{head}." for head in classifier_names(model))
     loaded = {}

@@ -16,7 +16,7 @@ from accel_train.models import classifier_names
 
 
 def parameters_to_clip(optim: Optim, model: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose gradients `clip_gradients` is to clip.
+    """The parameters whose gradients `clip_gradients` clips.
 
     All that are trained; for AGC without the classifier's (Brock et al. 2021, arxiv.org/abs/2102.06171,
     section 4.1).
@@ -30,7 +30,7 @@ def parameters_to_clip(optim: Optim, model: nn.Module) -> list[nn.Parameter]:
 
 
 def clip_gradients(optim: Optim, parameters: Sequence[nn.Parameter]) -> None:
-    """Clip the gradients in place as optim.clip and clip_mode say; those of fp16 must be unscaled before.
+    """Clip the gradients in place as optim.clip and clip_mode say. Under fp16 they must be unscaled before.
 
     Collective if FSDP2 has split the parameters.
     """
@@ -43,7 +43,7 @@ def clip_gradients(optim: Optim, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _clip_split_adaptively(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """timm's `adaptive_clip_grad`, which does not take the split tensors of FSDP2.
+    """timm's `adaptive_clip_grad` for the sharded tensors of FSDP2, which timm's own does not accept.
 
     FSDP2 splits between rows, and AGC compares the norms of whole rows: each process clips its own. Biases and norms
     are compared as a whole; the norms of all of them are summed up at once.

@@ -12,8 +12,8 @@ from accel_train.config.schema import Optim
 from accel_train.errors import UserError, nearest
 from accel_train.models import classifier_names, input_names
 
-# Torch's optimizers with a kernel for all parameters at once, and where they have it. On other devices torch
-# takes its foreach form by itself.
+# torch's optimizers that have a fused kernel, which updates all parameters at once, and the devices that have it. On
+# other devices torch chooses its foreach implementation by itself.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -35,9 +35,11 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
         raise UserError(f"optim.name: timm has no optimizer {optim.name!r}.{hint}")
     info = get_optimizer_info(optim.name)
     if getattr(info, "second_order", False):
-        raise UserError(f"optim.name: {optim.name} needs second derivatives, which this trainer does not make.")
+        raise UserError(f"optim.name: {optim.name} needs second derivatives, which this trainer does not compute.")
     if optim.layer_decay is not None and not hasattr(model, "group_matcher"):
-        raise UserError("optim.layer_decay: only timm's models name their layers; leave it out or take one of them.")
+        raise UserError(
+            "optim.layer_decay: only timm's models name their layers; leave it out, or choose a model of timm's."
+        )
     options: dict[str, Any] = {}
     if optim.betas is not None:
         if not info.has_betas or info.num_betas != len(optim.betas):
@@ -45,17 +47,17 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
         options["betas"] = optim.betas
     if optim.eps is not None:
         if not info.has_eps:
-            raise UserError(f"optim.eps: {optim.name} has none; leave it out.")
+            raise UserError(f"optim.eps: {optim.name} has no eps; leave it out.")
         options["eps"] = optim.eps
     try:
         devices = {parameter.device.type for parameter in model.parameters()}
         kind = get_optimizer_class(optim.name, bind_defaults=False)
-        # Only Adam's kernel takes split tensors.
+        # Of the fused kernels only Adam's accepts sharded tensors.
         if kind in FUSED and devices <= set(FUSED_DEVICES) and not (sharded and kind is torch.optim.SGD):
             options["fused"] = True
         if kind is Muon:
             options["fallback_list"] = [f"{layer}.*" for layer in (*input_names(model), *classifier_names(model))]
-            options["fallback_no_weight_decay"] = True  # what timm's models call so are their embeddings
+            options["fallback_no_weight_decay"] = True  # timm's models list their embeddings there
         optimizer = create_optimizer_v2(
             model,
             opt=optim.name,
@@ -69,14 +71,14 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
         if options.get("fused") and kind is torch.optim.SGD and devices != {"cpu"}:
             optimizer.register_step_pre_hook(_zero_momentum)
     except (AssertionError, ImportError) as error:  # bitsandbytes or Apex
-        raise UserError(f"optim.name: {optim.name} cannot be had here: {error}") from error
-    except ValueError as error:  # a value out of the optimizer's own range
-        raise UserError(f"optim: {optim.name} refuses its settings: {error}") from error
+        raise UserError(f"optim.name: {optim.name} is not available in this environment: {error}") from error
+    except ValueError as error:  # a value that the optimizer itself does not accept
+        raise UserError(f"optim: {optim.name} does not accept its settings: {error}") from error
     return cast(torch.optim.Optimizer, optimizer)
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Make the momentum of fused SGD before its first step, as zeros: so that step does what it would do anyhow.
+    """Set the momentum of fused SGD to zeros before its first step. The result of that step is the same.
 
     torch makes it of memory that nobody has written to, for the first step to fill. If the kernel leaves that step out
     (found_inf: an overflow under fp16, as happens at first, or a loss that is not finite) it would stay as it is.

@@ -38,8 +38,8 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         self.best: float | None = None
         self.bad_epochs = 0
         self.decays = 0
-        # The epochs that were done at the last evaluation. None in a run whose checkpoint does not say so: earlier
-        # versions counted evaluations in place of epochs, and such a run goes on as it began.
+        # The epochs that were done at the last evaluation. None in a run whose checkpoint does not have the number:
+        # earlier versions counted evaluations instead of epochs, and such a run continues to do so.
         self.epoch: int | None = 0
 
     def _get_lr(self, t: int) -> list[float]:
@@ -48,7 +48,7 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         return [max(base * self.decay**self.decays, min(base, self.min_lr)) for base in self.base_values]
 
     def step(self, epoch: int, metric: float | None = None) -> None:
-        """Note the validation accuracy `metric` after `epoch` epochs; the next `step_update` acts on it."""
+        """Record the validation accuracy `metric` after `epoch` epochs; the next `step_update` uses it."""
         if metric is None:
             return
         if self.best is None or metric > self.best:
@@ -69,7 +69,7 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
 
 
 def check_schedule(schedule: Schedule, splits: Splits) -> None:
-    """Raise UserError if the schedule follows a validation accuracy that this data does not give."""
+    """Raise UserError if the schedule needs a validation split and the data has none."""
     if schedule.name == "plateau" and splits.validation is None:
         raise UserError(
             "--schedule.name plateau: the learning rate follows the validation accuracy, but this data has no "
@@ -92,7 +92,7 @@ def create_schedule(
     """
     warmup = round(schedule.warmup_epochs * updates_per_epoch)
     shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
-    # At least 2: with 1 timm warns that the schedule has no effect, which a run of one update knows.
+    # At least 2: with 1 timm warns that the schedule has no effect, and in a run of one update that is expected.
     fall = max(epochs * updates_per_epoch - warmup, 2)
     made: Scheduler
     if schedule.name == "constant":
@@ -127,5 +127,5 @@ def create_schedule(
             warmup_updates=warmup,
             warmup_lr=schedule.warmup_lr,
         )
-    made.step_update(0)  # the constructors leave out the groups' lr_scale
+    made.step_update(0)  # the constructors do not apply the groups' lr_scale
     return made

@@ -71,7 +71,7 @@ class RunLog:
         if resumed:
             self.directory.event("resumed", update=state.update, processes=self.plan.processes)
             place = f"in epoch {state.epoch + 1}" if state.epoch < self.config.epochs else "with all epochs trained"
-            self.console.say(f"going on after update {state.update}, {place}")
+            self.console.say(f"continuing after update {state.update}, {place}")
         self.directory.status(
             "training",
             force=True,

@@ -113,11 +113,11 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     assert second.returncode == 0, second.stdout + second.stderr
     result = json.loads((run / "result.json").read_text())
     assert (result["world_size"], result["updates"]) == (2, 60)
-    assert "going on after update" in second.stdout
+    assert "continuing after update" in second.stdout
     # each rank's own log, of both starts
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
     assert sorted(logs) == ["rank-0.log", "rank-1.log"]
-    assert "Stopped by the file STOP" in logs["rank-0.log"] and "going on after update" in logs["rank-0.log"]
+    assert "Stopped by the file STOP" in logs["rank-0.log"] and "continuing after update" in logs["rank-0.log"]
     assert logs["rank-1.log"].count("rank 1 on ") == 2
     # once more: nothing is left to do
     assert "my run holds a finished run" in train(tmp_path, TRAIN=words, **CPU).stdout

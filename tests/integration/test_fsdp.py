@@ -84,7 +84,7 @@ def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -
     (other / "STOP").touch()
     ddp(other)
     told = fsdp(other, launch={"fsdp_activation_checkpointing": "true"})
-    assert "going on after update 4" in told
+    assert "continuing after update 4" in told
     assert int(re.search(r"(\d+) anew", told)[1]) > 10  # type: ignore[index]
     expected, found = losses(one), losses(other)
     assert list(found) == list(expected) == list(range(1, 13))

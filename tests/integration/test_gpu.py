@@ -146,7 +146,7 @@ def test_fsdp2_with_batchnorm_in_bf16_goes_on_without_it(tmp_path: Path) -> None
     done = launched("fsdp2.yaml", "--num_processes", "1", *words)
     assert done.returncode == 0, done.stderr
     done = launched("single_gpu.yaml", *words)
-    assert done.returncode == 0 and "going on after update" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "continuing after update" in done.stdout, done.stdout + done.stderr
     assert result(tmp_path / "run")["updates"] == 30
 
 

@@ -117,7 +117,7 @@ def test_a_second_start_is_refused_and_a_killed_owners_run_goes_on_at_once(tmp_p
         assert (run.run / FILE).exists()
         (run.run / "REQUEUE").write_text("5\n")
         with started(tmp_path / "run", *LONG) as again:
-            again.until(lambda: "going on after update" in again.output)
+            again.until(lambda: "continuing after update" in again.output)
             assert not (run.run / "REQUEUE").exists()
             again.until_trained(before)
             again.popen.send_signal(signal.SIGTERM)

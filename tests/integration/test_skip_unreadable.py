@@ -91,7 +91,7 @@ def test_an_older_run_goes_on_if_nothing_changed_and_else_is_refused(
     capsys.readouterr()
     if kind == "digits":
         assert main([*line, "--epochs", "2"]) == 0
-        assert "going on after update" in capsys.readouterr().out
+        assert "continuing after update" in capsys.readouterr().out
     else:
         assert main([*line, "--epochs", "2"]) == 2
         (error,) = capsys.readouterr().err.splitlines()

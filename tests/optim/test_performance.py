@@ -90,4 +90,4 @@ def test_compiled_by_the_launchers_settings(tmp_path: Path) -> None:
     assert load_file(plain / "model.safetensors").keys() == load_file(other / "model.safetensors").keys()
     (other / "result.json").unlink()
     more = helpers.run(*words, "--epochs", 3, "--allow-change", "epochs", "schedule", "--output-dir", other)
-    assert more.returncode == 0 and "going on after update 60" in more.stdout, more.stderr
+    assert more.returncode == 0 and "continuing after update 60" in more.stdout, more.stderr

@@ -1,4 +1,4 @@
-"""Data sets of hubs, through timm's create_dataset: hfds/ and hfids/ (Hugging Face), tfds/ (TensorFlow).
+"""Datasets of hubs, through timm's create_dataset: hfds/ and hfids/ (Hugging Face), tfds/ (TensorFlow).
 
 timm's readers find and label the images, but its data sets are not asked for any: they put another image in
 the place of an unreadable one.
@@ -25,7 +25,7 @@ from accel_train.errors import UserError
 
 
 class HubImages(EncodedImages):
-    """Images of a Hugging Face data set on this machine's disk (Arrow files, mapped into memory)."""
+    """Images of a Hugging Face dataset on this machine's disk (Arrow files, mapped into memory)."""
 
     def __init__(
         self, label: str, reader: Any, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int
@@ -44,16 +44,16 @@ class HubImages(EncodedImages):
 
 
 class StreamedImages:
-    """Images that came as a stream, kept in memory in the order in which they are stored."""
+    """Images that were read as a stream and are kept in memory, in their stored order."""
 
     def __init__(self, label: str, images: list[torch.Tensor], labels: torch.Tensor) -> None:
         self.label, self.images, self.labels = label, images, labels
         self.one_size = len({image.shape for image in images}) == 1
-        self.in_memory = self.one_size  # else each has yet to be brought to the model's size
+        self.in_memory = self.one_size  # else each image still has to be resized to the model's size
         self._joined: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._joined is None:  # for the workers: each tensor would need a file descriptor on its way
+        if self._joined is None:  # for the workers: each tensor by itself would need a file descriptor when it is sent
             self._joined = torch.cat([image.flatten() for image in self.images])
         return {**self.__dict__, "images": [tuple(image.shape) for image in self.images]}
 
@@ -75,7 +75,7 @@ class StreamedImages:
 
 
 def hub(data: Data) -> Splits:
-    """The data set that `data.name`, hfds/NAME, hfids/NAME or tfds/NAME, says. Raises UserError."""
+    """Load the dataset that `data.name` names: hfds/NAME, hfids/NAME or tfds/NAME. Raises UserError."""
     prefix = data.name.partition("/")[0]
     package, extra = ("tensorflow_datasets", "tfds") if prefix == "tfds" else ("datasets", "datasets")
     if importlib.util.find_spec(package) is None:
@@ -84,7 +84,7 @@ def hub(data: Data) -> Splits:
         return _tensorflow(data) if prefix == "tfds" else _hugging_face(data)
     except UserError:
         raise
-    except Exception as error:  # whatever these libraries raise: no such set, no network, no disk space, …
+    except Exception as error:  # they raise many kinds of errors: no such dataset, no network, no disk space, …
         why = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the data '{data.name}' cannot be read: {why[:300]}") from error
 
@@ -96,7 +96,7 @@ def _hugging_face(data: Data) -> Splits:
     if os.environ.get("RANK", "0") != "0":
         datasets.disable_progress_bars()
     prefix, _, name = data.name.partition("/")
-    root = str(data.root)  # downloaded sets are kept below it
+    root = str(data.root)  # downloaded datasets are stored below it
     named = _named_splits(datasets.get_dataset_split_names(name), data)
     if prefix == "hfds":
         features = datasets.load_dataset(name, split=named["train"], cache_dir=root).features or {}
@@ -119,9 +119,9 @@ def _hugging_face(data: Data) -> Splits:
         else:
             stream = create_dataset(data.name, root=root, split=stored, num_samples=1, **keys)
             reader = stream.reader
-            reader.dist_rank, reader.dist_num_replicas = 0, 1  # or each process is given its share only
+            reader.dist_rank, reader.dist_num_replicas = 0, 1  # without this each process would get only its share
             source = _read(label, stream)
-        if split == "train" or not bool((source.labels == -1).all()):  # the hub's way to say: without labels
+        if split == "train" or not bool((source.labels == -1).all()):  # the hub's mark for samples without a label
             sources[split] = source
     return _splits(data, tuple(features[label_key].names), sources)
 
@@ -141,7 +141,7 @@ def _tensorflow(data: Data) -> Splits:
 
 
 def _named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
-    """split -> what the data set calls it."""
+    """split -> its name in the dataset."""
     stored = list(stored)
     named = {SPLIT_NAMES[name.lower()]: name for name in reversed(stored) if name.lower() in SPLIT_NAMES}
     if "train" not in named:
@@ -150,7 +150,7 @@ def _named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
 
 
 def _column(data: Data, features: Any, kind: type, usual: str) -> str:
-    """The column of images or of labels: the one with the usual name, or the only one of its kind."""
+    """The name of the column of images or of labels: the usual name, or the only column of that kind."""
     found = [name for name, feature in features.items() if isinstance(feature, kind)]
     if usual in found:
         return usual
@@ -167,10 +167,10 @@ def _mode(data: Data) -> str:
 
 
 def _read(label: str, stream: Iterable[tuple[Any, int]]) -> StreamedImages:
-    """Read a stream of (PIL image, label) into memory, if it takes no more than half of what is free."""
+    """Read a stream of (PIL image, label) into memory. It may take at most half of the free memory."""
     psutil: Any = importlib.import_module("psutil")
 
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process of this machine keeps its own copy
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process on this machine keeps its own copy
     most = psutil.virtual_memory().available // 2 // processes
     images: list[torch.Tensor] = []
     labels: list[int] = []
@@ -209,5 +209,5 @@ def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) ->
         sources["train"],
         sources.get("validation"),
         sources.get("test"),
-        semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,  # a stream comes decoded
+        semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,  # a stream is already decoded
     )

@@ -1,1 +1,1 @@
-"""Work on a whole data set before training."""
+"""Work on a whole dataset before training."""

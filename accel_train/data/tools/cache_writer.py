@@ -1,4 +1,4 @@
-"""What `accel-train cache-data` does: write the images of a data set, made ready, into one file (see cache).
+"""The work of `accel-train cache-data`: preprocess the images of a dataset into one cache file (see sources/cache.py).
 
 While it is written, the file is called .NAME.partial and has a journal, .NAME.journal: a line for every chunk of images
 that the disk has. After a kill the same command goes on behind the last one.
@@ -35,11 +35,11 @@ from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs
 from accel_train.errors import UserError
 from accel_train.files import atomic_write, fsync
 
-SYNC_SECONDS = 10.0  # what a kill may cost
+SYNC_SECONDS = 10.0  # at most so much work is lost if the process is killed
 
 
 def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, processes: int) -> int:
-    """Write all images of `data`, whose short side becomes `short_side` at most, into the file `output`.
+    """Write all images of `data`, with a short side of at most `short_side` pixels, into the file `output`.
 
     `encoding`: "raw" or "jpeg". Every image is tried; if some cannot be read, and `data.skip_unreadable` does not list
     them, they are listed in `output`.unreadable.txt, the file stays partial and their number is returned. Raises
@@ -50,7 +50,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     sources = {split: unwrap_subset(source)[0] for split, source in named.items() if source is not None}
     if not isinstance(splits.train, EncodedImages):
-        raise UserError(f"the images of '{data.name}' lie in memory: there is nothing to cache.")
+        raise UserError(f"the images of '{data.name}' are kept in memory: there is nothing to cache.")
     listed = listed_names(data) if data.skip_unreadable is not None else set()
     described = Description(
         encoding,
@@ -95,8 +95,8 @@ def _write(
         if output.is_dir():
             raise UserError(f"--output {output} is a folder: name a file.")
         if CacheFile(output).description.fingerprint != described.fingerprint:
-            raise UserError(f"--output {output} is there, of other images or settings: delete it or name another file.")
-        console.print(f"{output} is whole: nothing is left to do.")
+            raise UserError(f"--output {output} exists, with other images or settings: delete it or name another file.")
+        console.print(f"{output} is complete: nothing is left to do.")
         return 0
     partial, journal = (output.with_name(f".{output.name}.{suffix}") for suffix in ("partial", "journal"))
     jobs = jobs_of(sources)
@@ -118,8 +118,8 @@ def _write(
         list_path = output.with_name(f"{output.name}.unreadable.txt")
         write_list(list_path, data, unreadable, console)
         console.print(
-            f"{len(unreadable)} of {total} images cannot be read. They are listed in {list_path}. What is done is "
-            f"kept: go on with the same command and\n  --skip-unreadable {shlex.quote(str(list_path))}"
+            f"{len(unreadable)} of {total} images cannot be read. They are listed in {list_path}. The finished part is "
+            f"kept. Continue with the same command and\n  --skip-unreadable {shlex.quote(str(list_path))}"
         )
         return len(bad)
 
@@ -152,7 +152,7 @@ def _fingerprint(splits: Splits, sources: dict[str, Source], root: Path, short_s
 
 
 def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> list[Chunk]:
-    """What an earlier start has written; from there on the file is cut off."""
+    """Return the chunks that an earlier start has written; what follows them in the file is removed."""
     chunks: list[Chunk] = []
     with contextlib.suppress(FileNotFoundError):
         lines = journal.read_text(encoding="utf-8").splitlines()
@@ -164,7 +164,7 @@ def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> 
             for line in lines[1:]:
                 try:
                     chunk = Chunk(b"", *json.loads(line))
-                except (ValueError, TypeError):  # torn in the middle of a line
+                except (ValueError, TypeError):  # a line that was not written to its end
                     break
                 if written + sum(chunk.sizes) > size:
                     break
@@ -174,7 +174,7 @@ def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> 
     if not chunks:
         partial.write_bytes(MAGIC)
     else:
-        console.print(f"going on after {sum(len(chunk.sizes) for chunk in chunks)} images")
+        console.print(f"continuing after {sum(len(chunk.sizes) for chunk in chunks)} images")
     kept = "".join(_line(chunk) for chunk in chunks)
     atomic_write(journal, f"{fingerprint}\n{kept}")
     return chunks
@@ -182,13 +182,13 @@ def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> 
 
 def _line(chunk: Chunk) -> str:
     fields = [chunk.sizes, chunk.heights, chunk.widths, chunk.checksums, chunk.unreadable]
-    return json.dumps(fields) + "\n"  # ASCII: names that are no text stand as escapes
+    return json.dumps(fields) + "\n"  # ASCII: names that are not valid text are written as escapes
 
 
 def _encoded(
     sources: list[Source], jobs: list[Job], described: Description, processes: int, images: BinaryIO, lines: Any
 ) -> Iterator[Chunk]:
-    """Encode and write the rest; a chunk is noted in the journal when the disk has its images."""
+    """Encode and write the other images; a chunk is recorded in the journal once its images are on the disk."""
     waiting: list[str] = []
     last = time.monotonic()
 
@@ -251,11 +251,11 @@ def _finish(
 
 
 def _verify(partial: Path) -> None:
-    """Read all back. Raises UserError if the disk does not have what was written."""
+    """Read the whole file back. Raises UserError if it differs from what was written."""
     cached = CacheFile(partial)
     for number, checksum in enumerate(cached.columns["checksums"]):
         if zlib.crc32(cached.at(number)) != checksum:
             raise UserError(
-                f"{partial} is altered: {cached.names[number]} is not as it was written. Check the disk, delete the "
-                "file and begin anew."
+                f"{partial} is altered: {cached.names[number]} differs from what was written. Check the disk, delete "
+                "the file and start again."
             )

@@ -1,4 +1,4 @@
-"""What `accel-train check-data` does: decode every image of a data set and list the unreadable ones."""
+"""The work of `accel-train check-data`: decode every image of a dataset and list the unreadable ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     total = sum(map(len, sources))
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if not isinstance(splits.train, EncodedImages):
-        console.print(f"The {total} images of '{data.name}' lie in memory: there is nothing to decode.")
+        console.print(f"The {total} images of '{data.name}' are kept in memory: there is nothing to decode.")
         sources = []
     for note in splits.notes:
         console.print(f"warning: {note}")
@@ -49,7 +49,7 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     write_list(output, data, found, console)
     if found:
         console.print(
-            f"{len(found)} of {total} images cannot be read. They are listed in {output}; leave them out with"
+            f"{len(found)} of {total} images cannot be read. They are listed in {output}. Leave them out with"
         )
         options = f"--data.name {data.name} --data.root {shlex.quote(str(data.root))}"
         console.print(f"  accel-train train RECIPE {options} --data.skip-unreadable {shlex.quote(str(output))}")
@@ -59,7 +59,7 @@ def check_data(data: Data, output: Path, processes: int) -> int:
 
 
 def unreadable(source: Source, first: int, last: int) -> tuple[int, list[Unreadable]]:
-    """(images tried, those of them that cannot be read) among images first..last-1."""
+    """Return (number of images tried, those that cannot be read) of images first..last-1."""
     found = []
     for id in range(first, last):
         try:
@@ -80,7 +80,7 @@ def write_list(output: Path, data: Data, found: list[Unreadable], console: Conso
 
 
 def _prepare(output: Path) -> None:
-    """Find out now, not after an hour, that the list cannot be written."""
+    """Raise UserError now, not after an hour, if the list cannot be written."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.parent):

@@ -1,4 +1,4 @@
-"""Some images of a data set made ready for the cache: their short sides made smaller, encoded, with checksums."""
+"""Some images of a dataset, preprocessed for the cache: resized, encoded, with checksums."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ JPEG_QUALITY = 90
 
 @dataclass
 class Chunk:
-    """Some images, one after the other: `data` is theirs, the lists have an entry for each."""
+    """Several images: `data` holds their bytes one after the other, and each list has one entry per image."""
 
     data: bytes
     sizes: list[int]
-    """Bytes; 0: it cannot be read."""
+    """Bytes of each image; 0 if it cannot be read."""
     heights: list[int]
     widths: list[int]
     checksums: list[int]
@@ -31,7 +31,7 @@ class Chunk:
 
 
 def encode(source: Source, first: int, last: int, short_side: int, encoding: str) -> Chunk:
-    """Images first..last-1, made ready as `encoding` ("raw" or "jpeg") says. None is enlarged, and one that cannot be
+    """Preprocess images first..last-1; `encoding` is "raw" or "jpeg". No image is enlarged. An image that cannot be
     read takes no bytes."""
     assert isinstance(source, EncodedImages)
     found, chunk = [], Chunk(b"", [], [], [], [], [])
@@ -55,7 +55,7 @@ def _resized(image: Tensor, short_side: int) -> Tensor:
 
     if min(image.shape[1:]) <= short_side:
         return image
-    resized: Tensor = functional.resize(image, [short_side], antialias=True)  # as transform.py does in evaluation
+    resized: Tensor = functional.resize(image, [short_side], antialias=True)  # as in evaluation
     return resized
 
 

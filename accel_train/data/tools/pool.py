@@ -1,4 +1,4 @@
-"""Work on all images of a data set in several processes, shown while it goes on."""
+"""Work on all images of a dataset in several processes, with a progress display."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def jobs_of(sources: list[Source]) -> list[Job]:
-    """All images of the sources, in chunks."""
+    """Divide all images of the sources into jobs."""
     return [
         (number, first, min(first + CHUNK, len(source)))
         for number, source in enumerate(sources)
@@ -33,7 +33,7 @@ def jobs_of(sources: list[Source]) -> list[Job]:
 def in_processes(
     work: Callable[..., T], sources: list[Source], jobs: Iterable[Job], processes: int, *arguments: Any
 ) -> Iterator[T]:
-    """`work(source, first, last, *arguments)` of each job, in the order of the jobs."""
+    """Yield the result of `work(source, first, last, *arguments)` of each job, in the order of the jobs."""
     jobs = list(jobs)
     processes = min(processes, len(jobs))
     if processes <= 1:
@@ -46,7 +46,7 @@ def in_processes(
             pending: deque[Future[T]] = deque()
             for job in jobs:
                 pending.append(pool.submit(_run, work, job, arguments))
-                if len(pending) >= 4 * processes:  # so that a million images do not lie in the queue
+                if len(pending) >= 4 * processes:  # so that the queue does not hold a million images
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -69,10 +69,10 @@ def _run(work: Callable[..., T], job: Job, arguments: tuple[Any, ...]) -> T:
 
 
 class ProgressDisplay:
-    """The progress: a bar on a terminal, else a line for every tenth."""
+    """The progress: a bar on a terminal, otherwise a line after every tenth of the images."""
 
     def __init__(self, console: Console, verb: str, total: int, done: int = 0) -> None:
-        """`verb`: "decod", which becomes "decoding" and "decoded". `done`: images that were before."""
+        """`verb`: "decod", which becomes "decoding" and "decoded". `done`: images that were finished before."""
         self.console, self.verb, self.total, self.done = console, verb, total, done
         self.printed = 10 * done // total if total else 0
         self.bar = Progress(

@@ -255,7 +255,7 @@ class TestWriting:
 
         cached = written(replace(folder, skip_unreadable=listed), output)
         printed = capsys.readouterr().out
-        assert "going on after 106 images" in printed and "cached " not in printed  # none is decoded again
+        assert "continuing after 106 images" in printed and "cached " not in printed  # none is decoded again
         skipped, after = load_splits(replace(folder, skip_unreadable=listed), 0), load_splits(cached, 0)
         for one, other in zip(parts(skipped), parts(after), strict=True):
             assert named(one, folder.root) == named(other, output)
@@ -354,7 +354,7 @@ class TestWriting:
         monkeypatch.setattr("accel_train.data.tools.pool.CHUNK", 4)
         capsys.readouterr()
         written(folder, output)
-        done = re.search(r"going on after (\d+) images", capsys.readouterr().out)
+        done = re.search(r"continuing after (\d+) images", capsys.readouterr().out)
         assert done and 0 < int(done[1]) < 106
         assert output.read_bytes() == expected
 
