@@ -123,7 +123,7 @@ def _device_index(launch: Launch) -> int:
 
 
 def _device_id(device: torch.device, launch: Launch) -> str:
-    """An identifier that differs between the GPUs of a host, even if each process sees only its own GPU, as number 0."""
+    """An identifier that differs between the GPUs of a host, even where each process sees only one GPU."""
     if device.type not in ("cuda", "xpu"):
         return ""
     found = torch.get_device_module(device).get_device_properties(_device_index(launch))
