@@ -36,7 +36,7 @@ def create_accelerator(
 
     `rendezvous_seconds` is how long the first processes wait for the last one, and gloo to connect them all;
     `collective_seconds` is how long a collective may take until `torch_internals.set_collective_timeout` changes that:
-    downloads lie in between. With `share_gpus` several processes of a node may use one GPU, which gloo bears and NCCL
+    downloads happen in between. With `share_gpus` several processes of a node may use one GPU; gloo allows that, NCCL
     does not.
 
     Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one.

@@ -16,7 +16,7 @@ from accel_train.errors import UserError
 
 
 class Flatten(nn.Module):
-    """Images [b, C, H, W] to rows [b, H * W * C], in the order in which channels-last images lie in memory.
+    """Images [b, C, H, W] to rows [b, H * W * C], in the order in which channels-last images are stored.
 
     nn.Flatten puts the channels first. It would copy them, and a pooling before it would copy its gradient back.
     """

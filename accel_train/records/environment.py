@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import subprocess
 import sys
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "numpy", "pillow")
+from accel_train.checkpoint.format import PACKAGES, versions
 
 LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "PBS_", "OMPI_COMM_", "PMI_", "NCCL_", "TORCHELASTIC_", "FSDP_")
 
@@ -28,11 +26,9 @@ def environment(world_size: int, devices: list[str], precision: str = "fp32") ->
     """Return the versions, devices, precision, host, launcher, commit and command line of a run. Imports torch."""
     import torch
 
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    versions["torch"] = torch.__version__  # with its build: +cpu, +cu130
+    packages = versions((*PACKAGES, "numpy", "pillow"), missing="not installed")
+    python = packages.pop("python")
+    packages["torch"] = torch.__version__  # with its build: +cpu, +cu130
     launcher = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -43,8 +39,8 @@ def environment(world_size: int, devices: list[str], precision: str = "fp32") ->
         "command": sys.argv,
         "host": platform.node(),
         "platform": platform.platform(),
-        "python": platform.python_version(),
-        "packages": versions,
+        "python": python,
+        "packages": packages,
         "cuda": torch.version.cuda,
         "world_size": world_size,
         "devices": devices,
