@@ -237,7 +237,7 @@ class TestPlacement:
 
     def test_a_policy_needs_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.place(monkeypatch, "auto", "cuda", per_image=True) == "host"
-        with pytest.raises(UserError, match="each image by itself"):
+        with pytest.raises(UserError, match="each image separately"):
             self.place(monkeypatch, "device", "cuda", per_image=True)
 
     def test_what_a_run_says(self) -> None:

@@ -27,7 +27,7 @@ def test_stopped_process_is_named_and_the_run_ended(tmp_path: Path) -> None:
         assert "No progress for" in run.status["reason"]
         assert "The slow one: rank 1 on" in run.status["reason"]
         assert "accel-train: error: No progress for" in run.output
-        assert "in train_epoch" in (run.run / "hang" / "rank-0.txt").read_text()
+        assert "in fit" in (run.run / "hang" / "rank-0.txt").read_text()
         assert not (run.run / "REQUEUE").exists()
 
 
@@ -50,7 +50,7 @@ def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_pat
         for rank in (0, 1):
             stacks = (run.run / "hang" / f"rank-{rank}.txt").read_text()
             assert stacks.count("Thread 0x") + stacks.count("thread 0x") >= 2
-            assert "in train_epoch" in stacks
+            assert "in fit" in stacks
             assert "data worker, process" in stacks
         assert (
             "in __getitems__" in (run.run / "hang" / "rank-0.txt").read_text()
@@ -68,7 +68,7 @@ def test_single_process_that_hangs(tmp_path: Path) -> None:
         assert run.ended() == 1
         assert run.status["state"] == "failed"
         assert "waits for a batch" in run.status["reason"]
-        assert "in train_epoch" in (run.run / "hang" / "rank-0.txt").read_text()
+        assert "in fit" in (run.run / "hang" / "rank-0.txt").read_text()
 
 
 @pytest.mark.slow

@@ -165,7 +165,7 @@ def test_a_model_that_is_broken_is_not_skipped_for_ever(tmp_path: Path) -> None:
         "digits", "--optim.lr", "1e30", "--epochs", 1, "--on-nonfinite", "skip", "--output-dir", tmp_path / "run"
     )
     assert broken.returncode == 2
-    assert "so were the 10 before it" in broken.stderr
+    assert "the 10 updates before it were skipped" in broken.stderr
     actions = [event.get("action") for event in events(tmp_path / "run")]
     assert actions == ["skip"] * 10 + ["stop"]
 
