@@ -24,7 +24,7 @@ def evaluate(
 ) -> Evaluation:
     """Return the metrics of `model` over every sample of a split, the same on all processes.
 
-    `pipeline`: of an EvaluationOrder. `through`: wraps the iterator over its batches, which it must not read ahead.
+    `pipeline`: one with an EvaluationSampler. `through`: wraps the iterator over its batches and must not read ahead.
     The precision is the accelerator's, whether or not the model was prepared (the EMA is not). Raises RuntimeError
     unless each sample was evaluated exactly once.
     """

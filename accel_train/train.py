@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    # The command line is checked before torch is imported. Started by its path, the script stands in for the package's
-    # parent folder on Python's path, not for the package itself, whose modules' names would hide those of others.
+    # The command line is checked before torch is imported. Python puts the folder of a script that is started by its
+    # path on the module path. That would be accel_train/, whose files could hide other modules: use its parent instead.
     from pathlib import Path
 
     if not __package__:
@@ -59,21 +59,21 @@ from accel_train.training_setup import TrainingSetup, connect, create_training_s
 def train(config: Config, launch: Launch) -> int:
     """Start the run of `config`, or continue the run in its output directory. Returns the program's exit code."""
     with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
-        began = time.monotonic()
+        began = time.monotonic()  # for wall_seconds of result.json
         check_trackers(config.trackers)
         accelerator = connect(config, launch)
         if config.config_only:
             if accelerator.is_main_process:
                 print(plan_text(config, accelerator, accelerator.gradient_accumulation_steps))
             return 0
-        start_workers_early(config)
+        start_workers_early(config)  # the server of data workers imports torch while this process goes on
 
         # From here on, these processes alone own the run directory. A finished run is not changed.
         lease = claim_run(config, accelerator, lambda: stop_requests.reason)
         at_end.callback(lease.release)
         directory = lease.directory
         config = dataclasses.replace(config, output_dir=directory)
-        accelerator.project_configuration = ProjectConfiguration(project_dir=str(directory))  # of trackers
+        accelerator.project_configuration = ProjectConfiguration(project_dir=str(directory))  # where trackers write
         if accelerator.is_main_process:
             remove_requeue_marker(directory)
         finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
@@ -83,9 +83,10 @@ def train(config: Config, launch: Launch) -> int:
             return 0
 
         splits = load_data(config, accelerator)
-        images = HeldOutCheck(splits, launch.rank, launch.world_size)  # continues while the model is created
+        # Tries to open the images of validation and test in the background, while the model is created.
+        check = HeldOutCheck(splits, launch.rank, launch.world_size)
         setup = create_training_setup(config, launch, accelerator, splits)
-        images.finish(accelerator)
+        check.finish(accelerator)
         with Run(setup, lease, finished, stop_requests, began) as run:
             try:
                 fit(setup, run)
@@ -127,7 +128,8 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
     models.set_train_mode(setup.model, setup.config.model)
     run.stopwatch.start()
     for micro_batches in grouped(run.batches(), plan.accumulation):
-        # Samples of this update: its window of the epoch's order, without unreadable ones.
+        # The update takes a window of the epoch's order, which begins after the first `epoch_samples` of it. Some of
+        # the window's samples may be unreadable: `samples` are those that are really in the update.
         window, samples = plan.real_samples(state.epoch_samples), sampler.real_samples(state.epoch_samples)
         lr = max(group["lr"] for group in setup.optimizer.param_groups)  # with layer decay: the last layer's
         applied = update(setup, run, micro_batches, samples)
@@ -138,7 +140,9 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
             raise StopAskedError
         if then == "save":
             run.save()
-    return not run.guard.rewinds(state, due=True)
+    # A GPU may report the last update only now that it is asked: see run/nonfinite.py.
+    must_rewind = run.guard.rewinds(state, due=True)
+    return not must_rewind
 
 
 def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], samples: int) -> bool:
@@ -146,7 +150,7 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
     config, accelerator, state, guard = setup.config, setup.accelerator, run.state, run.guard
     # DDP will average over processes and Accelerate divide by the accumulation steps; multiply by both to cancel that.
     scale = accelerator.num_processes * setup.plan.accumulation / max(1, samples)
-    guard.start(state)
+    guard.start(state)  # the guard looks for losses and gradients that are not finite
     for number, batch in enumerate(micro_batches):
         with accelerator.accumulate(setup.model):
             # Dropout's masks depend only on the position, so a restart draws the same ones.
@@ -154,7 +158,7 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
             inputs, targets = setup.training.transform(batch)
             logits = setup.model(inputs)
             losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
-            with models.preserve_buffers(setup.recomputed_buffers):
+            with models.preserve_buffers(setup.recomputed_buffers):  # from gradient checkpointing
                 accelerator.backward(losses.sum() * scale)
             guard.record(batch, losses)
             run.meter.add(logits, targets, losses.detach(), batch["weights"])
@@ -167,7 +171,7 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
         if setup.ema is not None:
             update_ema(setup.ema, setup.bare_model, state.update + 1)
     setup.optimizer.zero_grad()
-    setup.schedule.step_update(state.update + 1 - run.extra_updates)
+    setup.schedule.step_update(state.update + 1 - run.extra_updates)  # extra: of a run with another batch size before
     return applied
 
 
@@ -187,7 +191,8 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
                 state.best_accuracy, state.best_update = accuracy, state.update
             setup.schedule.step(done, accuracy)
         elif "test" in setup.evaluations and not is_last:
-            # Without a validation split, test during training; nothing is decided by the result.
+            # Without a validation split, test during training; nothing is decided by the result. After the last epoch
+            # `fit` tests anyway.
             run.evaluate("test")
     state.begin_epoch(done)
     if run.save_is_due or is_last or is_best or done % config.checkpoint.every_epochs == 0:
@@ -195,6 +200,6 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
 
 
 def grouped(batches: Iterator[Batch], size: int) -> Iterator[Iterator[Batch]]:
-    """Yields iterators of `size` batches each; a batch is fetched when it is requested."""
+    """Yields iterators of `size` batches each. A batch is fetched when it is requested: memory holds only one."""
     for first in batches:
         yield chain((first,), islice(batches, size - 1))

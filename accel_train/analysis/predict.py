@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from accel_train.analysis.load_run import find_weights, load_model
 from accel_train.config.options import parse
 from accel_train.config.schema import Augment
-from accel_train.data.sources.find import find_images
+from accel_train.data.sources.folder import find_images
 from accel_train.data.sources.images import MAX_PIXELS, ImageError, decode
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform

@@ -17,7 +17,8 @@ from typing import Any, Literal
 @dataclass(frozen=True)
 class Data:
     name: str = "digits"
-    """digits, mnist, fashion_mnist, cifar10, cifar100, folder, cache, synthetic, tar, hfds/NAME, wds or tfds/NAME."""
+    """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, cache, synthetic, tar, wds, torch/NAME,
+    hfds/NAME, hfids/NAME or tfds/NAME."""
     root: Path = Path("data")
     """Folder of the dataset, a cache file, or the folder torchvision downloads to."""
     val_fraction: float = 0.0

@@ -18,7 +18,7 @@ def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, T
     of its class: `class_weights` float32 [C], on the device of the logits; for mixed targets the mean of the weights
     by the target. The caller takes the mean over samples, so the weights should have mean 1 over them.
     """
-    losses_of = _cross_entropy if loss.name == "cross_entropy" else _binary_cross_entropy
+    losses_of = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}[loss.name]
 
     def per_sample(logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.float()

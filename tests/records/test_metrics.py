@@ -23,7 +23,7 @@ def probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 ADDED = [
     Metric("probability", same, probability, ".3f", training_predict=same),
-    top_k("top3_accuracy", 3),
+    top_k("top4_accuracy", 4),
 ]
 
 
@@ -55,29 +55,29 @@ def test_a_metric_that_is_added_to_the_table_is_everywhere(
     result = json.loads((run / "result.json").read_text())
 
     trained = [line for line in lines if line["kind"] == "train"]
-    assert trained and all(0 < line["probability"] < 1 and "top3_accuracy" not in line for line in trained)
+    assert trained and all(0 < line["probability"] < 1 and "top4_accuracy" not in line for line in trained)
     evaluated = {(line["split"], line["weights"]): line for line in lines if line["kind"] == "eval"}  # the last of each
     epoch, test, ema = evaluated["train", "model"], evaluated["test", "model"], evaluated["test", "ema"]
-    assert 0 < epoch["probability"] < 1 and "top3_accuracy" not in epoch
+    assert 0 < epoch["probability"] < 1 and "top4_accuracy" not in epoch
     for line in (test, ema):
-        assert line["accuracy"] <= line["top3_accuracy"] <= line["top5_accuracy"]
+        assert line["accuracy"] <= line["top4_accuracy"] <= line["top5_accuracy"]
         assert 0 < line["probability"] <= 1
-    for name in ("probability", "top3_accuracy"):
+    for name in ("probability", "top4_accuracy"):
         assert result[f"test_{name}"] == test[name]
         assert result[f"ema_test_{name}"] == ema[name]
         assert name in tracked["test"] and name in tracked["test (ema)"]
-    assert "probability" in tracked["train"] and "top3_accuracy" not in tracked["train"]
+    assert "probability" in tracked["train"] and "top4_accuracy" not in tracked["train"]
 
-    shown = f"probability {test['probability']:.3f}  top3_accuracy {test['top3_accuracy']:.2%}"
+    shown = f"probability {test['probability']:.3f}  top4_accuracy {test['top4_accuracy']:.2%}"
     assert any(" test  loss" in line and shown in line for line in printed)
     assert any(" update " in line and "probability 0." in line for line in printed)
     assert json.loads((run / "status.json").read_text())["probability"] == trained[-1]["probability"]
 
     assert cli.main(["evaluate", str(run)]) == 0
     out = capsys.readouterr().out
-    assert "probability" in out and "top3_accuracy" in out
+    assert "probability" in out and "top4_accuracy" in out
     again = json.loads((run / "evaluation-test.json").read_text())
-    assert again["model"]["top3_accuracy"] == test["top3_accuracy"]
+    assert again["model"]["top4_accuracy"] == test["top4_accuracy"]
 
 
 def test_an_epochs_metrics_go_through_a_checkpoint(tmp_path: Path) -> None:

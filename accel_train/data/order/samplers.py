@@ -85,21 +85,22 @@ class TrainingSampler(Sampler[IndexBatch]):
         """How many of the epoch's `count` positions from `first` on have an unreadable sample."""
         if self.unreadable is None:
             return 0
-        positions = torch.arange(first, first + count)
-        ids = permuted(positions, self.plan.samples, key(self.seed, self.epoch, "order"))
-        return int(self.unreadable[ids].sum())
+        return int(self.unreadable[self._ids(torch.arange(first, first + count))].sum())
+
+    def _ids(self, positions: Tensor) -> Tensor:
+        """The samples at `positions` (int64 [n]) of the epoch. This alone decides the order."""
+        return permuted(positions, self.plan.samples, key(self.seed, self.epoch, "order"))
 
     def blocks(self) -> Iterator[IndexBatch]:
         """Yields many whole global micro-batches at once, one after the other."""
         plan, epoch = self.plan, self.epoch
-        word = key(self.seed, epoch, "order")
         first, last = self.position, self.position + plan.updates_from(self.position) * plan.batch_size
         step = max(1, self.BLOCK // self.batch_size) * self.batch_size
         for start in range(first, last, step):
             positions = torch.arange(start, min(start + step, last))
             weights = (positions < plan.samples).to(torch.float32)
             # Padding repeats the first samples of the epoch, with weight 0.
-            ids = permuted(positions % plan.samples, plan.samples, word)
+            ids = self._ids(positions % plan.samples)
             if self.unreadable is not None:
                 skipped = self.unreadable[ids]
                 weights[skipped], ids[skipped] = 0.0, self.substitute

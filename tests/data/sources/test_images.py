@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from accel_train.data.sources.encoded import FileImages, StringArray
-from accel_train.data.sources.find import find_images
+from accel_train.data.sources.folder import find_images
 from accel_train.data.sources.images import ImageError, decode
 from accel_train.errors import UserError
 
