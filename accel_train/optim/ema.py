@@ -25,8 +25,9 @@ def create_ema(ema: Ema, model: nn.Module) -> ModelEmaV3 | None:
 class _Ema(ModelEmaV3):  # type: ignore[misc]
     """timm's EMA, but it copies all counters (BatchNorm's batches) at once, not one by one.
 
-    That saves 20 kernels per update of ResNet-18 on a GPU. It overrides `apply_update_` and uses `_foreach_lerp_` of
-    timm's ModelEmaV3 (checked with timm 1.0.31; tests/optim/test_amp_internals.py fails if they change).
+    That saves 20 kernels per update of ResNet-18 on a GPU. It overrides `apply_update_` of timm's ModelEmaV3 and uses
+    its `_foreach_lerp_`, or torch's where timm calls that itself (checked with timm 1.0.24 and 1.0.31;
+    tests/optim/test_amp_internals.py fails if they change).
     """
 
     def apply_update_(self, model: Any, decay: float) -> None:
@@ -39,7 +40,8 @@ class _Ema(ModelEmaV3):  # type: ignore[misc]
             lists = means if pair[0].is_floating_point() else counters
             lists[0].append(pair[0])
             lists[1].append(pair[1])
-        self._foreach_lerp_(*means, weight=1.0 - decay)
+        lerp = getattr(self, "_foreach_lerp_", None) or torch._foreach_lerp_
+        lerp(*means, weight=1.0 - decay)
         if counters[0]:
             torch._foreach_copy_(*counters)
 
