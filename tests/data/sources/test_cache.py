@@ -302,10 +302,10 @@ class TestWriting:
         state = output.stat()
         written(folder, output)
         assert "nothing is left to do" in capsys.readouterr().out and output.stat() == state
-        with pytest.raises(UserError, match="of other images or settings"):
+        with pytest.raises(UserError, match="with other images or settings"):
             written(folder, output, short_side=16)
         picture(50, 50).save(folder.root / "train" / "cat" / "0.jpg")
-        with pytest.raises(UserError, match="of other images or settings"):
+        with pytest.raises(UserError, match="with other images or settings"):
             written(folder, output)
         with pytest.raises(UserError, match="is a folder"):
             written(folder, tmp_path)
@@ -388,7 +388,7 @@ class TestWriting:
             finish(partial, *arguments)
 
         monkeypatch.setattr(cache_writer, "_finish", damaged)
-        with pytest.raises(UserError, match=r"is altered: train/cat/0\.jpg is not as it was written"):
+        with pytest.raises(UserError, match=r"is altered: train/cat/0\.jpg differs from what was written"):
             written(folder, tmp_path / "cache")
         assert not (tmp_path / "cache").exists()
 
