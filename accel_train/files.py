@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,15 @@ def atomic_write(path: Path, content: str | bytes, *, durable: bool = True) -> N
         file.flush()
         if durable:
             os.fsync(file.fileno())
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError if a file cannot be written at `path`: for an answer before an hour of work. Creates its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
 
 
 def sha256(path: Path) -> str:

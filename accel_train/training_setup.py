@@ -128,7 +128,8 @@ def create_training_setup(
     )
     # The schedule is not prepared: it depends on the update's number, which Accelerate counts differently.
     model, optimizer = accelerator.prepare(model, optimizer)
-    clipped = parameters_to_clip(config.optim, unwrap_model(model))  # FSDP2 has replaced the parameters
+    bare_model = unwrap_model(model)
+    clipped = parameters_to_clip(config.optim, bare_model)  # FSDP2 has replaced the parameters
     recomputed_buffers = models.prepare_recomputation(model, config.model)
     shape = plan.micro_batch, splits.channels, size, size
     rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
@@ -153,7 +154,7 @@ def create_training_setup(
         image_size=size,
         memory_format=memory_format,
         model=model,
-        bare_model=unwrap_model(model),
+        bare_model=bare_model,
         optimizer=unwrap_optimizer(optimizer),
         schedule=schedule,
         ema=ema,

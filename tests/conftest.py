@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import helpers
@@ -35,3 +36,12 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = helpers.python("-m", "accel_train", *words)
     assert done.returncode == 0, done.stderr
     return run
+
+
+@pytest.fixture
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For command lines that are carried out in this process: each starts as a program of its own would."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    yield
+    helpers.forget_accelerate()

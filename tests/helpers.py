@@ -57,21 +57,23 @@ class World:
     def __init__(self, processes: list[Forked]) -> None:
         self.processes, self.pid = processes, processes[0].pid
         self._failed: float | None = None
+        self._code = 0  # of the process that failed first
 
     @property
     def returncode(self) -> int | None:
         return self.poll()
 
     def poll(self) -> int | None:
-        """None while one of them lives; then 0, or the exit code of the first rank that has failed."""
+        """None while one of them lives; then 0, or the exit code of the one that failed first."""
         codes = [process.poll() for process in self.processes]
+        self._code = self._code or next((code for code in codes if code), 0)
         if any(codes) and None in codes:
             if self._failed is None:
                 self._failed = time.monotonic()
                 self.send_signal(signal.SIGTERM)
             elif time.monotonic() - self._failed > 30:  # torchrun's patience
                 self.send_signal(signal.SIGKILL)
-        return None if None in codes else next((code for code in codes if code), 0)
+        return None if None in codes else self._code
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -266,3 +268,27 @@ def _family(process: int) -> list[int]:
 def _parent(process: int) -> int:
     text = Path(f"/proc/{process}/stat").read_text()
     return int(text.rpartition(")")[2].split()[1])
+
+
+def forget_accelerate() -> None:
+    """Accelerate's state is one for the whole process: the next program that this process carries out starts anew."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    """A file system of `size` ("128k") in the new folder `place`. Skips the test where it cannot be mounted."""
+    import pytest
+
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small file system can be mounted by root only: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)

@@ -86,7 +86,6 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
         **{name: _record(evaluation, names[name]) for name, evaluation in evaluations.items()},
     }
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(output, json.dumps(record) + "\n")
     except OSError as error:
         print(f"accel-train: warning: {output} cannot be written ({error.strerror}).", file=sys.stderr)

@@ -9,7 +9,6 @@ import csv
 import io
 import json
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from accel_train.data.sources.images import MAX_PIXELS, ImageError, decode
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
-from accel_train.files import atomic_write
+from accel_train.files import atomic_write, check_writable
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import available_cores
@@ -75,7 +74,10 @@ def predict(
     info = read_model_info(run)
     paths = [path for image in images for path in _image_files(image)]
     if output is not None:
-        _check_writable(output)
+        try:
+            check_writable(output)
+        except OSError as error:
+            raise _cannot_write(output, error) from error
 
     accelerator = create_accelerator(launch)
     name, weights = list(find_weights(run).items())[-1]  # the EMA if there is one
@@ -107,14 +109,17 @@ def predict(
         _print(predictions)
     else:
         try:
-            output.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
         except OSError as error:
-            raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
+            raise _cannot_write(output, error) from error
         print(f"{len(predictions)} image{'s' * (len(predictions) != 1)}: {output}")
     if unreadable:
         console.print(f"{unreadable} of {len(paths)} images cannot be read.")
     return 1 if unreadable else 0
+
+
+def _cannot_write(output: Path, error: OSError) -> UserError:
+    return UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.")
 
 
 class Classifier:
@@ -179,18 +184,6 @@ def _image_files(path: Path) -> list[Path]:
     if not names:
         raise UserError(f"{path}: no image was found in this folder; name image files or another folder.")
     return [path / name for name in names]
-
-
-def _check_writable(output: Path) -> None:
-    """Raise UserError now, not after an hour of work, if the output cannot be written."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output.parent):
-            pass
-        if output.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
 
 
 def _rows(predictions: Iterable[Prediction], unreadable: str = "") -> Iterator[tuple[Path, str, str, float | str, str]]:

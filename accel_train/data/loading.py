@@ -31,9 +31,12 @@ from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
 
 
-def transforms_each_image(source: Source, augment: Augment, *, training: bool) -> bool:
-    """Whether images must be transformed one by one (transforms/image.py) before they form a batch."""
-    return not source.in_memory or (training and (augment.crop == "resized" or augment.policy != "none"))
+def transforms_each_image(in_memory: bool, augment: Augment, *, training: bool) -> bool:
+    """Whether images must be transformed one by one (transforms/image.py) before they form a batch.
+
+    `in_memory`: whether the source keeps them in memory, all of one size.
+    """
+    return not in_memory or (training and (augment.crop == "resized" or augment.policy != "none"))
 
 
 def start_workers_early(config: Config) -> None:
@@ -42,8 +45,7 @@ def start_workers_early(config: Config) -> None:
     It imports torch while this process prepares data and model.
     """
     in_memory = config.data.name.removeprefix("torch/") in IN_MEMORY
-    per_image = not in_memory or config.augment.crop == "resized" or config.augment.policy != "none"
-    if per_image and config.data.workers != 0:
+    if transforms_each_image(in_memory, config.augment, training=True) and config.data.workers != 0:
         start_server()
 
 
@@ -68,7 +70,7 @@ def create_loader(
     data in memory, else one for each of this process's `cores` (with a GPU: one less); `draw_parameters`: from the
     BatchTransform that takes the batches.
     """
-    per_image = transforms_each_image(source, augment, training=training)
+    per_image = transforms_each_image(source.in_memory, augment, training=training)
     if workers is None:
         spare = device.type != "cpu"  # one core for the thread that launches the device's work
         workers = max(1, cores - spare) if per_image else 0
@@ -144,7 +146,7 @@ def create_input_pipeline(
     _check_sizes(config.augment, source, size, training=training)
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
-    per_image = transforms_each_image(source, config.augment, training=training)
+    per_image = transforms_each_image(source.in_memory, config.augment, training=training)
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     place, size_bytes = choose_place(
         config.data, source, accelerator, per_image=per_image, local_processes=local_processes

@@ -23,10 +23,8 @@ def shard_batchnorm(accelerator: Accelerator, model: nn.Module) -> None:
         fully_shard(module, mp_policy=MixedPrecisionPolicy())
 
 
-WRAPPERS = (
-    "_orig_mod",
-    "_checkpoint_wrapped_module",
-)  # added to parameter names by torch.compile and checkpointing (torch 2.15)
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Parts of parameter names that torch.compile and gradient checkpointing add (checked with torch 2.15)."""
 
 
 def plain_name(name: str) -> str:

@@ -100,9 +100,8 @@ class Run:
 
     def _open_directory(self, lease: Lease) -> RunDirectory:
         path = lease.directory
-        broadcast_from_main(
-            self.accelerator, lambda: bool(RunDirectory(path, writes=True))
-        )  # its error is raised on all
+        # Once for its error, which all processes must raise.
+        broadcast_from_main(self.accelerator, lambda: bool(RunDirectory(path, writes=True)))
         directory = RunDirectory(path, writes=self.is_main, lease=lease)
         check_shared_directory(self.accelerator, path)
         return directory
@@ -172,9 +171,8 @@ class Run:
         if config.on_nonfinite == "rewind" and self._has_no_checkpoint():
             self.save()  # so that there is a checkpoint to go back to
         if state.epoch == config.epochs and self._has_no_checkpoint():
-            self.save(
-                wait=True
-            )  # trained to the end in another run: the weights to publish come from a checkpoint of this one
+            # Trained to the end in another run: the weights to publish come from a checkpoint of this one.
+            self.save(wait=True)
 
     def _has_no_checkpoint(self) -> bool:
         return broadcast_from_main(self.accelerator, lambda: self.checkpoints.last_saved is None)

@@ -11,7 +11,6 @@ import helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.state import AcceleratorState, GradientState
 
 from accel_train import cli
 from accel_train.analysis import evaluate_run
@@ -21,14 +20,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.records.model_info import read_model_info
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import nn
@@ -39,8 +38,7 @@ def fresh_accelerate(monkeypatch: pytest.MonkeyPatch):
     pipe = signal.getsignal(signal.SIGPIPE)  # predict lets it end the program
     yield
     signal.signal(signal.SIGPIPE, pipe)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    helpers.forget_accelerate()
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import helpers
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -58,8 +58,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     yield
     signal.alarm(0)
     signal.signal(signal.SIGPIPE, pipe)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    helpers.forget_accelerate()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
 from accel_train.cli import main
@@ -21,8 +20,7 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    helpers.forget_accelerate()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -115,8 +113,7 @@ def test_unreadable_image_stops_training_and_is_named(capsys: pytest.CaptureFixt
         assert main(["train", "digits", *options, *small, "mnist_cnn", "--output-dir", f"run{workers}"]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert "photos/cat/3.png" in error and "check-data" in error
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        helpers.forget_accelerate()
 
 
 def test_odd_images_train(capsys: pytest.CaptureFixture[str]) -> None:

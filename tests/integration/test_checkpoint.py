@@ -483,13 +483,8 @@ def test_a_vanished_directory_does_not_stop_training(run):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 128 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", place], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"a small file system can be mounted by root only: {made.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    with helpers.small_disk(tmp_path / "disk", "128k") as disk:
+        yield disk
 
 
 def test_a_full_disk_and_a_read_only_one_do_not_stop_training(small_disk):

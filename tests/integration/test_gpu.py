@@ -14,7 +14,6 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
 from accel_train.cli import main
@@ -43,8 +42,7 @@ digits --augment.crop random --augment.pad 1 --augment.flip 0.5 --augment.erase 
 def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each run begins as a program of its own would."""
     yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    helpers.forget_accelerate()
 
 
 def result(run: Path) -> Any:
@@ -114,8 +112,7 @@ def test_evaluate_predict_and_bench(tmp_path: Path, capsys: pytest.CaptureFixtur
         ["bench", "digits", "--rounds", "1", "--updates", "20", "--output", figures],
     ):
         assert main(words) == 0, words
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        helpers.forget_accelerate()
     evaluated = json.loads((run / "evaluation-test.json").read_text())
     assert evaluated["model"]["accuracy"] == result(run)["test_accuracy"]
     assert "image.png" in capsys.readouterr().out
@@ -207,8 +204,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     for run, epochs in ((whole, 6), (parts, 3), (parts, 6)):
         (run / "result.json").unlink(missing_ok=True)  # finished, it would stay as it is
         assert main([*words, "--epochs", str(epochs), "--output-dir", str(run)]) == 0
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        helpers.forget_accelerate()
     assert result(parts)["updates"] == result(whole)["updates"] == 180
     assert result(parts)["test_loss"] == pytest.approx(result(whole)["test_loss"], rel=0.1)
 

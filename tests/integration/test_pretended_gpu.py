@@ -33,7 +33,6 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 from pretend_cuda import Done, Pretended
 from safetensors.torch import load_file
@@ -250,8 +249,7 @@ def test_the_weights_are_those_of_the_cpu(
     succeeded(gpu("train", *words, "--data.placement", placement, "--output-dir", tmp_path / "gpu"))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert main(["train", *map(str, words), "--output-dir", str(tmp_path / "cpu")]) == 0
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    helpers.forget_accelerate()
     for name in ("model", "ema"):
         ours, theirs = (load_file(tmp_path / place / f"{name}.safetensors") for place in ("gpu", "cpu"))
         for key, values in theirs.items():

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
 from accel_train.cli import main
@@ -16,14 +15,7 @@ SHAPES = {"mnist": (1, 28), "fashion_mnist": (1, 28), "cifar10": (3, 32)}
 SPLITS = {"cats_dogs_alexnet": ("",), "imagenet_resnet50": ("train", "val"), "imagenet_vit_small": ("train", "val")}
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate(monkeypatch: pytest.MonkeyPatch):
-    """Accelerate's state is one for the whole process; each program starts without any."""
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "1" if name.endswith("THREADS") else "PASSIVE")
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture(scope="module")

@@ -290,13 +290,8 @@ def test_last_save_that_fails_is_told_and_requeued_only_after_progress(tmp_path:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB."""
-    place = tmp_path / "run"
-    place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"a small file system can be mounted by root only: {made.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    with helpers.small_disk(tmp_path / "run", "16m") as disk:
+        yield disk
 
 
 def fill(disk: Path) -> None:

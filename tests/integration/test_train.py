@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -19,15 +19,7 @@ from accel_train.cli import main
 from accel_train.config.schema import Model
 from accel_train.optim.performance import seed_generators
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate(monkeypatch: pytest.MonkeyPatch):
-    """Accelerate's state is one for the whole process; each program starts without any."""
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "1" if name.endswith("THREADS") else "PASSIVE")
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def trained(run: Path, words: str) -> list[dict[str, Any]]:
@@ -61,8 +53,7 @@ def test_gradient_checkpointing_leaves_the_same_weights_and_statistics(tmp_path:
         lines = trained(run, f"{TINY} {net} --model.gradient-checkpointing {on}")
         losses.append([line["loss"] for line in lines if line["kind"] in ("train", "eval")])
         weights.append(load_file(run / "model.safetensors"))
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        helpers.forget_accelerate()
     plain, again = weights
     assert losses[0] == losses[1]
     assert any("running_mean" in name for name in plain)
@@ -103,8 +94,7 @@ def test_the_lines_of_a_run_name_epochs_and_rates_that_exist(
     assert "epoch 2/2  test  loss" in shown and "epoch 3" not in shown
 
     (tmp_path / "result.json").unlink()  # stopped within the final test: it is done once more, and written down once
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    helpers.forget_accelerate()
     again = trained(tmp_path, words)
     assert [(line["epoch"], line["weights"], line["loss"]) for line in again if line.get("split") == "test"] == tests
     assert "epoch 3" not in capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from accel_train.data.sources.encoded import EncodedImages
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.tools.pool import ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError
-from accel_train.files import atomic_write
+from accel_train.files import atomic_write, check_writable
 
 SHOWN = 10  # unreadable images that are printed with their reason
 
@@ -28,7 +27,12 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     The list has one path a line, relative to data.root, sorted; it is empty if all can be read, and it is
     written whole or not at all. Returns the number of unreadable images. Raises UserError.
     """
-    _prepare(output)
+    try:
+        check_writable(output)
+    except OSError as error:
+        raise UserError(
+            f"the list {output} cannot be written ({error.strerror or error}): choose another place."
+        ) from error
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
     splits = load_splits(whole, seed=0)
     sources = [source for source in (splits.to_train_on, splits.validation, splits.test) if source is not None]
@@ -77,17 +81,3 @@ def write_list(output: Path, data: Data, found: list[Unreadable], console: Conso
         console.print(f"  {name}: {why}")
     if len(found) > SHOWN:
         console.print(f"  … and {len(found) - SHOWN} more.")
-
-
-def _prepare(output: Path) -> None:
-    """Raise UserError now, not after an hour, if the list cannot be written."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output.parent):
-            pass
-        if output.is_dir():
-            raise IsADirectoryError("it is a folder")
-    except OSError as error:
-        raise UserError(
-            f"the list {output} cannot be written ({error.strerror or error}): choose another place."
-        ) from error
