@@ -36,9 +36,9 @@ from accel_train.config.compatibility import learning_fingerprint
 from accel_train.config.schema import Config
 from accel_train.data.held_out import HeldOutCheck
 from accel_train.data.loading import start_workers_early
-from accel_train.data.order.keyed import key
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.evaluate import Batch
+from accel_train.keyed import key
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import check_agreement

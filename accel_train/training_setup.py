@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from accel_train import models
 from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline, create_input_pipeline
-from accel_train.data.order.keyed import key
 from accel_train.data.order.plan import Plan, accumulation_steps
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.evaluate import evaluation_batch_size
+from accel_train.keyed import key
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import collective_seconds

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from accel_train.data.order.keyed import hashed, key
 from accel_train.data.order.samplers import IndexSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.parameters import AugmentParameters
+from accel_train.keyed import hashed, key
 
 COPY_IMAGES = 1024  # images fetched at a time while a dataset is copied into one tensor
 FETCH_BYTES = 1 << 20  # of images fetched at a time for batches: many batches of small images

@@ -33,7 +33,6 @@ from typing import IO, Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from accel_train.data.order.keyed import hashed, key
 from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.sources.encoded import EncodedImages
 from accel_train.data.sources.splits import Source, unwrap_subset
@@ -41,6 +40,7 @@ from accel_train.data.transforms.device_decoding import EncodedBatch, JpegReader
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.errors import UserError
+from accel_train.keyed import hashed, key
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Sent to every process of a job. The trainer then saves a checkpoint, for which it still needs its workers."""

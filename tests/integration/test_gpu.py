@@ -19,10 +19,10 @@ from PIL import Image
 from accel_train.cli import main
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
-from accel_train.data.order.keyed import hashed
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.transforms.batch import BatchTransform
+from accel_train.keyed import hashed
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.records.meter import Stopwatch

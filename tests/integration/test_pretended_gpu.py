@@ -208,7 +208,7 @@ TRANSFORMED = """
 import itertools, torch, pretend_cuda as pretended
 pretended.install()
 from accel_train.config.schema import Augment
-from accel_train.data.order.keyed import hashed
+from accel_train.keyed import hashed
 from accel_train.data.transforms.batch import BatchTransform
 images = torch.randint(256, (40, 3, 12, 12), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 crops = [{}, {"crop": "random", "pad": 2}, {"crop": "random", "pad": 3, "pad_mode": "reflect"}]

@@ -9,7 +9,7 @@ import helpers
 import pytest
 import torch
 
-from accel_train.data.order.keyed import key, permuted
+from accel_train.keyed import key, permuted
 
 WORKER = helpers.ROOT / "tests" / "feed_worker.py"
 WORLDS = (1, 2, 3, 4)

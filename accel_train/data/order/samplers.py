@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from accel_train.data.order.keyed import key, permuted
 from accel_train.data.order.plan import Plan
+from accel_train.keyed import key, permuted
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
-from accel_train.data.order.keyed import uniform, uniforms
 from accel_train.data.sources.images import LazyImage
 from accel_train.data.transforms.parameters import Stream
+from accel_train.keyed import uniform, uniforms
 
 TRIES = 10  # attempts to draw a box inside the image, as in torchvision
 

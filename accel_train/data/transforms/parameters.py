@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.data.order.keyed import uniforms
+from accel_train.keyed import uniforms
 
 
 class Stream(IntEnum):

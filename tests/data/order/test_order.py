@@ -8,10 +8,10 @@ from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.data.order.keyed import key, permuted
 from accel_train.data.order.plan import Plan, accumulation_steps
 from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, TrainingSampler
 from accel_train.errors import UserError
+from accel_train.keyed import key, permuted
 
 
 @st.composite

@@ -15,13 +15,13 @@ from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline, create_loader
-from accel_train.data.order.keyed import hashed, key
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.images import ImageError, LazyImage
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.transforms.image import ImageTransform, crop_boxes, resize_default
 from accel_train.errors import UserError
+from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 

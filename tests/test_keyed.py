@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.stats import chi2, kstest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.data.order import keyed
-from accel_train.data.order.keyed import hashed, key, permuted, scramble, shift, signed, uniform
+from accel_train import keyed
+from accel_train.keyed import hashed, key, permuted, scramble, shift, signed, uniform
 
 # All keys are fixed: a test gives the same p-value each time. One of chance's own is below this once in a million.
 CHANCE = 1e-6
