@@ -42,6 +42,7 @@ from accel_train.keyed import key
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import check_agreement
+from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.clipping import clip_gradients
 from accel_train.optim.ema import update_ema
 from accel_train.optim.performance import seed_generators
@@ -53,7 +54,13 @@ from accel_train.records.trackers import check_trackers
 from accel_train.run.finished import find_finished_run
 from accel_train.run.run import Run
 from accel_train.run.stopping import StopAskedError, StopRequests
-from accel_train.training_setup import TrainingSetup, connect, create_training_setup
+from accel_train.training_setup import (
+    TrainingSetup,
+    connect,
+    create_training_setup,
+    divide_batch,
+    uses_virtual_batches,
+)
 
 
 def train(config: Config, launch: Launch) -> int:
@@ -64,7 +71,8 @@ def train(config: Config, launch: Launch) -> int:
         accelerator = connect(config, launch)
         if config.config_only:
             if accelerator.is_main_process:
-                print(plan_text(config, accelerator, accelerator.gradient_accumulation_steps))
+                division = divide_batch(config, launch, batchnorm=uses_virtual_batches(config, accelerator))
+                print(plan_text(config, accelerator, *division))
             return 0
         start_workers_early(config)  # the server of data workers imports torch while this process goes on
 
@@ -104,6 +112,7 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
         configuration=learning_fingerprint(config),
         samples=str(len(splits.train)),
         classes=" ".join(splits.classes),
+        **(what_bits_depend_on(accelerator) if config.bitwise else {}),
     )
     return splits
 
@@ -148,28 +157,39 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
 def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], samples: int) -> bool:
     """Make one update with the mean gradient of `samples` samples. Returns False if it was skipped as not finite."""
     config, accelerator, state, guard = setup.config, setup.accelerator, run.state, run.guard
+    exact = setup.exact_gradients  # with --bitwise: sums the gradients itself, DDP does not
     # DDP will average over processes and Accelerate divide by the accumulation steps; multiply by both to cancel that.
-    scale = accelerator.num_processes * setup.plan.accumulation / max(1, samples)
+    scale = 1.0 if exact else accelerator.num_processes * setup.plan.accumulation / max(1, samples)
     guard.start(state)  # the guard looks for losses and gradients that are not finite
     for number, batch in enumerate(micro_batches):
-        with accelerator.accumulate(setup.model):
+        with accelerator.no_sync(setup.model) if exact else accelerator.accumulate(setup.model):
             # Dropout's masks depend only on the position, so a restart draws the same ones.
             seed_generators(setup.device, key(config.seed, "dropout", state.update, accelerator.process_index, number))
             inputs, targets = setup.training.transform(batch)
-            logits = setup.model(inputs)
+            setup.dropout.set_samples(batch["ids"], state.update)
+            setup.virtual_batches.begin(batch["weights"], padded=samples < config.batch_size)
+            with setup.around_forward:
+                logits = setup.model(inputs)
             losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
             with models.preserve_buffers(setup.recomputed_buffers):  # from gradient checkpointing
                 accelerator.backward(losses.sum() * scale)
+            if exact:
+                exact.add()
             guard.record(batch, losses)
             run.meter.add(logits, targets, losses.detach(), batch["weights"])
+    if exact:
+        exact.finish(max(1, samples))
     applied = guard.check_step(state)
     if applied:
         if config.optim.clip is not None:
             accelerator.unscale_gradients(setup.optimizer)
             clip_gradients(config.optim, setup.clipped)
         setup.optimizer.step()
+        setup.virtual_batches.end_update()
         if setup.ema is not None:
             update_ema(setup.ema, setup.bare_model, state.update + 1)
+    else:
+        setup.virtual_batches.discard()
     setup.optimizer.zero_grad()
     setup.schedule.step_update(state.update + 1 - run.extra_updates)  # extra: of a run with another batch size before
     return applied

@@ -6,7 +6,7 @@ train.py trains with them, and bench measures them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,21 @@ from torch import Tensor, nn
 from accel_train import models
 from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline, create_input_pipeline
-from accel_train.data.order.plan import Plan, accumulation_steps
+from accel_train.data.order.plan import Plan, accumulation_steps, virtual_batch_size
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import Splits
+from accel_train.errors import UserError
 from accel_train.evaluate import evaluation_batch_size
+from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import key
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import collective_seconds
+from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
+from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
+from accel_train.models.independence import Independence, check_independence
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
+from accel_train.optim.bitwise import use_deterministic_kernels
 from accel_train.optim.clipping import parameters_to_clip
 from accel_train.optim.ema import create_ema
 from accel_train.optim.loss import balanced_class_weights, create_loss
@@ -66,6 +72,14 @@ class TrainingSetup:
     """The object on which to call `step` and `zero_grad`."""
     schedule: Scheduler
     ema: ModelEmaV3 | None
+    virtual_batches: VirtualBatches
+    """The model's BatchNorms."""
+    dropout: DropoutKeys
+    """Of the model's dropout layers."""
+    around_forward: AbstractContextManager[Any]
+    """To be entered for each forward pass of training: for models that call dropout as a function."""
+    exact_gradients: ExactGradients | None
+    """Sums the gradients of all virtual batches without order; None unless --bitwise."""
     criterion: Callable[[Tensor, Tensor], Tensor]
     """The loss of each sample, see `create_loss`."""
     clipped: list[nn.Parameter]
@@ -85,13 +99,13 @@ class TrainingSetup:
 
 
 def connect(config: Config, launch: Launch) -> Accelerator:
-    """Connect to the other processes and create the Accelerator, with the accumulation that their number requires.
+    """Connect to the other processes and create the Accelerator.
 
-    Raises UserError if the batch cannot be divided, the processes do not connect, or torch.compile's mode does not fit.
+    Raises UserError if the batch cannot be divided, with any model, or the processes do not connect.
     """
+    divide_batch(config, launch, batchnorm=False)
     accelerator = create_accelerator(
         launch,
-        gradient_accumulation_steps=_accumulation(config, launch),
         log_with=config.trackers,
         project_dir=config.output_dir or Path("runs"),
         rendezvous_seconds=config.rendezvous_timeout_seconds,
@@ -99,7 +113,7 @@ def connect(config: Config, launch: Launch) -> Accelerator:
         share_gpus=config.share_gpus,
     )
     set_defaults(accelerator.device)
-    check_compilation(accelerator)
+    use_deterministic_kernels(config, accelerator)
     return accelerator
 
 
@@ -111,16 +125,21 @@ def create_training_setup(
     Collective. Raises UserError if settings do not fit each other, the data or the device.
     """
     device = accelerator.device
-    accumulation = _accumulation(config, launch)
-    plan = Plan(len(splits.train), config.batch_size, launch.world_size, accumulation, config.data.drop_last)
-    sampler = TrainingSampler(plan, config.seed, splits.unreadable)
     size = models.input_size(config.model, splits.image_size)
     model, warnings = _create_model(config, accelerator, splits, size, published)
+    virtual_batch, accumulation = divide_batch(config, launch, batchnorm=has_batchnorm(model))
+    # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
+    accelerator.gradient_accumulation_steps = 1 if config.bitwise else accumulation
+    check_compilation(accelerator)
+    samples = len(splits.train)
+    plan = Plan(samples, config.batch_size, launch.world_size, accumulation, config.data.drop_last, virtual_batch)
+    sampler = TrainingSampler(plan, config.seed, splits.unreadable)
 
     # Create EMA and optimizer after the move to the device, because they keep tensors, and before the wrapping, which
     # changes names. FSDP2 replaces BatchNorm's parameters, so shard those before creating the optimizer.
     memory_format = use_fastest_memory_format(accelerator, model)
     ema = create_ema(config.ema, model)
+    virtual_batches, dropout, independence = _make_independent(config, model, splits.channels, size, virtual_batch)
     shard_batchnorm(accelerator, model)
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
     schedule = create_schedule(
@@ -129,8 +148,9 @@ def create_training_setup(
     # The schedule is not prepared: it depends on the update's number, which Accelerate counts differently.
     model, optimizer = accelerator.prepare(model, optimizer)
     bare_model = unwrap_model(model)
+    trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
     clipped = parameters_to_clip(config.optim, bare_model)  # FSDP2 has replaced the parameters
-    recomputed_buffers = models.prepare_recomputation(model, config.model)
+    recomputed_buffers = models.prepare_recomputation(model, config.model, virtual_batches.sums)
     shape = plan.micro_batch, splits.channels, size, size
     rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
     weights = None
@@ -158,6 +178,9 @@ def create_training_setup(
         optimizer=unwrap_optimizer(optimizer),
         schedule=schedule,
         ema=ema,
+        virtual_batches=virtual_batches,
+        dropout=dropout,
+        exact_gradients=ExactGradients(trained, plan.virtual_batches) if config.bitwise else None,
         criterion=create_loss(config.loss, weights),
         clipped=clipped,
         recomputed_buffers=recomputed_buffers,
@@ -167,14 +190,62 @@ def create_training_setup(
             for split, source in held_out.items()
             if source is not None
         },
-        warnings=warnings,
+        around_forward=KeyedFunctions(dropout) if independence.needs_functions else nullcontext(),
+        warnings=(*warnings, *independence.warnings),
     )
 
 
-def _accumulation(config: Config, launch: Launch) -> int:
-    """Number of micro-batches per update."""
+def _make_independent(
+    config: Config, model: nn.Module, channels: int, size: int, virtual_batch: int
+) -> tuple[VirtualBatches, DropoutKeys, Independence]:
+    """Convert the layers of `model` that mix samples or draw random numbers, in place, so that what it computes for a
+    sample does not depend on the number of processes; and check that nothing else does. Raises UserError if --bitwise
+    is not possible."""
+    in_update = config.batch_size // virtual_batch if config.bitwise else None
+    virtual_batches = VirtualBatches(model, virtual_batch, in_update)
+    dropout = convert_dropout(model, config.seed)
+    independence = check_independence(
+        model,
+        channels,
+        size,
+        next(model.parameters()).device,
+        dropout,
+        batch_norms=virtual_batches.modules,
+        recomputes=config.model.gradient_checkpointing,
+    )
+    if config.bitwise and independence.warnings:
+        raise UserError(f"--bitwise: {independence.warnings[0]}")
+    return virtual_batches, dropout, independence
+
+
+def divide_batch(config: Config, launch: Launch, *, batchnorm: bool) -> tuple[int, int]:
+    """How an update's batch is divided: (samples of a virtual batch, micro-batches of each process).
+
+    `batchnorm`: whether the model has BatchNorms that count over virtual batches. If nothing depends on virtual
+    batches, they are single samples, or the pairs that are mixed. Raises UserError if the batch cannot be divided.
+    """
     mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
-    return accumulation_steps(config.batch_size, launch.world_size, config.micro_batch_size, pairs=mixes)
+    unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")
+    size = config.virtual_batch_size
+    if size is None and (batchnorm or config.bitwise):
+        size = virtual_batch_size(config.batch_size, batchnorm=batchnorm, pairs=mixes)
+    if size is not None:
+        unit, why = size, f"in virtual batches of {size}" + ", over which BatchNorm counts" * batchnorm
+    # Bitwise, each forward pass has one virtual batch: another shape could choose another kernel.
+    limit = unit if config.bitwise and (config.micro_batch_size or unit) >= unit else config.micro_batch_size
+    return unit, accumulation_steps(
+        config.batch_size, launch.world_size, limit, unit=unit, why=why, virtual=size is not None
+    )
+
+
+def uses_virtual_batches(config: Config, accelerator: Accelerator) -> bool:
+    """Whether the model of `config` has BatchNorms that count over virtual batches; for --config-only, without data."""
+    if config.model.sync_batchnorm and accelerator.device.type == "cuda":
+        return False
+    size = models.input_size(config.model, None)
+    with torch.device("meta"):  # without memory and arithmetic
+        model = models.create_model(config.model, num_classes=2, channels=3, image_size=size, published=False)
+    return has_batchnorm(model)
 
 
 def _create_model(
@@ -196,5 +267,4 @@ def _create_model(
     if accelerator.device.type == "cuda":  # torch supports it only on GPUs
         return convert_sync_batchnorm(model), ()
     kind = accelerator.device.type
-    warning = f"model.sync_batchnorm: not available on {kind}; each process normalises by its own samples"
-    return model, (warning,) * (accelerator.num_processes > 1)
+    return model, (f"model.sync_batchnorm: not available on {kind}; BatchNorm counts over virtual batches",)

@@ -43,6 +43,7 @@ from accel_train.config.semantics import IN_MEMORY, SEMANTICS
 from accel_train.errors import UserError
 from accel_train.files import atomic_replacement
 from accel_train.launch.consensus import broadcast_from_main
+from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.ownership.lease import Lease, LostError
 
 
@@ -90,6 +91,7 @@ class Checkpoints:
             getattr(optimizer, "optimizer", optimizer),
             # All other schedules follow from the update's number, even if their settings are allowed to change.
             schedule if config.schedule.name == "plateau" else None,
+            what_bits_depend_on(accelerator) if config.bitwise else {},
         )
         self.failures: list[str] = []
         self.notes: list[str] = []
@@ -240,6 +242,7 @@ class Checkpoints:
             "versions": versions(),
             "semantics": SEMANTICS,
             "pixels": self.parts.pixels,
+            "bits": self.parts.bits,
             "processes": self.accelerator.num_processes,
             "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": None if schedule is None else schedule.state_dict(),

@@ -21,9 +21,10 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.checkpoint.weights import check_same_model
 from accel_train.config.compatibility import SAMPLE_KEYS, check_changes, differences, flatten
 from accel_train.config.schema import Config, as_dict
-from accel_train.config.semantics import IN_MEMORY, check_same_pixels, check_same_splits
+from accel_train.config.semantics import IN_MEMORY, check_same_pixels, check_same_splits, with_older_batchnorm
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
+from accel_train.models.batchnorm import VirtualBatchNorm
 from accel_train.untrusted import is_count
 
 # The settings of an optimizer's parameter groups that are derived from an option with a different name.
@@ -45,6 +46,13 @@ class RunParts:
     optimizer: torch.optim.Optimizer
     schedule: Stateful | None
     """A schedule that depends on more than the update's number; its state must be fit for JSON."""
+    bits: dict[str, str]
+    """With --bitwise: what the bits depend on, see optim/bitwise.py."""
+
+    @property
+    def has_batchnorm(self) -> bool:
+        """Whether BatchNorm counts over virtual batches."""
+        return any(isinstance(module, VirtualBatchNorm) for module in self.model.modules())
 
 
 @dataclass(frozen=True)
@@ -67,18 +75,25 @@ def plan_restore(
     `allow`: settings that may differ although they change what is learned. What the user should know is appended to
     `notes`. Raises UserError if the run cannot go on from the checkpoint.
     """
-    saved = snapshot.state["configuration"]
+    saved, semantics = snapshot.state["configuration"], snapshot.state.get("semantics", 1)
+    if run.has_batchnorm:
+        saved = with_older_batchnorm(saved, semantics)
     samples = snapshot.state.get("samples", run.samples), run.samples
     changes = differences(saved, run.config, samples)
     position = _position(path, snapshot, run, changes)
     obstacle = _obstacle(path, snapshot, run, position, changes)
     check_changes(saved, run.config, allow, samples=samples, obstacle=obstacle)
     check_same_pixels(str(path), snapshot.state.get("pixels", IN_MEMORY), run.pixels)
-    check_same_splits(str(path), snapshot.state.get("semantics", 1), saved.get("data", {}))
+    check_same_splits(str(path), semantics, saved.get("data", {}))
     if snapshot.ema is not None and run.ema is not None:
         check_same_model(named_tensors(run.ema), snapshot.ema, path)
     _check_schedule(snapshot.state["schedule"], run, path)
     notes += [f"changed since the checkpoint: {key}: {change}" for key, change in changes.items()]
+    notes += [
+        f"changed since the checkpoint: {name} {old} -> {run.bits.get(name)}: from here on the bits may be others"
+        for name, old in snapshot.state.get("bits", {}).items()
+        if old != run.bits.get(name)
+    ]
     notes += [
         f"changed since the checkpoint: {name} {old} -> {new}"
         for name, new in versions().items()

@@ -18,7 +18,8 @@ def train(arguments: Sequence[str]) -> int:
         config = parse(arguments)
         if config.config_only:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… --config-only | head` ends quietly
-        launch = prepare_environment()  # before torch is imported, because torch reads some of these variables
+        # Before torch is imported, because torch reads some of these variables.
+        launch = prepare_environment(bitwise=config.bitwise)
         with importing("" if config.config_only else config.recipe):
             from accel_train.launch.accelerator import end_world
             from accel_train.train import train

@@ -10,7 +10,8 @@ from accel_train.config.option_types import option_types
 from accel_train.config.schema import Config, value
 
 POSITIVE = (
-    "epochs", "batch-size", "micro-batch-size", "eval-batch-size", "eval-every-epochs", "log-every-updates",
+    "epochs", "batch-size", "micro-batch-size", "virtual-batch-size", "eval-batch-size", "eval-every-epochs",
+    "log-every-updates",
     "data.train-limit", "data.test-limit", "data.image-size", "data.train-images", "data.test-images",
     "augment.resize", "augment.randaugment-ops", "model.image-size", "schedule.step-epochs", "checkpoint.every-epochs",
     "checkpoint.every-updates", "checkpoint.keep", "checkpoint.milestone-epochs", "optim.clip", "optim.eps",
@@ -68,6 +69,13 @@ def contradictions(config: Config) -> dict[str, str]:
     mistakes: dict[str, str] = {}
     if config.data.val_fraction + config.data.test_fraction >= 1:
         mistakes["data.val-fraction"] = "val-fraction and test-fraction that leave something to train on"
+    size, mixes = config.virtual_batch_size, config.augment.mixup > 0 or config.augment.cutmix > 0
+    possible = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0 and not (mixes and n % 2)]
+    if size is not None and possible and size not in possible:
+        near = sorted(sorted(possible, key=lambda n: abs(math.log(n / size)))[:2])
+        pairs = ", of pairs that mixup and cutmix mix" * mixes
+        expected = f"a part of the batch size {config.batch_size}{pairs}, such as {' or '.join(map(str, near))}"
+        mistakes["virtual-batch-size"] = expected
     if config.schedule.name == "multistep" and not config.schedule.milestones:
         mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
     if config.schedule.warmup_epochs > config.epochs:

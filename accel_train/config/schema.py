@@ -109,7 +109,7 @@ class Model:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over the micro-batches of all processes (on GPUs)."""
+    """Compute BatchNorm statistics over the micro-batches of all processes (on GPUs), not over virtual batches."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,10 @@ class Config:
     """Samples per optimizer update, over all processes."""
     micro_batch_size: int | None = None
     """Most samples per process and forward pass; determines gradient accumulation."""
+    virtual_batch_size: int | None = None
+    """Samples that BatchNorm normalises together, on any number of processes; default: by the batch size, 16 to 32."""
+    bitwise: bool = False
+    """Compute the same weights on any number of processes to the last bit: slower."""
     eval_batch_size: int | None = None
     """Samples per process and forward pass in evaluation; default: as in training, at least 256."""
     eval_every_epochs: int = 1

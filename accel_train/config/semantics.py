@@ -5,9 +5,11 @@
     reduced size; before, it was rounded to that size's pixels. Data is divided into splits before
     --data.skip-unreadable leaves images out, and the training images keep their indices; before, the following images
     moved up, some of them into other splits.
+3   BatchNorm normalises virtual batches, not the micro-batch of a process, and its running statistics are updated once
+    an update, not once a micro-batch. Masks of dropout and drop path are functions of (seed, update, sample, layer).
 
 A run continues only with the semantics that it began with: an older run that a change affects is refused. No change has
-affected datasets in memory (digits, MNIST, …).
+affected the pixels of datasets in memory (digits, MNIST, …).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 from accel_train.errors import UserError
 
-SEMANTICS = 2
+SEMANTICS = 3
 IN_MEMORY, IMAGE_FILES = 1, 2  # the latest numbers that changed the pixels of these datasets: see Splits.semantics
 
 
@@ -33,6 +35,12 @@ def check_same_pixels(what: str, before: int, now: int) -> None:
             f"{what} is from a run whose images were rotated as EXIF says, but the cache was written by an older "
             "accel-train, which ignored EXIF. Write the cache again with `accel-train cache-data`."
         )
+
+
+def with_older_batchnorm(saved: dict[str, Any], before: int) -> dict[str, Any]:
+    """The settings `saved` by a run with the number `before` whose model has BatchNorm: what was fixed is named there,
+    so that --allow-change virtual-batch-size is needed to go on with other statistics."""
+    return {**saved, "virtual_batch_size": "each process's micro-batch"} if before < 3 else saved
 
 
 def check_same_splits(what: str, before: int, data: Mapping[str, Any]) -> None:

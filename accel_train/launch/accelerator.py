@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import PartialState
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
@@ -65,7 +65,12 @@ def create_accelerator(
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
             log_with=list(log_with) or None,
             project_dir=project_dir,
-            kwargs_handlers=[InitProcessGroupKwargs(**group), *kwargs_handlers],
+            kwargs_handlers=[
+                InitProcessGroupKwargs(**group),
+                # The buffers are equal on all processes (models/batchnorm.py): DDP need not broadcast them.
+                DistributedDataParallelKwargs(broadcast_buffers=False),
+                *kwargs_handlers,
+            ],
         )
     if not known:
         set_collective_timeout(collective_seconds)

@@ -57,11 +57,12 @@ def is_first_process() -> bool:
     return not ranks or ranks[0] == "0"
 
 
-def prepare_environment() -> Launch:
+def prepare_environment(*, bitwise: bool = False) -> Launch:
     """Detect the launcher, and set the variables that Accelerate and OpenMP read. Call it before torch is imported.
 
-    Variables that the user has set are not changed. Raises UserError if the launcher announced other processes than it
-    has started.
+    Variables that the user has set are not changed. `bitwise`: one thread for each process, however many there are,
+    because their number decides in which order a process sums; and a cuBLAS that sums in one order. Raises UserError if
+    the launcher announced other processes than it has started.
     """
     env = os.environ
     launch = _detect(env)
@@ -79,7 +80,9 @@ def prepare_environment() -> Launch:
         env.setdefault("GOMP_SPINCOUNT", SPINS)
     env.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: without, allocation can cost more than computing
     if "OMP_NUM_THREADS" not in env or only_launcher_set("OMP_NUM_THREADS", "num_cpu_threads_per_process"):
-        env["OMP_NUM_THREADS"] = str(_threads(launch, env))
+        env["OMP_NUM_THREADS"] = "1" if bitwise else str(_threads(launch, env))
+    if bitwise:
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # docs.nvidia.com/cuda/cublas, "Results reproducibility"
     return launch
 
 

@@ -21,10 +21,10 @@ def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, T
     losses_of = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}[loss.name]
 
     def per_sample(logits: Tensor, target: Tensor) -> Tensor:
-        logits = logits.float()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 would lose digits
         mixed = target.is_floating_point()
         if mixed:
-            target = target.float()
+            target = target.to(logits)
         losses = losses_of(logits, target, loss.label_smoothing)
         if class_weights is None:
             return losses

@@ -37,13 +37,16 @@ class Meter:
     """
 
     AT_ONCE = 64  # micro-batches
+    STEPS = 2.0**30  # of a sum of floats: whole numbers of 1e-9 have the same sum in any order
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._metrics = [metric for metric in training_metrics() if metric.name != "loss"]
         # Float sums: of the loss, and of each metric whose values are floats. Integer sums: of each metric whose values
         # are bools, and last the number of samples. Unused places stay 0.
-        self._floats = torch.zeros(1 + len(self._metrics), device=accelerator.device)
+        # They are in steps of 1/STEPS where the device has float64.
+        self._dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
+        self._floats = torch.zeros(1 + len(self._metrics), dtype=self._dtype, device=accelerator.device)
         self._integers = torch.zeros(len(self._metrics) + 1, dtype=torch.int64, device=accelerator.device)
         # Losses, weights and labels [b] of a micro-batch, then what each metric needs of its logits [b, ...].
         self._update: list[tuple[Tensor, ...]] = []
@@ -78,14 +81,17 @@ class Meter:
         losses, weights, labels, *predictions = (torch.cat(values) for values in zip(*self._committed, strict=True))
         self._committed.clear()
         real = weights > 0
-        self._floats[0].add_(losses.sum())  # `+=` would copy the sum onto itself afterwards
+        self._floats[0].add_(self._rounded(losses).sum())  # `+=` would copy the sum onto itself afterwards
         self._integers[-1].add_(real.sum())
         for number, (metric, predicted) in enumerate(zip(self._metrics, predictions, strict=True)):
             scores = metric.score(predicted, labels)
             if scores.is_floating_point():
-                self._floats[1 + number].add_(torch.where(real, scores.float(), 0.0).sum())
+                self._floats[1 + number].add_(torch.where(real, self._rounded(scores), 0.0).sum())
             else:
                 self._integers[number].add_((scores & real).sum())
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        return (values.to(self._dtype) * self.STEPS).round_()
 
     def reduce(self) -> Sums:
         """The sums since the last `reduce`, over all processes (which must all call it). Waits for the device."""
@@ -93,7 +99,7 @@ class Meter:
         floats, integers = self.accelerator.reduce([self._floats, self._integers], reduction="sum")
         self._floats.zero_()
         self._integers.zero_()
-        loss, *real_sums = floats.tolist()
+        loss, *real_sums = (total / self.STEPS for total in floats.tolist())
         *counts, samples = integers.tolist()
         # One of a metric's two sums is always 0. A count stays an integer.
         totals = {

@@ -52,7 +52,8 @@ def describe(
         "input": str(placement),
         "model": f"{config.model.name} for {size}x{size} pixels, {parameters:,} parameters",
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
-        "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images; "
+        "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images"
+        f"{f' in virtual batches of {plan.virtual_batch}' * (plan.virtual_batch > 2)}; "
         f"{plan.updates_per_epoch} updates an epoch",
         "run": str(config.output_dir),
     }
@@ -65,7 +66,7 @@ def _named(splits: Splits) -> str:
     return f" ({named})" if not splits.train.in_memory and len(splits.classes) <= 10 and len(named) <= 80 else ""
 
 
-def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> str:
+def plan_text(config: Config, accelerator: Accelerator, virtual_batch: int, accumulation: int) -> str:
     """Return what --config-only prints: the resolved configuration, and as comments what follows from it.
 
     Nothing is downloaded; if the data is missing, the number of updates is unknown. Raises UserError if the schedule
@@ -77,6 +78,7 @@ def plan_text(config: Config, accelerator: Accelerator, accumulation: int) -> st
         f"# precision: {precision(accelerator)}" + (f" ({notice})" if notice else ""),
         f"# accumulation: {accumulation}",
         f"# samples of a process in one forward pass: {config.batch_size // (processes * accumulation)}",
+        f"# samples of a virtual batch: {virtual_batch}",
     ]
     try:
         splits = load_splits(config.data, config.seed, download=False)

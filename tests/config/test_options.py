@@ -418,6 +418,9 @@ def configs(draw: st.DrawFn) -> Config:
     if values["data"]["val_fraction"] + values["data"]["test_fraction"] >= 1:
         values["data"]["test_fraction"] = 0.0
     own = {**values.pop(""), "take_over": False, "config_only": False, "traceback": False}
+    if own["virtual_batch_size"] is not None:
+        own["batch_size"] = 2 * own["virtual_batch_size"]
+        own["virtual_batch_size"] = own["batch_size"]
     groups = {name: type(getattr(Config(), name))(**inner) for name, inner in values.items()}
     return Config(**own, **groups)
 

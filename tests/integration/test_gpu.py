@@ -22,6 +22,7 @@ from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.transforms.batch import BatchTransform
+from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import hashed
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
@@ -234,3 +235,26 @@ def test_it_decodes_as_the_host_does_beside_training(tmp_path: Path) -> None:
         feed.loader.end()
     assert (seen[0] - seen[1]).abs().mean() < 2
     assert {float(each) for each in sums} == {4096.0 * 4096}
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("-inf")])
+def test_exact_sums_have_the_bits_of_a_cpus(bad: float | None) -> None:
+    """Every step is either exact or rounds as IEEE 754 says, and both devices find a NaN."""
+    sums = []
+    for device in ("cpu", "cuda"):
+        numbers = torch.Generator().manual_seed(0)
+        shapes = [(1100, 1000), (64, 16, 3, 3), (64,), (7,)]
+        parameters = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+        exact = ExactGradients(parameters, 16)
+        for number in range(12):
+            for parameter in parameters[: 4 if number % 2 else 3]:
+                gradient = torch.randn(parameter.shape, generator=numbers) * 10.0 ** -(number * 3 + 6)
+                if bad is not None and number == 5 and len(parameter) == 7:
+                    gradient[3] = bad
+                parameter.grad = gradient.to(device)
+            exact.add()
+        exact.finish(3 * 12)
+        sums.append([parameter.grad.cpu() for parameter in parameters if parameter.grad is not None])
+    for on_cpu, on_gpu in zip(*sums, strict=True):
+        assert torch.equal(on_cpu.nan_to_num(0).view(torch.int32), on_gpu.nan_to_num(0).view(torch.int32))
+        assert bool(on_gpu.isnan().all()) == bool(on_cpu.isnan().all()) == (bad is not None and len(on_gpu) == 7)

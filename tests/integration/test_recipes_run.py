@@ -39,7 +39,7 @@ def small(recipe: str, photos: Path) -> list[str]:
     config = parse([recipe])
     options = ["--epochs", "1", "--batch-size", "8", "--log-every-updates", "1", "--data.train-limit", "16"]
     if config.micro_batch_size is not None:
-        options += ["--micro-batch-size", "4"]
+        options += ["--micro-batch-size", "4", "--virtual-batch-size", "4"]
     if config.schedule.warmup_epochs:
         options += ["--schedule.warmup-epochs", "0.5"]
     if config.data.name == "folder":

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 OPTIONS = """
 digits --log-every-updates 1 --checkpoint.every-updates 2 --micro-batch-size 12 --data.workers 1
 --augment.policy trivialaugment --augment.flip 0.5 --augment.erase 0.2 --augment.mixup 0.2
---model.name test_resnet --model.dropout 0.2 --model.drop-path 0.1
+--model.name test_resnet --model.dropout 0.2 --model.drop-path 0.1 --virtual-batch-size 12
 --ema.enabled true --ema.decay 0.9 --optim.name adamw --optim.lr 0.002 --optim.clip 1
 """.split()  # noqa: SIM905
 TIMES = {
     "time", "seconds", "images_per_second", "data_wait_fraction", "train_seconds", "timed_samples", "wall_seconds",
-    "warm_up_seconds",
+    "warm_up_seconds", "world_size",
 }  # fmt: skip
 
 
@@ -37,15 +38,16 @@ def updates_done(run: Path) -> int:
     return lines(run, "train")[-1]["update"] if (run / "metrics.jsonl").exists() and lines(run, "train") else 0
 
 
-def killed_and_restarted(run: Path, *words: object, processes: int, kills: int, seed: int) -> int:
-    """Start the run, kill all of its processes, start it again, …, and let the last one end.
+def killed_and_restarted(run: Path, *words: object, processes: Sequence[int], kills: int, seed: int) -> int:
+    """Start the run, kill all of its processes, start it again, …, and let the last one end; in turn on so many
+    processes.
 
     Half of the kills come at any moment from the start on, or up to a second after the first update; the others while
     a checkpoint is being written. Returns how many of them left a torn one behind.
     """
     chance, torn = random.Random(seed), 0
     for number in range(kills):
-        with helpers.started(run, *words, processes=processes) as started:
+        with helpers.started(run, *words, processes=processes[number % len(processes)]) as started:
             done = updates_done(run)
             if number % 8 == 7:
                 time.sleep(chance.uniform(0, 8))
@@ -58,7 +60,7 @@ def killed_and_restarted(run: Path, *words: object, processes: int, kills: int, 
                         time.sleep(0.0005)
             assert started.popen.poll() is None, started.output  # it is really killed, not at its end already
         torn += bool(list(run.glob("checkpoints/.update-*.tmp")))
-    done = helpers.run(*words, "--output-dir", run, processes=processes, timeout=600)
+    done = helpers.run(*words, "--output-dir", run, processes=processes[kills % len(processes)], timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return torn
 
@@ -118,9 +120,31 @@ def test_killed_at_random_moments_it_ends_bitwise_equal(
     done = helpers.run(*words, "--output-dir", whole, processes=processes, timeout=600, launcher=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(lines(whole, "train")) == 30 * epochs
-    torn = killed_and_restarted(run, *words, processes=processes, kills=kills, seed=processes)
+    torn = killed_and_restarted(run, *words, processes=[processes], kills=kills, seed=processes)
     print(f"{kills} kills on {processes} processes, {torn} of them while a checkpoint was being written")
     assert torn >= kills // 4
+    assert_bitwise_equal(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("net", "kills", "epochs"),
+    [
+        pytest.param("batchnorm", 3, 2, marks=SHORT),
+        pytest.param("batchnorm", 10, 8, marks=LONG),
+        pytest.param("digits_cnn", 10, 8, marks=LONG),
+    ],
+)
+def test_killed_on_changing_numbers_of_processes_it_ends_bitwise_equal(
+    tmp_path: Path, net: str, kills: int, epochs: int
+) -> None:
+    words: tuple[object, ...] = (*OPTIONS, "--epochs", epochs, "--bitwise", "true")
+    if net == "digits_cnn":
+        words = ("digits", "--log-every-updates", 1, "--checkpoint.every-updates", 2, "--epochs", epochs)
+        words += ("--bitwise", "true", "--virtual-batch-size", 12, "--ema.enabled", "true")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = helpers.run(*words, "--output-dir", whole, timeout=600, launcher=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    killed_and_restarted(run, *words, processes=[2, 4, 1], kills=kills, seed=kills)
     assert_bitwise_equal(run, whole)
 
 

@@ -46,7 +46,9 @@ TINY = (
 
 
 def test_gradient_checkpointing_leaves_the_same_weights_and_statistics(tmp_path: Path) -> None:
-    net = "--model.name test_resnet --model.drop-path 0.5 --model.dropout 0.5 --micro-batch-size 8"
+    net = (
+        "--model.name test_resnet --model.drop-path 0.5 --model.dropout 0.5 --micro-batch-size 8 --virtual-batch-size 4"
+    )
     weights, losses = [], []
     for on in ("false", "true"):
         run = tmp_path / on
@@ -62,7 +64,7 @@ def test_gradient_checkpointing_leaves_the_same_weights_and_statistics(tmp_path:
 
 def test_activation_checkpointing_of_accelerates_draws_the_same_masks_again() -> None:
     def gradient(model: nn.Module) -> torch.Tensor:
-        kept = models.prepare_recomputation(model, Model())
+        kept = models.prepare_recomputation(model, Model(), torch.zeros(0))
         seed_generators(torch.device("cpu"), 7)
         loss = model(torch.ones(4, 8)).square().sum()
         with models.preserve_buffers(kept):

@@ -4,13 +4,14 @@
 
 Update u of an epoch takes the positions u*batch_size … (u+1)*batch_size - 1 of that epoch's permutation of the
 samples. They are divided into `accumulation` global micro-batches, and each of those into one contiguous slice per
-process (Accelerate's `split_batches`). Positions after the last sample are padding of weight 0: so all global
-micro-batches are full, all processes take the same number of steps, and shapes never change. A sample that is skipped
-because it cannot be read also becomes padding, in its own place.
+process (Accelerate's `split_batches`), which is a whole number of virtual batches. Positions after the last sample are
+padding of weight 0: so all global micro-batches are full, all processes take the same number of steps, and shapes never
+change. A sample that is skipped because it cannot be read also becomes padding, in its own place.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from accel_train.errors import UserError
@@ -25,6 +26,7 @@ class Plan:
     processes: int
     accumulation: int  # global micro-batches of one update
     drop_last: bool = False
+    virtual_batch: int = 1  # samples that are always computed together
 
     def __post_init__(self) -> None:
         if self.samples < self.batch_size:
@@ -37,6 +39,11 @@ class Plan:
     def micro_batch(self) -> int:
         """Samples of one process in one forward pass."""
         return self.batch_size // (self.processes * self.accumulation)
+
+    @property
+    def virtual_batches(self) -> int:
+        """Of one update, over all processes."""
+        return self.batch_size // self.virtual_batch
 
     @property
     def updates_per_epoch(self) -> int:
@@ -60,26 +67,49 @@ class Plan:
         return min(self.samples, self.updates_per_epoch * self.batch_size)
 
 
-def accumulation_steps(batch_size: int, processes: int, micro_batch_size: int | None, *, pairs: bool = False) -> int:
+def virtual_batch_size(batch_size: int, *, batchnorm: bool, pairs: bool) -> int:
+    """The size of virtual batches for an update of `batch_size` samples: it does not depend on the processes.
+
+    The divisor of the batch size that is nearest to an eighth of it, so that the eight GPUs of a node can share an
+    update; but nearest to 32 if an eighth is more, and to 16 if it is less and the model has a BatchNorm, whose
+    statistics are too noisy over fewer samples (Wu and He 2018, arxiv.org/abs/1803.08494, table 2). With `pairs` an
+    even one, because mixup and cutmix mix neighbours.
+    """
+    wanted = max(16 if batchnorm else 1, min(32, batch_size / 8))
+    step = 2 if pairs else 1
+    sizes = [size for size in range(step, batch_size + 1, step) if batch_size % size == 0]
+    return min(sizes or [batch_size], key=lambda size: (abs(math.log(size / wanted)), -size))
+
+
+def accumulation_steps(
+    batch_size: int,
+    processes: int,
+    micro_batch_size: int | None,
+    *,
+    unit: int = 1,
+    why: str = "",
+    virtual: bool = False,
+) -> int:
     """The smallest number of micro-batches per update with at most `micro_batch_size` samples of each process.
 
-    With `pairs`, micro-batches have an even size, because mixup and cutmix mix neighbours (transforms/batch.py).
-    Raises UserError, with the nearest possible sizes, if the batch cannot be divided evenly among the processes.
+    A micro-batch is a whole number of units of `unit` samples: pairs, because mixup and cutmix mix neighbours
+    (transforms/batch.py), or virtual batches (models/batchnorm.py). For messages: `why` ("in pairs, as mixup and cutmix
+    need"), and whether --virtual-batch-size may change (`virtual`). Raises UserError, with the nearest possible sizes,
+    if the batch cannot be divided evenly.
     """
-    step = 2 if pairs else 1
-    unit = processes * step
-    if batch_size % unit:
-        below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
+    if batch_size % (processes * unit):
+        step = processes * unit
+        below, above = batch_size // step * step, -(-batch_size // step) * step
         near = f"{below} or {above}" if below else f"{above}"
-        sharing = f"{processes} process{'es' * (processes > 1)}" + " in pairs, as mixup and cutmix need" * pairs
+        sharing = f"{processes} process{'es' * (processes > 1)}" + f" {why}" * bool(why)
+        smaller = [size for size in range(2, unit) if batch_size % (processes * size) == 0 and batch_size % size == 0]
+        other = f", or --virtual-batch-size {smaller[-1]}, which trains another model" if virtual and smaller else ""
         raise UserError(
-            f"--batch-size: found {batch_size}, which cannot be divided evenly among {sharing}; try {near}."
+            f"--batch-size: found {batch_size}, which cannot be divided evenly among {sharing}; try {near}{other}."
         )
     share = batch_size // processes
     limit = share if micro_batch_size is None else micro_batch_size
-    fitting = [size for size in range(step, min(share, limit) + 1, step) if share % size == 0]
+    fitting = [size for size in range(unit, min(share, limit) + 1, unit) if share % size == 0]
     if not fitting:
-        raise UserError(
-            f"--micro-batch-size: found {limit}, but mixup and cutmix mix pairs of samples; choose 2 or more."
-        )
+        raise UserError(f"--micro-batch-size: found {limit}, but samples are computed {why}; choose {unit} or more.")
     return share // max(fitting)

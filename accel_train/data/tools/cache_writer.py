@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from accel_train.config.schema import Data
-from accel_train.config.semantics import SEMANTICS
+from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, CacheFile, Description
 from accel_train.data.sources.encoded import EncodedImages, StringArray
 from accel_train.data.sources.load import Source, Splits, load_splits
@@ -61,7 +61,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         splits.std,
         {split: len(source) for split, source in sources.items()},
         _fingerprint(splits, sources, data.root, short_side, encoding),
-        SEMANTICS,
+        IMAGE_FILES,
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for note in splits.notes:
@@ -137,7 +137,7 @@ def _write(
 
 def _fingerprint(splits: Splits, sources: dict[str, Source], root: Path, short_side: int, encoding: str) -> str:
     """SHA-256 of what the cache depends on: settings, and names, labels and state (size, time) of the images."""
-    digest = hashlib.sha256(json.dumps([MAGIC.decode(), SEMANTICS, short_side, encoding, splits.channels]).encode())
+    digest = hashlib.sha256(json.dumps([MAGIC.decode(), IMAGE_FILES, short_side, encoding, splits.channels]).encode())
     digest.update(json.dumps(splits.classes).encode())
     for split, source in sources.items():
         assert isinstance(source, EncodedImages)

@@ -8,7 +8,7 @@ from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.data.order.plan import Plan, accumulation_steps
+from accel_train.data.order.plan import Plan, accumulation_steps, virtual_batch_size
 from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, TrainingSampler
 from accel_train.errors import UserError
 from accel_train.keyed import key, permuted
@@ -159,34 +159,38 @@ def test_a_batch_of_more_than_the_data_is_an_error() -> None:
 
 
 class TestAccumulationSteps:
-    @given(st.integers(1, 400), st.integers(1, 16), st.none() | st.integers(1, 64), st.booleans())
+    @given(
+        st.integers(1, 400), st.integers(1, 16), st.none() | st.integers(1, 64), st.sampled_from((1, 2, 3, 8, 16, 32))
+    )
     def test_the_fewest_that_fit_or_the_nearest_sizes(
-        self, batch_size: int, processes: int, limit: int | None, pairs: bool
+        self, batch_size: int, processes: int, limit: int | None, unit: int
     ) -> None:
         def divides(size: int) -> bool:
-            return size > 0 and size % processes == 0 and (not pairs or size // processes % 2 == 0)
+            return size > 0 and size % (processes * unit) == 0
 
         try:
-            steps = accumulation_steps(batch_size, processes, limit, pairs=pairs)
+            steps = accumulation_steps(batch_size, processes, limit, unit=unit)
         except UserError as error:
             if divides(batch_size):
-                assert pairs and limit == 1 and str(error).startswith("--micro-batch-size: found 1,")
+                assert limit is not None and limit < unit
+                assert str(error).startswith(f"--micro-batch-size: found {limit},")
+                assert str(error).endswith(f"choose {unit} or more.")
                 return
             named = [int(size) for size in re.findall(r"\d+", str(error).partition("; try ")[2])]
             below = next((size for size in range(batch_size, 0, -1) if divides(size)), None)
             above = next(size for size in range(batch_size, 10**6) if divides(size))
             assert named == [size for size in (below, above) if size is not None]
             for size in named:
-                accumulation_steps(size, processes, None, pairs=pairs)
+                accumulation_steps(size, processes, None, unit=unit)
             return
         assert divides(batch_size)
         micro_batch, rest = divmod(batch_size, processes * steps)
         assert rest == 0
         assert limit is None or micro_batch <= limit
-        assert not pairs or micro_batch % 2 == 0
-        for fewer in range(1, steps):  # would not divide, not fit, or part a pair
+        assert micro_batch % unit == 0
+        for fewer in range(1, steps):  # would not divide, not fit, or part a virtual batch
             size, rest = divmod(batch_size, processes * fewer)
-            assert rest or (limit is not None and size > limit) or (pairs and size % 2)
+            assert rest or (limit is not None and size > limit) or size % unit
 
     def test_the_message(self) -> None:
         with pytest.raises(UserError) as error:
@@ -196,7 +200,30 @@ class TestAccumulationSteps:
             == "--batch-size: found 50, which cannot be divided evenly among 4 processes; try 48 or 52."
         )
         with pytest.raises(UserError, match=r"among 1 process in pairs, as mixup and cutmix need; try 2\.$"):
-            accumulation_steps(1, 1, None, pairs=True)
+            accumulation_steps(1, 1, None, unit=2, why="in pairs, as mixup and cutmix need")
+        with pytest.raises(
+            UserError,
+            match="among 8 processes in virtual batches of 16; try 128, or --virtual-batch-size 8, which trains",
+        ):
+            accumulation_steps(64, 8, None, unit=16, why="in virtual batches of 16", virtual=True)
+
+
+class TestVirtualBatchSize:
+    @given(st.integers(1, 2000), st.booleans(), st.booleans())
+    def test_it_divides_the_batch_and_is_the_nearest(self, batch_size: int, batchnorm: bool, pairs: bool) -> None:
+        if pairs and batch_size % 2:
+            return  # refused, because a pair would be parted
+        size = virtual_batch_size(batch_size, batchnorm=batchnorm, pairs=pairs)
+        assert batch_size % size == 0
+        assert not pairs or size % 2 == 0
+
+    @pytest.mark.parametrize(
+        ("batch_size", "with_batchnorm", "without"),
+        [(48, 16, 6), (64, 16, 8), (128, 16, 16), (256, 32, 32), (1024, 32, 32), (32, 16, 4), (97, 97, 97), (8, 8, 1)],
+    )
+    def test_sizes_that_people_use(self, batch_size: int, with_batchnorm: int, without: int) -> None:
+        assert virtual_batch_size(batch_size, batchnorm=True, pairs=False) == with_batchnorm
+        assert virtual_batch_size(batch_size, batchnorm=False, pairs=False) == without
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 20))

@@ -1,0 +1,234 @@
+"""BatchNorm over virtual batches: the same statistics on any number of processes.
+
+BatchNorm normalises by the mean and the variance of the samples that are computed together. In plain data-parallel
+training these are the micro-batch of one process, so another number of processes trains another model. Here they are a
+*virtual batch*: a fixed number of consecutive samples of the update's batch, which one process computes, whichever it
+is. Hoffer et al. 2017 (arxiv.org/abs/1705.08741) call this Ghost Batch Normalization, and find that it generalises
+better than statistics of a large batch.
+
+The running statistics, which evaluation uses, are updated once per update, by the mean over its virtual batches on all
+processes. Padding never counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+
+from accel_train.exact_sum import exact_sum
+
+
+@dataclass
+class Window:
+    """What the layers have to know of the current forward pass. All layers of a model share one."""
+
+    virtual_batch: int
+    """Samples."""
+    samples: int = 0
+    """Of this forward pass; 0: BatchNorm is torch's own, over all samples together."""
+    real: Tensor | None = None
+    """float32 [samples], 0 for padding; None: all samples are real."""
+    dtype: torch.dtype = torch.float32
+    """Of the statistics."""
+
+
+class VirtualBatchNorm:
+    """Mixed into a BatchNorm class: in training it normalises each virtual batch by itself."""
+
+    window: Window
+    sums: Tensor
+    """float32 [3, channels], a part of `VirtualBatches.sums`: sum of means, sum of variances, how many."""
+
+    def forward(self: Any, values: Tensor) -> Tensor:
+        """The same as BatchNorm's, for values [samples * k, channels, ...] of k rows of each sample."""
+        window = self.window
+        if not self.training or not window.samples or len(values) % window.samples:
+            return cast(Tensor, super().forward(values))  # type: ignore[misc]
+        rows = window.virtual_batch * (len(values) // window.samples)
+        single = rows * values[0, 0].numel() == 1
+        if window.real is None and not single and not torch.compiler.is_compiling():
+            normalised = self._normalise_whole(values, rows)
+        else:
+            normalised = self._normalise_real(values, rows)
+        return cast(Tensor, self._then(normalised))
+
+    def _then(self: Any, values: Tensor) -> Tensor:
+        return values
+
+    def _normalise_whole(self: Any, values: Tensor, rows: int) -> Tensor:
+        """Virtual batches without padding: torch's kernel for each, which also gives the statistics at no cost."""
+        parts = torch.split(values, rows)
+        # With momentum 1 the kernel writes the statistics of its samples over the zeros.
+        statistics = torch.zeros(2, len(parts), values.shape[1], device=values.device, dtype=self.window.dtype)
+        normalised = [
+            F.batch_norm(part, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+            for part, mean, variance in zip(parts, *statistics, strict=True)
+        ]
+        if self.track_running_stats:
+            self.sums[:2].add_(statistics.sum(1))
+            self.sums[2].add_(len(parts))
+        return normalised[0] if len(parts) == 1 else torch.cat(normalised)
+
+    def _normalise_real(self: Any, values: Tensor, rows: int) -> Tensor:
+        """Virtual batches with padding, which is normalised but not counted; and what torch.compile records, in whose
+        kernels the samples' weights cost nothing.
+
+        A virtual batch with fewer than two real values per channel has no variance: as in evaluation it is normalised
+        by the running statistics, and it does not count in them.
+        """
+        groups = values.view(-1, rows, *values.shape[1:]).to(torch.promote_types(values.dtype, torch.float32))
+        shape = [groups.shape[0], rows] + [1] * (groups.ndim - 2)
+        weights = groups.new_ones(shape)
+        if self.window.real is not None:
+            weights = self.window.real.repeat_interleave(len(values) // self.window.samples).view(shape).to(groups)
+        summed = (1, *range(3, groups.ndim))
+        count = weights.sum(1, keepdim=True) * groups[0, 0, 0].numel()
+        mean = (groups * weights).sum(summed, keepdim=True) / count.clamp(min=1)
+        variance = ((groups - mean).square() * weights).sum(summed, keepdim=True) / count.clamp(min=1)
+        enough = count >= 2
+
+        def per_channel(vector: Tensor) -> Tensor:
+            return vector.view(1, 1, -1, *[1] * (groups.ndim - 3))
+
+        if self.track_running_stats:
+            with torch.no_grad():
+                unbiased = variance * (count / (count - 1).clamp(min=1))
+                statistics = mean, unbiased, torch.ones_like(mean)
+                for total, each in zip(self.sums, statistics, strict=True):
+                    total.add_(torch.where(enough, each, 0).sum(0).flatten())
+            mean = torch.where(enough, mean, per_channel(self.running_mean))
+            variance = torch.where(enough, variance, per_channel(self.running_var))
+        scale = torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            scale = scale * per_channel(self.weight)
+        normalised = (groups - mean) * scale
+        if self.bias is not None:
+            normalised = normalised + per_channel(self.bias)
+        return normalised.flatten(0, 1).to(values.dtype)
+
+
+class VirtualBatchNorm1d(VirtualBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class VirtualBatchNorm2d(VirtualBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class VirtualBatchNorm3d(VirtualBatchNorm, nn.BatchNorm3d):
+    pass
+
+
+class VirtualBatchNormAct2d(VirtualBatchNorm, BatchNormAct2d):  # type: ignore[misc]
+    """timm's BatchNorm with an activation function after it."""
+
+    def _then(self, values: Tensor) -> Tensor:
+        return cast(Tensor, self.act(self.drop(values)))
+
+
+VIRTUAL: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: VirtualBatchNorm1d,
+    nn.BatchNorm2d: VirtualBatchNorm2d,
+    nn.BatchNorm3d: VirtualBatchNorm3d,
+    BatchNormAct2d: VirtualBatchNormAct2d,
+}
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether the model has a BatchNorm that `VirtualBatches` would convert."""
+    return any(type(module) in VIRTUAL for module in model.modules())
+
+
+class VirtualBatches:
+    """The BatchNorms of a model, over virtual batches, and the sums for their running statistics.
+
+    All processes make the same calls: `begin` before each forward pass of an update, then `end_update` or `discard`.
+    """
+
+    def __init__(self, model: nn.Module, virtual_batch: int, exact: int | None = None) -> None:
+        """Convert the BatchNorms of `model` (on its device, not yet wrapped) in place; the state dict stays the same.
+
+        `virtual_batch`: samples. `exact`: the number of virtual batches of an update, if their statistics must be
+        summed exactly, without order; a forward pass then has only one.
+
+        It assigns `__class__`, as models/padding.py does: references to a module, hooks and parameters stay valid
+        (checked with torch 2.15 and timm 1.0.31; tests/models/test_batchnorm.py).
+        """
+        self.modules = [module for module in model.modules() if type(module) in VIRTUAL]
+        self.tracked: list[Any] = [module for module in self.modules if module.track_running_stats]
+        first = self.tracked[0].running_mean if self.tracked else torch.empty(0)
+        device, dtype = first.device, first.dtype
+        self.window = Window(virtual_batch, dtype=dtype)
+        sizes = [len(module.running_mean) for module in self.tracked]
+        self.sums = torch.zeros(3, sum(sizes), device=device, dtype=dtype)
+        """Of the current update, for all layers one after the other: sum of means, sum of variances, how many."""
+        for module in self.modules:
+            module.__class__ = VIRTUAL[type(module)]
+            module.window = self.window  # type: ignore[assignment]
+        for module, part in zip(self.tracked, torch.split(self.sums, sizes, dim=1), strict=True):
+            module.sums = part
+        # A momentum of None is a mean over all updates.
+        momentum = [1.0 if module.momentum is None else module.momentum for module in self.tracked]
+        values = [value for value, size in zip(momentum, sizes, strict=True) for _ in range(size)]
+        self._momentum = torch.tensor(values, device=device, dtype=dtype)
+        self._sizes = sizes
+        self._exact = exact
+        self._rows: list[Tensor] = []  # to be summed exactly: `sums` of each forward pass
+
+    def begin(self, real: Tensor, *, padded: bool) -> None:
+        """Before a forward pass of an update. `real`: float32 [b], 0 for padding; `padded`: whether there is any in the
+        whole update, on any process."""
+        self._keep()
+        self.window.samples, self.window.real = len(real), real if padded else None
+
+    def discard(self) -> None:
+        """The update is skipped: its samples do not count."""
+        self.window.samples, self.window.real = 0, None
+        self.sums.zero_()
+        self._rows.clear()
+
+    def _keep(self) -> None:
+        """Put the statistics of the previous forward pass aside, if they must not be added in this order."""
+        if self._exact is not None and self.window.samples:
+            self._rows.append(self.sums.flatten().clone())
+            self.sums.zero_()
+
+    @torch.no_grad()
+    def end_update(self) -> None:
+        """Update the running statistics by the sums of all processes. Collective."""
+        counted = [module for module in self.tracked if module.training]  # a frozen body's statistics stay as they are
+        if counted:
+            self._sum_processes()
+            means, variances, counts = self.sums
+            shares = self._momentum * (counts > 0)
+            counts = counts.clamp(min=1)
+            torch._foreach_add_([module.num_batches_tracked for module in counted], 1)
+            self._move("running_mean", means / counts, shares)
+            self._move("running_var", variances / counts, shares)
+        self.discard()
+
+    def _sum_processes(self) -> None:
+        if self._exact is not None:
+            self._keep()
+            self.sums.copy_(exact_sum(torch.stack(self._rows), self._exact).view_as(self.sums))
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self.sums)
+
+    def _move(self, name: str, towards: Tensor, shares: Tensor) -> None:
+        """Move a running statistic of all layers by `shares` of its distance to that of this update."""
+        running, steps, factors = [], [], []
+        parts = zip(self.tracked, torch.split(towards, self._sizes), torch.split(shares, self._sizes), strict=True)
+        for module, new, share in parts:
+            if module.training:
+                running.append(getattr(module, name))
+                steps.append(new)
+                factors.append(share if module.momentum is not None else share / module.num_batches_tracked)
+        steps = list(torch._foreach_sub(steps, running))
+        torch._foreach_mul_(steps, factors)
+        torch._foreach_add_(running, steps)

@@ -1,0 +1,78 @@
+"""Running a model without leaving a trace in it or in the random generators."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run `model` inside: afterwards its buffers, gradients and modes and all global random generators are as before.
+
+    Inside, nothing hides what the model computes: parameters that are all zero, as at the end of the branches of a new
+    network, are 0.1, and matrix products are not rounded to TF32. Warnings are not shown.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    zeros = [parameter for parameter in model.parameters() if not parameter.any()]
+    states, (python, numpy) = torch_states(device), (random.getstate(), np.random.get_state())
+    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        with torch.no_grad():
+            for parameter in zeros:
+                parameter.fill_(0.1)
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = tf32
+        with torch.no_grad():
+            for parameter in zeros:
+                parameter.zero_()
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for module, training in modes:
+            module.training = training  # not `train`, which changes children, too
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        _restore_torch_states(device, states)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def torch_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's generators on the CPU and on `device`."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    elif device.type == "mps":
+        states.append(torch.mps.get_rng_state())
+    return states
+
+
+def _restore_torch_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(states[1])
+
+
+def other_states() -> tuple[Any, Any]:
+    """The states of random and numpy.random, to compare."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"])

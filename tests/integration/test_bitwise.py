@@ -1,0 +1,80 @@
+"""`--bitwise true`: whole runs have the same weights, to the bit, on any number of processes. test_restart.py kills such runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+from test_restart import lines
+
+MADE = "--data.name synthetic --data.train-images 88 --data.test-images 24 --data.image-size 32 --data.val-fraction 0"
+COMMON = "--bitwise true --log-every-updates 1 --data.workers 0"
+RUNS = {
+    "digits": "digits --epochs 1 --data.train-limit 500",
+    "batchnorm": f"cifar10_resnet18 {MADE} --epochs 2 --batch-size 32 --virtual-batch-size 8 --model.name test_resnet "
+    "--model.drop-path 0.2 --augment.mixup 0.4 --ema.enabled true --optim.clip 1 --augment.flip 0.5",
+}
+SLOW = {
+    "mnist_cnn": f"mnist_cnn {MADE} --data.image-size 28 --data.channels 1 --epochs 2 --batch-size 32",
+    "resnet18_cifar": f"cifar10_resnet18_sota {MADE} --epochs 1 --batch-size 32 --virtual-batch-size 8",
+    "vit": f"imagenet_vit_small {MADE} --epochs 2 --batch-size 32 --model.name vit_tiny_patch16_224 "
+    "--virtual-batch-size 4 --model.image-size 32 --augment.resize 32 --model.drop-path 0.2 --model.dropout 0.1 --schedule.warmup-epochs 0",
+    "randaugment": f"cifar10_resnet18 {MADE} --epochs 1 --batch-size 32 --virtual-batch-size 8 "
+    "--augment.policy randaugment --augment.mixup 0.2 --optim.name adamw --optim.lr 0.001",
+}
+
+
+def trained(run: Path, words: str, processes: int, **options: Any) -> None:
+    done = helpers.run(
+        *words.split(), *COMMON.split(), "--output-dir", run, processes=processes, timeout=280, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """The weights, the EMA's, the lines of the log and the result, to the bit."""
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    for kind in ("train", "eval"):
+        assert lines(one, kind) == lines(other, kind)
+    results = [json.loads((run / "result.json").read_text()) for run in (one, other)]
+    named = [name for name in results[0] if name.startswith(("test_", "ema_test_", "best_", "update"))]
+    assert named
+    assert [results[0][name] for name in named] == [results[1][name] for name in named]
+
+
+@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_weights_are_the_same_on_any_number_of_processes(name: str, tmp_path: Path) -> None:
+    words = (RUNS | SLOW)[name]
+    worlds = (1, 2, 4, 8) if name == "digits" else (1, 2, 4)
+    for processes in worlds:
+        trained(tmp_path / str(processes), words, processes, launcher=processes == 2)
+    for processes in worlds[1:]:
+        assert_same(tmp_path / "1", tmp_path / str(processes))
+
+
+def test_in_bf16_too(tmp_path: Path) -> None:
+    words = RUNS["batchnorm"]
+    for processes in (1, 2):
+        trained(tmp_path / str(processes), words, processes, ACCELERATE_MIXED_PRECISION="bf16")
+    assert_same(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--model.name torchvision/swin_t --model.image-size 64 --model.gradient-checkpointing true",
+            "does not support",
+        ),
+        ("--virtual-batch-size 7", "expected a part of the batch size 48, such as 6 or 8, found '7'"),
+        ("--virtual-batch-size 8 --micro-batch-size 4", "choose 8 or more"),
+    ],
+)
+def test_what_is_not_possible_is_one_line(options: str, message: str, tmp_path: Path) -> None:
+    done = helpers.run("digits", *options.split(), "--bitwise", "true", "--output-dir", tmp_path / "run")
+    assert done.returncode == 2
+    assert message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr

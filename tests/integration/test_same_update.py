@@ -1,0 +1,82 @@
+"""One update is the same, but for rounding, on 1, 2 and 4 real processes with any accumulation, whatever the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+
+from accel_train.config.options import parse, recipe_names
+
+WORKER = Path(__file__).parent.parent / "update_worker.py"
+SPLITS = {1: "1,4", 2: "2", 4: "1"}  # processes -> accumulations
+SHAPES = {"digits": ("1", "8"), "mnist": ("1", "28"), "fashion_mnist": ("1", "28"), "cifar10": ("3", "32")}
+
+
+def small(recipe: str) -> list[str]:
+    """Two updates of the recipe on made images; the second has 10 samples of 16, in virtual batches of 4."""
+    config = parse([recipe])
+    channels, size = SHAPES.get(config.data.name, ("3", "96"))
+    options = [recipe, "--data.name", "synthetic", "--data.channels", channels, "--data.image-size", size]
+    options += ["--data.train-images", "26", "--data.drop-last", "false", "--epochs", "1", "--batch-size", "16"]
+    options += ["--virtual-batch-size", "4", "--data.workers", "0", "--schedule.warmup-epochs", "0"]
+    options += ["--data.val-fraction", "0", "--data.test-fraction", "0"]
+    if config.data.name == "folder":
+        side = "128" if "resnet" in recipe else "96"  # 224 takes long; 96 leaves BatchNorm few values
+        options += ["--model.image-size", side, "--augment.resize", side]
+    if config.model.name.startswith("torchvision/resnet"):
+        options += ["--augment.mixup", "0.2"]
+    return options
+
+
+def computed(tmp_path: Path, groups: list[list[str]], precision: str = "float32") -> dict:
+    """(processes, group, accumulation) -> its updates."""
+    results = {}
+    for processes, accumulations in SPLITS.items():
+        words = [word for group in groups for word in ("--", *group)]
+        out = tmp_path / f"{processes}.pt"
+        done = helpers.python(WORKER, out, precision, accumulations, *words, processes=processes, timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for (group, accumulation), updates in torch.load(out).items():
+            results[processes, group, accumulation] = updates
+    return results
+
+
+def distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    return ((first - second).norm() / first.norm().clamp(min=1e-30)).item()
+
+
+QUICK = ["mnist_cnn", "cifar10_resnet18"]  # dropout; BatchNorm and mixup
+
+
+@pytest.mark.parametrize("recipes", [QUICK, pytest.param(sorted({*recipe_names()} - {*QUICK}), marks=pytest.mark.slow)])
+def test_the_update_is_the_same_however_it_is_divided(tmp_path: Path, recipes: list[str]) -> None:
+    results = computed(tmp_path, [small(recipe) for recipe in recipes])
+    worst = []
+    for (processes, group, accumulation), updates in results.items():
+        # The first update begins with equal weights.
+        alone, here = results[1, group, 1][0], updates[0]
+        far = {name: distance(alone[name], here[name]) for name in ("loss", "gradient", "statistics")}
+        if far["loss"] > 1e-6 or far["gradient"] > 1e-4 or far["statistics"] > 1e-4:
+            worst.append((recipes[group], processes, accumulation, far))
+    assert not worst
+    assert len(results) == len(recipes) * 4
+
+
+def test_updates_in_float64_stay_the_same(tmp_path: Path) -> None:
+    """Ten updates, with a short last window of each epoch: in float64 nothing but a mistake could grow.
+
+    Not with a ResNet-18 of 32x32 images: its last BatchNorms see one pixel of each image, and multiply a rounding by a
+    thousand in each update.
+    """
+    common = ["--epochs", "5", "--optim.lr", "0.01"]
+    net = ["--model.name", "test_resnet", "--model.drop-path", "0.2"]
+    groups = [[*small("mnist_cnn"), *common], [*small("cifar10_resnet18"), *common, *net]]
+    results = computed(tmp_path, groups, "float64")
+    for (processes, group, accumulation), updates in results.items():
+        assert len(updates) == 10
+        for alone, here in zip(results[1, group, 1], updates, strict=True):
+            for name in ("loss", "gradient", "statistics"):
+                assert distance(alone[name], here[name]) < 1e-5, (group, processes, accumulation, name)
