@@ -54,13 +54,7 @@ from accel_train.records.trackers import check_trackers
 from accel_train.run.finished import find_finished_run
 from accel_train.run.run import Run
 from accel_train.run.stopping import StopAskedError, StopRequests
-from accel_train.training_setup import (
-    TrainingSetup,
-    connect,
-    create_training_setup,
-    divide_batch,
-    uses_virtual_batches,
-)
+from accel_train.training_setup import TrainingSetup, connect, create_training_setup, divide_without_data
 
 
 def train(config: Config, launch: Launch) -> int:
@@ -71,8 +65,7 @@ def train(config: Config, launch: Launch) -> int:
         accelerator = connect(config, launch)
         if config.config_only:
             if accelerator.is_main_process:
-                division = divide_batch(config, launch, batchnorm=uses_virtual_batches(config, accelerator))
-                print(plan_text(config, accelerator, *division))
+                print(plan_text(config, accelerator, *divide_without_data(config, launch, accelerator)))
             return 0
         start_workers_early(config)  # the server of data workers imports torch while this process goes on
 
@@ -163,13 +156,9 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
     guard.start(state)  # the guard looks for losses and gradients that are not finite
     for number, batch in enumerate(micro_batches):
         with accelerator.no_sync(setup.model) if exact else accelerator.accumulate(setup.model):
-            # Dropout's masks depend only on the position, so a restart draws the same ones.
+            # For random numbers that are not drawn by sample: a restart draws the same ones.
             seed_generators(setup.device, key(config.seed, "dropout", state.update, accelerator.process_index, number))
-            inputs, targets = setup.training.transform(batch)
-            setup.dropout.set_samples(batch["ids"], state.update)
-            setup.virtual_batches.begin(batch["weights"], padded=samples < config.batch_size)
-            with setup.around_forward:
-                logits = setup.model(inputs)
+            logits, targets = setup.forward(batch, state.update, padded=samples < config.batch_size)
             losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
             with models.preserve_buffers(setup.recomputed_buffers):  # from gradient checkpointing
                 accelerator.backward(losses.sum() * scale)

@@ -25,7 +25,7 @@ from accel_train.data.order.plan import Plan, accumulation_steps, virtual_batch_
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError
-from accel_train.evaluate import evaluation_batch_size
+from accel_train.evaluate import Batch, evaluation_batch_size
 from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import key
 from accel_train.launch.accelerator import create_accelerator
@@ -96,6 +96,18 @@ class TrainingSetup:
     def device(self) -> torch.device:
         device: torch.device = self.accelerator.device
         return device
+
+    def forward(self, batch: Batch, update: int, *, padded: bool) -> tuple[Tensor, Tensor]:
+        """The logits, float [b, classes], and targets of a micro-batch of training.
+
+        First it tells the model's layers which samples these are: dropout draws by sample, and BatchNorm does not count
+        padding. `padded`: whether the update has any, on any process.
+        """
+        inputs, targets = self.training.transform(batch)
+        self.dropout.set_samples(batch["ids"], update)
+        self.virtual_batches.begin(batch["weights"], padded=padded)
+        with self.around_forward:
+            return self.model(inputs), targets
 
 
 def connect(config: Config, launch: Launch) -> Accelerator:
@@ -238,14 +250,13 @@ def divide_batch(config: Config, launch: Launch, *, batchnorm: bool) -> tuple[in
     )
 
 
-def uses_virtual_batches(config: Config, accelerator: Accelerator) -> bool:
-    """Whether the model of `config` has BatchNorms that count over virtual batches; for --config-only, without data."""
-    if config.model.sync_batchnorm and accelerator.device.type == "cuda":
-        return False
+def divide_without_data(config: Config, launch: Launch, accelerator: Accelerator) -> tuple[int, int]:
+    """The same as `divide_batch`, for --config-only: the model is made without memory and arithmetic."""
     size = models.input_size(config.model, None)
-    with torch.device("meta"):  # without memory and arithmetic
+    with torch.device("meta"):
         model = models.create_model(config.model, num_classes=2, channels=3, image_size=size, published=False)
-    return has_batchnorm(model)
+    synchronized = config.model.sync_batchnorm and accelerator.device.type == "cuda"
+    return divide_batch(config, launch, batchnorm=has_batchnorm(model) and not synchronized)
 
 
 def _create_model(

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from accel_train import exact_sum as module
 from accel_train.errors import UserError
 from accel_train.exact_sum import (
     ExactGradients,
@@ -25,7 +26,6 @@ from accel_train.exact_sum import (
     round_to_grid,
     rounding_constants,
 )
-from accel_train.optim import exact_sum as module
 
 LARGEST, SMALLEST = (2 - 2.0**-23) * 2.0**127, 2.0**-149  # of float32
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

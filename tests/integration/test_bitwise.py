@@ -1,4 +1,7 @@
-"""`--bitwise true`: whole runs have the same weights, to the bit, on any number of processes. test_restart.py kills such runs."""
+"""`--bitwise true`: whole runs have the same weights, to the bit, on any number of processes.
+
+test_restart.py kills such runs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ SLOW = {
     "mnist_cnn": f"mnist_cnn {MADE} --data.image-size 28 --data.channels 1 --epochs 2 --batch-size 32",
     "resnet18_cifar": f"cifar10_resnet18_sota {MADE} --epochs 1 --batch-size 32 --virtual-batch-size 8",
     "vit": f"imagenet_vit_small {MADE} --epochs 2 --batch-size 32 --model.name vit_tiny_patch16_224 "
-    "--virtual-batch-size 4 --model.image-size 32 --augment.resize 32 --model.drop-path 0.2 --model.dropout 0.1 --schedule.warmup-epochs 0",
+    "--virtual-batch-size 4 --model.image-size 32 --augment.resize 32 "
+    "--model.drop-path 0.2 --model.dropout 0.1 --schedule.warmup-epochs 0",
     "randaugment": f"cifar10_resnet18 {MADE} --epochs 1 --batch-size 32 --virtual-batch-size 8 "
     "--augment.policy randaugment --augment.mixup 0.2 --optim.name adamw --optim.lr 0.001",
 }

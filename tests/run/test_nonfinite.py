@@ -38,6 +38,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 about: {{reproduces: nothing, accuracy: none, runs_on: anything}}
 epochs: 1
 batch_size: {BATCH}
+virtual_batch_size: 4
 data: {{name: folder, root: {folder / "images"}, workers: 0}}
 augment: {{resize: 32, mean: [0.0, 0.0, 0.0], std: [1.0e-39, 1.0e-39, 1.0e-39]}}
 optim: {{name: adamw, lr: 0.01}}

@@ -112,7 +112,10 @@ class DropoutKeys:
         if number:
             keys = hashed(number, keys)
         count = -(-prod(shape) // (len(keys) * per_word))
-        return scramble(torch.arange(count, device=keys.device) * signed(GOLDEN) + keys[:, None])
+        # The product must come after the sum: torch.compile (2.15) would write the product of arange as one of a signed
+        # C++ loop variable, and the compiler may assume that it does not overflow. It then wrote beyond the end.
+        numbers = torch.arange(count, device=keys.device) + keys[:, None]
+        return scramble(numbers.mul_(signed(GOLDEN)))
 
     def _number_of_call(self, row: int) -> int:
         """How often layer `row` was called before in this forward pass.
