@@ -112,8 +112,8 @@ class DropoutKeys:
         if number:
             keys = hashed(number, keys)
         count = -(-prod(shape) // (len(keys) * per_word))
-        # The product must come after the sum: torch.compile (2.15) would write the product of arange as one of a signed
-        # C++ loop variable, and the compiler may assume that it does not overflow. It then wrote beyond the end.
+        # The product must come after the sum: torch.compile (2.15) makes `arange * constant` a product of a signed loop
+        # variable in C++, which overflows. That is undefined there, and the compiled loop wrote beyond its end.
         numbers = torch.arange(count, device=keys.device) + keys[:, None]
         return scramble(numbers.mul_(signed(GOLDEN)))
 

@@ -145,9 +145,7 @@ class KeyedDropBlock2d(_Keyed, timm.layers.DropBlock2d):  # type: ignore[misc]
             return super().forward(x)  # type: ignore[no-any-return]
         blocks = F.max_pool2d((~mask.keep).to(x.dtype), block, 1, (block[0] // 2, block[1] // 2))
         # With an even size there is one row or column too many.
-        blocks = (
-            blocks[..., (block[0] + 1) % 2 :, (block[1] + 1) % 2 :] if 0 in (block[0] % 2, block[1] % 2) else blocks
-        )
+        blocks = blocks[..., (block[0] + 1) % 2 :, (block[1] + 1) % 2 :]
         return _without_blocks(x, blocks, self.scale_by_keep, self.inplace)
 
 
@@ -197,7 +195,7 @@ def _block_rate(p: float, sides: Sequence[int], block: Sequence[int]) -> float:
 
     Ghiasi et al., "DropBlock", NeurIPS 2018, equation 1: gamma, in any number of dimensions.
     """
-    places = prod(side - length + 1 for side, length in zip(sides, block, strict=True))
+    places = prod([side - length + 1 for side, length in zip(sides, block, strict=True)])
     return min(1.0, p * prod(sides) / prod(block) / places)
 
 

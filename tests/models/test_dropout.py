@@ -1,0 +1,488 @@
+"""models/dropout: masks are a function of the seed, update, sample and layer, and have torch's distribution."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import timm
+import timm.layers
+import torch
+import torch.nn.functional as F
+import torchvision
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.models.efficientvit_msra import ResidualDrop
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
+from accel_train.models.dropout.keys import attention
+
+IDS = 7 * torch.arange(12) + 3
+LAYERS = {
+    "dropout": (lambda: nn.Dropout(0.3), (5, 3)),
+    "dropout of odd size": (lambda: nn.Dropout(0.3), (3, 17, 17)),
+    "dropout1d": (lambda: nn.Dropout1d(0.3), (9, 5)),
+    "dropout2d": (lambda: nn.Dropout2d(0.3), (9, 5, 4)),
+    "dropout3d": (lambda: nn.Dropout3d(0.3), (9, 3, 2, 2)),
+    "alpha": (lambda: nn.AlphaDropout(0.3), (5, 3)),
+    "feature alpha": (lambda: nn.FeatureAlphaDropout(0.3), (9, 3, 3)),
+    "drop path": (lambda: timm.layers.DropPath(0.4), (3, 2)),
+    "drop path, not scaled": (lambda: timm.layers.DropPath(0.4, scale_by_keep=False), (3, 2)),
+    "residual": (lambda: ResidualDrop(nn.Identity(), 0.4), (3, 2, 2)),
+    "stochastic depth": (lambda: torchvision.ops.StochasticDepth(0.4, "row"), (3, 2)),
+    "timm's block": (lambda: timm.layers.DropBlock2d(0.2, 3), (4, 9, 11)),
+    "even block": (lambda: timm.layers.DropBlock2d(0.2, 4), (4, 9, 11)),
+    "block of channels": (lambda: timm.layers.DropBlock2d(0.2, 3, couple_channels=False), (4, 9, 11)),
+    "torchvision's block": (lambda: torchvision.ops.DropBlock2d(0.2, 3), (4, 9, 11)),
+    "block in 3d": (lambda: torchvision.ops.DropBlock3d(0.2, 3), (4, 6, 5, 7)),
+    "patches": (lambda: timm.layers.PatchDropout(0.4, num_prefix_tokens=2), (11, 4)),
+    "ordered patches": (lambda: timm.layers.PatchDropout(0.4, ordered=True), (11, 4)),
+    "attention": (lambda: SelfAttention(), (5, 16)),
+}
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(16, 4, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def converted(module: nn.Module, seed: int = 5) -> tuple[nn.Sequential, DropoutKeys]:
+    model = nn.Sequential(module).train()
+    return model, convert_dropout(model, seed)
+
+
+def values(shape: tuple[int, ...], count: int = len(IDS)) -> Tensor:
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(1))
+
+
+def masks(p: float, count: int, size: int, *, update: int = 0, seed: int = 5, layer: int = 0, calls: int = 1) -> Tensor:
+    """What three layers of rate `p` keep: float32 [count, size] of the last call of one of them."""
+    model = nn.Sequential(nn.Dropout(p), nn.Dropout(p), nn.Dropout(p)).train()
+    keys = convert_dropout(model, seed)
+    keys.set_samples(torch.arange(count), update)
+    for _ in range(calls):
+        result = model[layer](torch.ones(count, size))
+    return (result > 0).float()
+
+
+class TestPurity:
+    @pytest.mark.parametrize("name", LAYERS)
+    def test_a_sample_is_treated_alike_in_any_batch(self, name: str) -> None:
+        create, shape = LAYERS[name]
+        model, keys = converted(create())
+        x = values(shape)
+
+        def run(which: Tensor, update: int = 3) -> Tensor:
+            keys.set_samples(IDS[which], update)
+            return model(x[which])
+
+        everything = torch.arange(len(IDS))
+        state = torch.get_rng_state()
+        whole = run(everything)
+        for cut in ([1, 11], [6, 6], [4, 4, 4], [1] * 12, [5, 7]):
+            parts = [run(part) for part in everything.split(cut)]
+            torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-6 if name == "attention" else 0)
+        shuffled = torch.randperm(len(IDS), generator=torch.Generator().manual_seed(2))
+        torch.testing.assert_close(run(shuffled), whole[shuffled])
+        assert torch.equal(torch.get_rng_state(), state)
+        assert not torch.equal(run(everything, update=4), whole)
+        model.eval()
+        expected = {"residual": 2 * x, "attention": None}.get(name, x)
+        assert expected is None or torch.equal(run(everything), expected)
+
+    @given(st.integers(1, 5), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    def test_windows_are_parts_of_their_sample(self, windows: int, cut: list[int]) -> None:
+        model, keys = converted(nn.Dropout(0.5))
+        x = torch.ones(sum(cut) * windows, 3)
+        keys.set_samples(torch.arange(sum(cut)), 0)
+        whole, parts = model(x), []
+        for ids in torch.arange(sum(cut)).split(cut):
+            keys.set_samples(ids, 0)
+            parts.append(model(x[: len(ids) * windows]))
+        assert torch.equal(torch.cat(parts), whole)
+
+    def test_seed_update_sample_layer_and_call_decide(self) -> None:
+        plain = masks(0.5, 20, 64)
+        assert torch.equal(masks(0.5, 20, 64), plain)
+        others = [{"seed": 6}, {"update": 1}, {"layer": 1}, {"calls": 2}, {"calls": 3}]
+        seen = [plain, *(masks(0.5, 20, 64, **other) for other in others)]
+        for number, one in enumerate(seen):
+            assert all(float((one == other).float().mean()) < 0.6 for other in seen[:number])
+        assert len({tuple(row) for one in seen for row in one.tolist()}) == 20 * len(seen)
+
+
+class TestDistribution:
+    @pytest.mark.parametrize("p", [0.5, 0.1, 0.003])
+    def test_kept_as_often_as_asked_and_independent(self, p: float) -> None:
+        count, size = 1000, 401
+        found = masks(p, count, size)
+        variance = p * (1 - p)
+        assert abs(float(found.mean()) - (1 - p)) < 5 * math.sqrt(variance / found.numel())
+        # The variance of a mean of independent draws, of rows and of columns, within 5 standard errors.
+        for dimension, summed in ((1, size), (0, count)):
+            ratio = float(found.mean(dimension).var()) / (variance / summed)
+            assert abs(ratio - 1) < 5 * math.sqrt((2 + 1 / variance / summed) / (found.numel() / summed - 1))
+        # Other samples, positions (four share a hash), layers, updates, seeds and calls tell nothing.
+        others = [found.roll(1, 0), *(found.roll(lag, 1) for lag in (1, 2, 3, 4, 8))]
+        settings = [{"layer": 1}, {"update": 1}, {"seed": 6}, {"calls": 2}]
+        for other in [*others, *(masks(p, count, size, **setting) for setting in settings)]:
+            correlation = float(((found - (1 - p)) * (other - (1 - p))).mean()) / variance
+            assert abs(correlation) < 5 / math.sqrt(found.numel())
+
+    @pytest.mark.parametrize("p", [1e-9, 1e-4, 0.1, 1 / 3, 0.5, 0.9, 0.99999, 1.0])
+    def test_the_scale_fits_the_rate_that_is_used(self, p: float) -> None:
+        keys = DropoutKeys(0, ["one"])
+        keys.set_samples(torch.arange(4), 0)
+        mask = keys.mask(0, (4, 100), p)
+        assert mask is not None and abs(mask.kept - (1 - p)) <= 2.0**-17
+        assert (mask.kept * 65536).is_integer()  # as many of 65536 values of 16 bits are kept
+        assert mask.kept * mask.scale == (1 if mask.kept else 0)
+
+    def test_all_thresholds_of_sixteen_bits_are_exact(self) -> None:
+        keys = DropoutKeys(0, ["one"])
+        every = torch.arange(65536).to(torch.int16).view(torch.int64).view(1, -1)
+        keys.words = lambda row, shape, per_word=1: every  # type: ignore[method-assign]
+        for p in (0.1, 0.25, 0.5, 0.77):
+            mask = keys.mask(0, (1, 65536), p)
+            assert mask is not None and int(mask.keep.sum()) == mask.kept * 65536
+
+    @pytest.mark.parametrize("create", [nn.AlphaDropout, nn.FeatureAlphaDropout])
+    @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+    def test_alpha_dropout_keeps_mean_and_variance(self, create: Callable[[float], nn.Module], p: float) -> None:
+        model, keys = converted(create(p))
+        keys.set_samples(torch.arange(1000), 0)
+        x = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0))
+        found = model(x)
+        assert abs(float(found.mean())) < 0.01 and abs(float(found.var()) - 1) < 0.02
+        dropped = found.view(-1).mode().values  # the only value that occurs twice
+        assert abs(float((found == dropped).float().mean()) - p) < 0.003
+        torch.manual_seed(0)
+        plain = create(p).train()(x)
+        torch.testing.assert_close(plain.view(-1).mode().values, dropped, rtol=1e-4, atol=0)
+        at = (found != dropped) & (plain != plain.view(-1).mode().values)
+        torch.testing.assert_close(found[at], plain[at], rtol=1e-3, atol=1e-4)
+
+    @pytest.mark.parametrize("name", ["timm's block", "even block", "torchvision's block", "block in 3d"])
+    def test_blocks_are_dropped_as_often_as_the_library_does(self, name: str) -> None:
+        create, (channels, *sides) = LAYERS[name]
+        x = torch.ones(2000, channels, *sides)
+        torch.manual_seed(0)
+        plain = float((create().train()(x) == 0).float().mean())
+        model, keys = converted(create())
+        keys.set_samples(torch.arange(2000), 0)
+        found = model(x)
+        assert abs(float((found == 0).float().mean()) - plain) < 0.01
+        means = found.mean(tuple(range(1, x.dim()))) if "timm" in name or "even" in name else found.flatten(1).mean(1)
+        torch.testing.assert_close(means[means > 0], torch.ones(int((means > 0).sum())))
+
+    def test_patches_are_dropped_equally_often(self) -> None:
+        model, keys = converted(timm.layers.PatchDropout(0.5, num_prefix_tokens=1))
+        keys.set_samples(torch.arange(4000), 0)
+        found = model(torch.arange(11.0).view(1, 11, 1).expand(4000, 11, 1))[:, :, 0].long()
+        assert found.shape == (4000, 6) and bool((found[:, 0] == 0).all())
+        counts = torch.bincount(found[:, 1:].flatten(), minlength=11)[1:]
+        assert (counts - 2000).abs().max() < 5 * math.sqrt(4000 / 4)
+        assert all(len(set(row)) == 6 for row in found.tolist())
+
+
+class TestValues:
+    @pytest.mark.parametrize("inplace", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+    def test_the_gradient_is_the_mask_times_the_scale(
+        self, inplace: bool, dtype: torch.dtype, layout: torch.memory_format
+    ) -> None:
+        model, keys = converted(nn.Dropout(0.25, inplace))
+        keys.set_samples(IDS, 0)
+        x = values((4, 5, 3)).to(dtype).contiguous(memory_format=layout).requires_grad_()
+        found = model(x * 1)
+        expected = keys.mask(0, x.shape, 0.25)  # the layer's second call
+        assert expected is not None
+        keys.set_samples(IDS, 0)
+        first = keys.mask(0, x.shape, 0.25)
+        assert first is not None and not torch.equal(first.keep, expected.keep)
+        scale = torch.tensor(1 / 0.75, dtype=dtype)
+        assert found.dtype == dtype and found.is_contiguous(memory_format=layout)
+        torch.testing.assert_close(found, x * first.keep * scale)
+        found.backward(torch.ones_like(found))
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, first.keep * scale)
+
+    @pytest.mark.parametrize("create", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, timm.layers.DropPath])
+    def test_rate_0_keeps_and_rate_1_drops_everything(self, create: Callable[[float], nn.Module]) -> None:
+        x = values((3, 4, 4)).requires_grad_()
+        for p in (0.0, 1.0):
+            model, keys = converted(create(p))
+            keys.set_samples(IDS, 0)
+            found = model(x)
+            assert torch.equal(found, x * (1 - p))
+            (gradient,) = torch.autograd.grad(found.sum(), x)
+            assert torch.equal(gradient, torch.full_like(x, 1 - p))
+
+    def test_only_the_mask_is_kept_for_the_backward_pass(self) -> None:
+        model, keys = converted(nn.Dropout(0.25))
+        keys.set_samples(IDS, 0)
+        saved: list[torch.dtype] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            saved.append(tensor.dtype)
+            return tensor
+
+        x = values((4,)).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(x)
+        assert saved == [torch.bool]
+
+    @pytest.mark.parametrize("bias", ["none", "bool", "float", "causal"])
+    def test_attention_is_torchs_without_dropout(self, bias: str) -> None:
+        query, key, value = (values((3, size, 8)).requires_grad_() for size in (5, 6, 6))
+        keys = DropoutKeys(0, [])
+        keys.set_samples(IDS, 0)
+        mask = keys.mask(0, (12, 3, 5, 6), 0.0)
+        assert mask is not None
+        given = {"none": None, "causal": None, "bool": values((3, 5, 6)) < 1, "float": values((3, 5, 6))}[bias]
+        found = attention(query, key, value, mask, given, bias == "causal", scale=0.3)
+        expected = F.scaled_dot_product_attention(query, key, value, given, 0.0, bias == "causal", scale=0.3)
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(each.square().sum(), (query, key, value)) for each in (found, expected)]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other)
+
+    def test_multihead_attention_is_torchs_without_dropout(self) -> None:
+        plain = SelfAttention(1e-9).train()
+        model, keys = converted(copy.deepcopy(plain))
+        keys.set_samples(IDS, 0)
+        x = values((5, 16))
+        torch.testing.assert_close(model(x), plain(x))
+        masked = model[0].attention(x, x, x, attn_mask=torch.ones(5, 5).triu(1).bool())[0]  # torch's own function
+        torch.testing.assert_close(masked, plain.attention(x, x, x, attn_mask=torch.ones(5, 5).triu(1).bool())[0])
+
+
+class TestConversion:
+    def test_names_weights_hooks_and_references_stay(self) -> None:
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, drop_rate=0.1, drop_path_rate=0.1)
+        names = [name for name, _ in model.named_modules()]
+        state, reference, calls = model.state_dict(), model.blocks[1].drop_path1, []
+        reference.register_forward_hook(lambda *_: calls.append(1))
+        keys = convert_dropout(model, 0)
+        assert [name for name, _ in model.named_modules()] == names
+        assert list(model.state_dict()) == list(state) and reference is model.blocks[1].drop_path1
+        assert isinstance(reference, timm.layers.DropPath) and isinstance(model.head_drop, nn.Dropout)
+        assert "blocks.1.drop_path1" in keys.layers
+        model(torch.zeros(2, 3, 32, 32))
+        assert calls == [1]
+
+    def test_only_exact_classes(self) -> None:
+        class Special(nn.Dropout):
+            pass
+
+        model = nn.Sequential(Special(0.5), nn.Dropout(0.5), nn.Linear(2, 2))
+        assert convert_dropout(model, 0).layers == ("1",) and type(model[0]) is Special
+
+    @pytest.mark.parametrize(
+        "name", ["dropout", "dropout2d", "alpha", "drop path", "timm's block", "patches", "attention"]
+    )
+    def test_without_samples_a_layer_is_the_librarys(self, name: str) -> None:
+        create, shape = LAYERS[name]
+        x, plain = values(shape), create().train()
+        model, keys = converted(create())
+        for forget in (lambda: None, keys.clear, lambda: keys.set_samples(IDS[:5], 0)):  # 12 is no multiple of 5
+            forget()
+            torch.manual_seed(3)
+            found = model(x)
+            torch.manual_seed(3)
+            assert torch.equal(found, plain(x))
+            keys.set_samples(IDS, 0)
+            assert not torch.equal(model(x), found)
+
+    def test_a_copy_has_the_same_masks(self) -> None:
+        model, keys = converted(nn.Dropout(0.5))
+        other = copy.deepcopy(model)
+        keys.set_samples(IDS, 0)
+        first = model(torch.ones(12, 9))
+        keys.set_samples(IDS, 0)
+        assert torch.equal(other(torch.ones(12, 9)), first)
+
+    @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "pvt_v2_b0"])
+    def test_unfused_attention_is_the_same_function(self, name: str) -> None:
+        torch.manual_seed(0)
+        size = {"swin": {"img_size": 64, "window_size": 4}, "vit_": {"img_size": 64}}.get(name[:4], {})
+        plain = timm.create_model(name, num_classes=5, attn_drop_rate=0.1, drop_path_rate=0.0, **size).train()
+        model = copy.deepcopy(plain)
+        keys = convert_dropout(model, 0)
+        modules = [module for module in model.modules() if hasattr(module, "fused_attn") and module.attn_drop.p > 0]
+        assert modules and not any(module.fused_attn for module in modules)
+        results = []
+        for each in (plain, model):
+            for module in each.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+            keys.set_samples(IDS[:2], 0)
+            each(values((3, 64, 64), 2)).square().sum().backward()
+            results.append([parameter.grad for parameter in each.parameters()])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+class Segments(nn.Module):
+    """Layers in checkpointed segments, with dropout layers that a segment calls once, or twice."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linears = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.drops = nn.ModuleList(nn.Dropout(0.4) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, (linear, drop) in enumerate(zip(self.linears, self.drops, strict=True)):
+
+            def segment(x: Tensor, linear: nn.Module = linear, drop: nn.Module = drop, n: int = number) -> Tensor:
+                return drop(torch.relu(linear(drop(x)))) if n else drop(linear(x))
+
+            x = segment(x) if self.reentrant is None else checkpoint(segment, x, use_reentrant=self.reentrant)
+        return x
+
+
+class TestRecomputation:
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_the_masks_are_repeated(self, reentrant: bool) -> None:
+        found = []
+        for setting in (None, reentrant):
+            model = Segments(setting).train()
+            keys = convert_dropout(model, 0)
+            x = values((16,)).requires_grad_()
+            for update in range(3):
+                keys.set_samples(IDS, update)
+                model(x).square().sum().backward()
+            found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+        for one, other in zip(*found, strict=True):
+            assert one is not None and torch.equal(one, other)
+
+    def test_a_second_backward_pass_too(self) -> None:
+        model = Segments(False).train()
+        keys = convert_dropout(model, 0)
+        keys.set_samples(IDS, 0)
+        x = values((16,)).requires_grad_()
+        loss = model(x).square().sum()
+        first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+
+    def test_in_another_thread(self) -> None:
+        gradients = []
+        for call in (lambda work: work(), lambda work: ThreadPoolExecutor(1).submit(work).result()):
+            model = Segments(False).train()
+            keys = convert_dropout(model, 0)
+            keys.set_samples(IDS, 0)
+            call(model(values((16,)).requires_grad_()).square().sum().backward)
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        for one, other in zip(*gradients, strict=True):
+            assert torch.equal(one, other)
+
+    def test_a_transformer_of_timms(self) -> None:
+        gradients = []
+        for enabled in (False, True):
+            torch.manual_seed(0)
+            rates = {"drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_path_rate": 0.3, "proj_drop_rate": 0.1}
+            model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=5, **rates).train()
+            model.set_grad_checkpointing(enabled)
+            keys = convert_dropout(model, 0)
+            keys.set_samples(IDS, 0)
+            model(values((3, 32, 32))).square().sum().backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+class Functions(nn.Module):
+    """Draws with the functions that KeyedFunctions redirects."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.3, self.training)
+        x = F.dropout2d(x, 0.3, self.training, inplace=True)
+        x = F.alpha_dropout(F.feature_alpha_dropout(x, 0.3, self.training), 0.2, self.training)
+        x = torchvision.ops.stochastic_depth(x, 0.3, "row", self.training)
+        x = timm.layers.drop_path(x, 0.3, self.training)
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0)
+
+
+class TestFunctions:
+    def test_functions_are_redirected(self) -> None:
+        model, x = Functions().train(), values((4, 6, 5))
+        keys = convert_dropout(model, 0)
+        state = torch.get_rng_state()
+
+        def run(which: slice, update: int = 0) -> Tensor:
+            keys.set_samples(IDS[which], update)
+            with KeyedFunctions(keys):
+                return model(x[which])
+
+        whole = run(slice(None))
+        assert torch.equal(torch.cat([run(slice(5)), run(slice(5, None))]), whole)
+        assert not torch.equal(run(slice(None), 1), whole) and torch.equal(torch.get_rng_state(), state)
+        model.eval()
+        assert torch.equal(run(slice(None)), model(x))
+
+    @pytest.mark.parametrize("p", [0.1, 0.999])
+    def test_bernoulli_draws_ones_with_the_given_probability(self, p: float) -> None:
+        keys = DropoutKeys(0, [])
+        keys.set_samples(torch.arange(1000), 0)
+        with KeyedFunctions(keys):
+            found = torch.empty(1000, 100).bernoulli_(p)
+        assert set(found.unique().tolist()) == {0.0, 1.0}
+        assert abs(float(found.mean()) - p) < 5 * math.sqrt(p * (1 - p) / 1e5)
+
+
+class TestCompilation:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=() if name in ("dropout of odd size", "timm's block") else pytest.mark.slow)
+            for name in LAYERS
+        ],
+    )
+    def test_one_graph_for_all_updates(self, name: str) -> None:
+        self.check(*LAYERS[name], "aot_eager")
+
+    def test_called_twice_in_a_forward_pass(self) -> None:
+        self.check(lambda: Segments(None), (16,), "aot_eager")
+
+    def test_functions(self) -> None:
+        self.check(Functions, (4, 6, 5), "aot_eager", functions=True)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["dropout", "dropout of odd size", "attention", "timm's block"])
+    def test_inductor(self, name: str) -> None:
+        self.check(*LAYERS[name], "inductor")
+
+    def check(
+        self, create: Callable[[], nn.Module], shape: tuple[int, ...], backend: str, functions: bool = False
+    ) -> None:
+        torch.compiler.reset()
+        model, keys = converted(create())
+        graphs = CompileCounterWithBackend(backend)
+        compiled = torch.compile(model, backend=graphs, fullgraph=True)
+        x = values(shape).requires_grad_()
+
+        def run(function: Callable[[Tensor], Tensor], update: int) -> tuple[Tensor, Tensor]:
+            keys.set_samples(IDS, update)
+            with KeyedFunctions(keys) if functions else nullcontext():
+                found = function(x)
+            return found.detach(), torch.autograd.grad(found.square().sum(), x)[0]
+
+        for update in range(3):
+            for one, other in zip(run(model, update), run(compiled, update), strict=True):
+                torch.testing.assert_close(one, other)
+        assert graphs.frame_count == 1
