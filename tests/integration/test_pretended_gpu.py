@@ -185,6 +185,10 @@ def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, placemen
     assert kernels["nonfinite.py"] <= 2
     assert kernels.get("meter.py", 0) + kernels.get("metrics.py", 0) <= 1
     assert sum(kernels.values()) <= 43
+    assert "batchnorm.py" not in kernels and "keys.py" not in kernels  # the net has neither BatchNorm nor dropout
+
+
+BATCHNORM = 0
 
 
 @pytest.mark.parametrize(("mixing", "augmenting"), [("--augment.mixup 0.2", 19), ("--augment.cutmix 1", 17)])
@@ -201,6 +205,8 @@ def test_kernels_of_an_update_with_every_augmentation(
     assert kernels["batch.py"] <= augmenting
     assert kernels["nonfinite.py"] <= 2
     assert kernels.get("meter.py", 0) + kernels.get("metrics.py", 0) <= 2
+    # A BatchNorm over virtual batches: a kernel for each, and three for their statistics.
+    assert kernels["batchnorm.py"] <= BATCHNORM, kernels
     assert kernels["loss.py"] <= 4 and kernels["clipping.py"] <= 8 and kernels["ema.py"] <= 2
 
 
@@ -295,7 +301,7 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
     config = parse([recipe])
     words = ["--epochs", "1", "--batch-size", "4", "--data.train-limit", "12", "--log-every-updates", "3"]
     if config.micro_batch_size is not None:
-        words += ["--micro-batch-size", "2"]
+        words += ["--micro-batch-size", "2", "--virtual-batch-size", "2"]
     if config.schedule.warmup_epochs:
         words += ["--schedule.warmup-epochs", "0.5"]
     if config.data.name == "folder":

@@ -45,12 +45,15 @@ class DropoutKeys:
         self.layers = tuple(layers)
         self.released: set[int] = set()
         """Rows that draw from torch's generators nevertheless."""
+        self.functions_draw = False
+        """Whether functions of the model draw, too: `KeyedFunctions` says so."""
         self.rate_of_check: float | None = None
         """Replaces each rate between 0 and 1 while a model is checked: errors hide if a mask drops little."""
         self._words = torch.tensor([key(name) for name in (*self.layers, "")])
         # int64 [rows, samples]. It is changed in place: torch.compile then neither compiles again for an update nor
         # takes an old value for a constant.
         self._table: Tensor | None = None
+        self._waiting: tuple[Tensor, int] | None = None  # samples and update that are not in the table yet
         # How often each layer was called in this forward pass. After its second call a layer is `_repeated`: only
         # then compiled code has to count, which torch.compile cannot do inside gradient checkpointing.
         self._calls = [0] * len(self._words)
@@ -68,17 +71,24 @@ class DropoutKeys:
 
     def set_samples(self, ids: Tensor, update: int) -> None:
         """Begin a forward pass of training with the samples `ids` (int64 [b], on the model's device) of `update`."""
+        self._calls = [0] * len(self._calls)
+        if self.layers or self.functions_draw:
+            self._waiting = None
+            self._hash(ids, update)
+        else:  # until something draws: the hash would be a dozen kernels for nothing
+            self._waiting = ids, update
+
+    def _hash(self, ids: Tensor, update: int) -> None:
         self._words = self._words.to(ids.device)
         table = scramble(hashed(key(self.seed, "dropout", update), ids) + self._words[:, None])
         if self._table is None or self._table.shape != table.shape or self._table.device != table.device:
             self._table = table
         else:
             self._table.copy_(table)
-        self._calls = [0] * len(self._calls)
 
     def clear(self) -> None:
         """Forget the samples: until the next `set_samples` the layers draw from torch's generators."""
-        self._table = None
+        self._table = self._waiting = None
 
     def rate(self, p: float) -> float:
         """The drop rate to use in place of `p`: `p`, unless a model is checked."""
@@ -104,6 +114,9 @@ class DropoutKeys:
 
         Returns int64 [b, words]: each sample has one word for `per_word` elements, in the order of the elements.
         """
+        if self._waiting is not None:
+            self._hash(*self._waiting)
+            self._waiting = None
         if self._table is None or row in self.released:
             return None
         number, keys = self._number_of_call(row), self._table[row]
