@@ -162,7 +162,7 @@ def create_training_setup(
     bare_model = unwrap_model(model)
     trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
     clipped = parameters_to_clip(config.optim, bare_model)  # FSDP2 has replaced the parameters
-    recomputed_buffers = models.prepare_recomputation(model, config.model, virtual_batches.sums)
+    recomputed_buffers = models.prepare_recomputation(model, config.model)
     shape = plan.micro_batch, splits.channels, size, size
     rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
     weights = None

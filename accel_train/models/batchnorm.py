@@ -34,21 +34,25 @@ class Window:
     """Of this forward pass; 0: BatchNorm is torch's own, over all samples together."""
     real: Tensor | None = None
     """float32 [samples], 0 for padding; None: all samples are real."""
-    dtype: torch.dtype = torch.float32
-    """Of the statistics."""
 
 
 class VirtualBatchNorm:
     """Mixed into a BatchNorm class: in training it normalises each virtual batch by itself."""
 
     window: Window
-    sums: Tensor
-    """float32 [3, channels], a part of `VirtualBatches.sums`: sum of means, sum of variances, how many."""
+    statistics: Tensor
+    """float32 [virtual batches, 3, channels] of this forward pass, a part of `VirtualBatches.current`: the mean, the
+    unbiased variance, and 1 if they count. A second call in the same pass, as of gradient checkpointing, writes them
+    anew."""
 
     def forward(self: Any, values: Tensor) -> Tensor:
         """The same as BatchNorm's, for values [samples * k, channels, ...] of k rows of each sample."""
         window = self.window
-        if not self.training or not window.samples or len(values) % window.samples:
+        if not self.training or not window.samples:
+            return cast(Tensor, super().forward(values))  # type: ignore[misc]
+        if len(values) % window.samples:  # nobody knows whose values these are: models/independence.py tells the user
+            if self.track_running_stats:
+                self.statistics.zero_()
             return cast(Tensor, super().forward(values))  # type: ignore[misc]
         rows = window.virtual_batch * (len(values) // window.samples)
         single = rows * values[0, 0].numel() == 1
@@ -65,14 +69,11 @@ class VirtualBatchNorm:
         """Virtual batches without padding: torch's kernel for each, which also gives the statistics at no cost."""
         parts = torch.split(values, rows)
         # With momentum 1 the kernel writes the statistics of its samples over the zeros.
-        statistics = torch.zeros(2, len(parts), values.shape[1], device=values.device, dtype=self.window.dtype)
+        statistics = self.statistics.unbind() if self.track_running_stats else [(None, None)] * len(parts)
         normalised = [
-            F.batch_norm(part, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-            for part, mean, variance in zip(parts, *statistics, strict=True)
+            F.batch_norm(part, of_part[0], of_part[1], self.weight, self.bias, True, 1.0, self.eps)
+            for part, of_part in zip(parts, statistics, strict=True)
         ]
-        if self.track_running_stats:
-            self.sums[:2].add_(statistics.sum(1))
-            self.sums[2].add_(len(parts))
         return normalised[0] if len(parts) == 1 else torch.cat(normalised)
 
     def _normalise_real(self: Any, values: Tensor, rows: int) -> Tensor:
@@ -99,9 +100,8 @@ class VirtualBatchNorm:
         if self.track_running_stats:
             with torch.no_grad():
                 unbiased = variance * (count / (count - 1).clamp(min=1))
-                statistics = mean, unbiased, torch.ones_like(mean)
-                for total, each in zip(self.sums, statistics, strict=True):
-                    total.add_(torch.where(enough, each, 0).sum(0).flatten())
+                for row, each in enumerate((mean, unbiased, torch.ones_like(mean))):
+                    self.statistics[:, row].copy_(torch.where(enough, each, 0).flatten(1))
             mean = torch.where(enough, mean, per_channel(self.running_mean))
             variance = torch.where(enough, variance, per_channel(self.running_var))
         scale = torch.rsqrt(variance + self.eps)
@@ -163,49 +163,59 @@ class VirtualBatches:
         self.modules = [module for module in model.modules() if type(module) in VIRTUAL]
         self.tracked: list[Any] = [module for module in self.modules if module.track_running_stats]
         first = self.tracked[0].running_mean if self.tracked else torch.empty(0)
-        device, dtype = first.device, first.dtype
-        self.window = Window(virtual_batch, dtype=dtype)
-        sizes = [len(module.running_mean) for module in self.tracked]
-        self.sums = torch.zeros(3, sum(sizes), device=device, dtype=dtype)
-        """Of the current update, for all layers one after the other: sum of means, sum of variances, how many."""
+        self.window = Window(virtual_batch)
+        self._sizes = [len(module.running_mean) for module in self.tracked]
+        self.current = first.new_zeros(0, 3, sum(self._sizes))
+        """The statistics of the current forward pass: those of all layers, one after the other."""
+        self._sums = first.new_zeros(3, sum(self._sizes))  # of the update's forward passes before this one
+        self._exact = exact
+        self._rows: list[Tensor] = []  # in place of the sums: what will be summed exactly
         for module in self.modules:
             module.__class__ = VIRTUAL[type(module)]
             module.window = self.window  # type: ignore[assignment]
-        for module, part in zip(self.tracked, torch.split(self.sums, sizes, dim=1), strict=True):
-            module.sums = part
         # A momentum of None is a mean over all updates.
         momentum = [1.0 if module.momentum is None else module.momentum for module in self.tracked]
-        values = [value for value, size in zip(momentum, sizes, strict=True) for _ in range(size)]
-        self._momentum = torch.tensor(values, device=device, dtype=dtype)
-        self._sizes = sizes
-        self._exact = exact
-        self._rows: list[Tensor] = []  # to be summed exactly: `sums` of each forward pass
+        values = [value for value, size in zip(momentum, self._sizes, strict=True) for _ in range(size)]
+        self._momentum = torch.tensor(values, device=first.device, dtype=first.dtype)
 
     def begin(self, real: Tensor, *, padded: bool) -> None:
         """Before a forward pass of an update. `real`: float32 [b], 0 for padding; `padded`: whether there is any in the
         whole update, on any process."""
         self._keep()
         self.window.samples, self.window.real = len(real), real if padded else None
+        if not self.tracked:
+            return
+        count = len(real) // self.window.virtual_batch
+        if len(self.current) != count:
+            self.current = self.current.new_zeros(count, *self.current.shape[1:])
+            for module, part in zip(self.tracked, torch.split(self.current, self._sizes, dim=2), strict=True):
+                module.statistics = part
+        self.current[:, :2].zero_()
+        self.current[:, 2].fill_(1)
 
     def discard(self) -> None:
         """The update is skipped: its samples do not count."""
         self.window.samples, self.window.real = 0, None
-        self.sums.zero_()
+        self._sums.zero_()
         self._rows.clear()
 
     def _keep(self) -> None:
-        """Put the statistics of the previous forward pass aside, if they must not be added in this order."""
-        if self._exact is not None and self.window.samples:
-            self._rows.append(self.sums.flatten().clone())
-            self.sums.zero_()
+        """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
+        if self.tracked and self.window.samples:
+            if self._exact is None:
+                self._sums.add_(self.current.sum(0))
+            else:
+                self._rows.append(self.current.flatten(1).clone())
+        self.window.samples = 0
 
     @torch.no_grad()
     def end_update(self) -> None:
         """Update the running statistics by the sums of all processes. Collective."""
         counted = [module for module in self.tracked if module.training]  # a frozen body's statistics stay as they are
         if counted:
+            self._keep()
             self._sum_processes()
-            means, variances, counts = self.sums
+            means, variances, counts = self._sums
             shares = self._momentum * (counts > 0)
             counts = counts.clamp(min=1)
             torch._foreach_add_([module.num_batches_tracked for module in counted], 1)
@@ -215,10 +225,9 @@ class VirtualBatches:
 
     def _sum_processes(self) -> None:
         if self._exact is not None:
-            self._keep()
-            self.sums.copy_(exact_sum(torch.stack(self._rows), self._exact).view_as(self.sums))
+            self._sums.copy_(exact_sum(torch.cat(self._rows), self._exact).view_as(self._sums))
         elif dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(self.sums)
+            dist.all_reduce(self._sums)
 
     def _move(self, name: str, towards: Tensor, shares: Tensor) -> None:
         """Move a running statistic of all layers by `shares` of its distance to that of this update."""

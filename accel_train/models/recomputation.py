@@ -13,10 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from accel_train.config.schema import Model
 
 
-def prepare_recomputation(model: nn.Module, settings: Model, sums: Tensor) -> list[Tensor]:
+def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
     """The buffers for `preserve_buffers`: none unless `model` (as Accelerate prepared it) uses gradient checkpointing.
-
-    Those of the model, and `sums`, of its BatchNorms.
 
     Parts that Accelerate wrapped (fsdp_activation_checkpointing) are set to repeat the same dropout masks, which
     Accelerate turns off. This changes `checkpoint_fn.keywords` of torch's CheckpointWrapper (checked with torch 2.15
@@ -25,7 +23,7 @@ def prepare_recomputation(model: nn.Module, settings: Model, sums: Tensor) -> li
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     for wrapper in wrappers:
         cast(Any, wrapper).checkpoint_fn.keywords["preserve_rng_state"] = True
-    return [*model.buffers(), sums] if wrappers or settings.gradient_checkpointing else []
+    return list(model.buffers()) if wrappers or settings.gradient_checkpointing else []
 
 
 @contextmanager
