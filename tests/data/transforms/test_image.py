@@ -19,7 +19,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.images import ImageError, LazyImage
 from accel_train.data.sources.load import Source, load_splits
-from accel_train.data.transforms.image import ImageTransform, crop_boxes, resize_default
+from accel_train.data.transforms.image import ImageTransform, crop_boxes, resize_default, resized_to_short_side
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator
@@ -200,6 +200,16 @@ def test_a_random_crop_sees_torchvisions_reflection() -> None:
     ]
     expected = ImageTransform(dataclasses.replace(settings, pad=0, resize=38), 28, training=True)(padded, KEYS)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("short_side", [7, 20, 33, 80])
+def test_resizing_gives_torchvisions_size_and_pixels(short_side: int) -> None:
+    """Its pixels within 1: its older versions resize uint8 in float32 on some CPUs."""
+    for image in IMAGES:
+        resized = resized_to_short_side(image, short_side)
+        theirs = v2.functional.resize(image, [short_side], antialias=True)
+        assert resized.shape == theirs.shape
+        assert (resized.int() - theirs.int()).abs().max() <= 1
 
 
 @given(st.integers(8, 40), st.none() | st.integers(0, 20))
