@@ -50,6 +50,8 @@ def both(
     finally:
         for process in processes:
             process.kill()
+    # Gloo of older versions of torch (2.9) prints a line of its own for each connection.
+    outputs = [re.sub(r"^\[Gloo\] .*\n", "", output, flags=re.MULTILINE) for output in outputs]
     return [
         (process.returncode, output, time.monotonic() - began)
         for process, output in zip(processes, outputs, strict=True)
