@@ -1,4 +1,4 @@
-"""The worker processes of a loader: how many, and how long they live."""
+"""The worker processes of a loader: their number, and how long they live."""
 
 import multiprocessing
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_a_core_is_left_for_the_thread_that_drives_a_gpu(splits: Splits) -> None
 
 
 def test_cores_are_divided_among_those_that_may_use_them() -> None:
-    """Not among processes that are bound to cores of their own, as by srun --cpu-bind."""
+    """Processes with their own cores, as with srun --cpu-bind, do not share them."""
     every = set(range(16))
     assert share_of_cores(every, [every]) == 16
     assert share_of_cores(every, [every] * 4) == 4
@@ -67,7 +67,7 @@ def test_cores_are_divided_among_those_that_may_use_them() -> None:
 
 
 class TwoProcesses:
-    """All that the loader asks of an Accelerator to divide the cores."""
+    """The part of an Accelerator that dividing the cores needs."""
 
     num_processes = 2
 

@@ -138,7 +138,7 @@ assert sorted(found.test.fetch(range(4))[:, 0, 0, 0].tolist()) == list(range(100
 
 
 def test_a_set_of_tensorflows(tmp_path: Path) -> None:
-    """In processes of its own: TensorFlow and torch get along only if torch is imported first."""
+    """In other processes, because TensorFlow and torch work together only if torch is imported first."""
     if importlib.util.find_spec("tensorflow_datasets") is None:
         pytest.skip("tensorflow_datasets is not installed")
     for script in (PREPARE, LOAD):

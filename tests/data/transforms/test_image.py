@@ -121,7 +121,7 @@ class TestResizedCrop:
 
 
 class TestDecodedSmaller:
-    """A JPEG of more than twice the size is decoded to a smaller one, in training alone."""
+    """Training, but not evaluation, decodes a JPEG of at least twice the needed size at a smaller scale."""
 
     @staticmethod
     def encoded(width: int, height: int, format: str = "JPEG") -> bytes:
@@ -163,7 +163,7 @@ class TestDecodedSmaller:
 
     @pytest.mark.parametrize("orientation", range(1, 9))
     def test_the_crop_is_cut_where_it_was_drawn(self, orientation: int) -> None:
-        """Against Pillow's resize of the same part of the whole image; cut at whole reduced pixels it is 33 dB."""
+        """Compare with Pillow's resize of the same part of the image. A crop at whole reduced pixels gives 33 dB."""
         generator = np.random.default_rng(0)
         y, x = np.fft.fftfreq(701)[:, None], np.fft.fftfreq(1003)
         spectrum = generator.normal(size=(701, 1003, 3)) / np.maximum(np.hypot(y, x), 1e-3)[..., None]  # as photographs
@@ -226,11 +226,11 @@ def test_evaluation_crops_the_middle_and_draws_nothing(size: int, larger: int | 
 
 
 class TestLoader:
-    """The whole way of a sample, but for the model."""
+    """From the source to the loader's batch."""
 
     @staticmethod
     def seen(source: Source, augment: Augment, batch_size: int, workers: int, update: int = 0) -> dict[int, bytes]:
-        """Sample -> its pixels, from update `update` of epoch 3 on."""
+        """Return sample -> pixels, from update `update` of epoch 3."""
         order = TrainingSampler(Plan(len(source), batch_size, 1, 1), 5)
         order.seek(3, update * batch_size)
         cpu = torch.device("cpu")
