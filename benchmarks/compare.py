@@ -1,11 +1,11 @@
-"""Compare the trainer with others that do the same work: they take turns, and one table shows all.
+"""Compare the speed of the trainer with that of other programs that do the same work, and write one table.
 
     python benchmarks/compare.py --data-root ~/data      # as `make bench` does
     python benchmarks/compare.py --quick                 # check that everything runs; writes nothing
 
-Every contestant is a process of its own, started as its users start it. In each round, each contestant runs for half a
-second while the others are stopped (turns.py). Ratios are computed within a round. Some rounds before the measurement
-find out whether 0 or 2 workers are faster for the others. Without --data-root the images are synthetic, of the same
+Each program (a contestant) is started as its users start it. In each round, each contestant runs for half a second
+while the others are stopped (turns.py), and ratios are computed within a round. For the other programs, a few rounds
+before the measurement show whether 0 or 2 workers are faster. Without --data-root the images are synthetic, with the same
 shapes. The table is written to docs/benchmarks.md, the figures to docs/benchmarks.json, the plot to the same folder.
 """
 
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, updates: int) -> dict[str, Any]:
-    """Rates of all contestants and the trainer's ratio to each, with spreads."""
+    """Return the images per second of all contestants and the trainer's ratio to each, with quartiles."""
     starts: dict[str, Callable[[Path], turns.Contestant]] = {
         "limit": partial(_script, ["limit.py"], name, task, root, updates),
         "trainer": partial(trainer, name, root, batch_size=task.batch_size, updates=updates),
@@ -90,11 +90,11 @@ def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, update
             best = workers_of[other] = max(median, key=lambda workers: median[workers])
             contestants[other] = contestants.pop(f"{other} {best}")
             contestants.pop(f"{other} {2 - best}").end()
-        for number, found in enumerate(turns.rounds(contestants, rounds), 1):
-            found["tutorial, second pass"] = 1 / (1 / found["tutorial"] + 1 / found.pop(SECOND_PASS))
-            for contestant, rate in found.items():
+        for number, of_round in enumerate(turns.rounds(contestants, rounds), 1):
+            of_round["tutorial, second pass"] = 1 / (1 / of_round["tutorial"] + 1 / of_round.pop(SECOND_PASS))
+            for contestant, rate in of_round.items():
                 rates.setdefault(contestant, []).append(rate)
-            shown = ", ".join(f"{contestant} {rate:,.0f}" for contestant, rate in found.items())
+            shown = ", ".join(f"{contestant} {rate:,.0f}" for contestant, rate in of_round.items())
             print(f"{name}, round {number} of {rounds}: {shown}", flush=True)
     return {
         "batch_size": task.batch_size,
@@ -126,24 +126,24 @@ def _script(
 def _has_lightning() -> bool:
     if importlib.util.find_spec("lightning"):
         return True
-    print("Lightning is not measured: it is not installed (pip install 'accel-train[bench]')")
+    print("Lightning is not measured, because it is not installed: pip install 'accel-train[bench]'")
     return False
 
 
 def rows(measured: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table, two columns per task."""
+    """Return the head and the rows of the table, two columns per task."""
     head = [""]
-    for name, found in measured.items():
-        head += [f"{name}, batch {found['batch_size']}: images/s", "trainer is"]
+    for name, figures in measured.items():
+        head += [f"{name}, batch {figures['batch_size']}: images/s", "trainer is"]
     table = []
     for key, name in NAMES.items():
-        if not any(key in found["images_per_second"] for found in measured.values()):
+        if not any(key in figures["images_per_second"] for figures in measured.values()):
             continue
-        workers = dict.fromkeys(found["workers"].get(key.partition(",")[0]) for found in measured.values())
+        workers = dict.fromkeys(figures["workers"].get(key.partition(",")[0]) for figures in measured.values())
         row = [name + (f" ({' and '.join(map(str, workers))} workers)" if None not in workers else "")]
-        for found in measured.values():
-            rate = found["images_per_second"].get(key)
-            share = found["trainer divided by"].get(key)
+        for figures in measured.values():
+            rate = figures["images_per_second"].get(key)
+            share = figures["trainer divided by"].get(key)
             row.append(f"{rate['median']:,.0f} ({rate['low']:,.0f} to {rate['high']:,.0f})" if rate else "")
             row.append(f"{share['median']:.2f}x ({share['low']:.2f} to {share['high']:.2f})" if share else "")
         table.append(row)
@@ -158,7 +158,7 @@ def show(measured: dict[str, Any]) -> None:
 
 def markdown(figures: dict[str, Any]) -> str:
     head, table = rows(figures["tasks"])
-    data = ", ".join(f"{name}: {found['data']} images" for name, found in figures["tasks"].items())
+    data = ", ".join(f"{name}: {task['data']} images" for name, task in figures["tasks"].items())
     note = f"Medians of {figures['rounds']} rounds, in brackets their quartiles. {data}."
     return "\n".join(
         [*document.table(head, table), "", note, document.caption(figures["circumstances"]), "", "![](benchmarks.svg)"]
@@ -172,8 +172,8 @@ def plot(measured: dict[str, Any], path: Path) -> None:
     """
     width = 5 * len(measured)
     figure, axes = import_pyplot().subplots(1, len(measured), figsize=(width, 3.2), layout="constrained")
-    for axis, (name, found) in zip(axes, measured.items(), strict=True):
-        shares = found["divided by the limit"]
+    for axis, (name, figures) in zip(axes, measured.items(), strict=True):
+        shares = figures["divided by the limit"]
         medians = [share["median"] for share in shares.values()]
         below = [share["median"] - share["low"] for share in shares.values()]
         above = [share["high"] - share["median"] for share in shares.values()]
@@ -181,7 +181,7 @@ def plot(measured: dict[str, Any], path: Path) -> None:
         bars = axis.barh(list(shares), medians, xerr=[below, above], color=colours)
         axis.bar_label(bars, [f"{share:.0%}" for share in medians], label_type="center")
         axis.axvline(1, color="black", linewidth=1, linestyle="--")
-        axis.set(title=f"{name}, batch {found['batch_size']}", xlabel="share of the limit", xlim=(0, 1.25))
+        axis.set(title=f"{name}, batch {figures['batch_size']}", xlabel="share of the limit", xlim=(0, 1.25))
         axis.invert_yaxis()
     save(figure, path)
 

@@ -1,6 +1,6 @@
 """Writes the results of benchmarks: tables into docs/benchmarks.md, medians and quartiles into docs/benchmarks.json.
 
-The next run of a benchmark compares itself with that file. On the page each table has its place between
+The next run of a benchmark compares itself with that file. On the page each table is between
 `<!-- NAME -->` and `<!-- end of NAME -->`, and is replaced as a whole.
 """
 

@@ -1,8 +1,8 @@
-"""One command for everything that needs a GPU: the tests marked gpu, then the trainer compared with the device's limit.
+"""Run everything that needs a GPU: the tests marked gpu, then the trainer's speed compared with the device's limit.
 
     python benchmarks/gpu.py
 
-Copy its output from the line BEGIN on to docs/benchmarks.md. It takes half an hour on one GPU.
+It takes half an hour on one GPU. Copy the output after the line BEGIN to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RECIPES = ("mnist_cnn", "cifar10_fast", "cifar10_resnet18_sota", "imagenet_resne
 
 
 def main() -> int:
-    """Returns 1 if a test or a measurement fails."""
+    """Return 1 if a test or a measurement fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipes", nargs="*", default=RECIPES, help="recipes to measure, on synthetic images")
     parser.add_argument("--precision", default="bf16", help="no, bf16 or fp16")
@@ -44,11 +44,11 @@ def main() -> int:
             if subprocess.run([sys.executable, "-m", *launcher, *words], cwd=ROOT).returncode:
                 failed = True
                 continue
-            found = json.loads(file.read_text())
-            speed, share = found["images_per_second"], found["ratios"]["trainer/limit"]
+            figures = json.loads(file.read_text())
+            speed, share = figures["images_per_second"], figures["ratios"]["trainer/limit"]
             rows.append(
                 [
-                    f"{recipe}, batch {found['batch_size']}, {found['precision']}",
+                    f"{recipe}, batch {figures['batch_size']}, {figures['precision']}",
                     f"{speed['limit']['median']:,.0f}",
                     f"{speed['trainer']['median']:,.0f}",
                     f"{share['median']:.3f} ({share['low']:.3f} to {share['high']:.3f})",

@@ -1,13 +1,13 @@
-"""Input alone: how fast images become the model's input, compared with torchvision's transforms on PIL images.
+"""Measure the input pipeline alone, and compare it with torchvision's transforms on PIL images.
 
     python benchmarks/input.py --data-root ~/data      # as `make bench` does
     python benchmarks/input.py --only files            # only a part; writes nothing
 
-All lines of a table take turns in one process, and ratios are computed within a round. Each turn lasts half a second or
-a little longer, because code that runs after a rest is slower at first. Datasets in memory use the threads that
+All lines of a table take turns in one process, and ratios are computed within a round. A turn lasts at least half a
+second, because code that runs after a pause is slower at first. Datasets in memory use the threads that
 training has, and are compared with a DataLoader with 0 and with 2 workers, whichever is better. Image files use one
-thread and no workers, so the figures are for one core. Without --data-root the small images are synthetic. The files
-are always made by this script: JPEG of 500x375 pixels. The tables are written to docs/benchmarks.md.
+thread and no workers, so the figures are for one core. Without --data-root the small images are synthetic. This
+script always writes the files itself: JPEGs of 500x375 pixels. The tables are written to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Inputs = Iterator[int]
 
 
 def in_memory(name: str, root: Path | None) -> dict[str, Inputs]:
-    """torchvision's own dataset with PIL and a DataLoader, and accel_train's input as train.py makes it."""
+    """Return the input of torchvision's dataset with PIL and a DataLoader, and accel_train's as in train.py."""
     task_name, augmentation, augment = MEMORY[name]
     task = tasks.TASKS[task_name]
     root = task.root(root)
@@ -127,7 +127,7 @@ class ImageFolder(Dataset[Any]):
 
 
 def from_files(folder: Path) -> dict[str, Inputs]:
-    """The folder read by PIL and by accel_train, and accel_train's caches of it."""
+    """Return the input from a folder with PIL and with accel_train, and from accel_train's caches of it."""
     root = folder / "photographs"
     write_files(root)
     data = {"accel_train, folder": Data(name="folder", root=root)}
@@ -143,7 +143,7 @@ def from_files(folder: Path) -> dict[str, Inputs]:
 
 
 def on_this_core(data: Data) -> Inputs:
-    """The work of a worker and of the device, one after the other, on one core."""
+    """Do the work of a worker and then that of the device, on one core."""
     augment, cpu = Augment(crop="resized", flip=0.5), torch.device("cpu")
     source = load_splits(data, 0).train
     order = TrainingSampler(Plan(len(source), FILE_BATCH, 1, 1), 0)
@@ -176,19 +176,19 @@ def write_files(root: Path) -> None:
 
 
 def measure(ways: dict[str, Inputs], rounds: int) -> dict[str, list[float]]:
-    """Images per second of each way, which take turns; the first round is a warm-up."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    """Return the images per second of each way. The ways take turns; the first round is a warm-up."""
+    rates_of: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, inputs in ways.items():
             time.sleep(IDLE_SECONDS)
             rate = turn(inputs)
             if number:
-                found[name].append(rate)
-    return found
+                rates_of[name].append(rate)
+    return rates_of
 
 
 def turn(inputs: Inputs) -> float:
-    """Images per second of the next half second. Batches that workers made during the pause are used up first."""
+    """Return the images per second of the next half second, after the batches that workers loaded in the pause."""
     for _ in itertools.islice(inputs, AHEAD):
         pass
     clock, count = Clock(tasks.best_device()), 0
@@ -199,10 +199,10 @@ def turn(inputs: Inputs) -> float:
     return count / clock.stop()
 
 
-def rows(found: dict[str, list[float]], base: str) -> list[list[str]]:
+def rows(rates_of: dict[str, list[float]], base: str) -> list[list[str]]:
     table = []
-    for name, rates in found.items():
-        rate, times = spread(rates), ratio(rates, found[base])
+    for name, rates in rates_of.items():
+        rate, times = spread(rates), ratio(rates, rates_of[base])
         table.append([name, f"{rate.median:,.0f}", f"{times.median:.2f}", f"{times.low:.2f} to {times.high:.2f}"])
     return table
 
@@ -222,19 +222,19 @@ def main() -> None:
         if name == "files":
             torch.set_num_threads(1)
             with tempfile.TemporaryDirectory() as folder:
-                found = measure(from_files(Path(folder)), options.rounds)
+                rates_of = measure(from_files(Path(folder)), options.rounds)
             title, base = f"JPEG of 500x375, RandomResizedCrop {SIZE} and flip, one core", "torchvision + PIL, folder"
         else:
             torch.set_num_threads(threads)
-            found = measure(in_memory(name, options.data_root), options.rounds)
+            rates_of = measure(in_memory(name, options.data_root), options.rounds)
             task = tasks.TASKS[MEMORY[name][0]]
             kind = "real" if task.root(options.data_root) else "synthetic"
             title = f"{name} ({kind} images), batches of {task.batch_size}, {threads} threads"
-            base = max((way for way in found if way != "accel_train"), key=lambda way: spread(found[way]).median)
-        head, table = [title, "images/s", "ratio", "quartiles"], rows(found, base)
+            base = max((way for way in rates_of if way != "accel_train"), key=lambda way: spread(rates_of[way]).median)
+        head, table = [title, "images/s", "ratio", "quartiles"], rows(rates_of, base)
         print()
         print_table(head, table, numbers=head[1:])
-        figures[name] = {way: dataclasses.asdict(ratio(rates, found[base])) for way, rates in found.items()}
+        figures[name] = {way: dataclasses.asdict(ratio(rates, rates_of[base])) for way, rates in rates_of.items()}
         parts += ["", *document.table(head, table)]
     if not options.only:
         note = f"Medians of {options.rounds} rounds; ratios to the better line of torchvision and PIL."

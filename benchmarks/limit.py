@@ -1,4 +1,4 @@
-"""The limit of the device: a bare loop of the recipe's forward, backward and step on tensors that are already on it.
+"""Measure the device's limit: a bare loop of forward, backward and step on tensors that are already on the device.
 
 python benchmarks/limit.py mnist_cnn
 """

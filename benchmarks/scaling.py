@@ -1,5 +1,5 @@
-"""Images per second by the number of processes: with the recipe's batch shared by all processes (strong scaling), and
-with the same batch for each process (weak scaling).
+"""Measure how the images per second grow with the number of processes. Strong scaling: all processes share the
+recipe's batch. Weak scaling: each process has a batch of the same size.
 
     python benchmarks/scaling.py            # mnist_cnn on 1 and 2 processes of this machine's CPU
     python benchmarks/scaling.py cifar10_resnet18_sota --processes 1 2 4 8 --batch-size 1024 \\
@@ -61,11 +61,11 @@ def main() -> None:
         measured = list(turns.rounds(contestants, rounds))
     rates: dict[str, dict[int, list[float]]] = {STRONG: {}, WEAK: {}}
     for mode, processes in points:
-        rates[mode][processes] = [found[f"{mode}, {processes}"] for found in measured]
+        rates[mode][processes] = [of_round[f"{mode}, {processes}"] for of_round in measured]
     rates[WEAK] = {fewest: rates[STRONG][fewest], **rates[WEAK]}
 
     curves = {
-        mode: speed_ups({processes: statistics.median(found) for processes, found in of_each.items()})
+        mode: speed_ups({processes: statistics.median(samples) for processes, samples in of_each.items()})
         for mode, of_each in rates.items()
     }
     print_table(*table(curves))
@@ -77,7 +77,7 @@ def main() -> None:
     figures: dict[str, Any] = {
         "circumstances": document.circumstances(command),
         "images_per_second": {
-            mode: {str(processes): dataclasses.asdict(spread(found)) for processes, found in of_each.items()}
+            mode: {str(processes): dataclasses.asdict(spread(samples)) for processes, samples in of_each.items()}
             for mode, of_each in rates.items()
         },
     }
@@ -105,7 +105,7 @@ def table(curves: dict[str, list[Point]]) -> tuple[list[str], list[list[str]]]:
 def _contestant(
     options: argparse.Namespace, processes: int, batch_size: int, updates: int, folder: Path
 ) -> turns.Contestant:
-    """The trainer on this number of processes; it does not save at the end of its epochs."""
+    """Start the trainer on this number of processes, without checkpoints at the end of epochs."""
     launcher: list[object] = []
     if processes > 1:
         launcher = ["-m", "accelerate.commands.launch", "--config_file", options.config_file]

@@ -1,6 +1,6 @@
-"""The work that is measured, as tutorials write it: two tasks with data, net and optimizer.
+"""The two tasks that are measured: data, net and optimizer, as tutorials write them.
 
-Every script here takes the same options and prints a line of JSON after every few updates (--every), until it ends:
+Every script here takes the same options and prints a line of JSON every few updates (--every):
 
     python benchmarks/tutorial.py mnist_cnn --data-root ~/data
     python benchmarks/tutorial.py cifar10_resnet18 --workers 2 --every 4 --updates 16
@@ -32,7 +32,7 @@ from accel_train.data.sources.synthetic import synthetic
 
 @dataclass(frozen=True)
 class Task:
-    """What a recipe of accel_train learns, for scripts that do not know it."""
+    """What a recipe of accel_train learns, for scripts that do not use accel_train."""
 
     batch_size: int
     every: tuple[int, int]
@@ -49,7 +49,7 @@ class Task:
         return transforms.Compose([transforms.ToTensor(), transforms.Normalize(self.mean, self.std)])
 
     def root(self, folder: Path | None) -> Path | None:
-        """`folder` if it contains the published dataset; else None, which means synthetic images."""
+        """Return `folder` if it contains the published dataset; else None, which means synthetic images."""
         try:
             self.kind(folder, train=True)
         except (RuntimeError, TypeError):  # TypeError: no folder
@@ -90,7 +90,7 @@ class Drawn(Dataset[Any]):
 
 
 def net(name: str) -> nn.Module:
-    """The net as tutorials write it: PyTorch's basic MNIST example, torchvision's ResNet-18."""
+    """Return the net as tutorials write it: PyTorch's basic MNIST example, torchvision's ResNet-18."""
     if name == "cifar10_resnet18":
         return torchvision.models.resnet18(num_classes=10)
     return nn.Sequential(
@@ -109,24 +109,24 @@ def net(name: str) -> nn.Module:
 
 
 def torch_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer as tutorials make it: torch's own, with its default settings."""
+    """Return the optimizer as tutorials create it: torch's own, with its default settings."""
     if name == "mnist_cnn":
         return torch.optim.Adadelta(model.parameters(), lr=1.0)
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
 def best_device() -> torch.device:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device or torch.device("cpu")
 
 
 def environment() -> dict[str, str]:
-    """The environment without OpenMP's variables, so that each program chooses its threads and how they wait."""
+    """Return the environment without OpenMP's variables, so that each program chooses its threads and how they wait."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
 
 
 def turn(task: Task) -> int:
-    """The number of updates of a turn on this machine."""
+    """Return the number of updates of a turn on this machine."""
     return task.every[best_device().type != "cpu"]
 
 
@@ -141,14 +141,14 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Task]:
-    found = parser.parse_args()
-    task = TASKS[found.task]
-    found.every = found.every or turn(task)
-    return found, task
+    options = parser.parse_args()
+    task = TASKS[options.task]
+    options.every = options.every or turn(task)
+    return options, task
 
 
 class Progress:
-    """A line of JSON for each `every` updates: {"update": how many, "images_per_second": since the last line}."""
+    """Prints a line of JSON every `every` updates: {"update": how many, "images_per_second": since the last line}."""
 
     def __init__(self, task: Task, every: int) -> None:
         self.images, self.every, self.update = every * task.batch_size, every, 0

@@ -1,4 +1,4 @@
-"""accel_train as a contestant: `accel-train train`, and the options that give a recipe its data."""
+"""Start `accel-train train` as a contestant, and choose the options of its data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_train.config.options import parse
 
 
 def data_words(recipe: str, root: Path | None) -> list[str]:
-    """Options that make `recipe` use the data in the folder `root`; None: synthetic images of the same shapes."""
+    """Return the options for the data in the folder `root`; None: for synthetic images of the same shapes."""
     if root:
         return ["--data.root", str(root)]
     data = with_synthetic_data(parse([recipe])).data
@@ -31,7 +31,7 @@ def trainer(
     launcher: Sequence[object] = (),
     words: Sequence[object] = (),
 ) -> turns.Contestant:
-    """A run of `recipe` in `folder` that logs at the end of each turn and does not evaluate.
+    """Start a run of `recipe` in `folder` that logs at the end of each turn and does not evaluate.
 
     Evaluations are not part of the speed. `launcher` comes before the command, `words` after it.
     """

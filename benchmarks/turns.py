@@ -1,7 +1,7 @@
-"""Programs that take turns: one runs for half a second while all others are stopped.
+"""Let programs take turns: one runs for half a second while all others are stopped.
 
-The speed of a shared machine changes by a tenth within seconds. Programs that are measured one after the other see
-different conditions. Within a round of turns the conditions are the same, so the ratios of that round are valid.
+The speed of a shared machine can change by 10% within seconds, so programs that are measured one after the other cannot
+be compared. Within a round of turns conditions are nearly the same, so its ratios are valid.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ class Contestant:
         self.process.wait()
 
     def _updates(self) -> int:
-        """The last update in the progress file."""
+        """Return the last update in the progress file; 0 if there is none."""
         try:
             with self.progress.open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 10_000))
-                found = re.findall(rb'"update": (\d+)', file.read())
+                updates = re.findall(rb'"update": (\d+)', file.read())
         except FileNotFoundError:
             return 0
-        return int(found[-1]) if found else 0
+        return int(updates[-1]) if updates else 0
 
     def _suspend_new(self) -> None:
-        """Also stop data workers and launched processes that are new."""
+        """Stop data workers and launched processes that are new."""
         with contextlib.suppress(psutil.NoSuchProcess):  # the program has ended
             while new := [each for each in self.process.children(recursive=True) if each not in self.family]:
                 self.family += new
@@ -101,7 +101,7 @@ class Contestant:
 
 @contextlib.contextmanager
 def contest(starts: dict[str, Callable[[Path], Contestant]]) -> Iterator[dict[str, Contestant]]:
-    """The contestants by name, all stopped. Each is started with its own folder."""
+    """Start the contestants, each with its own folder, and yield them by name, all stopped."""
     contestants: dict[str, Contestant] = {}
     with tempfile.TemporaryDirectory() as root:
         try:
@@ -116,6 +116,6 @@ def contest(starts: dict[str, Callable[[Path], Contestant]]) -> Iterator[dict[st
 
 
 def rounds(contestants: dict[str, Contestant], count: int) -> Iterator[dict[str, float]]:
-    """Images per second of each, for `count` rounds; the order within a round is random."""
+    """Yield the images per second of each contestant, for `count` rounds in random order."""
     for _ in range(count):
         yield {name: contestants[name].turn() for name in random.sample(list(contestants), len(contestants))}

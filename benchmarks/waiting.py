@@ -1,9 +1,9 @@
-"""Compare the ways in which OpenMP's threads wait for work on a CPU: they take turns to update a task's net.
+"""Compare the ways in which OpenMP's threads wait for work on a CPU, by the time of an update.
 
     python benchmarks/waiting.py                  # both tasks, as `make bench` does
     python benchmarks/waiting.py mnist_cnn --rounds 5
 
-Measured alone, and next to a process that keeps one core busy. The table is written to docs/benchmarks.md.
+Each way is measured alone, and next to a process that keeps one core busy. The table is written to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def main() -> None:
             beside = measure(task, options.rounds)
         for way in WAYS:
             row = [way, task]
-            for found in (alone, beside):
-                times = ratio(found[way], found[ASLEEP])
-                row.append(f"{spread(found[way]).median * 1e3:.1f}")
+            for seconds in (alone, beside):
+                times = ratio(seconds[way], seconds[ASLEEP])
+                row.append(f"{spread(seconds[way]).median * 1e3:.1f}")
                 row.append(f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})")
             table.append(row)
         figures[task] = {
-            name: {way: dataclasses.asdict(ratio(found[way], found[ASLEEP])) for way in WAYS}
-            for name, found in (("alone", alone), ("beside a neighbour", beside))
+            name: {way: dataclasses.asdict(ratio(seconds[way], seconds[ASLEEP])) for way in WAYS}
+            for name, seconds in (("alone", alone), ("beside a neighbour", beside))
         }
     print_table(head, table)
     if options.task:
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def measure(task: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds per update of each way, which take turns."""
+    """Return the seconds per update of each way. The ways take turns."""
 
     def start(variables: dict[str, str], folder: Path) -> turns.Contestant:
         line = [__file__, "--loop", task]
@@ -86,11 +86,11 @@ def measure(task: str, rounds: int) -> dict[str, list[float]]:
 
     with turns.contest({way: partial(start, variables) for way, variables in WAYS.items()}) as contestants:
         measured = list(turns.rounds(contestants, rounds))
-    return {way: [tasks.TASKS[task].batch_size / found[way] for found in measured] for way in WAYS}
+    return {way: [tasks.TASKS[task].batch_size / rates[way] for rates in measured] for way in WAYS}
 
 
 def loop(task: str) -> NoReturn:
-    """Run updates of a bare loop for ever."""
+    """Update in a bare loop, until the process is killed."""
     set_defaults(torch.device("cpu"))
     description = tasks.TASKS[task]
     model = tasks.net(task)

@@ -26,7 +26,7 @@ from accel_train.errors import UserError
 
 
 def tiny_model() -> nn.Module:
-    """With BatchNorm (buffers, an integer one), sizes that two and four shards do not divide, and tied weights."""
+    """A model with BatchNorm (integer buffers), sizes that 2 and 4 do not divide, and tied weights."""
     model = nn.Sequential(
         nn.Conv2d(1, 6, 3, padding=1),
         nn.BatchNorm2d(6),
@@ -40,7 +40,7 @@ def tiny_model() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: Any, ema: AveragedModel | None, accelerator: Any, updates: int) -> None:
-    """Updates on noise; the numbers do not matter, only that all the state is there."""
+    """Train on noise, so that the model and the optimizer have all their state."""
     for number in range(updates):
         generator = torch.Generator().manual_seed(1000 * number + accelerator.process_index)
         loss = model(torch.randn(8, 1, 4, 4, generator=generator)).square().mean()
@@ -65,7 +65,7 @@ def build(accelerator: Accelerator, folder: str, seed: int, *, fsdp: bool, **set
 
 
 def dump(file: str, accelerator: Any, model: nn.Module, optimizer: Any, ema: Any, position: Any) -> None:
-    """Each process writes the whole state as it sees it."""
+    """Write the whole state as each process has it."""
     state = {
         "model": named_tensors(model),
         "ema": named_tensors(ema.module) if ema is not None else None,

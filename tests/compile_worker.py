@@ -1,4 +1,4 @@
-"""`accel-train train ARGUMENTS`, which counts DDP's all-reduces of gradients: they are printed by each process."""
+"""Run `accel-train train ARGUMENTS`; each process prints its number of DDP all-reduces."""
 
 from __future__ import annotations
 

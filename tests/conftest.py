@@ -1,4 +1,4 @@
-"""What several test files need: a real run, trained once."""
+"""Fixtures of several test files: a real run, trained once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ settings.load_profile("untimed")
 
 
 def pytest_unconfigure() -> None:
-    """An interpreter that does not end after the tests tells where it hangs, instead of holding up whoever waits."""
+    """Print all stacks if the interpreter does not end after the tests, and end it."""
     faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run of digits, with a validation split and a running mean. Copy it to change it."""
+    """The folder of a finished run of digits, with a validation split and an EMA. A test that changes it copies it."""
     run = tmp_path_factory.mktemp("digits") / "run"
     words = (
         "train digits --epochs 2 --ema.enabled true --ema.decay 0.8 --data.val-fraction 0.1 "
@@ -40,7 +40,7 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For command lines that are carried out in this process: each starts as a program of its own would."""
+    """Reset this process before each command line, as if a new program started."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     yield

@@ -1,6 +1,6 @@
-"""Writes what each process is fed, and what evaluation counts: `… tests/feed_worker.py FOLDER`, under any launcher.
+"""Write each process's training batches and evaluation counts: `… tests/feed_worker.py FOLDER`, under any launcher.
 
-It builds the feeds as the trainer does. FOLDER/RANK.json of each process:
+It creates the input pipelines as the trainer does. FOLDER/RANK.json of each process:
     fed       case -> a list of its micro-batches, each a list of [sample, weight, target, digest of its pixels]
     counted   split, samples a step -> the figures of a fixed model
 """

@@ -50,13 +50,13 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code (a signal's number below 0), or None while the process lives."""
+        """Return the exit code (for a signal: minus its number), or None while the process runs."""
         if self.returncode is None:
             self.returncode = self._server.ask({"poll": self.pid})
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Return the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if timeout is not None and deadline is not None and time.monotonic() > deadline:
@@ -73,7 +73,7 @@ class Forked:
 
 
 class ForkServer:
-    """The tests' end of the server."""
+    """The client of the server, in the tests' process."""
 
     def __init__(self) -> None:
         self._socket, other = socket.socketpair()
@@ -104,7 +104,7 @@ class ForkServer:
         return Forked(self, [sys.executable, *args], pid)
 
     def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
-        """Send a request; the server's answer."""
+        """Send a request and return the server's answer."""
         with self._lock:
             content = json.dumps(request).encode()
             # Not SIGPIPE: some commands, which tests call in this process, let it end the program.
@@ -122,20 +122,20 @@ class ForkServer:
 
 @functools.cache
 def server() -> ForkServer:
-    """The one of this process; it ends with it."""
+    """Return this process's server, which ends with the process."""
     found = ForkServer()
     atexit.register(found.close)
     return found
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is read early, of an environment: what the program sets by itself need not be there."""
+    """Return the variables that are read early, with the program's own settings as defaults."""
     found = {name: value for name, value in environment.items() if name.startswith(EARLY) and name != "PYTHONPATH"}
     return SETTINGS | found
 
 
 def _import_all() -> None:
-    """All of the package, and what it imports later by itself."""
+    """Import the package, and the modules that it imports later."""
     import accel_train
 
     for module in pkgutil.walk_packages(accel_train.__path__, "accel_train."):
@@ -179,7 +179,7 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
-    """In the child: what a new interpreter finds."""
+    """Give the child the state of a new interpreter."""
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -201,7 +201,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
 
 
 def _program(args: list[str]) -> tuple[types.CodeType, types.ModuleType]:
-    """The code that `python ARGS` runs, and the module `__main__` in which it does."""
+    """Return the code that `python ARGS` runs, and its `__main__` module."""
     main = types.ModuleType("__main__")
     if args[0] == "-m":
         spec = importlib.util.find_spec(args[1])
@@ -224,7 +224,7 @@ def _program(args: list[str]) -> tuple[types.CodeType, types.ModuleType]:
 
 
 def _run(code: types.CodeType, main: types.ModuleType) -> int:
-    """The exit code of the program; -SIGINT if it dies of Ctrl-C."""
+    """Run the program and return its exit code; -SIGINT after Ctrl-C."""
     try:
         exec(code, main.__dict__)
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""What must not shift unnoticed: names of options, the recipes' settings, and what two short runs learn.
+"""Stored values that must not change unnoticed: option names, the recipes' settings, and the losses of short runs.
 
 `python tests/golden.py --write` writes what holds now into tests/golden/, to be read in the diff of a change that means
 to shift it. tests/test_golden.py compares.
@@ -35,7 +35,7 @@ Run = dict[str, dict[str, float]]
 
 
 def computed_with() -> dict[str, str]:
-    """What a sum of floats depends on, bit by bit: torch, and the CPU for which it chooses its kernels."""
+    """Return what the bits of a sum of floats depend on: torch, and the CPU type that selects its kernels."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -48,17 +48,17 @@ def computed_with() -> dict[str, str]:
 
 
 def options() -> str:
-    """All names of options of `accel-train train`, one a line."""
+    """Return all option names of `accel-train train`, one per line."""
     return "".join(f"--{name}\n" for name in sorted(option_types()))
 
 
 def recipe(name: str) -> str:
-    """All settings of a recipe, as YAML."""
+    """Return all settings of a recipe as YAML."""
     return to_yaml(parse([name]))
 
 
 def trained(words: str) -> Run:
-    """What a run of these words has logged, in one forked process."""
+    """Return the log of a run with these words, in one forked process."""
     with tempfile.TemporaryDirectory() as folder:
         done = helpers.run(*words.split(), "--output-dir", f"{folder}/run")
         assert done.returncode == 0, done.stderr
@@ -73,7 +73,7 @@ def trained(words: str) -> Run:
 
 
 def differences(found: Run, stored: Run, *, exact: bool) -> list[str]:
-    """What differs, a line each: in any bit, or by more than rounding."""
+    """Return one line for each difference: in any bit (`exact`), else of more than rounding."""
     different = [f"{name}: not in both" for name in found.keys() ^ stored.keys()]
     for name in found.keys() & stored.keys():
         for figure, value in found[name].items():
@@ -86,7 +86,7 @@ def differences(found: Run, stored: Run, *, exact: bool) -> list[str]:
 
 
 def stored_runs() -> tuple[Mapping[str, Run], dict[str, str]]:
-    """The stored runs by name, and what they were computed with."""
+    """Return the stored runs by name, and the torch and CPU that computed them."""
     stored = json.loads((FOLDER / "runs.json").read_text())
     return stored["runs"], stored["computed_with"]
 

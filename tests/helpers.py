@@ -1,4 +1,4 @@
-"""Starts real runs as processes of their own, with and without the launcher, and watches what they leave."""
+"""Start real runs in their own processes, with and without the launcher, and follow them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MULTI_CPU = ROOT / "accelerate_configs" / "multi_cpu.yaml"
 
 
 def command(*words: object, processes: int = 1) -> list[str]:
-    """The command line of `accel-train train WORDS`, for several processes under accelerate's launcher."""
+    """Return the command line of `accel-train train WORDS`, for several processes under accelerate's launcher."""
     python = [sys.executable, "-m"]
     if processes > 1:
         launcher = ["accelerate.commands.launch", "--config_file", str(MULTI_CPU), "--num_processes", str(processes)]
@@ -33,7 +33,7 @@ def command(*words: object, processes: int = 1) -> list[str]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without any launcher's variables, and with these."""
+    """Return this process's environment without the variables of launchers, plus the given ones."""
     launchers = ("SLURM_", "PMI_", "OMPI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     return {**clean, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TERM": "dumb", **variables}
@@ -43,7 +43,7 @@ _ports = itertools.count(os.getpid() * 101)  # other processes that run tests be
 
 
 def free_port() -> str:
-    """A port on which nobody listens. Not one that Linux gives to whoever asks for any: it could do so at once."""
+    """Return a free port, outside the range from which Linux takes the ports that it gives out itself."""
     while True:
         port = 10000 + next(_ports) % 10000
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def free_port() -> str:
 
 
 class World:
-    """Several forked processes. As a launcher does, it tells the others to end when one has failed."""
+    """Several forked processes. When one fails, the others get SIGTERM, as from a launcher."""
 
     def __init__(self, processes: list[Forked]) -> None:
         self.processes, self.pid = processes, processes[0].pid
@@ -64,7 +64,7 @@ class World:
         return self.poll()
 
     def poll(self) -> int | None:
-        """None while one of them lives; then 0, or the exit code of the one that failed first."""
+        """Return None while a process runs; then 0, or the exit code of the first that failed."""
         codes = [process.poll() for process in self.processes]
         self._code = self._code or next((code for code in codes if code), 0)
         if any(codes) and None in codes:
@@ -91,7 +91,7 @@ class World:
 def forked(
     words: Sequence[object], processes: int, env: dict[str, str], out: BinaryIO, err: BinaryIO, cwd: Path | None = None
 ) -> Forked | World:
-    """Start `python WORDS` from the fork server; several of them are told of each other as by a launcher."""
+    """Start `python WORDS` from the fork server; several processes get the variables that a launcher sets."""
     if processes == 1:
         return server().popen(words, env, out, err, cwd)
     size = str(processes)
@@ -114,7 +114,7 @@ class Captured:
         return self.popen.returncode
 
     def communicate(self, timeout: float = 120) -> tuple[str, str]:
-        """Wait for the end; stdout and stderr as text. What does not end is killed: subprocess.TimeoutExpired."""
+        """Wait for the end and return stdout and stderr. After the time-out, kill all and raise TimeoutExpired."""
         try:
             self.popen.wait(timeout)
         finally:
@@ -153,7 +153,7 @@ def run(
 
 
 class Started:
-    """A run under way: `popen` is the process that was started (the launcher's, if there is one)."""
+    """A running training: `popen` is the process that was started (the launcher, if there is one)."""
 
     def __init__(self, popen: subprocess.Popen[Any] | Forked | World, run: Path, log: Path) -> None:
         self.popen, self.run, self.log = popen, run, log
@@ -173,7 +173,7 @@ class Started:
         return [line for line in map(json.loads, lines) if line["kind"] == "event"]
 
     def pids(self) -> list[int]:
-        """The training processes by rank; a launcher's are found by the environment of its children."""
+        """Return the training processes by rank; those of a launcher are found by their environment."""
         if isinstance(self.popen, World):
             return [process.pid for process in self.popen.processes]
         found = {}
@@ -189,12 +189,12 @@ class Started:
         return [found[rank] for rank in sorted(found)] or [self.popen.pid]
 
     def family(self) -> list[int]:
-        """All processes of the run: the launcher, the ranks, and what they have started."""
+        """Return all processes of the run: the launcher, the ranks, and their children."""
         first = [self.popen.pid] if not isinstance(self.popen, World) else self.pids()
         return [member for process in first for member in _family(process)]
 
     def until(self, happened: Callable[[], Any], timeout: float = 90) -> None:
-        """Wait until something has happened; an error if the run ends before, or if it takes too long."""
+        """Wait until the condition is true. Fails if the run ends before, or after too long."""
         deadline = time.monotonic() + timeout
         while not happened():
             if self.popen.poll() is not None or time.monotonic() > deadline:
@@ -205,7 +205,7 @@ class Started:
         self.until(lambda: self.status.get("state") == "training" and self.status.get("update", 0) >= updates)
 
     def ended(self, timeout: float = 90) -> int:
-        """Wait for the end; the exit code."""
+        """Wait for the end and return the exit code."""
         try:
             return self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -244,7 +244,7 @@ def started(
 
 
 def _end(popen: subprocess.Popen[Any] | Forked | World) -> None:
-    """Kill what is left of what was started."""
+    """Kill all processes of the run that still exist."""
     for process in popen.processes if isinstance(popen, World) else [popen]:
         # One that has been waited for has no number any more: it may be another's.
         for member in reversed(_family(process.pid)) if process.poll() is None else ():
@@ -256,7 +256,7 @@ def _end(popen: subprocess.Popen[Any] | Forked | World) -> None:
 
 
 def _family(process: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return a process and all its descendants."""
     found = [process]
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{process}/task").iterdir():
@@ -271,7 +271,7 @@ def _parent(process: int) -> int:
 
 
 def forget_accelerate() -> None:
-    """Accelerate's state is one for the whole process: the next program that this process carries out starts anew."""
+    """Reset Accelerate's state, which is global, so that the next program in this process starts with a new one."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)
@@ -280,7 +280,7 @@ def forget_accelerate() -> None:
 
 @contextlib.contextmanager
 def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A file system of `size` ("128k") in the new folder `place`. Skips the test where it cannot be mounted."""
+    """Mount a file system of `size` ("128k") at the new folder `place`. Skip the test if that is not possible."""
     import pytest
 
     place.mkdir()

@@ -72,7 +72,7 @@ _pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # when, where to, w
 
 
 def wait(kind: str, until: int | None = None) -> None:
-    """The host waits for the device, which does all that it was told (`until` then) to do."""
+    """Let the host wait for the device, which finishes all work queued `until` then."""
     waits[f"{place()} {kind}"] += 1
     arrive(until)
 
@@ -94,7 +94,7 @@ def send_later(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def spoil(tensor: torch.Tensor) -> None:
-    """Nothing has been written to this memory yet."""
+    """Memory that nothing has been written to."""
     tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F)
 
 
@@ -409,7 +409,7 @@ def _one_hot(labels: torch.Tensor, classes: int) -> torch.Tensor:
 
 
 def install() -> None:
-    """Before anything else of the program is imported."""
+    """Install the pretended device. Call it before anything else of the program is imported."""
     torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # as FakeTensor does where there is no driver
     torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
     torch.autograd.set_multithreading_enabled(False)  # the mode is known to this thread
@@ -512,7 +512,7 @@ def install() -> None:
 
 
 def serve() -> None:
-    """Carry out the commands that come in, a line of JSON each; answer each by a line."""
+    """Run each command that arrives as a line of JSON, and answer it with a line."""
     install()
     from accelerate.state import AcceleratorState, GradientState
 
@@ -554,7 +554,7 @@ def serve() -> None:
 
 @dataclass(frozen=True)
 class Done:
-    """What a command did."""
+    """The result of a command."""
 
     code: int
     output: str
@@ -567,7 +567,7 @@ class Done:
 
 
 class Pretended:
-    """A process with such a device, in which commands are carried out one after the other."""
+    """A process with a pretended device, which runs commands one after the other."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,4 +1,4 @@
-"""Makes an Accelerator as the trainer does and prints, as one line of JSON, the world that it found.
+"""Create an Accelerator as the trainer does, and print its world as one line of JSON.
 
 Started by tests through launchers. FACT_n is what rank n says of its configuration, SHARED_n its output directory.
 """

@@ -1,4 +1,4 @@
-"""Two processes that met and connected once; then one says that it listens on another interface, for the side group.
+"""Connect two processes; then one announces another interface for the process group of stop signals.
 
 `python side_group_worker.py RANK INTERFACE SECONDS`
 """

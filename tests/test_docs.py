@@ -1,6 +1,7 @@
-"""README.md and docs: each command is one that the programs accept, each snippet works, each path exists.
+"""README.md and docs: the programs accept each command, each snippet works, each path exists.
 
-What needs only the embedded digits really runs, shortened. The rest goes through the programs' own option parsers.
+Commands that need only the embedded digits really run, shortened. The programs' own option
+parsers read the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FOREIGN = SBATCH | {"--time", "--bind-to", "--nv", "--pty", "--key"}
 
 
 def text_of(page: str) -> str:
-    """A page, without what it says of other trainers' files and options."""
+    """Return a page, without the text on other trainers' files and options."""
     return (ROOT / page).read_text().split("## Other trainers")[0]
 
 
@@ -45,13 +46,13 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def inline_code(text: str) -> list[str]:
-    """All `code` outside of blocks; a line break in it is a space."""
+    """Return all inline `code`; a line break in it becomes a space."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
 
 
 def commands_in(script: str) -> Iterator[list[str]]:
-    """The commands of a shell script as words, also those inside bash -c."""
+    """Return the commands of a shell script as words, also those inside bash -c."""
     script = re.sub(r"\$\(\(.*?\)\)|\$\(.*?\)|\$\w+", "1", script.replace("\\\n", " "))  # what the shell fills in
     for line in script.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&;|")
@@ -201,7 +202,7 @@ def test_each_path_exists(page: str) -> None:
 
 
 def missing_paths(page: str, text: str) -> list[str]:
-    """The links to files, and the names of files in code, that lead nowhere."""
+    """Return the links and the file names in code to which no file belongs."""
     links = re.findall(r"\]\(([^)#:]+)\)", text)
     lost = [link for link in links if not ((ROOT / page).parent / link).exists()]
     tops = {path.name for path in (*ROOT.iterdir(), *(ROOT / "accel_train").iterdir()) if path.is_dir()} - {"runs"}
@@ -250,7 +251,7 @@ def run_commands(folder: Path) -> list[tuple[list[str], int]]:
 
 
 def add_snippets(package: Path) -> None:
-    """What the README tells to do for a data set and for a net."""
+    """Add a dataset and a net, as the README says."""
     stripes, net = blocks(text_of("README.md"), "python")
     (package / "data" / "sources" / "stripes.py").write_text(stripes)
     load, nets = package / "data" / "sources" / "load.py", package / "models" / "nets.py"

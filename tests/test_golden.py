@@ -1,4 +1,4 @@
-"""Names, settings and figures are those that are stored; `python tests/golden.py --write` stores them anew."""
+"""Names, settings and figures equal the stored ones; `python tests/golden.py --write` stores new ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_recipe_has_the_stored_settings(name: str) -> None:
 
 @pytest.mark.parametrize("name", golden.RUNS)
 def test_a_run_learns_what_is_stored(name: str) -> None:
-    """To the bit where torch and the CPU are those of the stored figures, else within rounding."""
+    """Bitwise equal with the torch and CPU of the stored figures, else within rounding."""
     runs, computed_with = golden.stored_runs()
     found = golden.trained(golden.RUNS[name])
     assert golden.differences(found, runs[name], exact=golden.computed_with() == computed_with) == []

@@ -1,4 +1,4 @@
-"""The hash is SplitMix64, the permutation is one, and neither can be told from chance."""
+"""The hash is SplitMix64, the permutation is valid, and both pass tests of randomness."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def scrambled(word: int) -> int:
 
 
 def p_value(counts: torch.Tensor, freedom: int, shrink: float = 1.0) -> float:
-    """Of the chi-square test that all of `counts` have the same expectation."""
+    """Return the p-value of the chi-square test that all `counts` have the same expectation."""
     counts = counts.double().flatten()
     expected = counts.mean()
     return float(chi2.sf(float(((counts - expected) ** 2 / expected).sum()) * shrink, freedom))

@@ -1,4 +1,4 @@
-"""The house that docs/architecture.md draws: who may import whom, and how large files, functions and folders get."""
+"""The structure in docs/architecture.md: which folder may import which, and the sizes of files and functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_FUNCTION, LONGEST_FILE, MOST_FILES = 80, 300, 11
 
 
 def modules() -> dict[str, ast.Module]:
-    """Each file's name, such as "data.order.plan", and what it says."""
+    """Return each file's module name, such as "data.order.plan", and its syntax tree."""
     return {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -26,7 +26,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.Module, known: set[str]) -> Iterator[str]:
-    """The modules of the package that a file imports, inside functions too, but not as a program of its own."""
+    """Return the modules of the package that a file imports, also inside functions, but not under `__main__`."""
     programs = [each for each in tree.body if isinstance(each, ast.If) and "__main__" in ast.unparse(each.test)]
     left_out = {id(node) for program in programs for node in ast.walk(program)}
     for node in ast.walk(tree):
@@ -45,7 +45,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def floor(name: str) -> tuple[int, int]:
-    """How far down a module stands; within the data, in its second number."""
+    """Return a module's level on the page; for modules of data/ the second number is the level in that folder."""
     room, *rest = name.split(".")
     return ROOMS.index(room), DATA.index(rest[0]) if room == "data" and rest else 0
 

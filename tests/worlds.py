@@ -1,4 +1,4 @@
-"""Programs under real launchers, and what each of their processes says of the world that it finds itself in."""
+"""Run programs under real launchers, and read what each process reports about its world."""
 
 import json
 import os
@@ -15,7 +15,7 @@ LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|SLURM|PMI|OMPI|PBS|ACCELERATE|O
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without any launcher's variables, and with these."""
+    """Return this process's environment without the variables of launchers, plus the given ones."""
     clean = {name: value for name, value in os.environ.items() if not LAUNCHERS.search(name)}
     return {**clean, "PATH": f"{BIN}{os.pathsep}{clean['PATH']}", **variables}
 
@@ -27,7 +27,7 @@ def start(*command: str, **variables: str) -> "subprocess.Popen[str]":
 
 
 def finish(*processes: "subprocess.Popen[str] | helpers.Captured") -> tuple[list[int], list[dict], str]:
-    """Exit codes, the worlds that the processes printed in the order of their ranks, and all their output."""
+    """Return the exit codes, the worlds that the processes printed (by rank), and all output."""
     try:
         outputs = [process.communicate(timeout=120) for process in processes]
     finally:

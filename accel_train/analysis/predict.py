@@ -91,9 +91,11 @@ def predict(
     predictions: list[Prediction] = []
     unreadable = 0
     batches = [paths[first : first + batch_size] for first in range(0, len(paths), batch_size)]
-    quiet = not console.is_terminal or len(batches) == 1
+    shown: Iterable[list[Path]] = batches
+    if console.is_terminal and len(batches) > 1:
+        shown = track(batches, "classifying", console=console, transient=True)
     with ThreadPoolExecutor(available_cores()) as pool:
-        for batch in track(batches, "classifying", console=console, transient=True, disable=quiet):
+        for batch in shown:
             read = list(pool.map(classifier.read, batch))
             readable = [(path, image) for path, image in zip(batch, read, strict=True) if isinstance(image, Tensor)]
             classified = iter(classifier.classify(*zip(*readable, strict=True)) if readable else ())

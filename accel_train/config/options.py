@@ -234,14 +234,19 @@ def _tyro(cls: type[T], words: Sequence[str]) -> T | None:
 
 
 def _help(cls: type[T], prog: str, description: str, default: T | None = None) -> NoReturn:
+    """Print the help of the options in `cls`, with the defaults of `default`, and raise SystemExit(0)."""
     import signal
 
     import tyro
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-    defaults: dict[str, Any] = {} if default is None else {"default": default}
+    defaults: dict[str, Any] = {}
+    shown: Any = cls
+    if isinstance(default, Config):
+        # The program sets `recipe`, so hide it: in a subclass, because tyro in schema.py would slow every start.
+        hidden = ("recipe", tyro.conf.Suppress[str], dataclasses.field(default=""))
+        shown = dataclasses.make_dataclass(cls.__name__, [hidden], bases=(cls,), frozen=True)
+        defaults["default"] = shown(**vars(default))
     flags = (tyro.conf.FlagConversionOff,)
-    if cls is Config:  # the program sets this field; an annotation in schema.py would import tyro in every process
-        cls.__annotations__["recipe"] = tyro.conf.Suppress[str]
-    tyro.cli(cls, prog=prog, description=description, args=["--help"], config=flags, **defaults)
+    tyro.cli(shown, prog=prog, description=description, args=["--help"], config=flags, **defaults)
     raise AssertionError("--help has returned")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +30,9 @@ from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.data.workers import BatchDataset, WorkerContext, WorkerInit, no_collate, start_server
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
+
+# What `_cores` has returned. A run has an accelerator of its own and up to three pipelines; its entry ends with it.
+_cores_of: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
 
 def transforms_each_image(in_memory: bool, augment: Augment, *, training: bool) -> bool:
@@ -215,16 +219,18 @@ def _check_sizes(augment: Augment, source: Source, size: int, *, training: bool)
 
 
 def _cores(accelerator: Accelerator) -> int:
-    """The number of the host's cores for this process. Collective.
+    """The number of the host's cores for this process. Collective at the first call for an accelerator.
 
     The processes exchange the sets of cores that they may use, because Slurm and MPI may or may not have bound each
     process to its own cores.
     """
-    own_cores = core_set()
-    if accelerator.num_processes == 1:
-        return len(own_cores)
-    everyone = gather_object([(hostname(), own_cores)])
-    return share_of_cores(own_cores, [cores for host, cores in everyone if host == hostname()])
+    if accelerator not in _cores_of:
+        own_cores = core_set()
+        everyone = [(hostname(), own_cores)]
+        if accelerator.num_processes > 1:
+            everyone = gather_object(everyone)
+        _cores_of[accelerator] = share_of_cores(own_cores, [cores for host, cores in everyone if host == hostname()])
+    return _cores_of[accelerator]
 
 
 def resolve_mean_std(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:

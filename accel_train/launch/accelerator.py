@@ -131,8 +131,8 @@ def _device_id(device: torch.device, launch: Launch) -> str:
     """An identifier that differs between the GPUs of a host, even where each process sees only one GPU."""
     if device.type not in ("cuda", "xpu"):
         return ""
-    found = torch.get_device_module(device).get_device_properties(_device_index(launch))
-    if device.type == "cuda" and not torch.version.hip and hasattr(found, "pci_bus_id"):
+    properties = torch.get_device_module(device).get_device_properties(_device_index(launch))
+    if device.type == "cuda" and not torch.version.hip and hasattr(properties, "pci_bus_id"):
         # NCCL compares this, too. Two MIG slices of one GPU share it, and NCCL refuses to connect them.
-        return f"PCI {found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
-    return str(getattr(found, "uuid", ""))
+        return f"PCI {properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
+    return str(getattr(properties, "uuid", ""))

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 @pytest.fixture
 def run(digits_run: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be evaluated."""
+    """Return a copy of the run that a test may change."""
     return Path(shutil.copytree(digits_run, tmp_path / "run"))
 
 
 def evaluated(run: Path, *words: str, split: str = "test") -> dict[str, Any]:
-    """What `accel-train evaluate RUN …` writes."""
+    """Evaluate the run and return what the command writes to its JSON file."""
     assert cli.main(["evaluate", str(run), "--split", split, *words]) == 0
     found: dict[str, Any] = json.loads((run / f"evaluation-{split}.json").read_text())
     return found
@@ -47,7 +47,7 @@ def loss_by_hand(run: Path, source: Source) -> float:
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The error of `accel-train evaluate …`, one line."""
+    """Return the one-line error of `accel-train evaluate …`."""
     assert cli.main(["evaluate", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("accel-train: error: ")

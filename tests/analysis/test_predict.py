@@ -43,7 +43,7 @@ def fresh_accelerate(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def alone(digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What one copies to a laptop: three files (and the running mean), in a working directory without data."""
+    """The files that a user copies to a laptop: three, and the EMA; the working directory has no data."""
     run = tmp_path / "laptop" / "run"
     run.mkdir(parents=True)
     for name in ("config.yaml", "model.json", "model.safetensors", "ema.safetensors"):
@@ -53,12 +53,12 @@ def alone(digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def digit(number: int) -> Image.Image:
-    """8x8, grey, as the digits of the data are."""
+    """Grey images of 8x8 pixels, like the digits."""
     return Image.fromarray((load_digits().images[number] * (255 / 16)).round().astype(np.uint8))
 
 
 def predicted(run: Path, *words: object) -> list[dict]:
-    """What `accel-train predict RUN … --output FILE.jsonl` writes."""
+    """Predict, and return the lines of the JSONL file."""
     output = run.parent / "found.jsonl"
     assert cli.main(["predict", str(run), *map(str, words), "--output", str(output)]) in (0, 1)
     return [json.loads(line) for line in output.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""`accel-train bench`: its figures, its arithmetic, and what it says when it cannot measure. No test asserts a time."""
+"""`accel-train bench`: its figures, its arithmetic, and its messages when it cannot measure. No test asserts a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bench(*words: object, processes: int = 1) -> subprocess.CompletedProcess[str
 
 
 def check(figures: dict[str, Any], rounds: int) -> None:
-    """What must hold between the figures, whatever they are."""
+    """Check the relations between the figures."""
     rates, ratios = figures["images_per_second"], figures["ratios"]
     assert figures["rounds"] == rounds
     for found in (*rates.values(), *ratios.values(), figures["update_seconds"]):

@@ -1,4 +1,4 @@
-"""Directories that are whole or not there, against real kills, altered bytes and a full disk."""
+"""A checkpoint's directory is complete or absent, after kills, with altered bytes and on a full disk."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Files whose hashes are right and whose contents are not: one line, exit code 2, nothing followed, nothing changed."""
+"""Files with correct hashes and wrong contents: one line of error, exit code 2, and no file is changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HOSTILE = (
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """An empty working directory, no Accelerate left over from another test, and an alarm for what hangs."""
+    """Give the test an empty working directory, a new Accelerate state, and a time limit."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
@@ -63,7 +63,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.fixture
 def run(digits_run: Path, tmp_path: Path) -> Path:
-    """A copy of a real run with three checkpoints, which is not finished."""
+    """Return a copy of a real, unfinished run with three checkpoints."""
     run = tmp_path / "run"
     shutil.copytree(digits_run, run)
     (run / "result.json").unlink()
@@ -86,7 +86,7 @@ def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) 
 
 
 def rehash(checkpoint: Path) -> None:
-    """Write the manifest that belongs to the files as they are now."""
+    """Write a manifest with the hashes of the present files."""
     files = {
         path.name: {"size": path.stat().st_size, "sha256": sha256(path)}
         for path in checkpoint.iterdir()
@@ -122,7 +122,7 @@ def edit_weights(file: Path, change: Callable[[dict[str, Any]], object]) -> None
 
 
 def replaced(path: Path, make: Callable[[Path], object]) -> None:
-    """`make` puts something else in the file's place, under the hash that the file had."""
+    """`make` replaces the file; the manifest keeps the old file's hash."""
     path.unlink()
     make(path)
 
@@ -220,7 +220,7 @@ class Resumed:
         self.accelerator.prepare(self.model)
 
     def restore(self) -> TrainState | None:
-        """The position, after a step that shows that the optimizer can go on. Raises UserError."""
+        """Return the restored position, after one step of the optimizer. Raises UserError."""
         optimizer = create_optimizer(self.config.optim, self.model)
         ema = create_ema(self.config.ema, self.model)
         checkpoints = Checkpoints(
@@ -234,7 +234,7 @@ class Resumed:
 
 
 def mutate(value: Any, generator: random.Random) -> Any:
-    """A copy in which something is replaced, removed or added, at any depth."""
+    """Return a copy with one value replaced, removed or added, at any depth."""
     if isinstance(value, dict) and value and generator.random() < 0.9:
         key = generator.choice(list(value))
         if generator.random() < 0.1:
@@ -387,7 +387,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rewrite(cache: Path, target: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
-    """A cache with another description and other columns, and hashes that fit."""
+    """Write a cache with another description and other columns, and with correct hashes."""
     import hashlib
 
     content = cache.read_bytes()
@@ -444,7 +444,7 @@ def test_a_cache_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def packed(members: dict[str, bytes], sizes: dict[str, int] | None = None) -> bytes:
-    """A tar file; `sizes`: what its headers say in place of the truth."""
+    """Return a tar file; `sizes`: wrong sizes for its headers."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         for name, content in members.items():
@@ -468,7 +468,7 @@ def nested(depth: int) -> bytes:
 
 
 def long_name() -> bytes:
-    """A header that says that the next one's name is long, and the name."""
+    """Return the header that announces a long name, and the name."""
     info = tarfile.TarInfo("././@LongLink")
     info.type, info.size = tarfile.GNUTYPE_LONGNAME, 512
     return info.tobuf(tarfile.GNU_FORMAT) + b"x".ljust(512, b"\0")

@@ -1,4 +1,4 @@
-"""The whole state comes out and goes in bit by bit, whatever the optimizer and the wrappers."""
+"""The complete state is saved and restored bit by bit, with each optimizer and each wrapper."""
 
 import io
 
@@ -52,7 +52,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 def move(
     source: tuple[nn.Module, torch.optim.Optimizer], target: tuple[nn.Module, torch.optim.Optimizer], **more
 ) -> None:
-    """Through a file that holds no code."""
+    """Save and load the state without pickled code."""
     file = io.BytesIO()
     trees = named_tensors(source[0]), optimizer_state(*source)
     torch.save(gather_to_main(trees, here=True), file)

@@ -1,4 +1,4 @@
-"""Imports without a look for garbage in between, which is looked for again afterwards."""
+"""The garbage collector is off during imports, and on again afterwards."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""The console script, in processes of its own: help, exit codes, the line of an error, and who says it."""
+"""The console script in its own processes: help, exit codes, and errors of one line from one process."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ sys.exit(cli.main(["recipes"]))
 
 
 def at_a_terminal(*words: str, **variables: str) -> tuple[str, bool, str]:
-    """The first line that `accel-train WORDS` shows on stderr, whether torch was there by then, and the rest."""
+    """Return the first line of `accel-train WORDS` on stderr, whether torch was imported by then, and the rest."""
     terminal, inside = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_train", *words],

@@ -1,6 +1,6 @@
-"""pbs/train.pbs with the variables and files that PBS sets; its commands are stood in for by small scripts.
+"""pbs/train.pbs with the variables and files that PBS sets; small scripts replace the commands of PBS.
 
-They do what a real OpenPBS with two nodes was seen to do.
+They behave as a real OpenPBS with two nodes did.
 """
 
 import json

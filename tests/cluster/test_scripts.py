@@ -1,4 +1,4 @@
-"""The job scripts without a cluster: what they decide by themselves, and their style."""
+"""The job scripts without a cluster: their own decisions, and their style."""
 
 import os
 import shutil
@@ -53,7 +53,7 @@ def test_a_job_whose_run_another_one_owns_changes_and_obeys_nothing_of_its(tmp_p
 
 
 def bash(script: str, cwd: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run a script that has slurm/common.sh at hand, in an environment of next to nothing."""
+    """Run a script that uses slurm/common.sh, in an almost empty environment."""
     path = f"{cwd}/bin:{Path(sys.executable).parent}:/usr/bin:/bin"
     environment = {"PATH": path, "HOME": str(cwd), "ACCEL_TRAIN_ROOT": str(ROOT), "ACCEL_TRAIN_SITE": str(cwd / "site")}
     return subprocess.run(

@@ -92,7 +92,7 @@ class Job:
         return (self.run / "model.safetensors").read_bytes()
 
     def update(self) -> int:
-        """The newest update of which metrics.jsonl knows."""
+        """Return the newest update in metrics.jsonl."""
         with contextlib.suppress(OSError):
             return max([int(n) for n in re.findall(r'"update": (\d+)', (self.run / "metrics.jsonl").read_text())] + [0])
         return 0
@@ -109,7 +109,7 @@ class Job:
         return self.field("JobState")
 
     def trains_on(self) -> None:
-        """Wait until it has made progress since now."""
+        """Wait for the next logged update."""
         before = self.update()
         self.until(lambda: self.update() >= before + 20)
 
@@ -117,7 +117,7 @@ class Job:
         self.until(lambda: self.log().count(f"job {self.number}, start {starts},") > 0)
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the training processes, by rank."""
+        """Return the process ids of the training processes, by rank."""
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> dict[str, Job]:
-    """The uninterrupted runs, all at once, and the one that waits for its time limit."""
+    """Start the uninterrupted runs at the same time, and the run that reaches its time limit."""
     short = ("digits", "--epochs", "1", "--log-every-updates", "1")
     return {
         "limited": cluster.submit("single_node.sbatch", *LONG, options="--time=1 --signal=USR1@5"),
@@ -157,7 +157,7 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
 
 
 def lines(job: Job) -> list[dict]:
-    """What it logged of its training, every few updates."""
+    """Return the training lines of metrics.jsonl."""
     found = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in found if line["kind"] == "train"]
 

@@ -1,4 +1,4 @@
-"""Which settings may change at a resume, and what is said of those that may not."""
+"""Which settings may change when a run is resumed, and the errors for the others."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Recipe file and command line -> Config: what is read, and what each slip is told."""
+"""Recipe file and command line -> Config: the values, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recipe(tmp_path: Path) -> str:
 
 
 def told(*arguments: str) -> str:
-    """The message of the UserError; it must be the only one, of one line."""
+    """Return the message of the UserError; there must be exactly one, of one line."""
     with pytest.raises(UserError) as caught:
         parse(arguments)
     assert "\n" not in str(caught.value)
@@ -252,7 +252,7 @@ def test_only_options_of_the_command_are_proposed() -> None:
 
 
 def all_told(*arguments: str) -> list[str]:
-    """All messages of the UserError."""
+    """Return all messages of the UserError."""
     with pytest.raises(UserError) as caught:
         parse(arguments)
     return list(caught.value.messages)
@@ -378,7 +378,7 @@ def test_help_names_the_recipe_and_shows_its_values(recipe: str, capsys: pytest.
 
 
 def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
-    """Values of an option's type that `config.check` takes."""
+    """Values of an option's type that are within its bounds."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
     numbers = st.floats(0.001, 0.999)

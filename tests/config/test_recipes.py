@@ -1,4 +1,4 @@
-"""Every recipe says what it is, sets only what exists, and names a model that its data fits."""
+"""Every recipe has a description, sets only existing options, and its model fits its data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def unknown_keys(settings: dict[str, Any], into: type, path: str = "") -> list[str]:
-    """The keys of `settings` that the dataclass `into` does not have."""
+    """Return the keys of `settings` that the dataclass `into` does not have."""
     fields = {field.name: field for field in dataclasses.fields(into)}
     unknown = []
     for key, value in settings.items():
@@ -90,7 +90,7 @@ def test_a_misspelt_key_is_found() -> None:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_can_be_made(name: str) -> None:
-    """Its model on its data's shape, its optimizer and its schedule over its epochs."""
+    """Create the recipe's model for its data's shape, its optimizer and its schedule over all epochs."""
     settings = parse([name])
     data = settings.data
     classes, channels, native = SHAPES[str(data.root) if data.name == "folder" else data.name]

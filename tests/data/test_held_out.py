@@ -1,4 +1,4 @@
-"""Unreadable images among those held out: found before training, or after the weights are safe."""
+"""Unreadable images in validation and test splits are found before training, or after the weights are saved."""
 
 from __future__ import annotations
 

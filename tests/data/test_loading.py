@@ -1,4 +1,4 @@
-"""The worker processes of a loader: how many, and how long they live."""
+"""The worker processes of a loader: their number, and how long they live."""
 
 import multiprocessing
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Augment, Data
+from accel_train.data import loading
 from accel_train.data.loading import create_loader
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
@@ -45,15 +46,15 @@ def test_training_keeps_its_workers_and_an_evaluation_ends_its_own(splits: Split
 
 
 def test_a_core_is_left_for_the_thread_that_drives_a_gpu(splits: Splits) -> None:
-    found = [
+    workers = [
         loader(splits, training=True, workers=None, device=device, cores=cores).num_workers
         for device, cores in (("cpu", 4), ("cuda", 4), ("cuda", 1))
     ]
-    assert found == [4, 3, 1]
+    assert workers == [4, 3, 1]
 
 
 def test_cores_are_divided_among_those_that_may_use_them() -> None:
-    """Not among processes that are bound to cores of their own, as by srun --cpu-bind."""
+    """Processes with their own cores, as with srun --cpu-bind, do not share them."""
     every = set(range(16))
     assert share_of_cores(every, [every]) == 16
     assert share_of_cores(every, [every] * 4) == 4
@@ -63,3 +64,25 @@ def test_cores_are_divided_among_those_that_may_use_them() -> None:
     assert share_of_cores(bound[1], bound) == 4
     sockets = [set(range(8)), set(range(8)), set(range(8, 16))]
     assert [share_of_cores(each, sockets) for each in sockets] == [4, 4, 8]
+
+
+class TwoProcesses:
+    """The part of an Accelerator that dividing the cores needs."""
+
+    num_processes = 2
+
+
+def test_the_processes_exchange_their_cores_once_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges = []
+
+    def gather(own: list[tuple[str, set[int]]]) -> list[tuple[str, set[int]]]:
+        exchanges.append(own)
+        return own * 2
+
+    monkeypatch.setattr(loading, "gather_object", gather)
+    monkeypatch.setattr(loading, "core_set", lambda: set(range(8)))
+    accelerator, of_the_next_run = TwoProcesses(), TwoProcesses()
+    assert [loading._cores(accelerator) for _ in range(3)] == [4, 4, 4]
+    assert len(exchanges) == 1
+    loading._cores(of_the_next_run)
+    assert len(exchanges) == 2

@@ -1,4 +1,4 @@
-"""Sets in memory: the same batches as those that are fetched image by image, wherever the pixels lie."""
+"""Datasets in memory: the same batches as when images are fetched one by one, wherever the pixels are kept."""
 
 import dataclasses
 import subprocess
@@ -76,7 +76,7 @@ def test_host_memory_gives_the_batches_of_the_loader(augment: Augment, layout: s
 
 
 class OtherSampler(Sampler[IndexBatch]):
-    """A batch sampler that is none of the package's, with the same interface."""
+    """A batch sampler from outside the package, with the same interface."""
 
     def __init__(self, order: TrainingSampler) -> None:
         self.order, self.batch_size, self.drop_last = order, order.batch_size, False
@@ -179,7 +179,7 @@ def test_a_gpu_sees_the_cpus_pixels(place: str, layout: str) -> None:
 
 
 class TestPlacement:
-    """The decision, with devices that are not here."""
+    """Return the chosen place, for devices that this machine does not have."""
 
     @staticmethod
     def place(

@@ -1,4 +1,4 @@
-"""The processes that load images: forked from a server, never from the trainer, and gone when it is."""
+"""The data workers: forked from a server, never from the trainer, and ended when the trainer ends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def trainer(tmp_path: Path) -> Any:
 
 
 def children_of(popen: subprocess.Popen[str]) -> list[psutil.Process]:
-    """All that the trainer has started: the server, its two workers, and multiprocessing's tracker of resources."""
+    """Return the trainer's descendants: the server, its two workers, and multiprocessing's resource tracker."""
     found = psutil.Process(popen.pid).children(recursive=True)
     assert len(found) == 4
     return found
@@ -99,7 +99,7 @@ def test_a_stop_signal_to_every_process_leaves_the_workers_to_the_trainer(
 
 
 class Spawning:
-    """What multiprocessing's own Popen is while it pickles: it takes the file descriptors that go along."""
+    """Takes the file descriptors of pickled tensors, as multiprocessing's Popen does."""
 
     def __init__(self) -> None:
         self.files: list[int] = []
@@ -112,7 +112,7 @@ class Spawning:
 
 
 def given(value: Any) -> tuple[int, int]:
-    """Bytes and file descriptors that a worker is sent."""
+    """Return the numbers of bytes and of file descriptors that a worker receives."""
     spawning = Spawning()
     buffer = io.BytesIO()
     set_spawning_popen(spawning)

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong: one line that helps, exit code 2, no traceback, and nothing half-written."""
+"""A new user's mistakes: one helpful line, exit code 2, no traceback, and no incomplete file."""
 
 import contextlib
 import subprocess
@@ -15,7 +15,7 @@ from accel_train.cli import main
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An empty working directory, and no Accelerate left over from another test."""
+    """Give the test an empty working directory and a new Accelerate state."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
@@ -24,7 +24,7 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line with which `accel-train train ARGUMENTS` is refused."""
+    """Return the one-line error of `accel-train train ARGUMENTS`."""
     before = sorted(Path().rglob("*"))
     assert main(["train", *arguments]) == 2
     shown = capsys.readouterr()
@@ -134,7 +134,7 @@ def test_traceback_on_request(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_of_two_processes_speaks(tmp_path: Path) -> None:
-    """A batch that two processes cannot share; both find out, and one says so."""
+    """Both processes find that they cannot share the batch, and one of them prints the error."""
     done = helpers.python("-m", "accel_train.train", "digits", "--batch-size", 33, processes=2, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("accel-train: error:") == 1

@@ -1,4 +1,4 @@
-"""benchmarks/: where its figures go, and that the scripts run. No test asserts a time."""
+"""benchmarks/: the scripts run, and write their figures to the right place. No test asserts a time."""
 
 from __future__ import annotations
 

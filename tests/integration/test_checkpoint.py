@@ -1,4 +1,4 @@
-"""Checkpoints: the same state on any number of processes, whole after kills, and never lost for a bad disk."""
+"""Checkpoints: the same state on any number of processes, complete after kills, and kept when a disk is full."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def same(one: object, other: object) -> bool:
 
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory):
-    """Runs saved by 1 and 2 processes and by FSDP2 on 2, each restored by 1, 2, FSDP2 on 2, and 4: FILE.RANK."""
+    """Save a run on 1, 2 and 2 (FSDP2) processes, and restore each on 1, 2, 2 (FSDP2) and 4, into FILE.RANK."""
     folder = tmp_path_factory.mktemp("elastic")
     for run in ("one", "two", "fsdp"):
         (folder / run).mkdir()
@@ -445,7 +445,7 @@ def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
 
 
 def failing(run: Run, update: int) -> str:
-    """A save that must fail; what was there before must be whole."""
+    """Save, which must fail; the earlier checkpoints must stay complete."""
     run.checkpoints.failures.clear()
     run.save(update)
     (failure,) = run.checkpoints.failures
@@ -526,7 +526,7 @@ def test_all_files_have_the_permissions_that_the_user_gives_new_ones(tmp_path, u
 
 
 class Forgetful(Counter):
-    """Takes the state of an earlier version, which had fewer parts."""
+    """Accepts the state of an earlier version, which had fewer parts."""
 
     def state_dict(self):
         return {"count": self.count, "moons": 3}

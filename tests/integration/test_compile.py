@@ -1,4 +1,4 @@
-"""torch.compile, as `accelerate launch --dynamo_backend` asks for it, leaves the run as it is."""
+"""torch.compile (`accelerate launch --dynamo_backend`) does not change the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP2 through the whole program: the same run as under DDP, and the same checkpoints, there and back."""
+"""FSDP2 in the whole program: the same run as under DDP, and checkpoints that both can resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run goes on with something changed, or after its end; damaged files of a run's directory do not stop it."""
+"""A run is resumed with changed settings or after its end; damaged files in its directory do not stop it."""
 
 import json
 import shlex
@@ -37,7 +37,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(done: Path, run: Path, until: int | None = None) -> Path:
-    """A copy of the run; `until`: as if it had been killed after that update."""
+    """Return a copy of the run; `until`: as if it had been killed after that update."""
     shutil.copytree(done, run)
     if until is not None:
         for name in ("result.json", "model.safetensors"):
@@ -209,7 +209,7 @@ def test_a_finished_run_is_taken_to_another_directory(done: Path, tmp_path: Path
 
 
 class TestEarlierEnd:
-    """What is made of a result.json, read without a program's start."""
+    """Reading result.json, without starting a program."""
 
     CONFIG = Config(recipe="mine", epochs=3, optim=Optim(lr=0.2))
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show. `pytest -m gpu` on a machine with CUDA runs it; elsewhere it is skipped."""
+"""Tests that need a GPU: `pytest -m gpu` on a machine with CUDA; elsewhere they are skipped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ digits --augment.crop random --augment.pad 1 --augment.flip 0.5 --augment.erase 
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each run begins as a program of its own would."""
+    """Reset this process before each run, as if a new program started."""
     yield
     helpers.forget_accelerate()
 
@@ -60,7 +60,7 @@ def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: s
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
 def test_policies_and_optimizers_on_one_bad_sample(tmp_path: Path, policy: str, optimizer: str) -> None:
-    """Forty black images but for a white one, which with this `std` is more than a float32 can hold."""
+    """39 black images and a white one, which this `std` makes larger than a float32 can be."""
     for split, count in (("train", 40), ("test", 4)):
         for number in range(count):
             path = tmp_path / "images" / split / "ab"[number % 2] / f"{number:03d}.png"
@@ -211,7 +211,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_it_decodes_as_the_host_does_beside_training(tmp_path: Path) -> None:
-    """nvJPEG's pixels are those of libjpeg, give or take a rounding; and decoding leaves memory in use alone."""
+    """nvJPEG gives libjpeg's pixels within rounding, and decoding does not write to memory in use."""
     numbers = np.random.default_rng(0)
     for number in range(128):
         coarse = Image.fromarray(numbers.integers(0, 256, (9, 7, 3), dtype=np.uint8))

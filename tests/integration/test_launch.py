@@ -1,4 +1,4 @@
-"""What launchers set is understood; a world other than the promised one is an error, never N singletons."""
+"""The variables of launchers are understood; a wrong number of processes is an error, never N runs of one process."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""One run, one writer: starts that meet in one directory, owners that die, are suspended or live elsewhere."""
+"""A run has one writer: several starts in one directory, and owners that die, are suspended or run elsewhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def not_stopped() -> str:
 
 
 def forge(run: Path, *, age: float = 0.0, **changes: Any) -> Owner:
-    """An owner.json of a process on another host, whose last sign of life is `age` seconds old."""
+    """Write the owner.json of a process on another host, whose heartbeat is `age` seconds old."""
     run.mkdir(parents=True, exist_ok=True)
     other = dataclasses.replace(Owner.of_this_process(), **({"host": "node9", "machine": "node9 boot"} | changes))
     (run / FILE).write_text(json.dumps(dataclasses.asdict(other)))
@@ -55,7 +55,7 @@ def claim(run: Path, *, take_over: bool = False, stopped: Callable[[], str] = no
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds instead of minutes, and a terminal instead of whatever job the tests may run in."""
+    """Shorten the waits to seconds, and hide the job in which the tests may run."""
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
     for name, seconds in {"BEAT": 0.1, "CONFIRM": 0.3, "STALE": 1.5, "LOOK": 0.05, "POLL": 0.02}.items():

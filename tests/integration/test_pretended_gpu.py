@@ -41,6 +41,10 @@ from accel_train.cli import main
 from accel_train.config.options import parse
 from accel_train.config.recipe import recipe_names
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._C, "_ensureCUDADeviceGuardSet"), reason="older versions of torch (2.9) cannot pretend a device"
+)
+
 # The one wait of an update: for the answer whether the update before was finite, by then long there.
 READ_LATER = {"nonfinite.py:_read event.synchronize": 1}
 # Where the answer must be known before the optimizer's step.
@@ -64,7 +68,7 @@ def gpu() -> Iterator[Pretended]:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of JPEGs and PNGs of many sizes, as train/ and val/."""
+    """Write JPEGs and PNGs of many sizes, of two classes, to train/ and val/."""
     root = tmp_path_factory.mktemp("photos")
     generator = torch.Generator().manual_seed(0)
     for split, count in (("train", 12), ("val", 4)):
@@ -84,7 +88,7 @@ def succeeded(done: Done) -> Done:
 
 
 def quiet_updates(done: Done) -> list[dict[str, int]]:
-    """The waits of those updates that no line, checkpoint or epoch's end falls into, nor the start."""
+    """Return the waits of the updates without a log line, checkpoint, epoch's end or start."""
     return done.waits[2:5]
 
 
@@ -330,7 +334,7 @@ def test_waits_of_each_policy_and_precision(gpu: Pretended, tmp_path: Path, poli
 
 
 def exploding(folder: Path, optimizer: str) -> Path:
-    """Forty black images but for a white one, which with this `std` is more than a float32 can hold."""
+    """39 black images and a white one, which this `std` makes larger than a float32 can be."""
     for split, count in (("train", 40), ("test", 4)):
         for number in range(count):
             path = folder / "images" / split / "ab"[number % 2] / f"{number:03d}.png"

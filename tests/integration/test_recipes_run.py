@@ -35,7 +35,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(recipe: str, photos: Path) -> list[str]:
-    """What makes a run of two updates of a recipe, and leaves the rest as it is."""
+    """Return the options that shorten a recipe to two updates."""
     config = parse([recipe])
     options = ["--epochs", "1", "--batch-size", "8", "--log-every-updates", "1", "--data.train-limit", "16"]
     if config.micro_batch_size is not None:
@@ -67,7 +67,7 @@ def test_recipe_runs(recipe: str, photos: Path, tmp_path: Path) -> None:
 def test_config_only(
     recipe: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The printed configuration is a recipe: the same one."""
+    """The printed configuration is the same recipe."""
     monkeypatch.chdir(tmp_path)
     assert main(["train", recipe, *small(recipe, photos), "--config-only"]) == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""An interrupted run ends as the uninterrupted one: bitwise on as many processes, within rounding on others."""
+"""An interrupted run ends like an uninterrupted one: bitwise equal on as many processes, else within rounding."""
 
 import json
 import os
@@ -28,7 +28,7 @@ TIMES = {
 
 
 def lines(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of one kind, without what a clock has to do with."""
+    """Return the lines of metrics.jsonl of one kind, without times and speeds."""
     path = run / "metrics.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [{k: v for k, v in line.items() if k not in TIMES} for line in found if line["kind"] == kind]

@@ -18,7 +18,7 @@ SAMPLES, BATCH = 1437, 96  # the last window of an epoch is short, and its last 
 
 @pytest.fixture(scope="module")
 def feeds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """World size -> what each of its processes was fed and has counted; see feed_worker.py."""
+    """World size -> each process's batches and evaluation counts; see feed_worker.py."""
     found = {}
     for world in WORLDS:
         folder = tmp_path_factory.mktemp(f"feeds-{world}")
@@ -29,7 +29,7 @@ def feeds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
 
 
 def together(processes: list[dict[str, Any]], case: str) -> list[Any]:
-    """All samples of an epoch in their order: micro-batch by micro-batch, and in each process by process."""
+    """Return all samples of an epoch in order: by micro-batch, then by process."""
     steps = zip(*(process["fed"][case] for process in processes), strict=True)
     return list(chain.from_iterable(chain.from_iterable(steps)))
 

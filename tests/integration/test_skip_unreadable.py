@@ -1,4 +1,4 @@
-"""An image turns out to be unreadable in the middle of a run: the list of it is given, and the run goes on."""
+"""An image is unreadable in the middle of a run; with a list that names it the run continues."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Pat
 
 
 def older(checkpoint: Path) -> None:
-    """As it was written before there were numbers."""
+    """As older versions wrote it, without numbers."""
     state = json.loads((checkpoint / "state.json").read_text())
     assert state.pop("semantics") == SEMANTICS
     del state["pixels"]

@@ -1,4 +1,4 @@
-"""Signals, the files STOP and SAVE, and the agreement on them: real processes, real signals."""
+"""Signals and the files STOP and SAVE, on which all processes agree: real processes, real signals."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_directory_that_cannot_have_checkpoints_is_refused_by_all_processes(tmp_
 
 
 def let_saves_fail(run: helpers.Started) -> None:
-    """Let the run write small files only: what a full disk does, without a disk."""
+    """Limit the size of the run's files: a write fails as on a full disk."""
     resource.prlimit(run.popen.pid, resource.RLIMIT_FSIZE, (65536, 65536))
 
 

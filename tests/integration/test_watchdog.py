@@ -1,4 +1,4 @@
-"""Processes that hang, die and fail, for real, under the real launcher."""
+"""Real processes that hang, die and fail, under the real launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device a process takes, decided from what it sees: without any device, and without Accelerate's own work."""
+"""Which device a process uses, for the devices that it sees; no device and no Accelerator is needed."""
 
 from __future__ import annotations
 

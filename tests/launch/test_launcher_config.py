@@ -1,4 +1,4 @@
-"""A process without a launcher takes from accelerate's config file what `accelerate launch` would make of it."""
+"""Without a launcher, a process reads accelerate's config file as `accelerate launch` would."""
 
 import os
 from pathlib import Path

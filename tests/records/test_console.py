@@ -46,7 +46,7 @@ def in_a_pipe(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def on_a_terminal(*words: str, columns: int = 80, **variables: str) -> str:
-    """All that the program sends to its terminal, escape codes included."""
+    """Return the program's output on its terminal, with escape codes."""
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     plain = {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"}

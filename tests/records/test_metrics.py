@@ -1,4 +1,4 @@
-"""records/metrics.py: one table that everything which shows or writes a metric follows."""
+"""records/metrics.py: all outputs follow its one table of metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run directory: whole files, lines that parse, and a run that outlives a full disk."""
+"""The run directory: complete files, valid lines, and a run that continues on a full disk."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ print(full, directory.failures)
 
 
 def test_a_full_disk_costs_lines_but_neither_the_run_nor_a_whole_line(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk: the kernel writes part of a line, then refuses."""
+    """A limit on the size of files replaces the full disk: the kernel writes part of a line, then refuses."""
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     full, failures = map(int, done.stdout.split())
     assert full == failures > 0

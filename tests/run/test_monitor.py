@@ -1,4 +1,4 @@
-"""The second process that ends one whose interpreter no longer answers, and leaves one alone that was suspended."""
+"""The monitor ends a process whose interpreter no longer answers, but not a suspended one."""
 
 from __future__ import annotations
 

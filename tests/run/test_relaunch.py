@@ -1,4 +1,4 @@
-"""The command that goes on with a run, for each way of starting one; a real launcher's is in test_stopping.py."""
+"""The command that continues a run, for each way of starting it; test_stopping.py tests a real launcher's."""
 
 from __future__ import annotations
 

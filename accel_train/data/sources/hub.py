@@ -1,7 +1,7 @@
-"""Datasets of hubs, through timm's create_dataset: hfds/ and hfids/ (Hugging Face), tfds/ (TensorFlow).
+"""Datasets of hubs: hfds/ and hfids/ through Hugging Face's `datasets`, tfds/ through timm and tensorflow_datasets.
 
-timm's readers find and label the images, but its data sets are not asked for any: they put another image in
-the place of an unreadable one.
+For hfds/ timm's dataset would be of no use: it replaces an unreadable image by the next one. For tfds/ timm decodes the
+JPEGs with TensorFlow in the same way as it does for its own trainings.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,16 +29,20 @@ class HubImages(EncodedImages):
     """Images of a Hugging Face dataset on this machine's disk (Arrow files, mapped into memory)."""
 
     def __init__(
-        self, label: str, reader: Any, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int
+        self, label: str, images: Any, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int
     ) -> None:
+        """`label`: names the split in messages; `images`: a datasets.Dataset of one column, of images that it does not
+        decode; `labels`, `check_command`, `max_pixels`: see EncodedImages."""
         super().__init__(labels, channels, check_command, max_pixels)
-        self.label, self.reader = label, reader
+        (self.column,) = images.column_names
+        self.label, self.images = label, images
 
     def read(self, id: int) -> bytes:
-        file, *_ = self.reader[id]
-        with file:
-            data: bytes = file.read()
-        return data
+        image = self.images[id][self.column]
+        if image is None:
+            raise OSError("the dataset has a label but no image there")
+        content: bytes = image["bytes"] or Path(image["path"]).read_bytes()
+        return content
 
     def name(self, id: int) -> str:
         return f"{self.label} image {id}"
@@ -90,37 +95,31 @@ def hub(data: Data) -> Splits:
 
 
 def _hugging_face(data: Data) -> Splits:
-    from timm.data import create_dataset
-
     datasets: Any = importlib.import_module("datasets")
     if os.environ.get("RANK", "0") != "0":
         datasets.disable_progress_bars()
     prefix, _, name = data.name.partition("/")
-    root = str(data.root)  # downloaded datasets are stored below it
+    streamed = prefix == "hfids"
     named = _named_splits(datasets.get_dataset_split_names(name), data)
-    if prefix == "hfds":
-        features = datasets.load_dataset(name, split=named["train"], cache_dir=root).features or {}
-    else:
-        features = datasets.load_dataset(name, split=named["train"], streaming=True).features or {}
+    tables = {
+        split: datasets.load_dataset(name, split=stored, streaming=streamed, cache_dir=str(data.root))
+        for split, stored in named.items()
+    }
+    features = tables["train"].features or {}
     image_key = _column(data, features, datasets.Image, "image")
     label_key = _column(data, features, datasets.ClassLabel, "label")
-    keys = {"input_key": image_key, "target_key": label_key, "input_img_mode": _mode(data)}
     check_command = f"accel-train check-data {data.name} --root {data.root}"
+    mode = _mode(data)
     sources: dict[str, Source] = {}
-    for split, stored in named.items():
-        label = f"{data.name} {stored}"
-        if prefix == "hfds":
-            reader = create_dataset(data.name, root=root, split=stored, **keys).reader
-            column = reader.dataset.select_columns([label_key])
-            labels = np.array([-1 if x is None else x for x in column[:][label_key]], dtype=np.int64)
-            source: Source = HubImages(
-                label, reader, torch.from_numpy(labels), data.channels, check_command, data.max_pixels
-            )
+    for split, table in tables.items():
+        label = f"{data.name} {named[split]}"
+        if streamed:
+            source: Source = _read(label, ((row[image_key].convert(mode), row[label_key]) for row in table))
         else:
-            stream = create_dataset(data.name, root=root, split=stored, num_samples=1, **keys)
-            reader = stream.reader
-            reader.dist_rank, reader.dist_num_replicas = 0, 1  # without this each process would get only its share
-            source = _read(label, stream)
+            column = table.select_columns([label_key])
+            labels = np.array([-1 if x is None else x for x in column[:][label_key]], dtype=np.int64)
+            images = table.select_columns([image_key]).cast_column(image_key, datasets.Image(decode=False))
+            source = HubImages(label, images, torch.from_numpy(labels), data.channels, check_command, data.max_pixels)
         if split == "train" or not bool((source.labels == -1).all()):  # the hub's mark for samples without a label
             sources[split] = source
     return _splits(data, tuple(features[label_key].names), sources)
@@ -132,12 +131,14 @@ def _tensorflow(data: Data) -> Splits:
     def stream(split: str) -> Any:
         return create_dataset(data.name, root=str(data.root), split=split, download=True, input_img_mode=_mode(data))
 
-    reader = stream("train").reader
-    named = _named_splits(list(reader.builder.info.splits), data)
+    stream("train")  # downloads the dataset, and keeps TensorFlow from taking the GPU's memory
+    tensorflow_datasets: Any = importlib.import_module("tensorflow_datasets")
+    info = tensorflow_datasets.builder(data.name.partition("/")[2], data_dir=str(data.root)).info
     sources: dict[str, Source] = {
-        split: _read(f"{data.name} {stored}", stream(stored)) for split, stored in named.items()
+        split: _read(f"{data.name} {stored}", stream(stored))
+        for split, stored in _named_splits(info.splits, data).items()
     }
-    return _splits(data, tuple(sorted(reader.class_to_idx, key=reader.class_to_idx.get)), sources)
+    return _splits(data, tuple(info.features["label"].names), sources)
 
 
 def _named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
@@ -151,15 +152,15 @@ def _named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
 
 def _column(data: Data, features: Any, kind: type, usual: str) -> str:
     """The name of the column of images or of labels: the usual name, or the only column of that kind."""
-    found = [name for name, feature in features.items() if isinstance(feature, kind)]
-    if usual in found:
+    columns = [name for name, feature in features.items() if isinstance(feature, kind)]
+    if usual in columns:
         return usual
-    if len(found) != 1:
+    if len(columns) != 1:
         raise UserError(
-            f"the data '{data.name}' has {len(found)} columns of kind {kind.__name__} "
+            f"the data '{data.name}' has {len(columns)} columns of kind {kind.__name__} "
             f"({', '.join(features) or 'it names no columns'}): one named '{usual}' is needed."
         )
-    return str(found[0])
+    return str(columns[0])
 
 
 def _mode(data: Data) -> str:

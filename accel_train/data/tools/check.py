@@ -45,39 +45,39 @@ def check_data(data: Data, output: Path, processes: int) -> int:
         console.print(f"warning: {note}")
     if splits.ignored:
         console.print(f"Not used: {splits.ignored}.")
-    found: list[Unreadable] = []
+    unreadable: list[Unreadable] = []
     with ProgressDisplay(console, "decod", total if sources else 0) as shown:
-        for count, bad in in_processes(unreadable, sources, jobs_of(sources), processes):
-            found += bad
-            shown.advance(count, len(found))
-    write_list(output, data, found, console)
-    if found:
+        for count, bad in in_processes(find_unreadable, sources, jobs_of(sources), processes):
+            unreadable += bad
+            shown.advance(count, len(unreadable))
+    write_list(output, data, unreadable, console)
+    if unreadable:
         console.print(
-            f"{len(found)} of {total} images cannot be read. They are listed in {output}. Leave them out with"
+            f"{len(unreadable)} of {total} images cannot be read. They are listed in {output}. Leave them out with"
         )
         options = f"--data.name {data.name} --data.root {shlex.quote(str(data.root))}"
         console.print(f"  accel-train train RECIPE {options} --data.skip-unreadable {shlex.quote(str(output))}")
     elif sources:
         console.print(f"All {total} images can be read.")
-    return len(found)
+    return len(unreadable)
 
 
-def unreadable(source: Source, first: int, last: int) -> tuple[int, list[Unreadable]]:
+def find_unreadable(source: Source, first: int, last: int) -> tuple[int, list[Unreadable]]:
     """Return (number of images tried, those that cannot be read) of images first..last-1."""
-    found = []
+    unreadable = []
     for id in range(first, last):
         try:
             source.fetch([id])
         except UserError as error:
-            found.append((source.name(id), str(error.__cause__ or error)))
-    return last - first, found
+            unreadable.append((source.name(id), str(error.__cause__ or error)))
+    return last - first, unreadable
 
 
-def write_list(output: Path, data: Data, found: list[Unreadable], console: Console) -> None:
+def write_list(output: Path, data: Data, unreadable: list[Unreadable], console: Console) -> None:
     """Write the sorted names of unreadable images, relative to data.root, one a line; print the first ones."""
-    found.sort()
-    atomic_write(output, "".join(f"{name.removeprefix(f'{data.root}/')}\n" for name, _ in found))
-    for name, why in found[:SHOWN]:
+    unreadable.sort()
+    atomic_write(output, "".join(f"{name.removeprefix(f'{data.root}/')}\n" for name, _ in unreadable))
+    for name, why in unreadable[:SHOWN]:
         console.print(f"  {name}: {why}")
-    if len(found) > SHOWN:
-        console.print(f"  … and {len(found) - SHOWN} more.")
+    if len(unreadable) > SHOWN:
+        console.print(f"  … and {len(unreadable) - SHOWN} more.")

@@ -12,6 +12,7 @@ from torch import Tensor
 from accel_train.data.sources.encoded import EncodedImages
 from accel_train.data.sources.splits import Source
 from accel_train.data.tools.check import Unreadable
+from accel_train.data.transforms.image import resized_to_short_side
 from accel_train.errors import UserError
 
 JPEG_QUALITY = 90
@@ -34,29 +35,22 @@ def encode(source: Source, first: int, last: int, short_side: int, encoding: str
     """Preprocess images first..last-1; `encoding` is "raw" or "jpeg". No image is enlarged. An image that cannot be
     read takes no bytes."""
     assert isinstance(source, EncodedImages)
-    found, chunk = [], Chunk(b"", [], [], [], [], [])
+    encoded, chunk = [], Chunk(b"", [], [], [], [], [])
     for id in range(first, last):
         try:
-            image = _resized(source.open(id).pixels(), short_side)
+            image = source.open(id).pixels()
+            if min(image.shape[1:]) > short_side:
+                image = resized_to_short_side(image, short_side)
         except UserError as error:
             chunk.unreadable.append((source.name(id), str(error.__cause__ or error)))
             image = torch.empty(0, 0, 0)
-        found.append(b"" if not image.numel() else _bytes(image, encoding))
-        chunk.sizes.append(len(found[-1]))
+        encoded.append(b"" if not image.numel() else _bytes(image, encoding))
+        chunk.sizes.append(len(encoded[-1]))
         chunk.heights.append(image.shape[1])
         chunk.widths.append(image.shape[2])
-        chunk.checksums.append(zlib.crc32(found[-1]))
-    chunk.data = b"".join(found)
+        chunk.checksums.append(zlib.crc32(encoded[-1]))
+    chunk.data = b"".join(encoded)
     return chunk
-
-
-def _resized(image: Tensor, short_side: int) -> Tensor:
-    from torchvision.transforms.v2 import functional
-
-    if min(image.shape[1:]) <= short_side:
-        return image
-    resized: Tensor = functional.resize(image, [short_side], antialias=True)  # as in evaluation
-    return resized
 
 
 def _bytes(image: Tensor, encoding: str) -> bytes:

@@ -91,7 +91,8 @@ class ProgressDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+        if not self.bar.disable:  # older versions of rich (13) end a disabled bar, too, with an empty line
+            self.bar.stop()
 
     def advance(self, count: int, unreadable: int) -> None:
         self.done += count

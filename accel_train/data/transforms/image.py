@@ -42,7 +42,6 @@ class ImageTransform:
         self.resized_crop = training and augment.crop == "resized"
         steps: list[torch.nn.Module] = []
         if not self.resized_crop:
-            steps.append(v2.Resize(self.short_side, antialias=True))
             if training and augment.crop == "random":
                 padding = {"padding": augment.pad or None, "padding_mode": augment.pad_mode}
                 steps.append(v2.RandomCrop(size, pad_if_needed=True, **padding))
@@ -78,13 +77,14 @@ class ImageTransform:
         return batch.permute(0, 3, 1, 2)
 
     def _whole(self, image: Tensor | LazyImage) -> Tensor:
-        if isinstance(image, Tensor):
-            return image
-        reduction = self._reduction(image, min(image.height, image.width), self.short_side)
-        if reduction > 1:
-            box = 0, 0, image.height, image.width
-            return image.reduced(box, *sides(image.height, image.width, self.short_side), reduction)
-        return image.pixels()
+        """The whole image, resized to the short side."""
+        if isinstance(image, LazyImage):
+            reduction = self._reduction(image, min(image.height, image.width), self.short_side)
+            if reduction > 1:
+                box = 0, 0, image.height, image.width
+                return image.reduced(box, *sides(image.height, image.width, self.short_side), reduction)
+            image = image.pixels()
+        return resized_to_short_side(image, self.short_side)
 
     def _resized_crop(self, image: Tensor | LazyImage, top: int, left: int, height: int, width: int) -> Tensor:
         """The box of the image, resized to size x size. It is cropped first, so that only its pixels are resized."""
@@ -158,6 +158,16 @@ def sides(height: int, width: int, short_side: int) -> tuple[int, int]:
     """Height and width of an image resized to this short side, rounded as in torchvision's Resize."""
     short = min(height, width)
     return int(short_side * height / short), int(short_side * width / short)
+
+
+def resized_to_short_side(image: Tensor, short_side: int) -> Tensor:
+    """`image`, uint8 [C, H, W], resized so that the shorter of its sides has `short_side` pixels.
+
+    The pixels are those of torchvision's Resize in 0.29. Older versions of it computed in float32 on some CPUs, so that
+    pixels differed by 1, also from those of images that the device decodes.
+    """
+    height, width = sides(image.shape[1], image.shape[2], short_side)
+    return image if image.shape[1:] == (height, width) else resized(image, height, width)
 
 
 def resized(image: Tensor, height: int, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sets that lie in memory: the embedded digits, and torchvision's, from files in its own layout."""
+"""Datasets in memory: the embedded digits, and torchvision's, from files in torchvision's layout."""
 
 import gzip
 import hashlib
@@ -53,7 +53,7 @@ class TestDigits:
 
 
 def idx(array: np.ndarray) -> bytes:
-    """The format of MNIST's files: 0, 0, type 8 (uint8), dimensions, sizes (big-endian), values."""
+    """Return a file in MNIST's format: 0, 0, type 8 (uint8), dimensions, sizes (big-endian), values."""
     return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
@@ -122,11 +122,11 @@ def test_the_real_mnist() -> None:
 
 
 class TestDownload:
-    """From a server on this machine, with files of MNIST's format."""
+    """Download files in MNIST's format from a server on this machine."""
 
     @pytest.fixture
     def served(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        """The paths that were asked for."""
+        """The requested paths."""
         self.files = mnist_files()
         archives = {f"{name}.gz": gzip.compress(content) for name, content in self.files.items()}
         write(tmp_path / "server", archives)

@@ -1,4 +1,4 @@
-"""`accel-train cache-data`: one file with all images made ready, whole or not taken, and the same data as before."""
+"""`accel-train cache-data`: one file with all preprocessed images, complete or refused, with the same data."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def picture(width: int, height: int) -> Image.Image:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 images in train/ and 6 in val/, of many sizes, some of them grey, CMYK or no JPEG."""
+    """Write 100 images to train/ and 6 to val/, of many sizes, some of them grey, CMYK or PNG."""
     root = tmp_path_factory.mktemp("cached") / "pets"
     for split, count in (("train", 50), ("val", 3)):
         for kind in ("cat", "dög"):
@@ -61,7 +61,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Data:
-    """A copy, to be damaged."""
+    """Return a copy that a test may damage."""
     root = tmp_path / "pets"
     shutil.copytree(original, root)
     return Data(name="folder", root=root)
@@ -316,7 +316,7 @@ class TestWriting:
             written(folder, tmp_path / "file" / "cache")
 
     def killed(self, folder: Data, output: Path) -> Path:
-        """Start the command and kill it in its middle; returns the journal."""
+        """Start the command, kill it while it works, and return the journal."""
         script = (
             "import sys, time; from accel_train.data.tools import cache_writer, pool\n"
             "cache_writer.SYNC_SECONDS, pool.CHUNK, encode = 0, 4, cache_writer.encode\n"

@@ -1,4 +1,4 @@
-"""Trees of class folders."""
+"""Folders with one folder for each class."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Data sets of hubs, from local files."""
+"""Datasets of hubs, from local files."""
 
 import importlib.util
 import io
@@ -61,15 +61,17 @@ def test_other_column_names_unreadable_images_and_unlabelled_tests(tmp_path: Pat
 
     features = datasets.Features({"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["a", "b"])})
     (tmp_path / "set").mkdir()
-    for split, labels in (("train", [0, 1, 1]), ("test", [-1, -1, -1])):
-        images = [{"bytes": png(v), "path": None} for v in (1, 2)] + [{"bytes": b"damaged", "path": None}]
+    for split, labels in (("train", [0, 1, 1, 0]), ("test", [-1] * 4)):
+        images = [{"bytes": content, "path": None} for content in (png(1), png(2), b"damaged")] + [None]
         rows = datasets.Dataset.from_dict({"img": images, "fine_label": labels}, features=features)
         rows.to_parquet(tmp_path / "set" / f"{split}.parquet")
     found = load(f"hfds/{tmp_path / 'set'}", tmp_path / "cache", channels=1)
-    assert found.train.labels.tolist() == [0, 1, 1] and found.test is None
+    assert found.train.labels.tolist() == [0, 1, 1, 0] and found.test is None
     assert [image[0, 0, 0].item() for image in found.train.fetch([1, 0])] == [2, 1]
     with pytest.raises(UserError, match=r"train image 2 cannot be read: it is not an image of a known format"):
         found.train.fetch([2])
+    with pytest.raises(UserError, match=r"train image 3 cannot be read: the dataset has a label but no image there"):
+        found.train.fetch([3])
 
 
 def test_a_stream_that_does_not_fit(tmp_path: Path, datasets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +138,7 @@ assert sorted(found.test.fetch(range(4))[:, 0, 0, 0].tolist()) == list(range(100
 
 
 def test_a_set_of_tensorflows(tmp_path: Path) -> None:
-    """In processes of its own: TensorFlow and torch get along only if torch is imported first."""
+    """In other processes, because TensorFlow and torch work together only if torch is imported first."""
     if importlib.util.find_spec("tensorflow_datasets") is None:
         pytest.skip("tensorflow_datasets is not installed")
     for script in (PREPARE, LOAD):

@@ -1,4 +1,4 @@
-"""Finding and decoding image files, in every odd form."""
+"""Image files of all formats, also damaged ones, are found and decoded."""
 
 import io
 import warnings
@@ -22,7 +22,7 @@ def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes
 
 
 def smooth(height: int = 40, width: int = 60) -> np.ndarray:
-    """uint8 [h, w, 3] that JPEG keeps nearly as it is."""
+    """Return smooth pixels, uint8 [h, w, 3], which JPEG changes little."""
     down, across = np.mgrid[0:height, 0:width]
     return np.stack([2 * down, 2 * across, 100 + down], -1).astype(np.uint8)
 

@@ -31,7 +31,7 @@ def test_known_sources() -> None:
 
 
 def test_the_libraries_are_imported_only_where_used(tmp_path: Path) -> None:
-    """A second or two of each start."""
+    """The import takes a second or two of each start, so it must not happen."""
     script = (
         "import sys\n"
         "from accel_train.config.schema import Data; from accel_train.data.sources.load import load_splits\n"

@@ -1,4 +1,4 @@
-"""Dividing a data set: disjoint, complete, and the same in whatever order the samples are found."""
+"""The splits of a dataset: disjoint, complete, and the same for any order of its files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from accel_train.errors import UserError
 
 
 class Named:
-    """A source of nothing but names and labels."""
+    """A source that has only names and labels."""
 
     in_memory = True
 
@@ -84,7 +84,7 @@ def test_choosing_gives_each_class_its_share(found, count) -> None:
 
 
 def test_the_draw_is_the_same_for_ever() -> None:
-    """A resumed run, a newer library: the test set must not move. These figures were recorded."""
+    """The splits are those recorded here: a newer library must not change a resumed run's test set."""
     chosen = stratified_choice([f"image-{i}" for i in range(20)], [i % 2 for i in range(20)], 6, "0 test")
     assert np.flatnonzero(chosen).tolist() == [3, 6, 10, 14, 17, 19]
 

@@ -1,4 +1,4 @@
-"""`accel-train check-data`: all unreadable images are found, listed, and then left out."""
+"""`accel-train check-data` finds and lists all unreadable images, and training skips them."""
 
 import re
 from dataclasses import replace
@@ -16,7 +16,7 @@ from accel_train.errors import UserError
 
 @pytest.fixture
 def data(tmp_path: Path) -> Data:
-    """150 images in train/ and 6 in val/; three of the former and one of the latter are damaged."""
+    """Write 150 images to train/ and 6 to val/, of which three and one are damaged."""
     root = tmp_path / "pets"
     for split, count in (("train", 75), ("val", 3)):
         for kind in ("cat", "dog"):
@@ -102,7 +102,7 @@ def test_errors_of_the_data_come_through(tmp_path: Path) -> None:
 
 
 def test_an_image_of_more_pixels_than_allowed_is_told_with_the_limit(data: Data, tmp_path: Path) -> None:
-    """Before it is decoded."""
+    """The error comes before the image is decoded."""
     Image.new("1", (16_000, 12_000)).save(data.root / "train/cat/0.jpg", "PNG")  # 3 kB
     with pytest.raises(
         UserError, match=r"0\.jpg cannot be read: it has 192,000,000 pixels, more than max-pixels \(178"

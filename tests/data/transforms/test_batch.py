@@ -29,7 +29,7 @@ def keys_of(count: int, epoch: int = 0) -> torch.Tensor:
 
 
 def batch_of(which: torch.Tensor | slice = slice(None), padding: int = 0, epoch: int = 0) -> dict[str, torch.Tensor]:
-    """Some of the 301 samples; the last `padding` of them weigh nothing."""
+    """Return some of the 301 samples; the last `padding` of them have weight 0."""
     keys = keys_of(len(IMAGES), epoch)[which]
     weights = (torch.arange(len(keys)) < len(keys) - padding).float()
     return {"images": IMAGES[which], "labels": LABELS[which], "keys": keys, "weights": weights}
@@ -42,8 +42,8 @@ def created(
     layout: torch.memory_format = torch.contiguous_format,
     **augment: object,
 ) -> Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]:
-    """What a loader and a BatchTransform make of a batch. `grey`: for images of one channel, whose pixels only become
-    float32."""
+    """Return the batch that a loader and a BatchTransform give. `grey`: for images of one channel, whose pixels
+    only become float32."""
     transform = BatchTransform(
         Augment(**augment),
         size=size,
@@ -65,7 +65,7 @@ def created(
 
 
 def normalised(image: np.ndarray) -> np.ndarray:
-    """[3, h, w] uint8 -> float32, as float32 arithmetic has it."""
+    """Normalise uint8 [3, h, w] to float32, in float32 arithmetic."""
     mean, std = (np.array(values, np.float32)[:, None, None] for values in (MEAN, STD))
     return image.astype(np.float32) / (std * np.float32(255)) - mean / std
 

@@ -1,4 +1,4 @@
-"""Decoding on the device gives what decoding in the workers gives: here with the CPU for a device."""
+"""Decoding on the device gives the same pixels as decoding in workers; here the device is the CPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def images(source: Source, data: Data, augment: Augment, *, training: bool, channels: int) -> torch.Tensor:
-    """What a feed yields, in the order of the samples; uint8 [n, C, size, size]."""
+    """Return the images of an input pipeline, in the order of the samples: uint8 [n, C, size, size]."""
     config = Config(data=data, augment=augment, batch_size=8)
     splits = load_splits(data, 0)
     order = TrainingSampler(Plan(len(source), 8, 1, 1), 0) if training else EvaluationSampler(len(source), 8)
@@ -119,7 +119,7 @@ def test_what_it_cannot_do_is_said(tree: Path, data: Data | None, augment: Augme
 
 
 def test_a_run(tree: Path, tmp_path: Path) -> None:
-    """The same model as with the workers' decoding, trained and evaluated."""
+    """A run gives the same model and the same evaluation as with decoding in workers."""
     words = f"""
         --data.name folder --data.root {tree} --data.test-fraction 0.2 --batch-size 8 --epochs 2
         --model.image-size 32 --augment.crop resized

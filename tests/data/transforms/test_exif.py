@@ -1,4 +1,4 @@
-"""Photographs that a camera has stored on their side: every way to the model sees them upright."""
+"""Photographs with an EXIF orientation are turned upright in each path to the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def upright(number: int = 0) -> Image.Image:
 
 
 def stored(image: Image.Image, orientation: int, format: str, **options: object) -> bytes:
-    """A file that shows `image` if its EXIF orientation is honoured."""
+    """Return a file whose pixels are `image` after its EXIF orientation is applied."""
     how = BACK[orientation]
     turned = image if how is None else image.transpose(Image.Transpose[how])
     exif = Image.Exif()
@@ -53,7 +53,7 @@ def tensor(image: Image.Image) -> torch.Tensor:
 
 
 def exif_at_the_end(png: bytes) -> bytes:
-    """The eXIf chunk behind the pixels, where it may be, too."""
+    """Put the eXIf chunk after the pixels, which the PNG format allows."""
     at = png.index(b"eXIf") - 4
     (length,) = struct.unpack(">I", png[at : at + 4])
     chunk = png[at : at + 12 + length]
@@ -98,7 +98,7 @@ def test_odd_metadata_are_no_reason_to_refuse_an_image(exif: bytes) -> None:
 
 @pytest.fixture(scope="module", params=["PNG", "JPEG"])
 def trees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same images twice: as a camera stores them, and as upright pixels."""
+    """Write the same images twice: with EXIF orientations, and as upright pixels."""
     base = tmp_path_factory.mktemp("exif")
     for number in range(16):
         place = Path("train" if number < 8 else "test") / "ab"[number % 2]
@@ -111,7 +111,7 @@ def trees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def seen(data: Data, augment: Augment, *, training: bool) -> torch.Tensor:
-    """What the model would get, by the samples' numbers."""
+    """Return the model's input, by sample number."""
     splits = load_splits(data, 0)
     source = splits.train if training else splits.test
     assert source is not None

@@ -19,7 +19,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.images import ImageError, LazyImage
 from accel_train.data.sources.load import Source, load_splits
-from accel_train.data.transforms.image import ImageTransform, crop_boxes, resize_default
+from accel_train.data.transforms.image import ImageTransform, crop_boxes, resize_default, resized_to_short_side
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator
@@ -121,7 +121,7 @@ class TestResizedCrop:
 
 
 class TestDecodedSmaller:
-    """A JPEG of more than twice the size is decoded to a smaller one, in training alone."""
+    """Training, but not evaluation, decodes a JPEG of at least twice the needed size at a smaller scale."""
 
     @staticmethod
     def encoded(width: int, height: int, format: str = "JPEG") -> bytes:
@@ -163,7 +163,7 @@ class TestDecodedSmaller:
 
     @pytest.mark.parametrize("orientation", range(1, 9))
     def test_the_crop_is_cut_where_it_was_drawn(self, orientation: int) -> None:
-        """Against Pillow's resize of the same part of the whole image; cut at whole reduced pixels it is 33 dB."""
+        """Compare with Pillow's resize of the same part of the image. A crop at whole reduced pixels gives 33 dB."""
         generator = np.random.default_rng(0)
         y, x = np.fft.fftfreq(701)[:, None], np.fft.fftfreq(1003)
         spectrum = generator.normal(size=(701, 1003, 3)) / np.maximum(np.hypot(y, x), 1e-3)[..., None]  # as photographs
@@ -202,6 +202,16 @@ def test_a_random_crop_sees_torchvisions_reflection() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("short_side", [7, 20, 33, 80])
+def test_resizing_gives_torchvisions_size_and_pixels(short_side: int) -> None:
+    """Its pixels within 1: its older versions resize uint8 in float32 on some CPUs."""
+    for image in IMAGES:
+        resized = resized_to_short_side(image, short_side)
+        theirs = v2.functional.resize(image, [short_side], antialias=True)
+        assert resized.shape == theirs.shape
+        assert (resized.int() - theirs.int()).abs().max() <= 1
+
+
 @given(st.integers(8, 40), st.none() | st.integers(0, 20))
 def test_evaluation_crops_the_middle_and_draws_nothing(size: int, larger: int | None) -> None:
     augment = dataclasses.replace(POLICIES["trivialaugment"], resize=None if larger is None else size + larger)
@@ -216,11 +226,11 @@ def test_evaluation_crops_the_middle_and_draws_nothing(size: int, larger: int | 
 
 
 class TestLoader:
-    """The whole way of a sample, but for the model."""
+    """From the source to the loader's batch."""
 
     @staticmethod
     def seen(source: Source, augment: Augment, batch_size: int, workers: int, update: int = 0) -> dict[int, bytes]:
-        """Sample -> its pixels, from update `update` of epoch 3 on."""
+        """Return sample -> pixels, from update `update` of epoch 3."""
         order = TrainingSampler(Plan(len(source), batch_size, 1, 1), 5)
         order.seek(3, update * batch_size)
         cpu = torch.device("cpu")
