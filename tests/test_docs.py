@@ -30,7 +30,7 @@ from accel_train.errors import UserError
 
 ROOT = helpers.ROOT
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
-OTHER_PROGRAMS = {"cd", "cp", "export", "head", "python3", "source", "tail", "trap", ".venv/bin/pip"}
+OTHER_PROGRAMS = {"cd", "cmp", "cp", "echo", "export", "head", "python3", "source", "tail", "trap", ".venv/bin/pip"}
 SBATCH = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--mem", "--signal"}
 # Options of programs that have no parser here (Slurm, mpirun, apptainer), and the word for any option.
 FOREIGN = SBATCH | {"--time", "--bind-to", "--nv", "--pty", "--key"}
@@ -236,7 +236,8 @@ def run_commands(folder: Path) -> list[tuple[list[str], int]]:
             if program == "accel-train" and (words[0] not in ("train", "bench") or words[1] == "digits"):
                 lines.append(["run" if word.startswith("runs/") else word for word in words])
                 if words[0] == "train":
-                    lines[-1] += ["--epochs", "1", "--output-dir", "run" if len(words) == 2 else "stripes"]
+                    name = "run" if len(words) == 2 else "stripes" if "stripes" in words else "bitwise"
+                    lines[-1] += ["--epochs", "1", "--output-dir", name]
     script = (
         "import json, sys; import accel_train; from accel_train.cli import main; print(accel_train.__file__); "
         "print(json.dumps([main(words) for words in json.loads(sys.argv[1])]))"
