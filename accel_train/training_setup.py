@@ -29,6 +29,7 @@ from accel_train.evaluate import Batch, evaluation_batch_size
 from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import key
 from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import collective_seconds
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
@@ -151,7 +152,9 @@ def create_training_setup(
     # changes names. FSDP2 replaces BatchNorm's parameters, so shard those before creating the optimizer.
     memory_format = use_fastest_memory_format(accelerator, model)
     ema = create_ema(config.ema, model)
-    virtual_batches, dropout, independence = _make_independent(config, model, splits.channels, size, virtual_batch)
+    virtual_batches, dropout, independence = _make_independent(
+        config, accelerator, model, splits.channels, size, virtual_batch
+    )
     shard_batchnorm(accelerator, model)
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
     schedule = create_schedule(
@@ -208,7 +211,7 @@ def create_training_setup(
 
 
 def _make_independent(
-    config: Config, model: nn.Module, channels: int, size: int, virtual_batch: int
+    config: Config, accelerator: Accelerator, model: nn.Module, channels: int, size: int, virtual_batch: int
 ) -> tuple[VirtualBatches, DropoutKeys, Independence]:
     """Convert the layers of `model` that mix samples or draw random numbers, in place, so that what it computes for a
     sample does not depend on the number of processes; and check that nothing else does. Raises UserError if --bitwise
@@ -216,7 +219,7 @@ def _make_independent(
     in_update = config.batch_size // virtual_batch if config.bitwise else None
     virtual_batches = VirtualBatches(model, virtual_batch, in_update)
     dropout = convert_dropout(model, config.seed)
-    independence = check_independence(
+    tried = check_independence(
         model,
         channels,
         size,
@@ -225,6 +228,8 @@ def _make_independent(
         batch_norms=virtual_batches.modules,
         recomputes=config.model.gradient_checkpointing,
     )
+    # All processes must do the same, even if the trial rounded otherwise on another kind of device.
+    independence = broadcast_from_main(accelerator, lambda: tried)
     if config.bitwise and independence.warnings:
         raise UserError(f"--bitwise: {independence.warnings[0]}")
     return virtual_batches, dropout, independence
