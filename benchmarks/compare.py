@@ -6,8 +6,7 @@
 Each program (a contestant) is started as its users start it. In each round, each contestant runs for half a second
 while the others are stopped (turns.py), and ratios are computed within a round. For the other programs, a few rounds
 before the measurement show whether 0 or 2 workers are faster. Without --data-root the images are synthetic, with the
-same shapes. The table is written to docs/benchmarks.md, the figures to docs/benchmarks.json, the plot to the same
-folder.
+same shapes. The table is written to docs/benchmarks.md, the figures to docs/benchmarks.json, the plot to that folder.
 """
 
 from __future__ import annotations
