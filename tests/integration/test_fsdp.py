@@ -23,7 +23,7 @@ from accel_train.launch.launcher_config import VARIABLE
 RUN = """
     digits --model.name test_vit --model.image-size 32 --model.drop-path 0.3 --data.name synthetic --data.image-size 32
     --data.train-images 192 --data.test-images 64 --batch-size 16 --virtual-batch-size 8
---optim.clip 1 --ema.enabled true --ema.decay 0.8
+    --optim.clip 1 --ema.enabled true --ema.decay 0.8
     --epochs 1 --log-every-updates 1
 """
 # Small enough that each of the model's parts is split by itself; float32, to be compared.
