@@ -142,6 +142,20 @@ def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(
     assert json.loads((found / "state.json").read_text())["train"]["left_out"] == [bad]
 
 
+def test_bitwise_skip_and_rewind_come_to_the_same_bits_on_any_number_of_processes(recipe: Path, tmp_path: Path) -> None:
+    """The exact sum of a gradient that is not finite is not finite on all processes, and the update leaves nothing."""
+    kinds = {"skip-1": ("skip", 1), "skip-2": ("skip", 2), "rewind-2": ("rewind", 2)}
+    for name, (policy, processes) in kinds.items():
+        words = (recipe, *SETTINGS, "--bitwise", "true", "--on-nonfinite", policy, "--output-dir", tmp_path / name)
+        done = run(*words, processes=processes)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / name / "result.json").read_text())["left_out_updates"] == 1
+    ends = [states(tmp_path / name, UPDATES) for name in kinds]
+    assert all(value.isfinite().all() for value in ends[0].values())
+    for end in ends[1:]:
+        assert_equal(ends[0], end)
+
+
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
 def test_fused_kernels_heed_the_flag_that_the_host_reads_later(name: str) -> None:
     model = torch.nn.Linear(3, 2)

@@ -276,11 +276,11 @@ class TestWriting:
         self, folder: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         new = load_splits(written(folder, tmp_path / "new"), 0)
-        monkeypatch.setattr(cache_writer, "SEMANTICS", 1)
+        monkeypatch.setattr(cache_writer, "IMAGE_FILES", 1)
         old = load_splits(written(folder, tmp_path / "old"), 0)
         assert (new.semantics, new.notes, old.semantics) == (2, (), 1)  # checkpoints note it
         assert old.notes[0].startswith(f"{tmp_path}/old was written by an older accel-train, which ignored the EXIF")
-        monkeypatch.setattr(cache_writer, "SEMANTICS", 99)
+        monkeypatch.setattr(cache_writer, "IMAGE_FILES", 99)
         with pytest.raises(UserError, match="was written by a newer accel-train"):
             load_splits(written(folder, tmp_path / "newer"), 0)
 
