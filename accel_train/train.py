@@ -48,6 +48,7 @@ from accel_train.optim.ema import update_ema
 from accel_train.optim.performance import seed_generators
 from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.claim import claim_run
+from accel_train.records.code import code_hashes
 from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.summary import plan_text
 from accel_train.records.trackers import check_trackers
@@ -98,7 +99,8 @@ def train(config: Config, launch: Launch) -> int:
 
 def load_data(config: Config, accelerator: Accelerator) -> Splits:
     """The dataset with its splits. Raises UserError unless all processes have the same."""
-    splits = load_splits(config.data, config.seed)
+    check_agreement(accelerator, code=code_hashes(config))  # before the user's own code runs
+    splits = load_splits(config.data, config.seed, record=config.output_dir)
     check_schedule(config.schedule, splits)
     check_agreement(
         accelerator,

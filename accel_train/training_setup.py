@@ -39,7 +39,7 @@ from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import use_deterministic_kernels
 from accel_train.optim.clipping import parameters_to_clip
 from accel_train.optim.ema import create_ema
-from accel_train.optim.loss import balanced_class_weights, create_loss
+from accel_train.optim.loss import balanced_class_weights, check_loss, create_loss
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.performance import (
     check_compilation,
@@ -49,6 +49,7 @@ from accel_train.optim.performance import (
     use_fastest_memory_format,
 )
 from accel_train.optim.schedule import create_schedule
+from accel_train.user_code.reference import parse_reference
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def create_training_setup(
             config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
         )
 
+    criterion = create_loss(config.loss, weights)
+    check_loss(config.loss, criterion, len(splits.classes), device, mixes=_mixes(config))
     evaluation_batch = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
     held_out = {"val": splits.validation, "test": splits.test}
     return TrainingSetup(
@@ -196,7 +199,7 @@ def create_training_setup(
         virtual_batches=virtual_batches,
         dropout=dropout,
         exact_gradients=ExactGradients(trained, plan.virtual_batches) if config.bitwise else None,
-        criterion=create_loss(config.loss, weights),
+        criterion=criterion,
         clipped=clipped,
         recomputed_buffers=recomputed_buffers,
         training=pipeline(splits.train, sampler, training=True),
@@ -235,13 +238,17 @@ def _make_independent(
     return virtual_batches, dropout, independence
 
 
+def _mixes(config: Config) -> bool:
+    return config.augment.mixup > 0 or config.augment.cutmix > 0
+
+
 def divide_batch(config: Config, launch: Launch, *, batchnorm: bool) -> tuple[int, int]:
     """How an update's batch is divided: (samples of a virtual batch, micro-batches of each process).
 
     `batchnorm`: whether the model has BatchNorms that count over virtual batches. If nothing depends on virtual
     batches, they are single samples, or the pairs that are mixed. Raises UserError if the batch cannot be divided.
     """
-    mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
+    mixes = _mixes(config)
     unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")
     size = config.virtual_batch_size
     if size is None and (batchnorm or config.bitwise):
@@ -258,7 +265,8 @@ def divide_batch(config: Config, launch: Launch, *, batchnorm: bool) -> tuple[in
 def divide_without_data(config: Config, launch: Launch, accelerator: Accelerator) -> tuple[int, int]:
     """The same as `divide_batch`, for --config-only: the model is made without memory and arithmetic."""
     size = models.input_size(config.model, None)
-    with torch.device("meta"):
+    # A user's own code may need real numbers.
+    with torch.device("cpu" if parse_reference("model.name", config.model.name) else "meta"):
         model = models.create_model(config.model, num_classes=2, channels=3, image_size=size, published=False)
     synchronized = config.model.sync_batchnorm and accelerator.device.type == "cuda"
     return divide_batch(config, launch, batchnorm=has_batchnorm(model) and not synchronized)

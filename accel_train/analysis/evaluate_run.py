@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_train.analysis.load_run import find_weights, load_model
+from accel_train.analysis.load_run import find_weights, load_model, read_config
 from accel_train.config.options import parse
-from accel_train.config.schema import as_dict
+from accel_train.config.schema import as_dict, value
 from accel_train.config.semantics import SEMANTICS, check_same_splits
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
@@ -33,28 +33,32 @@ from accel_train.optim.performance import set_defaults, use_fastest_memory_forma
 from accel_train.records.metrics import METRICS, Evaluation
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.table import print_table
+from accel_train.user_code.reference import short_name
 
 SHOWN = 20  # at most so many classes are printed
 
 
-def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | None, overrides: Sequence[str]) -> int:
+def evaluate_run(
+    launch: Launch, run: Path, *, split: str, checkpoint: Path | None, overrides: Sequence[str], trust_code: bool
+) -> int:
     """Evaluate the model of the run in the folder `run`, and its EMA if there is one. Returns the exit code.
 
     `split`: "train" (without augmentation), "val" or "test". `checkpoint`: see `find_weights`. `overrides`: options
-    that replace the run's data settings (--data.KEY VALUE). Prints the metrics and writes them to
-    RUN/evaluation-SPLIT.json; the exit code is 1 if that file cannot be written. Raises UserError.
+    that replace the run's data settings (--data.KEY VALUE). `trust_code`: see `read_config`. Prints the metrics and
+    writes them to RUN/evaluation-SPLIT.json; the exit code is 1 if that file cannot be written. Raises UserError.
     """
-    config = parse([str(run / "config.yaml"), *overrides])
+    used = ("model.name", "data.name")
+    config = read_config(run, uses=used, trust_code=trust_code, overrides=overrides)
     info = read_model_info(run)
     if info.semantics != SEMANTICS:
-        check_same_splits(str(run), info.semantics, as_dict(parse([str(run / "config.yaml")]).data))
+        check_same_splits(str(run), info.semantics, as_dict(parse([str(run / "config.yaml")], checks_code=False).data))
     # Also other data is normalised as the training data was: the model was trained with that mean and std.
     augment = dataclasses.replace(config.augment, mean=info.mean, std=info.std)
     config = dataclasses.replace(config, augment=augment)
 
     accelerator = create_accelerator(launch)
     weights = broadcast_from_main(accelerator, lambda: find_weights(run, checkpoint))
-    splits = load_splits(config.data, config.seed)
+    splits = load_splits(config.data, config.seed, record=run)
     source = _source(splits, split, config.data.name)
     _check_fit(splits, info, run)
     sampler = EvaluationSampler(len(source), evaluation_batch_size(config, launch.world_size))
@@ -68,9 +72,8 @@ def evaluate_run(launch: Launch, run: Path, *, split: str, checkpoint: Path | No
     )
     if accelerator.is_main_process:
         processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)} on {accelerator.device.type}"
-        print(
-            f"{run}: {config.model.name} on {config.data.name} {split}, {len(source):,} images, {processes}", flush=True
-        )
+        model_name, data_name = (short_name(key, value(config, key)) for key in used)
+        print(f"{run}: {model_name} on {data_name} {split}, {len(source):,} images, {processes}", flush=True)
     evaluations = {name: evaluate(accelerator, model, pipeline) for name, model in models.items()}
     accelerator.end_training()
     if not accelerator.is_main_process:

@@ -1,8 +1,11 @@
-"""Finds the weights of a run, and loads them into a new model."""
+"""Opens a run: its configuration, and its weights in a new model."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -11,9 +14,30 @@ from accel_train.checkpoint.choose import find_newest_checkpoint
 from accel_train.checkpoint.directory import BrokenError, checkpoint_path, list_updates
 from accel_train.checkpoint.format import verify_checkpoint
 from accel_train.checkpoint.weights import load_weights
-from accel_train.config.schema import Model
+from accel_train.config.options import parse
+from accel_train.config.schema import Config, Model, value
 from accel_train.errors import UserError
+from accel_train.records.code import kept_code
 from accel_train.records.model_info import ModelInfo
+from accel_train.user_code.reference import parse_reference
+
+
+def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of the run in the folder `run`, with the options `overrides`. Runs none of its code.
+
+    `uses`: the options whose code will be run, if they name a user's own code. The run may be somebody else's, so this
+    code is only used with `trust_code`, or if it is this user's own file; see `KeptCode`. Raises UserError otherwise.
+    """
+    text = str(run / "config.yaml")
+    config, own = parse([text, *overrides], checks_code=False), parse([text], checks_code=False)
+    kept = kept_code(own, run) if any(parse_reference(option, value(own, option)) for option in uses) else {}
+    for option in uses:
+        if option in kept and value(config, option) == value(own, option):
+            group, _, name = option.partition(".")
+            trusted: Any = {name: kept[option].to_run(option, trust=trust_code)}
+            changed: Any = {group: dataclasses.replace(getattr(config, group), **trusted)}
+            config = dataclasses.replace(config, **changed)
+    return config
 
 
 def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:

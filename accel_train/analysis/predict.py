@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from accel_train.analysis.load_run import find_weights, load_model
-from accel_train.config.options import parse
+from accel_train.analysis.load_run import find_weights, load_model, read_config
 from accel_train.config.schema import Augment
 from accel_train.data.sources.folder import find_images
 from accel_train.data.sources.images import MAX_PIXELS, ImageError, decode
@@ -35,6 +34,7 @@ from accel_train.launch.environment import Launch
 from accel_train.launch.process import available_cores
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.table import print_table
+from accel_train.user_code.reference import short_name
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def predict(
     output: Path | None,
     batch_size: int,
     max_pixels: int | None = None,
+    trust_code: bool = False,
 ) -> int:
     """Classify image files, and those below folders, with the final or newest weights of the run in the folder `run`.
 
@@ -70,8 +71,13 @@ def predict(
         raise UserError(
             f"accel-train predict runs in one process, but {launch.world_size} were started; use no launcher."
         )
-    configuration = parse([str(run / "config.yaml")])
+    configuration = read_config(run, uses=("model.name",), trust_code=trust_code)
     info = read_model_info(run)
+    if info.full_scale != 255 or info.channels not in (1, 3):
+        raise UserError(
+            f"{run} was trained on tensors that {configuration.data.name} prepares, so image files "
+            "cannot be prepared in the same way. `accel-train evaluate` measures it on that data."
+        )
     paths = [path for image in images for path in _image_files(image)]
     if output is not None:
         try:
@@ -85,7 +91,7 @@ def predict(
     most = max_pixels or configuration.data.max_pixels
     classifier = Classifier(model, info, configuration.augment, accelerator, top_k, most)
     kind = " (EMA)" if name == "ema" else ""
-    print(f"{configuration.model.name}, weights: {weights}{kind}", file=sys.stderr)
+    print(f"{short_name('model.name', configuration.model.name)}, weights: {weights}{kind}", file=sys.stderr)
 
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     predictions: list[Prediction] = []

@@ -28,6 +28,8 @@ class Evaluate(CommandOptions):
     """Split to evaluate; the training samples are not augmented."""
     checkpoint: Path | None = None
     """A checkpoint of the run, such as update-00001234; default: the final model, else the newest checkpoint."""
+    trust_code: bool = False
+    """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
 
     def mistakes(self) -> list[str]:
         return not_a_run(self.run)
@@ -42,4 +44,11 @@ def evaluate(arguments: Sequence[str]) -> int:
     with importing(str(options.run)):
         from accel_train.analysis.evaluate_run import evaluate_run
 
-    return evaluate_run(launch, options.run, split=options.split, checkpoint=options.checkpoint, overrides=overrides)
+    return evaluate_run(
+        launch,
+        options.run,
+        split=options.split,
+        checkpoint=options.checkpoint,
+        overrides=overrides,
+        trust_code=options.trust_code,
+    )

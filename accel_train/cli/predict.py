@@ -34,6 +34,8 @@ class Predict(CommandOptions):
     """Images in one forward pass."""
     max_pixels: int | None = None
     """Refuse larger images; default: as in training (--data.max-pixels)."""
+    trust_code: bool = False
+    """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
 
     def mistakes(self) -> list[str]:
         mistakes = below_one(top_k=self.top_k, batch_size=self.batch_size, max_pixels=self.max_pixels)
@@ -61,4 +63,5 @@ def predict(arguments: Sequence[str]) -> int:
         output=options.output,
         batch_size=options.batch_size,
         max_pixels=options.max_pixels,
+        trust_code=options.trust_code,
     )

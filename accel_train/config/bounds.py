@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from accel_train.config.option_types import option_types
 from accel_train.config.schema import Config, value
+from accel_train.user_code.reference import parse_reference
 
 POSITIVE = (
     "epochs", "batch-size", "micro-batch-size", "virtual-batch-size", "eval-batch-size", "eval-every-epochs",
@@ -45,6 +47,10 @@ BOUNDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
 """(options, the values that are expected, in words, whether a value is one of them)."""
 
 
+NAMES = {"loss.name": ("cross_entropy", "binary_cross_entropy")}
+"""The names that an option may have besides those of a user's own code."""
+
+
 def out_of_bounds(config: Config) -> dict[str, str]:
     """Return the options whose values are out of bounds: key -> the expected value, in words."""
     mistakes: dict[str, str] = {}
@@ -53,12 +59,25 @@ def out_of_bounds(config: Config) -> dict[str, str]:
             setting = value(config, key)
             if setting is not None and not is_within(setting):
                 mistakes[key] = expected
+    for key, names in NAMES.items():
+        setting = value(config, key)
+        if setting not in names and parse_reference(key, setting) is None and not setting.endswith(".py"):
+            mistakes[key] = f"{', '.join(names)} or FILE.py:FUNCTION"
+    if config.model.kwargs is not None and not _is_mapping(config.model.kwargs):
+        mistakes["model.kwargs"] = """a JSON object with names as keys, such as '{"depth": 3}'"""
     for key in option_types():
         setting = value(config, key)
         numbers = setting if isinstance(setting, tuple) else (setting,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             mistakes.setdefault(key, "a finite number")
     return mistakes
+
+
+def _is_mapping(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict) and all(name.isidentifier() for name in json.loads(text))
+    except ValueError:
+        return False
 
 
 def contradictions(config: Config) -> dict[str, str]:

@@ -31,6 +31,7 @@ from typing import Any
 
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, nearest
+from accel_train.user_code.reference import PREFIXES, short_name
 
 START_KEYS = ("recipe", "output-dir", "resume", "allow-change", "take-over", "config-only", "traceback")
 FREE_KEYS = (
@@ -46,10 +47,18 @@ FREE_UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", 
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings (of `schema.as_dict`) by the command line's keys, such as "optim.weight-decay"."""
+    """Return nested settings (of `schema.as_dict`) by the command line's keys, such as "optim.weight-decay".
+
+    A user's own file is named without its folder: on another machine it may be in another one, and its text is compared
+    elsewhere (records/code.py).
+    """
     result: dict[str, Any] = {}
     for name, value in settings.items():
         key = prefix + name.replace("_", "-")
+        if key in PREFIXES and isinstance(value, str):
+            value = short_name(key, value)
+        elif key == "model.kwargs" and value is not None:
+            value = json.dumps(json.loads(value), sort_keys=True)
         result.update(flatten(value, key + ".") if isinstance(value, Mapping) else {key: value})
     return result
 

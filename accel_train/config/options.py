@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from accel_train.config.arguments import read_arguments, separate
-from accel_train.config.bounds import contradictions, out_of_bounds
+from accel_train.config.bounds import NAMES, contradictions, out_of_bounds
 from accel_train.config.option_types import (
     OptionTypes,
     choices,
@@ -30,6 +30,8 @@ from accel_train.config.option_types import (
 from accel_train.config.recipe import Option, Recipe, read_recipe, recipe_names
 from accel_train.config.schema import Config, value
 from accel_train.errors import UserError, nearest, raise_mistakes
+from accel_train.user_code.reference import PREFIXES, resolve
+from accel_train.user_code.reference import mistakes as code_mistakes
 
 
 class CommandOptions:
@@ -44,8 +46,10 @@ T = TypeVar("T")
 C = TypeVar("C", bound=CommandOptions)
 
 
-def parse(arguments: Sequence[str], prog: str = "accel-train train") -> Config:
-    """Return the configuration of `RECIPE [--key value …]`.
+def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_code: bool = True) -> Config:
+    """Return the configuration of `RECIPE [--key value …]`. Files of the user's are in it with their absolute paths.
+
+    `checks_code=False`: the user's own model, data and loss need not exist here, as for the config.yaml of a run.
 
     `--help` prints the options (the defaults are the recipe's, if one is named) and raises SystemExit(0).
     Raises one UserError with all mistakes of the recipe and of the options.
@@ -65,7 +69,7 @@ def parse(arguments: Sequence[str], prog: str = "accel-train train") -> Config:
         raise UserError(f"the recipe comes before the options: {prog} RECIPE {arguments[0]} …")
     mistakes: list[str] = []
     recipe = _read_recipe(arguments[0], mistakes)
-    config = _to_config(recipe, read_arguments(arguments[1:], option_types(), mistakes), mistakes)
+    config = _to_config(recipe, read_arguments(arguments[1:], option_types(), mistakes), mistakes, checks_code)
     raise_mistakes(mistakes)
     return config
 
@@ -160,12 +164,17 @@ def _read_recipe(name: str, mistakes: list[str]) -> Recipe:
     return recipe
 
 
-def _to_config(recipe: Recipe, given: Mapping[str, Option], mistakes: list[str]) -> Config:
+def _to_config(recipe: Recipe, given: Mapping[str, Option], mistakes: list[str], checks_code: bool = True) -> Config:
     """Return the configuration of a recipe with the options `given`; add what is wrong to `mistakes`."""
+    given = {**given}
+    for key in PREFIXES.keys() & given.keys():
+        given[key] = dataclasses.replace(given[key], values=tuple(resolve(key, v, Path()) for v in given[key].values))
     options = {**recipe.options, **given}
     config = dataclasses.replace(_to_bounded_config(options, mistakes), recipe=recipe.name)
     if not mistakes:  # a value that was left out for a mistake could cause another one here
         mistakes += [_misfit(key, expected, config, options) for key, expected in contradictions(config).items()]
+    for key in PREFIXES if checks_code else ():
+        mistakes += code_mistakes(key, value(config, key))
     return config
 
 
@@ -180,7 +189,8 @@ def _misfit(key: str, expected: str, config: Config, options: Mapping[str, Optio
     written, origin = str(value(config, key)), "default"
     if key in options:
         written, origin = " ".join(options[key].values), options[key].origin
-    return f"--{key}: expected {expected}, found {written!r} ({origin})."
+    hint = nearest(written, NAMES.get(key, ()))
+    return f"--{key}: expected {expected}, found {written!r} ({origin}).{hint}"
 
 
 def _to_object(

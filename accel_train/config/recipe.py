@@ -8,13 +8,15 @@ optim: {name: adam, lr: 1e-3}
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError, nearest
 from accel_train.untrusted import is_file_name
+from accel_train.user_code.reference import PREFIXES, resolve
 
 MAX_BYTES = 1 << 20
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -65,6 +67,10 @@ def read_recipe(name: str, folder: Path | None = None, users: tuple[Path, ...] =
             "runs/NAME; "
             + ("give another one in about: {recipe: NAME}." if "recipe" in recipe.about else "rename the file.")
         )
+    for key in PREFIXES.keys() & recipe.options.keys():  # a file of the user's is named relative to the recipe
+        option = recipe.options[key]
+        values = tuple(resolve(key, value, path.parent if path.is_file() else Path()) for value in option.values)
+        recipe.options[key] = replace(option, values=values)
     if recipe.base:
         try:
             base = read_recipe(recipe.base, path.parent, (*users, path.resolve()))
@@ -166,6 +172,8 @@ def _read_entry(recipe: Recipe, key: str, node: Any, origin: str) -> None:
             raise UserError(f"{origin}: about: expected lines `key: text`, found {_kind(node)}.")
         for name, text in node.value:
             recipe.about[str(name.value)] = " ".join(_read_values("about", text, origin))
+    elif key == "model.kwargs" and node.id == "mapping":
+        recipe.options[key] = Option(key, (json.dumps(_as_value(node)),), origin)
     else:
         recipe.options[key] = Option(key, _read_values(key, node, origin), origin)
 
@@ -177,6 +185,18 @@ def _read_values(key: str, node: Any, origin: str) -> tuple[str, ...]:
         if item.id != "scalar":
             raise UserError(f"{origin}: {key}: expected a value, found {_kind(item)}.")
     return tuple(item.value if item.value or item.style else "null" for item in items)
+
+
+def _as_value(node: Any) -> Any:
+    """Return what a node says: a scalar without quotes is a number, true, false or null if JSON has it so."""
+    if node.id == "mapping":
+        return {str(key.value): _as_value(item) for key, item in node.value}
+    if node.id == "sequence":
+        return [_as_value(item) for item in node.value]
+    try:
+        return node.value if node.style else json.loads(node.value)
+    except ValueError:
+        return node.value
 
 
 def _kind(node: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 class Data:
     name: str = "digits"
     """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, cache, synthetic, tar, wds, torch/NAME,
-    hfds/NAME, hfids/NAME or tfds/NAME."""
+    hfds/NAME, hfids/NAME, tfds/NAME, or your own FILE.py:FUNCTION."""
     root: Path = Path("data")
     """Folder of the dataset, a cache file, or the folder torchvision downloads to."""
     val_fraction: float = 0.0
@@ -95,7 +95,9 @@ class Augment:
 @dataclass(frozen=True)
 class Model:
     name: str = "mnist_cnn"
-    """A timm model, torchvision/NAME, or ours: digits_cnn, mnist_cnn, alexnet_bn, resnet9, resnet18_cifar, …"""
+    """A timm model, torchvision/NAME, your own FILE.py:FUNCTION, or ours: digits_cnn, mnist_cnn, alexnet_bn, …"""
+    kwargs: str | None = None
+    """More arguments of the model, as JSON: '{"depth": 3}'. In a recipe also as a mapping."""
     pretrained: bool = False
     """Start from published weights. The last layer is new if the number of classes differs."""
     image_size: int | None = None
@@ -160,8 +162,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Loss:
-    name: Literal["cross_entropy", "binary_cross_entropy"] = "cross_entropy"
-    """cross_entropy over the classes, or binary_cross_entropy: each class against all others, their mean."""
+    name: str = "cross_entropy"
+    """cross_entropy; binary_cross_entropy: each class against all others, their mean; or your own FILE.py:FUNCTION."""
     label_smoothing: float = 0.0
     """Fraction of the target that is spread over all classes, in training only."""
     class_weights: Literal["none", "balanced"] = "none"

@@ -22,7 +22,8 @@ from accel_train.data.order.samplers import IndexSampler
 from accel_train.data.placement import Placement, choose_place
 from accel_train.data.side_stream import SideStream
 from accel_train.data.sources.load import IN_MEMORY
-from accel_train.data.sources.splits import Source, Splits
+from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
+from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.device_decoding import DeviceDecoder, EncodedBatch, JpegReader, check_device_decoding
 from accel_train.data.transforms.image import ImageTransform, resize_default
@@ -35,12 +36,12 @@ from accel_train.launch.process import core_set, hostname, share_of_cores
 _cores_of: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
 
-def transforms_each_image(in_memory: bool, augment: Augment, *, training: bool) -> bool:
+def transforms_each_image(one_size: bool, augment: Augment, *, training: bool) -> bool:
     """Whether images must be transformed one by one (transforms/image.py) before they form a batch.
 
-    `in_memory`: whether the source keeps them in memory, all of one size.
+    `one_size`: whether the source has them as tensors of one size.
     """
-    return not in_memory or (training and (augment.crop == "resized" or augment.policy != "none"))
+    return not one_size or (training and (augment.crop == "resized" or augment.policy != "none"))
 
 
 def start_workers_early(config: Config) -> None:
@@ -74,12 +75,15 @@ def create_loader(
     data in memory, else one for each of this process's `cores` (with a GPU: one less); `draw_parameters`: from the
     BatchTransform that takes the batches.
     """
-    per_image = transforms_each_image(source.in_memory, augment, training=training)
+    per_image = transforms_each_image(has_one_size(source), augment, training=training)
     if workers is None:
         spare = device.type != "cpu"  # one core for the thread that launches the device's work
-        workers = max(1, cores - spare) if per_image else 0
-    if source.in_memory:  # as BatchTransform does: evaluation and training see images at the same scale
+        workers = max(1, cores - spare) if per_image or not source.in_memory else 0
+    if has_one_size(source):  # as BatchTransform does: evaluation and training see images at the same scale
         augment = dataclasses.replace(augment, resize=augment.resize or size)
+    held, _ = unwrap_subset(source)
+    if workers and isinstance(held, UserDataset):
+        held.check_picklable()
     transform: ImageTransform | JpegReader | None = None
     if per_image and decode_on == "device":
         transform = JpegReader(augment, size, training=training)
@@ -147,10 +151,10 @@ def create_input_pipeline(
     Raises UserError if the settings of `config.augment` do not fit the images or the input, or if the images cannot be
     kept where `config.data.placement` says.
     """
-    _check_sizes(config.augment, source, size, training=training)
+    _check_images(config.augment, source, size, splits.full_scale, training=training)
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
-    per_image = transforms_each_image(source.in_memory, config.augment, training=training)
+    per_image = transforms_each_image(has_one_size(source), config.augment, training=training)
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     place, size_bytes = choose_place(
         config.data, source, accelerator, per_image=per_image, local_processes=local_processes
@@ -164,6 +168,7 @@ def create_input_pipeline(
         size=size,
         mean=mean,
         std=std,
+        full_scale=splits.full_scale,
         num_classes=len(splits.classes),
         training=training,
         per_image=per_image,
@@ -206,14 +211,19 @@ def create_input_pipeline(
     return InputPipeline(loader, transform, len(source), placement, decoder, side)
 
 
-def _check_sizes(augment: Augment, source: Source, size: int, *, training: bool) -> None:
-    """Raise UserError if the images are too small for what `augment` asks for."""
+def _check_images(augment: Augment, source: Source, size: int, full_scale: int, *, training: bool) -> None:
+    """Raise UserError if the images do not fit what `augment` asks for."""
+    if full_scale != 255 and training and augment.policy != "none":
+        raise UserError(
+            f"--augment.policy {augment.policy}: needs images of uint8; the data has float tensors. Return "
+            "uint8 tensors or PIL images from the Dataset, or use none."
+        )
     if augment.resize is not None and augment.resize < size:
         raise UserError(
             f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
         )
     if training and augment.crop == "random" and augment.pad_mode == "reflect":
-        short_side = augment.resize or (size if source.in_memory else resize_default(size))
+        short_side = augment.resize or (size if has_one_size(source) else resize_default(size))
         if augment.pad >= short_side:
             raise UserError(f"--augment.pad: found {augment.pad}, but images have {short_side} pixels; use fewer.")
 

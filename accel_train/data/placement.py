@@ -12,6 +12,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.cache import CachedImages
 from accel_train.data.sources.splits import Source, unwrap_subset
+from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.errors import UserError
 
 DEVICE_SHARE = 4  # a split may take 1/4 of the free device memory: the model needs the rest
@@ -107,6 +108,8 @@ def _choose_for_encoded(data: Data, source: Source, accelerator: Accelerator, ad
             )
         held.file.read_ahead()
         return "host", held.file.bytes
+    if isinstance(held, UserDataset):
+        advice = "the images come from your own Dataset, item by item: use auto"
     if data.placement in ("device", "host"):
         raise UserError(f"--data.placement {data.placement}: {advice}.")
     return "disk", None

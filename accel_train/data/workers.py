@@ -36,6 +36,7 @@ from torch.utils.data import Dataset
 from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.sources.encoded import EncodedImages
 from accel_train.data.sources.splits import Source, unwrap_subset
+from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.transforms.device_decoding import EncodedBatch, JpegReader
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters
@@ -81,10 +82,15 @@ class BatchDataset(Dataset[dict[str, Any]]):
     def _fetch(self, indices: IndexBatch) -> dict[str, Any]:
         keys = hashed(key(self.seed, indices.epoch, "augment"), indices.ids)
         images: Tensor | Sequence[Tensor] | EncodedBatch
-        if self.transform is None:
+        ids = indices.ids if self.held_ids is None else self.held_ids[indices.ids]
+        if isinstance(self.held, UserDataset):
+            images = self.held.fetch_seeded(ids.tolist(), keys)
+            if self.transform is not None:
+                assert isinstance(self.transform, ImageTransform)
+                images = self.transform(list(images), keys)
+        elif self.transform is None:
             images = self.source.fetch(indices.ids.tolist())
         elif isinstance(self.held, EncodedImages):  # the transform decodes only what it needs of an image
-            ids = indices.ids if self.held_ids is None else self.held_ids[indices.ids]
             images = self.transform([self.held.open(id) for id in ids.tolist()], keys)
         else:
             assert isinstance(self.transform, ImageTransform)

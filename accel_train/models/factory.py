@@ -5,6 +5,7 @@ timm and torchvision are imported where they are used: together they take second
 
 from __future__ import annotations
 
+import json
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,8 @@ from accel_train.models.torchvision_models import (
     torchvision_names,
     without_none,
 )
+from accel_train.user_code.loading import call, load, showing_user_lines
+from accel_train.user_code.reference import Reference, parse_reference, short_name
 
 
 def input_size(model: Model, native: int | None) -> int:
@@ -38,7 +41,7 @@ def input_size(model: Model, native: int | None) -> int:
         if model.pretrained:
             return int(published_weights(model.name).transforms().crop_size[0])
         return 224 if size_argument(model.name) else native or 224
-    if model.name not in NETS:
+    if model.name not in NETS and parse_reference("model.name", model.name) is None:
         published = _timm_config(model.name)
         if model.pretrained or published.fixed_input_size:
             return int(published.input_size[-1])
@@ -77,17 +80,20 @@ def create_model(
     weights that do not exist or cannot be fetched.
     """
     _check_name(model)
+    reference = parse_reference("model.name", model.name)
+    if reference is not None:
+        return _create_users(model, reference, num_classes, channels, image_size)
     try:
         if model.name in NETS:
-            options = without_none(dropout=model.dropout, drop_path=model.drop_path)
+            options = without_none(dropout=model.dropout, drop_path=model.drop_path, **more_arguments(model))
             made = NETS[model.name](num_classes, channels, image_size, **options)
         elif model.name.startswith(PREFIX):
-            made = create_torchvision(model, num_classes, channels, image_size, published)
+            made = create_torchvision(model, num_classes, channels, image_size, published, more_arguments(model))
         else:
             made = _create_timm(model, num_classes, channels, image_size, published)
     except TypeError as error:
-        asked = [key for key in ("dropout", "drop_path") if getattr(model, key) is not None]
-        if not asked or "unexpected keyword" not in str(error):
+        asked = [key for key in ("dropout", "drop_path", "kwargs") if getattr(model, key) is not None]
+        if not asked or ("unexpected keyword" not in str(error) and not model.kwargs):
             raise
         settings = " or ".join(f"model.{key}" for key in asked)
         raise UserError(f"{model.name} does not take {settings} ({error}); leave it out.") from error
@@ -99,17 +105,55 @@ def create_model(
             "once on a machine with a network and copy its cache (HF_HOME, TORCH_HOME), or set it to false."
         ) from error
     _check_forward(made, model.name, channels, image_size)
+    return _with_settings(made, model)
+
+
+def _with_settings(made: nn.Module, model: Model) -> nn.Module:
     if model.gradient_checkpointing:
-        _checkpoint_gradients(made, model.name)
+        _checkpoint_gradients(made, short_name("model.name", model.name))
     if model.freeze_body:
         freeze_body(made)
     return made
 
 
+def _create_users(model: Model, reference: Reference, num_classes: int, channels: int, image_size: int) -> nn.Module:
+    """The model that the user's own function returns, tried with an image."""
+    for key in ("dropout", "drop_path"):
+        if getattr(model, key) is not None:
+            raise UserError(f"model.{key}: is not passed to {reference.short}; give its argument by model.kwargs.")
+    where = f"--model.name {reference.short}"
+    given = {"num_classes": num_classes, "in_chans": channels, "image_size": image_size}
+    made = call("model.name", reference, load("model.name", reference), given, more_arguments(model))
+    if not isinstance(made, nn.Module):
+        raise UserError(f"{where}: returned a value of type {type(made).__name__}; expected a torch.nn.Module.")
+    made.eval()
+    with showing_user_lines("model.name", reference), torch.no_grad():
+        logits = made(torch.zeros(1, channels, image_size, image_size))
+    if not isinstance(logits, torch.Tensor) or logits.shape != (1, num_classes):
+        found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a value of type {type(logits).__name__}"
+        raise UserError(
+            f"{where}: computed {found} from an image {[1, channels, image_size, image_size]}; expected logits of the "
+            f"{num_classes} classes, [1, {num_classes}]."
+        )
+    return _with_settings(made.train(), model)
+
+
+def more_arguments(model: Model) -> dict[str, Any]:
+    """The arguments that model.kwargs adds. Raises UserError for those that follow from the data or other settings."""
+    arguments: dict[str, Any] = json.loads(model.kwargs or "{}")
+    reserved = {"num_classes": "it follows from the data", "in_chans": "it follows from the data"}
+    reserved |= {"image_size": "set --model.image-size", "pretrained": "set --model.pretrained"}
+    for name in reserved.keys() & arguments.keys():
+        raise UserError(f"--model.kwargs: remove {name!r}; {reserved[name]}.")
+    return arguments
+
+
 def _check_name(model: Model) -> None:
     """Raise UserError if no library has a model of this name, or if published weights are wanted and do not exist."""
     published = False
-    if model.name not in NETS and model.name not in torchvision_names():
+    if parse_reference("model.name", model.name) is not None:
+        pass
+    elif model.name not in NETS and model.name not in torchvision_names():
         import timm
 
         if model.name.startswith(PREFIX) or not timm.is_model(model.name):
@@ -118,7 +162,7 @@ def _check_name(model: Model) -> None:
             hint = nearest(model.name, theirs, count=5)
             raise UserError(
                 f"model.name: unknown model {model.name!r}.{hint} There are {', '.join(NETS)}, "
-                f"torchvision's as {PREFIX}NAME, and all of timm.list_models()."
+                f"torchvision's as {PREFIX}NAME, all of timm.list_models(), and your own as FILE.py:FUNCTION."
             )
         published = _timm_config(model.name).has_weights
     elif model.name not in NETS:
@@ -142,7 +186,7 @@ def _timm_config(name: str) -> Any:
 def _create_timm(model: Model, num_classes: int, channels: int, image_size: int, load_published: bool) -> nn.Module:
     import timm
 
-    options = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path)
+    options = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path) | more_arguments(model)
     published = _timm_config(model.name)
     sized = published.fixed_input_size and image_size != published.input_size[-1]
     if sized:

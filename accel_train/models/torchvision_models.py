@@ -42,8 +42,13 @@ def without_none(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def create_torchvision(model: Model, num_classes: int, channels: int, image_size: int, published: bool) -> nn.Module:
-    """The model, with its published weights if model.pretrained and `published`; OSError if they cannot be fetched."""
+def create_torchvision(
+    model: Model, num_classes: int, channels: int, image_size: int, published: bool, more: dict[str, Any]
+) -> nn.Module:
+    """The model, with its published weights if model.pretrained and `published`; OSError if they cannot be fetched.
+
+    `more`: further arguments of torchvision's function.
+    """
     import torchvision
 
     short = model.name.removeprefix(PREFIX)
@@ -58,6 +63,7 @@ def create_torchvision(model: Model, num_classes: int, channels: int, image_size
         options |= {"aux_logits": False, "init_weights": True, "transform_input": transform}
     if (argument := size_argument(model.name)) is not None:
         options[argument] = image_size if argument == "image_size" else (image_size, image_size)
+    options |= more
     try:
         made: nn.Module = torchvision.models.get_model(short, num_classes=num_classes, **options)
     except (AssertionError, ValueError, RuntimeError) as error:

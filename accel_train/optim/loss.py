@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from accel_train.config.schema import Loss
+from accel_train.errors import UserError
+from accel_train.user_code.loading import load, showing_user_lines
+from accel_train.user_code.reference import Reference, parse_reference
 
 
 def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -16,9 +20,14 @@ def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, T
 
     The loss of each sample, with its target smoothed (Szegedy et al. 2016, arxiv.org/abs/1512.00567), times the weight
     of its class: `class_weights` float32 [C], on the device of the logits; for mixed targets the mean of the weights
-    by the target. The caller takes the mean over samples, so the weights should have mean 1 over them.
+    by the target. The caller takes the mean over samples, so the weights should have mean 1 over them. Raises UserError
+    if a user's own loss cannot be loaded.
     """
-    losses_of = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}[loss.name]
+    reference = parse_reference("loss.name", loss.name)
+    if reference is not None:
+        losses_of = _users_loss(reference, loss.label_smoothing)
+    else:
+        losses_of = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}[loss.name]
 
     def per_sample(logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 would lose digits
@@ -31,6 +40,61 @@ def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, T
         return losses * (target @ class_weights if mixed else class_weights[target])
 
     return per_sample
+
+
+def _users_loss(reference: Reference, smoothing: float) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """The user's function of (logits, targets), or of (logits, targets, label_smoothing), tried with a few samples.
+
+    Raises UserError unless it returns a loss for each sample that has a gradient.
+    """
+    where = f"--loss.name {reference.short}"
+    function = load("loss.name", reference)
+    extra = {}
+    if "label_smoothing" in inspect.signature(function).parameters:
+        extra["label_smoothing"] = smoothing
+    elif smoothing:
+        raise UserError(f"{where}: does not take label_smoothing; set --loss.label-smoothing 0, or take it.")
+
+    def losses(logits: Tensor, target: Tensor, _smoothing: float) -> Tensor:
+        with showing_user_lines("loss.name", reference):
+            values = function(logits, target, **extra)
+        if not isinstance(values, Tensor) or values.shape != logits.shape[:1] or not values.is_floating_point():
+            found = f"{str(values.dtype)[6:]} {list(values.shape)}" if isinstance(values, Tensor) else type(values)
+            raise UserError(
+                f"{where}: returned {found} for the logits of {len(logits)} samples; expected a float for each sample, "
+                f'[{len(logits)}]: leave out the mean, as with reduction="none".'
+            )
+        return values.float()
+
+    return losses
+
+
+def check_loss(
+    loss: Loss, criterion: Callable[[Tensor, Tensor], Tensor], classes: int, device: torch.device, *, mixes: bool
+) -> None:
+    """Try a user's own loss with random logits of 4 samples. Raises UserError if it cannot be trained with.
+
+    `mixes`: whether targets are probabilities, too. The loss of a sample must not depend on the other samples: another
+    number of processes would have other ones beside it.
+    """
+    reference = parse_reference("loss.name", loss.name)
+    if reference is None:
+        return
+    where = f"--loss.name {reference.short}"
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, classes, generator=generator).to(device).requires_grad_()
+    labels = torch.arange(4, device=device) % classes
+    targets = [labels, F.one_hot(labels, classes).float() * 0.7 + 0.3 / classes] if mixes else [labels]
+    for target in targets:
+        losses = criterion(logits, target)
+        if not losses.requires_grad:
+            raise UserError(f"{where}: the loss has no gradient; compute it from the logits, without detach().")
+        halves = torch.cat([criterion(logits[:2], target[:2]), criterion(logits[2:], target[2:])])
+        if not torch.allclose(losses, halves, rtol=1e-4, atol=1e-6):
+            raise UserError(
+                f"{where}: the loss of a sample depends on the other samples beside it, so that another number of "
+                "processes would learn something else. Compute each sample's loss from its own logits."
+            )
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:

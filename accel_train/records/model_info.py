@@ -25,7 +25,7 @@ class ModelInfo:
     classes: tuple[str, ...]
     """The names of the classes, in the order of the logits."""
     channels: int
-    """3: RGB, 1: grey."""
+    """3: RGB, 1: grey; others of a user's data."""
     image_size: int
     """Height and width of the model's input, in pixels."""
     native_size: int | None
@@ -34,6 +34,8 @@ class ModelInfo:
     """Subtracted from each channel, whose values are from 0 to 1."""
     std: tuple[float, ...]
     """Divides each channel after that."""
+    full_scale: int = 255
+    """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of a user's float tensors."""
     semantics: int = 1
     """The version of the meaning of settings: see config/semantics.py."""
 
@@ -67,10 +69,11 @@ def _impossible(info: ModelInfo) -> str:
     native, channels = info.native_size, info.channels
     fits = {
         "classes": len(info.classes) >= 2 and all(isinstance(name, str) for name in info.classes),
-        "channels": is_count(channels) and channels in (1, 3),
+        "channels": is_count(channels, 1, LARGEST),
         "image_size": is_count(info.image_size, 1, LARGEST),
         "native_size": native is None or is_count(native, 1, LARGEST),
         "mean": len(info.mean) == channels and all(is_number(value, -1e6, 1e6) for value in info.mean),
+        "full_scale": info.full_scale in (1, 255),
         "std": len(info.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in info.std),
     }
     return next((name for name, fit in fits.items() if not fit), "")

@@ -25,6 +25,7 @@ from accel_train.errors import UserError
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.metrics import METRICS, Evaluation
+from accel_train.user_code.reference import short_name
 
 
 def describe(
@@ -45,12 +46,14 @@ def describe(
     left_out = f", {splits.left_out} unreadable left out" if splits.left_out else ""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     world = f"{plan.processes} process{'es' * (plan.processes > 1)}"
+    data_name = short_name("data.name", config.data.name)
+    model_name = short_name("model.name", config.model.name)
     lines = {
         "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
-        "data": f"{config.data.name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
+        "data": f"{data_name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
         "unused": splits.ignored,
         "input": str(placement),
-        "model": f"{config.model.name} for {size}x{size} pixels, {parameters:,} parameters",
+        "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
         "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images"
         f"{f' in virtual batches of {plan.virtual_batch}' * (plan.virtual_batch > 2)}; "

@@ -14,6 +14,7 @@ from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.semantics import SEMANTICS
 from accel_train.data.loading import resolve_mean_std
+from accel_train.data.sources.splits import has_one_size
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.consensus import broadcast_from_main
@@ -122,15 +123,20 @@ class Run:
     def _describe(self) -> None:
         """Write the run's settings, its model's input and classes, and its devices; start the trackers."""
         setup, splits = self.setup, self.setup.splits
-        native = splits.image_size if splits.train.in_memory else None
+        native = splits.image_size if has_one_size(splits.train) else None
         mean, std = resolve_mean_std(self.config, splits)
-        model_info = ModelInfo(splits.classes, splits.channels, setup.image_size, native, mean, std, SEMANTICS)
+        model_info = ModelInfo(
+            splits.classes, splits.channels, setup.image_size, native, mean, std, splits.full_scale, SEMANTICS
+        )
         self.directory.begin(
             self.config,
             model_info,
             world_size=setup.launch.world_size,
             devices=gather_object([str(setup.device)]),
             precision=precision(self.accelerator),
+        )
+        self.checkpoints.notes += broadcast_from_main(
+            self.accelerator, lambda: self.directory.keep_code(self.config, self.state.update)
         )
         start_trackers(self.config, self.accelerator)
 

@@ -90,7 +90,7 @@ class LazyImage:
         """The pixels, uint8 [channels, H, W]. Raises ImageError."""
         with _strictly(), self.image as image:
             pixels = _decode_jpeg(self.data, self.channels) if self.reducible else None
-            return apply_orientation(_to_tensor(image, self.channels) if pixels is None else pixels, self.orientation)
+            return apply_orientation(to_tensor(image, self.channels) if pixels is None else pixels, self.orientation)
 
     def reduced(self, box: Box, height: int, width: int, reduction: int) -> torch.Tensor:
         """The box of a `reducible` image, resized to uint8 [channels, height, width]. Raises ImageError.
@@ -182,7 +182,7 @@ def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor | None:
     return pixels
 
 
-def _to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
+def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
     """The pixels decoded by PIL, uint8 [channels, H, W]."""
     from PIL import Image
 

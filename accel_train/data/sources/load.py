@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from accel_train.config.schema import Data
 from accel_train.data.sources.splits import Source, Splits, Subset, divide
 from accel_train.errors import UserError, nearest
+from accel_train.user_code.reference import parse_reference
 
 __all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits"]
 
@@ -20,13 +23,19 @@ def known_sources() -> tuple[str, ...]:
     return NAMES + tuple(f"{prefix}NAME" for prefix in PREFIXES)
 
 
-def load_splits(data: Data, seed: int, *, download: bool = True) -> Splits:
+def load_splits(data: Data, seed: int, *, download: bool = True, record: Path | None = None) -> Splits:
     """The dataset that `data` names, with its splits.
 
     The same on every process: a pure function of `data`, `seed` and the samples found. Call it on all processes at
     once: one of them downloads the missing files of published datasets, while the others wait. With `download=False`
-    missing files are an error. Raises UserError.
+    missing files are an error. `record`: the folder of the run, in which labels of a user's Dataset are kept that can
+    only be read item by item. Raises UserError.
     """
+    reference = parse_reference("data.name", data.name)
+    if reference is not None:
+        from accel_train.data.sources.user.splits import user_data
+
+        return divide(user_data(data, reference, record), data, seed)
     return divide(_load(data, download), data, seed)
 
 
@@ -69,5 +78,5 @@ def _load(data: Data, download: bool) -> Splits:
         return hub(data)
     raise UserError(
         f"--data.name: unknown dataset '{data.name}'.{nearest(data.name, known_sources())} "
-        f"Known datasets: {', '.join(known_sources())}."
+        f"Known datasets: {', '.join(known_sources())}, and your own FILE.py:FUNCTION."
     )

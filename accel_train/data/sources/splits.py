@@ -20,6 +20,7 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IN_MEMORY
 from accel_train.errors import UserError
+from accel_train.user_code.reference import parse_reference, short_name
 
 
 class Source(Protocol):
@@ -65,6 +66,8 @@ class Splits:
     """A description of the files in the data's folder that are not used."""
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
+    full_scale: int = 255
+    """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of float ones."""
     semantics: int = IN_MEMORY
     """The semantics version by which the pixels are computed; see config/semantics.py."""
 
@@ -101,6 +104,12 @@ class Subset:
 
     def name(self, id: int) -> str:
         return self.source.name(int(self.ids[id]))
+
+
+def has_one_size(source: Source) -> bool:
+    """Whether all images are tensors of one size, so that none must be resized by itself."""
+    held, _ = unwrap_subset(source)
+    return bool(getattr(held, "one_size", held.in_memory))
 
 
 def unwrap_subset(source: Source) -> tuple[Source, torch.Tensor | None]:
@@ -173,6 +182,8 @@ def _with(splits: Splits, split: str, source: Source | None) -> Splits:
 def _check(splits: Splits, data: Data) -> None:
     """Raise UserError unless there are two or more classes and each sample belongs to one of them."""
     where, classes = f"the dataset '{data.name}' in {data.root}", len(splits.classes)
+    if parse_reference("data.name", data.name):  # its function may not use data.root
+        where = f"the dataset '{short_name('data.name', data.name)}'"
     if classes < 2:
         only = f"only one class, '{splits.classes[0]}'" if classes else "no class"
         raise UserError(f"{where} has {only}, but a classifier needs two or more.")

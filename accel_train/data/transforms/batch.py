@@ -36,9 +36,11 @@ class BatchTransform:
         per_image: bool,
         device: torch.device,
         memory_format: torch.memory_format = torch.contiguous_format,
+        full_scale: int = 255,
     ) -> None:
-        """`mean` and `std`: of each channel, in 0..1. `size` (height and width, in pixels) and `memory_format`: of the
-        model's input. `per_image`: workers have already resized, cropped and flipped the images."""
+        """`mean` and `std`: of each channel; they count the pixel value `full_scale` as 1. `size` (height and width, in
+        pixels) and `memory_format`: of the model's input. `per_image`: workers have already resized, cropped and
+        flipped the images."""
         self.augment = augment
         self.size = size
         self.num_classes = num_classes
@@ -53,7 +55,7 @@ class BatchTransform:
         means, stds = torch.tensor(mean, device=device), torch.tensor(std, device=device)
         self.scale, self.shift = (
             values.view(-1, 1, 1) if memory_format == torch.contiguous_format else values.repeat(size, 1)
-            for values in (stds * 255, -means / stds)
+            for values in (stds * full_scale, -means / stds)
         )
         self.steps = torch.arange(size, dtype=torch.int32).to(device)
         self.classes = torch.arange(num_classes).to(device)
@@ -68,8 +70,8 @@ class BatchTransform:
         return self.draw_parameters is not None and self.draw_parameters.mixes
 
     def __call__(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """`batch`: images uint8 [b, C, H, W], labels int64 [b] and, unless `draw_parameters` is None, its result as
-        "parameters", int32 [b, columns].
+        """`batch`: images uint8 or float32 [b, C, H, W], labels int64 [b] and, unless `draw_parameters` is None, its
+        result as "parameters", int32 [b, columns].
 
         Returns the input, float32 [b, C, size, size] in `memory_format`, and the targets: labels int64 [b] or, if
         samples are mixed, probabilities float32 [b, classes].

@@ -1,0 +1,1 @@
+"""Datasets of a user's own function."""

@@ -1,0 +1,188 @@
+"""The items of a user's Dataset as a source of samples."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from accel_train.data.sources.images import to_tensor
+from accel_train.errors import UserError
+from accel_train.user_code.loading import described, load_file
+from accel_train.user_code.reference import Reference
+
+OPTION = "data.name"
+
+
+class UserDataset:
+    """A source whose samples are the items of a user's Dataset.
+
+    Before an item is fetched for training or evaluation, torch's, NumPy's and Python's global generators are seeded
+    with the sample's key. So a Dataset that draws from them draws the same for a sample on any number of processes and
+    workers, and after a restart; generators of its own it must seed by itself.
+    """
+
+    in_memory = False
+
+    def __init__(
+        self, dataset: Any, reference: Reference, split: str, labels: Tensor, channels: int, shape: torch.Size | None
+    ) -> None:
+        """`labels`: int64 [n]. `channels`: of PIL images. `shape`: [C, H, W] of all images; None: PIL images."""
+        self.dataset, self.reference, self.split = dataset, reference, split
+        self.labels, self.channels, self.shape = labels, channels, shape
+
+    @property
+    def one_size(self) -> bool:
+        """Whether all images have one size already."""
+        return self.shape is not None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, id: int) -> str:
+        return f"{self.split} sample {id}"
+
+    def fetch(self, ids: Sequence[int]) -> Tensor | list[Tensor]:
+        return self.fetch_seeded(ids, torch.as_tensor(ids, dtype=torch.int64))
+
+    def fetch_seeded(self, ids: Sequence[int], keys: Tensor) -> Tensor | list[Tensor]:
+        """As `fetch`; `keys`: int64 [b], what the samples' random numbers follow from."""
+        images = []
+        with restored_generators():
+            for id, key in zip(ids, keys.tolist(), strict=True):
+                seed_generators(key)
+                images.append(self._image(int(id)))
+        return torch.stack(images) if self.one_size else images
+
+    def _image(self, id: int) -> Tensor:
+        image, label = read_item(self.dataset, id, self.reference, self.name(id))
+        if label != self.labels[id]:
+            raise self._error(
+                f"{self.name(id)} has the label {label}, but {int(self.labels[id])} in its dataset's `targets` (or in "
+                "the labels that were read before). A sample's label must not change"
+            )
+        pixels = as_pixels(image, self.channels)
+        if pixels is None:
+            raise self._error(f"{self.name(id)} is {kind_of(image)}; {EXPECTED}")
+        if self.shape is not None and pixels.shape != self.shape:
+            raise self._error(
+                f"{self.name(id)} has the shape {list(pixels.shape)}, but the first one {list(self.shape)}: tensors "
+                "must have one size. Resize them in the Dataset, or return PIL images, which are resized and cropped"
+            )
+        return pixels
+
+    def _error(self, text: str) -> UserError:
+        return UserError(f"--{OPTION} {self.reference.short}: {text}.", every_process=False)
+
+    def __getstate__(self) -> Any:
+        """A data worker imports the user's file first: the dataset's class is defined there."""
+        path = self.reference.file
+        return (_ImportFirst(Path(path)) if path else None, self.__dict__)
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state[1])
+
+    def check_picklable(self) -> None:
+        """Raise UserError if the dataset cannot be sent to a data worker."""
+        try:
+            ForkingPickler(BytesIO(), pickle.HIGHEST_PROTOCOL).dump(self)
+        except Exception as error:
+            raise UserError(
+                f"--{OPTION} {self.reference.short}: the {self.split} dataset cannot be sent to data workers "
+                f"({described(error, self.reference).rstrip('.')}). Define its class and its functions at the top of "
+                "the file, without lambda, or load in this process: --data.workers 0."
+            ) from error
+
+
+class _ImportFirst:
+    """Pickled in front of objects of a user's file: unpickling it imports the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[Path], ModuleType], tuple[Path]]:
+        return load_file, (self.path,)
+
+
+EXPECTED = "expected a PIL image, a uint8 tensor [C, H, W] or a float tensor [C, H, W]"
+
+
+def read_item(dataset: Any, id: int, reference: Reference, name: str) -> tuple[Any, int]:
+    """The image and the label of an item. Raises UserError."""
+    where = f"--{OPTION} {reference.short}: {name}"
+    try:
+        item = dataset[id]
+    except Exception as error:
+        raise UserError(f"{where} cannot be read: {described(error, reference)}", every_process=False) from error
+    if not (isinstance(item, (tuple, list)) and len(item) == 2):
+        raise UserError(f"{where} is {kind_of(item)}; expected a pair (image, label).", every_process=False)
+    try:
+        return item[0], _label(item[1])
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{where} has the label {str(item[1])[:40]!r} ({type(item[1]).__name__}); expected a whole number.",
+            every_process=False,
+        ) from None
+
+
+def _label(value: Any) -> int:
+    """A whole number, also of NumPy's or in a tensor. Raises TypeError or ValueError."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.item()
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(value)
+    if isinstance(value, (str, bytes)):
+        raise TypeError(value)
+    return int(value)
+
+
+def as_pixels(image: Any, channels: int) -> Tensor | None:
+    """An item's image as a tensor, uint8 or float32 [C, H, W]; None if it is of another kind."""
+    if isinstance(image, Image.Image):
+        return to_tensor(image, channels)
+    if not isinstance(image, Tensor) or image.ndim != 3:
+        return None
+    image = image.as_subclass(Tensor)  # torchvision has classes of its own
+    if image.is_floating_point():
+        floats: Tensor = image.float()
+        return floats
+    return image if image.dtype == torch.uint8 else None
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in words: "an int64 tensor [3, 8, 8]"."""
+    if isinstance(value, Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"a NumPy array {value.dtype} {list(value.shape)}"
+    return f"of type {type(value).__name__}"
+
+
+def seed_generators(key: int) -> None:
+    """Seed the global generators of torch (on the CPU), NumPy and Python."""
+    torch.default_generator.manual_seed(key)
+    np.random.seed(key % 2**32)
+    random.seed(key)
+
+
+@contextmanager
+def restored_generators() -> Iterator[None]:
+    """Restore at the end what `seed_generators` changes."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

@@ -1,0 +1,103 @@
+"""The labels of a user's Dataset: its `targets`, or read once item by item and recorded."""
+
+from __future__ import annotations
+
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Subset
+
+from accel_train.data.sources.user.dataset import OPTION, read_item, restored_generators, seed_generators
+from accel_train.errors import UserError
+from accel_train.files import atomic_write
+from accel_train.user_code.record import file_hash
+from accel_train.user_code.reference import Reference, code_file
+
+
+def labels_of(dataset: Any, reference: Reference, split: str, record: Path | None) -> Tensor:
+    """The labels of all items, int64 [n]: its `targets`, else those recorded before, else read item by item.
+
+    `record`: folder in which the main process keeps labels that had to be read. Collective. Raises UserError.
+    """
+    where = f"--{OPTION} {reference.short}: {split}"
+    targets = _targets(dataset)
+    if targets is not None:
+        try:
+            labels = torch.as_tensor(np.asarray(targets))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{where} has `targets` that are not whole numbers ({error}).") from error
+        if labels.is_floating_point() or labels.ndim != 1 or len(labels) != len(dataset):
+            raise UserError(
+                f"{where} has {len(dataset)} items, and `targets` of {str(labels.dtype).removeprefix('torch.')} "
+                f"{list(labels.shape)}; expected a whole number for each item."
+            )
+        return labels.long()
+    path = code_file(reference)
+    tag = file_hash(path)[:12] if path is not None else "module"
+    kept = None if record is None else record / f"labels-{split}-{tag}.npy"
+    if kept is not None and kept.is_file() and (recorded := _recorded(kept, len(dataset))) is not None:
+        return recorded
+    labels = _read_labels(dataset, reference, split)
+    if kept is not None and _rank() == 0 and kept.parent.is_dir():
+        content = BytesIO()
+        np.save(content, labels.numpy())
+        atomic_write(kept, content.getvalue())
+    return labels
+
+
+def _recorded(path: Path, count: int) -> Tensor | None:
+    """The labels in the file, or None if it is not one of `count` labels."""
+    try:
+        labels = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return torch.from_numpy(labels) if labels.shape == (count,) and labels.dtype == np.int64 else None
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
+    """Read all items for their labels. The processes share the work. Collective."""
+    rank, processes = _rank(), dist.get_world_size() if dist.is_initialized() else 1
+    if rank == 0:
+        print(
+            f"reading the labels of {len(dataset)} {split} samples: {reference.short} gives no `targets`",
+            file=sys.stderr,
+            flush=True,
+        )
+    own: list[int] | str
+    try:
+        with restored_generators():
+            own = []
+            for id in range(rank, len(dataset), processes):
+                seed_generators(id)
+                own.append(read_item(dataset, id, reference, f"{split} sample {id}")[1])
+    except UserError as error:
+        own = str(error)
+    everyone: list[list[int] | str | None] = [own]
+    if processes > 1:
+        everyone = [None] * processes
+        dist.all_gather_object(everyone, own)
+    for found in everyone:
+        if isinstance(found, str):
+            raise UserError(found)
+    labels = torch.empty(len(dataset), dtype=torch.int64)
+    for number, found in enumerate(everyone):
+        labels[number::processes] = torch.tensor(cast("list[int]", found), dtype=torch.int64)
+    return labels
+
+
+def _targets(dataset: Any) -> Any:
+    """The dataset's `targets`, one for each item; None if it has none."""
+    if isinstance(dataset, Subset) and not hasattr(dataset, "targets"):
+        inner = _targets(dataset.dataset)
+        return None if inner is None else np.asarray(inner)[np.asarray(dataset.indices, dtype=np.int64)]
+    return getattr(dataset, "targets", None)

@@ -1,0 +1,134 @@
+"""The user's own code in a run: code.json names it, and code/ keeps the text of each file.
+
+Only the named files are kept. What they import is recorded by version or hash, but not copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.config.schema import Config, value
+from accel_train.errors import UserError
+from accel_train.untrusted import is_file_name, read_regular_file
+from accel_train.user_code.record import file_hash, imports
+from accel_train.user_code.reference import PREFIXES, Reference, code_file, parse_reference
+
+FILE, FOLDER = "code.json", "code"
+
+
+def references(config: Config) -> dict[str, Reference]:
+    """Return the options of `config` that name a user's code: "model.name" -> its Reference."""
+    found = {option: parse_reference(option, value(config, option)) for option in PREFIXES}
+    return {option: reference for option, reference in found.items() if reference is not None}
+
+
+def code_hashes(config: Config) -> str:
+    """Return the hashes of the user's files as one text, equal on processes that have the same code."""
+    files = {option: code_file(reference) for option, reference in references(config).items()}
+    return " ".join(f"{option} {file_hash(path)}" for option, path in files.items() if path is not None)
+
+
+def keep_code(config: Config, run: Path, write: Callable[[str, bytes], object], update: int) -> list[str]:
+    """Keep the user's code in the folder `run`, by `write(name, content)`. Returns notes about what has changed.
+
+    `update`: the number of updates before this start.
+    """
+    used = references(config)
+    if not used:
+        return []
+    before, notes = _read(run), []
+    now: dict[str, dict[str, Any]] = {}
+    for option, reference in used.items():
+        path = code_file(reference)
+        if path is None:  # a module that is not a file of Python
+            now[option] = {"reference": str(reference)}
+            continue
+        kept = f"{FOLDER}/{path.stem}-{file_hash(path)[:12]}.py"
+        write(kept, path.read_bytes())
+        old = before.get(option, {})
+        earlier = old.get("earlier", [])
+        if old.get("sha256", file_hash(path)) != file_hash(path):
+            earlier = [*earlier, {"kept": old.get("kept"), "sha256": old["sha256"], "until_update": update}]
+            notes.append(
+                f"{option}: {path} has changed since the last start of this run. From update {update} on the new text "
+                f"is used; the old one is {old.get('kept')}."
+            )
+        now[option] = {
+            "reference": str(reference),
+            "kept": kept,
+            "sha256": file_hash(path),
+            "imports": imports(path),
+            "earlier": earlier,
+        }
+    write(FILE, (json.dumps(now, indent=2) + "\n").encode())
+    return notes
+
+
+def _read(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the content of code.json; {} if there is none. Raises UserError if it is damaged."""
+    path = run / FILE
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(read_regular_file(path, follow=True))
+        if not (isinstance(content, dict) and all(isinstance(entry, dict) for entry in content.values())):
+            raise ValueError("it is not a table of options")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); copy it again from where the model was trained.") from error
+    return content
+
+
+@dataclass(frozen=True)
+class KeptCode:
+    """A user's code as a run keeps it. Nothing in it has been run."""
+
+    reference: Reference
+    """As it was given to the run."""
+    path: Path
+    """The kept file."""
+
+    def to_run(self, option: str, *, trust: bool) -> str:
+        """Return the value of `option` that runs this code. Raises UserError if nobody has said that it is safe.
+
+        It is if `trust`, or if the file that the run names is on this machine, belongs to this user or to root, and has
+        the same bytes.
+        """
+        named = code_file(self.reference)
+        if named is not None and _is_own(named) and file_hash(named) == file_hash(self.path):
+            return str(self.reference)
+        if trust:
+            return f"{self.path.absolute()}:{self.reference.name}"
+        raise UserError(
+            f"--{option} {self.reference}: the run uses code of its own, and that file is not here, is another user's, "
+            f"or has changed. Read {self.path}; then use it with --trust-code true."
+        )
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.is_file() and path.stat().st_uid in (os.getuid(), 0)
+    except OSError:
+        return False
+
+
+def kept_code(config: Config, run: Path) -> Mapping[str, KeptCode]:
+    """Return the code that the run in the folder `run` keeps, for the options of its `config` that name some.
+
+    Raises UserError if it is missing.
+    """
+    recorded, found = _read(run), {}
+    for option, reference in references(config).items():
+        name = str(recorded.get(option, {}).get("kept", "")).removeprefix(f"{FOLDER}/")
+        path = run / FOLDER / name
+        if not (is_file_name(name) and path.is_file()):
+            raise UserError(
+                f"--{option} {reference.short}: the run does not have the text of this code ({FILE} and {FOLDER}/); "
+                "copy them again from where the model was trained."
+            )
+        found[option] = KeptCode(reference, path)
+    return found
