@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +80,6 @@ def evaluate_run(
     if not accelerator.is_main_process:
         return 0
     names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in weights.items()}
-    _print_evaluations(evaluations, names, info.classes)
     output = run / f"evaluation-{split}.json"
     record = {
         "split": split,
@@ -88,10 +88,15 @@ def evaluate_run(
         "classes": info.classes,
         **{name: _record(evaluation, names[name]) for name, evaluation in evaluations.items()},
     }
+    failure = None
     try:
         atomic_write(output, json.dumps(record) + "\n")
     except OSError as error:
-        print(f"accel-train: warning: {output} cannot be written ({error.strerror}).", file=sys.stderr)
+        failure = error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
+    _print_evaluations(evaluations, names, info.classes)
+    if failure is not None:
+        print(f"accel-train: warning: {output} cannot be written ({failure.strerror}).", file=sys.stderr)
         return 1
     print(f"\nall classes and the confusion counts: {output}")
     return 0

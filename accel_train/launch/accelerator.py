@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +58,8 @@ def create_accelerator(
         os.environ["LOCAL_RANK"] = str(_device_index(launch))
         if share_gpus and device.type == "cuda":
             group["backend"] = "gloo"
+    # torch 2.15 renames the option; Accelerate 1.15 does not know the new name.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     with connecting():
         accelerator = Accelerator(
             cpu=cpu,

@@ -123,7 +123,7 @@ def _create_users(model: Model, reference: Reference, num_classes: int, channels
             raise UserError(f"model.{key}: is not passed to {reference.short}; give its argument by model.kwargs.")
     where = f"--model.name {reference.short}"
     given = {"num_classes": num_classes, "in_chans": channels, "image_size": image_size}
-    made = call("model.name", reference, load("model.name", reference), given, more_arguments(model))
+    made = call("model.name", reference, load("model.name", reference), given, json.loads(model.kwargs or "{}"))
     if not isinstance(made, nn.Module):
         raise UserError(f"{where}: returned a value of type {type(made).__name__}; expected a torch.nn.Module.")
     made.eval()
@@ -139,7 +139,10 @@ def _create_users(model: Model, reference: Reference, num_classes: int, channels
 
 
 def more_arguments(model: Model) -> dict[str, Any]:
-    """The arguments that model.kwargs adds. Raises UserError for those that follow from the data or other settings."""
+    """The arguments that model.kwargs adds to those of a library's model.
+
+    Raises UserError for those that follow from the data or from other settings.
+    """
     arguments: dict[str, Any] = json.loads(model.kwargs or "{}")
     reserved = {"num_classes": "it follows from the data", "in_chans": "it follows from the data"}
     reserved |= {"image_size": "set --model.image-size", "pretrained": "set --model.pretrained"}

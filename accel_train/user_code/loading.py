@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -38,8 +39,11 @@ def load(option: str, reference: Reference) -> Callable[..., Any]:
 
 
 def module_name(path: Path) -> str:
-    """Return the name under which a file is imported: no installed package has it, and it follows from the text."""
-    return f"{path.stem}_{file_hash(path)[:12]}"
+    """Return the name under which a file is imported: no package has it, and it follows from the path and the text."""
+    path = path.absolute()
+    return (
+        f"{path.stem}_{hashlib.sha256(f'{path} {file_hash(path)}'.encode(errors='surrogateescape')).hexdigest()[:12]}"
+    )
 
 
 def load_file(path: Path) -> ModuleType:
@@ -65,9 +69,10 @@ def load_file(path: Path) -> ModuleType:
 def call(
     option: str, reference: Reference, function: Callable[..., Any], given: dict[str, Any], extra: dict[str, Any]
 ) -> Any:
-    """Call the user's function with those arguments of `given` that its signature takes, and all of `extra`.
+    """Call the user's function with those arguments of `given` that its signature names, and all of `extra`.
 
-    Raises UserError if it does not take one of `extra`, needs another one, or raises.
+    Of a function with `**kwargs` nobody knows what it takes; it gets `num_classes`, which each model needs. Raises
+    UserError if the function does not take one of `extra`, needs another argument, or raises.
     """
     try:
         parameters = dict(inspect.signature(function).parameters)
@@ -80,7 +85,9 @@ def call(
         raise UserError(
             f"--{option}: {reference.short} does not take {unknown[0]!r}.{nearest(unknown[0], known) or listed(known)}"
         )
-    arguments = {name: value for name, value in given.items() if name in parameters or takes_all} | extra
+    arguments = {
+        name: value for name, value in given.items() if name in parameters or (takes_all and name == "num_classes")
+    } | extra
     missing = [
         each.name
         for each in parameters.values()
@@ -114,13 +121,13 @@ def described(error: BaseException, reference: Reference) -> str:
     reason = one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)[:300]
     path = code_file(reference)
     if isinstance(error, SyntaxError):
-        return f"{reason}"
+        return reason
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if path is not None and Path(frame.filename) == path]
     if not own:
-        return f"{reason}."
+        return f"{reason.rstrip('.')}."
     last = own[-1]
-    return f"{reason} ({Path(last.filename).name}, line {last.lineno}, in {last.name}: `{last.line}`)."
+    return f"{reason.rstrip('.')} ({Path(last.filename).name}, line {last.lineno}, in {last.name}: `{last.line}`)."
 
 
 def _a(kind: str) -> str:

@@ -108,18 +108,17 @@ def listed(names: Sequence[str]) -> str:
 
 def _names(path: Path) -> tuple[str, ...] | None:
     """Return the names that a file defines at its top level, functions and classes first; None if nobody can tell."""
-    defined, others = [], []
-    for node in ast.parse(path.read_bytes(), str(path)).body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            defined.append(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+    tree = ast.parse(path.read_bytes(), str(path))
+    defined = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    others: list[str] = []
+    for node in ast.walk(tree):  # also in `if`, `try` and functions, whose names may be inner ones: too many do no harm
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
             others += [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            others += [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
-        elif not isinstance(node, ast.Expr):
-            return None  # `if`, `try`, `for` …: what it defines depends on what happens
-    return None if "*" in others else (*defined, *others)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            others.append(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            others.append(node.id)
+    return None if "*" in others or "__getattr__" in others else (*dict.fromkeys((*defined, *others)),)
 
 
 def code_file(reference: Reference) -> Path | None:
