@@ -36,6 +36,7 @@ def trained(run: Path, words: str, processes: int, **options: Any) -> None:
         *words.split(), *COMMON.split(), "--output-dir", run, processes=processes, timeout=280, **options
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert options.get("launcher") or not done.stderr  # no warning of a library either
 
 
 def assert_same(one: Path, other: Path) -> None:
