@@ -68,7 +68,7 @@ def check_independence(
     functions = False
     try:
         with unchanged(model, device), _checked(keys, batch_norms):
-            images = _different_images(channels, size).to(device)
+            images = _different_images(channels, size).to(device, next(model.parameters()).dtype)
             released = _release_unrepeatable(model, images, keys) if recomputes else []
             draws, coupled = _dependencies(model, images, keys, nullcontext())
             # A function that gradient checkpointing calls again would not be redirected then.

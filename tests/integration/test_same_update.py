@@ -82,6 +82,25 @@ def test_in_float64_each_recipe_s_update_is_the_same_to_eleven_digits(tmp_path: 
     assert not differences(results, recipes, dict.fromkeys(("loss", "gradient", "statistics"), 1e-11))
 
 
+# One small model of each: with BatchNorm in many forms, without, with attention, with dropout as a function.
+FAMILIES = """
+test_resnet test_efficientnet test_convnext test_vit test_mambaout test_nfnet regnetx_002 mobilenetv3_small_050
+ghostnet_050 mobilenetv2_035 mnasnet_small lcnet_035 tinynet_e densenet121 dla46x_c hrnet_w18_small res2net50_14w_8s
+resnest14d repvgg_a0 mobileone_s0 fbnetc_100 hardcorenas_a semnasnet_050 selecsls42b vovnet39a xcit_nano_12_p16_224
+levit_128s pit_ti_224 mixer_s32_224 resmlp_12_224 poolformer_s12 edgenext_xx_small efficientformerv2_s0 fastvit_t8
+torchvision/shufflenet_v2_x0_5 torchvision/squeezenet1_1 torchvision/vgg11_bn torchvision/swin_t
+""".split()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_of_timm_and_torchvision(tmp_path: Path, name: str) -> None:
+    words = [*small("cifar10_resnet18"), "--model.name", name]
+    results = computed(tmp_path, [words], "float64")
+    assert not differences(results, [name], dict.fromkeys(("loss", "gradient", "statistics"), 1e-9))
+
+
 @pytest.mark.slow
 def test_the_loss_and_the_statistics_of_a_deep_net_are_the_same_in_float32(tmp_path: Path) -> None:
     results = computed(tmp_path, [small(DEEP)])
