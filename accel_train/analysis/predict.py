@@ -9,24 +9,22 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
 from accel_train.analysis.load_run import find_weights, load_model, read_config
-from accel_train.config.schema import Augment
+from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.data.sources.folder import find_images
 from accel_train.data.sources.images import MAX_PIXELS, ImageError, decode
-from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.accelerator import create_accelerator
@@ -73,11 +71,7 @@ def predict(
         )
     configuration = read_config(run, uses=("model.name",), trust_code=trust_code)
     info = read_model_info(run)
-    if info.full_scale != 255 or info.channels not in (1, 3):
-        raise UserError(
-            f"{run} was trained on tensors that {configuration.data.name} prepares, so image files "
-            "cannot be prepared in the same way. `accel-train evaluate` measures it on that data."
-        )
+    check_takes_files(info)
     paths = [path for image in images for path in _image_files(image)]
     if output is not None:
         try:
@@ -88,30 +82,28 @@ def predict(
     accelerator = create_accelerator(launch)
     name, weights = list(find_weights(run).items())[-1]  # the EMA if there is one
     model = load_model(configuration.model, info, weights)
-    most = max_pixels or configuration.data.max_pixels
-    classifier = Classifier(model, info, configuration.augment, accelerator, top_k, most)
     kind = " (EMA)" if name == "ema" else ""
     print(f"{short_name('model.name', configuration.model.name)}, weights: {weights}{kind}", file=sys.stderr)
 
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    classified: Iterable[Prediction] = classify_files(
+        model.to(accelerator.device),
+        Preprocessing(info, configuration.augment, accelerator.device),
+        info,
+        paths,
+        top_k,
+        max_pixels or configuration.data.max_pixels,
+        batch_size=batch_size,
+        autocast=accelerator.autocast,
+    )
+    if console.is_terminal and len(paths) > batch_size:
+        classified = track(classified, "classifying", len(paths), console=console, transient=True)
     predictions: list[Prediction] = []
-    unreadable = 0
-    batches = [paths[first : first + batch_size] for first in range(0, len(paths), batch_size)]
-    shown: Iterable[list[Path]] = batches
-    if console.is_terminal and len(batches) > 1:
-        shown = track(batches, "classifying", console=console, transient=True)
-    with ThreadPoolExecutor(available_cores()) as pool:
-        for batch in shown:
-            read = list(pool.map(classifier.read, batch))
-            readable = [(path, image) for path, image in zip(batch, read, strict=True) if isinstance(image, Tensor)]
-            classified = iter(classifier.classify(*zip(*readable, strict=True)) if readable else ())
-            for path, image in zip(batch, read, strict=True):  # a row for each image, in the given order
-                if isinstance(image, Tensor):
-                    predictions.append(next(classified))
-                else:
-                    predictions.append(Prediction(path, (), (), error=image))
-                    unreadable += 1
-                    console.print(f"{path} cannot be read: {image}.")
+    for prediction in classified:
+        predictions.append(prediction)
+        if prediction.error:
+            console.print(f"{prediction.image} cannot be read: {prediction.error}.")
+    unreadable = sum(bool(prediction.error) for prediction in predictions)
 
     if output is None:
         _print(predictions)
@@ -130,58 +122,56 @@ def _cannot_write(output: Path, error: OSError) -> UserError:
     return UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.")
 
 
-class Classifier:
-    """A trained model with the decoding and preprocessing of the run's evaluation."""
+def classify_files(
+    model: nn.Module,
+    preprocessing: Preprocessing,
+    info: ModelInfo,
+    files: Sequence[Path],
+    top_k: int,
+    max_pixels: int = MAX_PIXELS,
+    *,
+    batch_size: int = 64,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[Prediction]:
+    """Yield the prediction for each file, in their order. One that cannot be read gets an `error`.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        info: ModelInfo,
-        augment: Augment,
-        accelerator: Accelerator,
-        top_k: int,
-        max_pixels: int = MAX_PIXELS,
-    ) -> None:
-        self.model = model.to(accelerator.device)
-        self.info, self.accelerator = info, accelerator
-        self.top_k, self.max_pixels = min(top_k, len(info.classes)), max_pixels
-        native = info.native_size
-        if native is None:
-            self.resize = ImageTransform(augment, info.image_size, training=False)
-        else:  # images of the dataset's size stay as they are here; `normalise` treats them as in evaluation
-            self.resize = ImageTransform(Augment(resize=native), native, training=False)
-        self.normalise = BatchTransform(
-            augment,
-            size=info.image_size,
-            mean=info.mean,
-            std=info.std,
-            num_classes=len(info.classes),
-            training=False,
-            per_image=native is None,
-            device=accelerator.device,
-        )
+    `model`: on the device of `preprocessing`, in evaluation mode. `autocast`: makes a context for the forward pass.
+    Raises UserError if the run's model takes images that only the user's own code can prepare.
+    """
+    check_takes_files(info)
 
-    def read(self, path: Path) -> Tensor | str:
-        """Return an image, uint8 [1, C, H, W] with one size for all images, or the reason why it cannot be read."""
+    def read(path: Path) -> Tensor | str:
         try:
-            image = decode(path.read_bytes(), self.info.channels, self.max_pixels)
-            return self.resize([image], torch.zeros(1))
+            return preprocessing.resize(decode(path.read_bytes(), info.channels, max_pixels))
         except (ImageError, OSError) as error:
             return (isinstance(error, OSError) and error.strerror) or str(error)
 
-    @torch.inference_mode()
-    def classify(self, paths: Sequence[Path], images: Sequence[Tensor]) -> list[Prediction]:
-        """Return the most probable classes of images that `read` returned."""
-        pixels = torch.cat(list(images)).to(self.accelerator.device)
-        unused = torch.zeros(len(pixels), dtype=torch.int64, device=pixels.device)
-        inputs, _ = self.normalise({"images": pixels, "labels": unused, "keys": unused, "weights": unused})
-        with self.accelerator.autocast():
-            logits = self.model(inputs).float()
-        best = logits.softmax(1).topk(self.top_k)
-        return [
-            Prediction(path, tuple(self.info.classes[label] for label in labels), tuple(probabilities))
-            for path, labels, probabilities in zip(paths, best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for first in range(0, len(files), batch_size):
+            batch = files[first : first + batch_size]
+            images = list(pool.map(read, batch))
+            readable = [image for image in images if isinstance(image, Tensor)]
+            results: Iterator[tuple[list[int], list[float]]] = iter(())
+            if readable:
+                with torch.inference_mode(), autocast():
+                    logits = model(preprocessing.to_input(torch.cat(readable))).float()
+                best = logits.softmax(1).topk(min(top_k, len(info.classes)))
+                results = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            for path, image in zip(batch, images, strict=True):
+                if isinstance(image, Tensor):
+                    labels, probabilities = next(results)
+                    yield Prediction(path, tuple(info.classes[label] for label in labels), tuple(probabilities))
+                else:
+                    yield Prediction(path, (), (), error=image)
+
+
+def check_takes_files(info: ModelInfo) -> None:
+    """Raise UserError if image files cannot be prepared for the model as its data was."""
+    if info.full_scale != 255 or info.channels not in (1, 3):
+        raise UserError(
+            "the model was trained on tensors that the user's own data prepares, so image files cannot be prepared in "
+            "the same way. `accel-train evaluate` measures it on that data."
+        )
 
 
 def _image_files(path: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from accel_train.config.option_types import (
     option_types,
     unknown_option,
 )
-from accel_train.config.recipe import Option, Recipe, read_recipe, recipe_names
+from accel_train.config.recipe import Option, Recipe, read_recipe, read_settings, recipe_names
 from accel_train.config.schema import Config, value
 from accel_train.errors import UserError, nearest, raise_mistakes
 from accel_train.user_code.reference import PREFIXES, resolve
@@ -70,6 +70,18 @@ def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_c
     mistakes: list[str] = []
     recipe = _read_recipe(arguments[0], mistakes)
     config = _to_config(recipe, read_arguments(arguments[1:], option_types(), mistakes), mistakes, checks_code)
+    raise_mistakes(mistakes)
+    return config
+
+
+def parse_settings(settings: Mapping[str, Any], arguments: Sequence[str] = ()) -> Config:
+    """Return the configuration of a recipe that is given as a dict, with the options `--key value …`.
+
+    Files that it names are relative to the working folder. Raises one UserError with all mistakes.
+    """
+    mistakes: list[str] = []
+    recipe = _known_options(read_settings(settings), mistakes)
+    config = _to_config(recipe, read_arguments(arguments, option_types(), mistakes), mistakes)
     raise_mistakes(mistakes)
     return config
 
@@ -155,6 +167,11 @@ def _read_recipe(name: str, mistakes: list[str]) -> Recipe:
     except UserError as error:
         mistakes += error.messages
         return Recipe(name, "")
+    return _known_options(recipe, mistakes)
+
+
+def _known_options(recipe: Recipe, mistakes: list[str]) -> Recipe:
+    """Return the recipe with those of its options that exist; add what is wrong with it to `mistakes`."""
     mistakes += recipe.mistakes
     known = option_types()
     for option in [option for key, option in recipe.options.items() if key not in known]:

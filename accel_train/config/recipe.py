@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,36 @@ def read_recipe(name: str, folder: Path | None = None, users: tuple[Path, ...] =
     their values fit is not checked here. Raises UserError, with file and line, if the file cannot be read as YAML.
     """
     path, shown = _find(name, folder, users)
-    recipe = Recipe(path.stem, _read_text(path, shown))
+    # A file of the user's is named relative to the recipe.
+    place = path.parent if path.is_file() else Path()
+    return _read(Recipe(path.stem, _read_text(path, shown)), shown, place, (*users, path.resolve()))
+
+
+def read_settings(settings: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that consists of the entries of `settings`, with names as in a recipe file.
+
+    Raises UserError if they cannot be written as YAML.
+    """
+    import yaml
+
+    try:
+        text = yaml.safe_dump(_plain(settings), sort_keys=False)
+    except yaml.YAMLError as error:
+        raise UserError(f"the settings: {str(error).splitlines()[0]}; expected words, numbers and lists.") from error
+    return _read(Recipe("notebook", text), "the settings", Path(), ())
+
+
+def _plain(value: Any) -> Any:
+    """The value with its paths as text and its tuples as lists, as YAML writes them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _read(recipe: Recipe, shown: str, place: Path, users: tuple[Path, ...]) -> Recipe:
+    """Read the recipe's text and its bases. `shown`: its name in messages; `place`: where its relative paths start."""
     _read_mapping(recipe, _compose(recipe.text, shown), shown)
     recipe.name = recipe.about.get("recipe", recipe.name)  # a run's config.yaml
     if not is_file_name(recipe.name):
@@ -67,13 +97,13 @@ def read_recipe(name: str, folder: Path | None = None, users: tuple[Path, ...] =
             "runs/NAME; "
             + ("give another one in about: {recipe: NAME}." if "recipe" in recipe.about else "rename the file.")
         )
-    for key in PREFIXES.keys() & recipe.options.keys():  # a file of the user's is named relative to the recipe
+    for key in PREFIXES.keys() & recipe.options.keys():
         option = recipe.options[key]
-        values = tuple(resolve(key, value, path.parent if path.is_file() else Path()) for value in option.values)
+        values = tuple(resolve(key, value, place) for value in option.values)
         recipe.options[key] = replace(option, values=values)
     if recipe.base:
         try:
-            base = read_recipe(recipe.base, path.parent, (*users, path.resolve()))
+            base = read_recipe(recipe.base, place, users)
         except UserError as error:
             recipe.mistakes += error.messages
         else:

@@ -21,7 +21,8 @@ from torch import nn
 
 from accel_train import cli
 from accel_train.analysis.load_run import load_model
-from accel_train.analysis.predict import Classifier
+from accel_train.analysis.predict import classify_files
+from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.config.options import parse
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
@@ -306,8 +307,7 @@ def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment
             seen.append(inputs.clone())
             return torch.zeros(len(inputs), len(splits.classes))
 
-    classifier = Classifier(Recorder(), info, augment, accelerator, top_k=1)
-    classifier.classify(paths, [image for path in paths if isinstance(image := classifier.read(path), torch.Tensor)])
+    list(classify_files(Recorder(), Preprocessing(info, augment), info, paths, top_k=1))
     order = EvaluationSampler(len(source), len(source))
     feed = create_input_pipeline(config, splits, source, order, accelerator, training=False, size=size)
     (batch,) = feed.batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_train.config.bounds import NAMES
 from accel_train.config.option_types import option_types
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe
 from accel_train.config.recipe import read_recipe, recipe_names
@@ -384,6 +386,10 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
     numbers = st.floats(0.001, 0.999)
     if key == "data.channels":
         return st.sampled_from([1, 3])
+    if key == "loss.name":
+        return st.sampled_from([*NAMES[key], "torch.nn.functional:cross_entropy"])
+    if key == "model.kwargs":
+        return st.none() | st.dictionaries(st.sampled_from("abc"), st.integers() | st.text()).map(json.dumps)
     if origin is Literal:
         return st.sampled_from([choice for choice in arguments if choice != "multistep"])
     if origin is tuple and arguments[-1] is not ...:

@@ -12,6 +12,10 @@ from typing import Any
 import helpers
 import pytest
 from test_restart import lines
+from torchvision.transforms.functional import to_pil_image
+
+from accel_train.config.schema import Data
+from accel_train.data.sources.synthetic import Synthetic
 
 MADE = "--data.name synthetic --data.train-images 88 --data.test-images 24 --data.image-size 32 --data.val-fraction 0"
 COMMON = "--bitwise true --log-every-updates 1 --data.workers 0"
@@ -26,7 +30,8 @@ SLOW = {
     "vit": f"imagenet_vit_small {MADE} --epochs 2 --batch-size 32 --model.name vit_tiny_patch16_224 "
     "--virtual-batch-size 4 --model.image-size 32 --augment.resize 32 "
     "--model.drop-path 0.2 --model.dropout 0.1 --schedule.warmup-epochs 0",
-    "randaugment": f"cifar10_resnet18 {MADE} --epochs 1 --batch-size 32 --virtual-batch-size 8 "
+    "folder": "cifar10_resnet18 --data.name folder --data.val-fraction 0.1 --epochs 1 --batch-size 32 "
+    "--model.image-size 32 --augment.resize 36 --virtual-batch-size 8 "
     "--augment.policy randaugment --augment.mixup 0.2 --optim.name adamw --optim.lr 0.001",
 }
 
@@ -37,6 +42,18 @@ def trained(run: Path, words: str, processes: int, **options: Any) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert options.get("launcher") or not done.stderr  # no warning of a library either
+
+
+def photographs(folder: Path) -> Path:
+    """JPEG files of several sizes in train/ and test/."""
+    for split, count in (("train", 80), ("test", 16)):
+        images = Synthetic(Data(image_size=64, classes=2), split, 0, count)
+        for number in range(count):
+            path = folder / split / "ab"[number % 2] / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            image = to_pil_image(images.fetch([number])[0])
+            image.crop((0, 0, 40 + number % 25, 64 - number % 20)).save(path)
+    return folder
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -53,6 +70,8 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_the_weights_are_the_same_on_any_number_of_processes(name: str, tmp_path: Path) -> None:
     words = (RUNS | SLOW)[name]
+    if name == "folder":
+        words += f" --data.root {photographs(tmp_path / 'photographs')}"
     worlds = (1, 2, 4, 8) if name == "digits" else (1, 2, 4)
     for processes in worlds:
         trained(tmp_path / str(processes), words, processes, launcher=processes == 2)

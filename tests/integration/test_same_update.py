@@ -47,18 +47,19 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
     return ((first - second).norm() / first.norm().clamp(min=1e-30)).item()
 
 
-def differences(results: dict, recipes: list[str], limits: dict[str, float]) -> list[tuple]:
-    """The first updates, which begin with equal weights, that are further than `limits` from one pass of one process.
+def differences(results: dict, recipes: list[str], limits: dict[str, float], updates: int = 1) -> list[tuple]:
+    """Where one of the first `updates` is further than `limits` from that of one process in one pass.
 
-    For loss, gradient and running statistics.
+    Compares loss, gradient and running statistics. The first update begins with equal weights; the second is an epoch's
+    short last one.
     """
     assert len(results) == len(recipes) * 4
     far = []
-    for (processes, group, accumulation), updates in results.items():
-        alone, here = results[1, group, 1][0], updates[0]
-        apart = {name: distance(alone[name], here[name]) for name in limits}
-        if any(apart[name] > limit for name, limit in limits.items()):
-            far.append((recipes[group], processes, accumulation, apart))
+    for (processes, group, accumulation), here in results.items():
+        for number, alone in enumerate(results[1, group, 1][:updates]):
+            apart = {name: distance(alone[name], here[number][name]) for name in limits}
+            if any(apart[name] > limit for name, limit in limits.items()):
+                far.append((recipes[group], processes, accumulation, number, apart))
     return far
 
 
@@ -76,10 +77,10 @@ def test_the_update_is_the_same_however_it_is_divided(tmp_path: Path, recipes: l
 
 
 @pytest.mark.slow
-def test_in_float64_each_recipe_s_update_is_the_same_to_eleven_digits(tmp_path: Path) -> None:
+def test_in_float64_each_recipe_s_updates_are_the_same_to_nine_digits(tmp_path: Path) -> None:
     recipes = list(recipe_names())
     results = computed(tmp_path, [small(recipe) for recipe in recipes], "float64")
-    assert not differences(results, recipes, dict.fromkeys(("loss", "gradient", "statistics"), 1e-11))
+    assert not differences(results, recipes, dict.fromkeys(("loss", "gradient", "statistics"), 1e-9), 2)
 
 
 # One small model of each: with BatchNorm in many forms, without, with attention, with dropout as a function.
@@ -89,7 +90,7 @@ ghostnet_050 mobilenetv2_035 mnasnet_small lcnet_035 tinynet_e densenet121 dla46
 resnest14d repvgg_a0 mobileone_s0 fbnetc_100 hardcorenas_a semnasnet_050 selecsls42b vovnet39a xcit_nano_12_p16_224
 levit_128s pit_ti_224 mixer_s32_224 resmlp_12_224 poolformer_s12 edgenext_xx_small efficientformerv2_s0 fastvit_t8
 torchvision/shufflenet_v2_x0_5 torchvision/squeezenet1_1 torchvision/vgg11_bn torchvision/swin_t
-""".split()
+""".split()  # noqa: SIM905
 
 
 @pytest.mark.slow
@@ -98,7 +99,7 @@ torchvision/shufflenet_v2_x0_5 torchvision/squeezenet1_1 torchvision/vgg11_bn to
 def test_families_of_timm_and_torchvision(tmp_path: Path, name: str) -> None:
     words = [*small("cifar10_resnet18"), "--model.name", name]
     results = computed(tmp_path, [words], "float64")
-    assert not differences(results, [name], dict.fromkeys(("loss", "gradient", "statistics"), 1e-9))
+    assert not differences(results, [name], dict.fromkeys(("loss", "gradient", "statistics"), 1e-9), 2)
 
 
 @pytest.mark.slow
