@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # Functions that all job scripts use: find the run's directory, start its processes, and handle their end.
 # The batch script sources this file, and so does each task that it starts. Sourcing it only defines functions.
-# The script that sources it must first set `script`, its own path in the repository.
+# The script that sources it must first set `script`, its own path in the folder that has slurm/
+# (a checkout, or what accel-train init wrote).
 #
 # The site's file (slurm/site.sh, see slurm/sites/) or the user may set these variables; all have a default:
 #   ACCELERATE_CONFIG    accelerate's config file: the precision, DDP or FSDP, torch.compile
@@ -88,7 +89,7 @@ begin_run() {
     mkdir -p "$START/nodes" "$RUN/slurm/nccl"
     touch "$START/begun"
     ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-$ACCEL_TRAIN_ROOT/accelerate_configs/multi_node.yaml}
-    [[ -f $ACCELERATE_CONFIG ]] || fail "no accelerate config $ACCELERATE_CONFIG: submit from the repository"
+    [[ -f $ACCELERATE_CONFIG ]] || fail "no accelerate config $ACCELERATE_CONFIG"
     MASTER_PORT=${MASTER_PORT:-$(find_port)}
     # When an NCCL collective hangs, each rank writes its last collectives here (PyTorch's flight recorder).
     export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_FR_DUMP_ON_TIMEOUT=1

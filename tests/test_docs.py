@@ -27,6 +27,7 @@ from accel_train.cli.dispatch import COMMANDS
 from accel_train.config.option_types import option_types
 from accel_train.config.options import parse, parse_command_of_recipe
 from accel_train.errors import UserError
+from accel_train.starter import FOLDERS
 
 ROOT = helpers.ROOT
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
@@ -225,7 +226,8 @@ def run_commands(folder: Path) -> list[tuple[list[str], int]]:
 
     They run with a copy of the package, to which the README's data set and net were added as it says.
     """
-    shutil.copytree(ROOT / "accel_train", folder / "accel_train")
+    for name in ("accel_train", *FOLDERS):
+        shutil.copytree(ROOT / name, folder / name)
     add_snippets(folder / "accel_train")
     for name in ("PetImages/Cat/1.jpg", "PetImages/Cat/2.jpg", "PetImages/Dog/3.jpg", "photo.png", "folder/1.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +276,7 @@ def add_snippets(package: Path) -> None:
 
 def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> None:
     codes = run_commands(tmp_path)
-    assert {words[0] for words, _ in codes} == {"train", "evaluate", "predict", "check-data", "cache-data"}
+    assert {words[0] for words, _ in codes} == {"init", "train", "evaluate", "predict", "check-data", "cache-data"}
     assert [words for words, code in codes if code != 0] == []
     for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable.txt"):
         assert (tmp_path / name).is_file(), name

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from accel_train.starter import how_to_get
+
 OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, without a group and with "-"
     "optim.lr": "learning-rate base-lr initial-lr lr0 blr",
     "optim.name": "optimizer opt optim optimizer-name",
@@ -117,6 +119,9 @@ def advice(key: str, known: Container[str]) -> str:
     if word in (sentences := _by_word(ANSWERS)) and "epochs" in known:
         return f" {sentences[word]}"
     if word in (options := _by_word(LAUNCHER)) and "data.root" in known:
-        return f" Set it on the launch command: accelerate launch {options[word]} …; see accelerate_configs/."
+        return (
+            f" Set it on the launch command: accelerate launch {options[word]} …; see accelerate_configs/."
+            + how_to_get("accelerate_configs/")
+        )
     meant = [name for name in _by_word(OPTIONS).get(word, "").split() if name in known]
     return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""

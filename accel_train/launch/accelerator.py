@@ -20,6 +20,7 @@ from accel_train.launch.environment import Launch
 from accel_train.launch.launcher_config import apply_launcher_config
 from accel_train.launch.rendezvous import connecting, meet_all_ranks
 from accel_train.launch.torch_internals import set_collective_timeout, set_store_timeout
+from accel_train.starter import how_to_get
 
 
 def create_accelerator(
@@ -86,7 +87,8 @@ def create_accelerator(
         raise UserError(
             f"The launcher ({launch.launcher}) promised process {launch.rank} of {launch.world_size}, but "
             f"Accelerate made process {accelerator.process_index} of {accelerator.num_processes}: each would "
-            "train alone. Compare the launcher's config file with those in accelerate_configs/.",
+            "train alone. Compare the launcher's config file with those in accelerate_configs/."
+            + how_to_get("accelerate_configs/"),
             every_process=False,
         )
     return accelerator

@@ -22,6 +22,7 @@ import psutil
 from accel_train.errors import UserError
 from accel_train.launch.parent import is_launcher, only_launcher_set, parent_process
 from accel_train.launch.process import available_cores, start_time
+from accel_train.starter import how_to_get
 
 MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -152,7 +153,7 @@ def _pbs_task(env: Mapping[str, str]) -> Launch | None:
     if "PBS_VNODENUM" not in env and len(set(lines)) < len(lines):  # Torque sets it
         raise UserError(
             f"pbsdsh started {len(lines)} processes on {len(set(lines))} hosts, and PBS does not tell those of one "
-            "host apart. Request mpiprocs=1, or use pbs/train.pbs or mpirun.",
+            "host apart. Request mpiprocs=1, or use pbs/train.pbs or mpirun." + how_to_get("pbs/train.pbs"),
             every_process=False,
         )
     rank = _number(env, "PBS_VNODENUM", str(node))
@@ -176,6 +177,7 @@ def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
         raise UserError(
             "accelerate launch was asked for several processes but started only one, as it always does with --cpu "
             "and with MULTI_CPU. Use --config_file accelerate_configs/multi_cpu.yaml instead."
+            + how_to_get("accelerate_configs/multi_cpu.yaml")
         )
     promised = env.get("WORLD_SIZE", str(launch.world_size))
     if promised != str(launch.world_size) or launch.rank >= launch.world_size:
@@ -189,7 +191,7 @@ def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
         raise UserError(
             f"srun started {launchers} launchers, but this one knows of {group_size}, so each would train alone. "
             "Give accelerate launch --multi_gpu, --num_machines, --machine_rank, --main_process_ip and "
-            "--main_process_port, as slurm/multi_node.sbatch does.",
+            "--main_process_port, as slurm/multi_node.sbatch does." + how_to_get("slurm/multi_node.sbatch"),
             every_process=False,
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+import wheel_environment
 import worlds
 
 ROOT = helpers.ROOT
@@ -155,10 +156,23 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
         ('usage: export TRAIN="RECIPE [--key value ...]"', {}),
         ("is a quote missing?", {"TRAIN": "digits --output-dir 'a b"}),
         ("qsub -v turns each quote into a backslash", {"TRAIN": "digits --output-dir \\a b\\"}),
-        ("no pbs/train.pbs in /nowhere: qsub from accel_train's folder", {"ACCEL_TRAIN_ROOT": "/nowhere"}),
+        ("no pbs/train.pbs in /nowhere: qsub from the folder with pbs/", {"ACCEL_TRAIN_ROOT": "/nowhere"}),
     ],
 )
 def test_what_cannot_be_is_one_line(expected: str, arguments: dict[str, str], tmp_path: Path) -> None:
     refused = train(tmp_path, **arguments)  # type: ignore[arg-type]
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert expected in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_checkout(tmp_path: Path) -> None:
+    """`accel-train init` wrote the scripts; its .venv, with nothing but the wheel, is what they activate."""
+    installed = wheel_environment.install(tmp_path / "wheel")
+    folder = tmp_path / "project"
+    subprocess.run([installed / "bin" / "accel-train", "init", folder], check=True, env={"PATH": "/usr/bin:/bin"})
+    done = train(folder, TRAIN="recipe.yaml --epochs 1", ACCEL_TRAIN_ROOT="", PYTHONPATH="", PROCESSES_PER_NODE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = folder / "runs" / "recipe" / "job-123.server"
+    assert json.loads((run / "result.json").read_text())["world_size"] == 2
+    assert json.loads((run / "environment.json").read_text())["command"][0].startswith(str(installed))

@@ -85,7 +85,7 @@ def test_a_submission_from_elsewhere_is_one_line(script: str, tmp_path: Path) ->
         env={"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
-    line = f"error: no slurm/{script} in {tmp_path}: sbatch from accel_train's folder, or export ACCEL_TRAIN_ROOT="
+    line = f"error: no slurm/{script} in {tmp_path}: sbatch from the folder with slurm/, or export ACCEL_TRAIN_ROOT="
     assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+import wheel_environment
 
 ROOT = helpers.ROOT
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"])
@@ -356,3 +357,19 @@ def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
     assert f"cannot listen on port {port}" in taken.log()
     assert "WORLD_SIZE is 8, but this is process" in unlike.log()
     assert "usage: sbatch" in usage.log()
+
+
+def test_a_folder_without_a_checkout(cluster: Cluster, tmp_path: Path) -> None:
+    """`accel-train init` wrote the scripts. Nothing but its .venv, with the wheel, says where the program is."""
+    installed = wheel_environment.install(tmp_path / "wheel")
+    folder = tmp_path / "project"
+    subprocess.run([installed / "bin" / "accel-train", "init", folder], check=True, env={"PATH": "/usr/bin:/bin"})
+    options = "--parsable --export=NONE --cpus-per-task=1 --nodes=2 --wait"
+    line = ["sbatch", *options.split(), "slurm/multi_node.sbatch", "recipe.yaml", "--epochs", "1"]
+    plain = {"PATH": "/usr/bin:/bin:/usr/sbin", "SLURM_CONF": cluster.environment["SLURM_CONF"]}
+    done = subprocess.run(line, cwd=folder, env=plain, capture_output=True, text=True, timeout=240)
+    log = "".join(path.read_text() for path in folder.glob("*.log"))
+    assert done.returncode == 0, done.stderr + log
+    (run,) = (folder / "runs" / "recipe").iterdir()
+    assert json.loads((run / "result.json").read_text())["world_size"] == 2, log
+    assert json.loads((run / "environment.json").read_text())["command"][0].startswith(str(installed))

@@ -1,0 +1,132 @@
+"""`accel-train init`: a folder to work in, for those who installed the package and have no checkout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from accel_train.config.options import CommandOptions, parse_command
+from accel_train.errors import UserError
+from accel_train.starter import RECIPE, starter_files
+
+
+@dataclass(frozen=True)
+class Init(CommandOptions):
+    """Write accelerate's config files, job scripts for Slurm and PBS, and a commented recipe into a folder.
+
+    Existing files are never overwritten: if one of them differs, nothing is written. If there is no .venv in the
+    folder, it becomes a link to the virtual environment of this program, which the job scripts activate.
+    """
+
+    dir: Annotated[Positional[Path], arg(metavar="DIR")]
+    """The folder; it is created if it does not exist."""
+
+
+def init(arguments: Sequence[str]) -> int:
+    """Run `accel-train init`; return the exit code."""
+    options, _ = parse_command(Init, arguments, "accel-train init", positional=("dir",))
+    folder = options.dir.expanduser()
+    contents = {name: path.read_bytes() for name, path in starter_files().items()}
+    new = _missing(folder, contents)
+    try:
+        _write(folder, {name: contents[name] for name in new})
+    except OSError as error:
+        raise UserError(
+            f"accel-train init: cannot write into {folder}: {error.strerror or error}. Nothing was written."
+        ) from error
+    environment = _link_environment(folder)
+    if new:
+        print(
+            f"{folder}: wrote {len(new)} file{'s' * (len(new) > 1)}"
+            + (f", {len(contents) - len(new)} were there" * (new != [*contents]))
+        )
+        print("  accelerate_configs/   where to train: devices, processes, precision")
+        print("  slurm/  pbs/          job scripts; copy a file of slurm/sites/ to slurm/site.sh and edit it")
+        print(f"  {RECIPE}           what to learn, with an explanation of each option")
+    else:
+        print(f"{folder}: nothing to do, all {len(contents)} files are there")
+    if environment:
+        print(f"  .venv                 a link to {environment}, which the job scripts activate")
+    if new:
+        print(f"Next:{'' if folder == Path() else f' cd {folder} &&'} accel-train train {RECIPE}")
+    return 0
+
+
+def _missing(folder: Path, contents: dict[str, bytes]) -> list[str]:
+    """Return the names of the files that do not exist in `folder`. Raises UserError if one is there and differs."""
+    different: dict[str, None] = {}
+    missing = []
+    for name, content in contents.items():
+        path = folder / name
+        blocked = next((p for p in (*path.parents[::-1], path) if os.path.lexists(p) and not _fits(p, path)), None)
+        if blocked is not None:
+            different[str(blocked)] = None
+        elif not path.exists():
+            missing.append(name)
+        elif not _contains(path, content):
+            different[str(path)] = None
+    if different:
+        raise UserError(
+            f"accel-train init: nothing was written, because these exist and differ from what would be written: "
+            f"{', '.join(different)}. Move them away, or name another folder."
+        )
+    return missing
+
+
+def _fits(existing: Path, file: Path) -> bool:
+    return existing.is_file() if existing == file else existing.is_dir()
+
+
+def _contains(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False
+
+
+def _write(folder: Path, contents: dict[str, bytes]) -> None:
+    """Write new files: all or none. Raises OSError."""
+    if not contents:
+        return
+    created: list[Path] = []
+    try:
+        for name in contents:
+            parents = [path for path in (folder / name).parents if not path.exists()]
+            for parent in reversed(parents):
+                parent.mkdir()
+                created.append(parent)
+        # A full disk shows while the files are still in a folder of their own, and what is moved is complete.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".accel-train-init-") as staging:
+            for number, content in enumerate(contents.values()):
+                (Path(staging) / str(number)).write_bytes(content)
+            for number, name in enumerate(contents):
+                target = folder / name
+                if os.path.lexists(target):
+                    raise FileExistsError(0, f"{target} was created meanwhile")
+                (Path(staging) / str(number)).rename(target)
+                created.append(target)
+    except BaseException:
+        for path in reversed(created):
+            with contextlib.suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+        raise
+
+
+def _link_environment(folder: Path) -> str | None:
+    """Link folder/.venv to this program's virtual environment, and return its path; None if there is none to link."""
+    link = folder / ".venv"
+    if sys.prefix == sys.base_prefix or not Path(sys.prefix, "bin", "activate").is_file() or os.path.lexists(link):
+        return None
+    try:
+        link.symlink_to(sys.prefix)
+    except OSError:  # a file system without links: the user sets site_environment in slurm/site.sh
+        return None
+    return sys.prefix

@@ -1,0 +1,52 @@
+"""A user with nothing but the wheel: `accel-train init`, and what it wrote trains on two processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import zipfile
+from pathlib import Path
+
+import helpers
+import pytest
+import wheel_environment
+
+from accel_train.starter import starter_files
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel_environment.install(tmp_path_factory.mktemp("wheel"))
+
+
+def in_folder(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the folder's .venv there, without this checkout on Python's path."""
+    environment = helpers.environment(PATH=f"{folder}/.venv/bin:/usr/bin:/bin")
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_the_wheel_has_the_files_of_the_checkout_but_not_of_the_site(installed: Path) -> None:
+    (archive,) = installed.parent.glob("*.whl")
+    with zipfile.ZipFile(archive) as opened:
+        prefix = "accel_train/starter/"
+        names = {name.removeprefix(prefix) for name in opened.namelist() if name.startswith(prefix)}
+    assert names == {*starter_files(), "__init__.py"}
+
+
+def test_an_initialised_folder_trains_on_two_processes(installed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    done = subprocess.run(
+        [installed / "bin" / "accel-train", "init", str(folder)],
+        env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    written = {name for name in starter_files() if (folder / name).is_file()}
+    assert written == {*starter_files()}
+    launch = "accelerate launch --config_file accelerate_configs/multi_cpu.yaml -m accel_train.train recipe.yaml"
+    done = in_folder(folder, *launch.split(), "--epochs", "2", "--output-dir", "runs/one")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((folder / "runs" / "one" / "result.json").read_text())
+    assert (result["world_size"], result["updates"]) == (2, 54)
+    environment = json.loads((folder / "runs" / "one" / "environment.json").read_text())
+    assert environment["command"][0].startswith(str(installed))  # the wheel's program, not the checkout's
