@@ -31,6 +31,7 @@ from accel_train.starter import FOLDERS
 
 ROOT = helpers.ROOT
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+OWN = ("docs/own_data.md", "docs/own_model.md")  # their files and commands are run in this order
 OTHER_PROGRAMS = {"cd", "cmp", "cp", "echo", "export", "head", "python3", "source", "tail", "trap", ".venv/bin/pip"}
 SBATCH = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--mem", "--signal"}
 # Options of programs that have no parser here (Slurm, mpirun, apptainer), and the word for any option.
@@ -113,10 +114,11 @@ def check_module(module: str, rest: list[str]) -> None:
 
 
 def check_accel_train(rest: list[str]) -> None:
-    command, words = rest[0], ["digits" if word in ("RECIPE", "my_recipe.yaml") else word for word in rest[1:]]
+    recipes = ("RECIPE", "my_recipe.yaml", "./my_recipe.yaml")
+    command, words = rest[0], ["digits" if word in recipes else word for word in rest[1:]]
     assert command in COMMANDS, command
     if command == "train":
-        parse(words)
+        parse(words, checks_code=False)
     elif command == "bench":
         parse_command_of_recipe(Bench, words, "accel-train bench")
     else:  # those of the README run, below
@@ -194,7 +196,7 @@ def test_a_slip_in_the_text_is_found(code: str) -> None:
         check_inline(code)
 
 
-WRITTEN_BY_USERS = {"slurm/site.sh", "accel_train/data/sources/stripes.py"}
+WRITTEN_BY_USERS = {"slurm/site.sh"}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -224,11 +226,11 @@ def test_a_path_that_leads_nowhere_is_found() -> None:
 def run_commands(folder: Path) -> list[tuple[list[str], int]]:
     """Run the README's commands that need only digits or a few images, in one process: (words, exit code) of each.
 
-    They run with a copy of the package, to which the README's data set and net were added as it says.
+    They run with a copy of the package, beside the files of the pages on own data and own models.
     """
     for name in ("accel_train", *FOLDERS):
         shutil.copytree(ROOT / name, folder / name)
-    add_snippets(folder / "accel_train")
+    write_snippets(folder)
     for name in ("PetImages/Cat/1.jpg", "PetImages/Cat/2.jpg", "PetImages/Dog/3.jpg", "photo.png", "folder/1.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), "gray").save(folder / name)
@@ -238,7 +240,7 @@ def run_commands(folder: Path) -> list[tuple[list[str], int]]:
             if program == "accel-train" and (words[0] not in ("train", "bench") or words[1] == "digits"):
                 lines.append(["run" if word.startswith("runs/") else word for word in words])
                 if words[0] == "train":
-                    name = "run" if len(words) == 2 else "stripes" if "stripes" in words else "bitwise"
+                    name = "run" if len(words) == 2 else "stripes" if "stripes.py:data" in words else "bitwise"
                     lines[-1] += ["--epochs", "1", "--output-dir", name]
     script = (
         "import json, sys; import accel_train; from accel_train.cli import main; print(accel_train.__file__); "
@@ -253,25 +255,35 @@ def run_commands(folder: Path) -> list[tuple[list[str], int]]:
     return list(zip(lines, json.loads(ran.stdout.splitlines()[-1])[2:], strict=True))
 
 
-def add_snippets(package: Path) -> None:
-    """Add a dataset and a net, as the README says."""
-    stripes, net = blocks(text_of("README.md"), "python")
-    (package / "data" / "sources" / "stripes.py").write_text(stripes)
-    load, nets = package / "data" / "sources" / "load.py", package / "models" / "nets.py"
-    text = load.read_text()
-    for old, new in (
-        ("\n\n__all__", "\nfrom accel_train.data.sources.stripes import stripes\n\n__all__"),
-        ("\nNAMES = (", '\nNAMES = ("stripes", '),
-        ('\n    if name == "digits":', '\n    if name == "stripes": return stripes()\n    if name == "digits":'),
-    ):
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    load.write_text(text)
-    text, old = nets.read_text(), "for net in ("
-    assert text.count(old) == 1
-    head, name = text.partition("\nNETS")[0], "two_layers"
-    tail = text.removeprefix(head).replace(old, f"{old}{name}, ")
-    nets.write_text(f"{head}\n{net.partition('import nn')[2]}\n{tail}")
+def write_snippets(folder: Path) -> None:
+    """Write the files of the pages: each block's first line is `# NAME`."""
+    for page in OWN:
+        for language in ("python", "yaml"):
+            for block in blocks(text_of(page), language):
+                (folder / block.splitlines()[0].removeprefix("# ")).write_text(block)
+
+
+@pytest.mark.timeout(600)
+def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> None:
+    """In a folder that has only these files and the launch configs, as `accel-train init` writes them."""
+    write_snippets(tmp_path)
+    ran = 0
+    for page in OWN:
+        for block in blocks(text_of(page), "bash"):
+            for program, *words in commands_in(block):
+                processes = 2 if program == "accelerate" else 1
+                words = ["train", *words[words.index("accel_train.train") + 1 :]] if processes == 2 else words
+                done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path)
+                assert done.returncode == 0, (words, done.stderr)
+                ran += 1
+    assert ran == 12
+    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 9
+    for name in ("arrows", "arrows_2", "stripes"):
+        assert json.loads((tmp_path / "runs" / name / "result.json").read_text())["test_accuracy"] > 0.9
+    done = helpers.python("notebook.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "('left', 'right') tensor([[" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("2 test ")
 
 
 def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> None:
@@ -281,10 +293,10 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
     for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable.txt"):
         assert (tmp_path / name).is_file(), name
     result = json.loads((tmp_path / "stripes" / "result.json").read_text())
-    assert (result["settings"]["data.name"], result["settings"]["model.name"]) == ("stripes", "two_layers")
+    assert result["settings"]["data.name"] == "stripes.py:data"
     assert result["test_accuracy"] > 0.9
 
 
 def test_each_snippet_is_tried() -> None:
-    """Those of the README train above; another one needs a test of its own."""
-    assert [len(blocks(text_of(page), "python")) for page in PAGES] == [2, *[0] * (len(PAGES) - 1)]
+    """Those of the pages in OWN are above; another one needs a test of its own."""
+    assert [page for page in PAGES if blocks(text_of(page), "python")] == list(OWN)
