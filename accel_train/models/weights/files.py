@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def read_state(file: Path) -> dict[str, Tensor]:
         raise UserError(f"--model.weights: {file}: expected a file of weights ({', '.join(SUFFIXES[:4])}).")
     try:
         require_regular_file(file, follow=True)
-        state = timm.models.load_state_dict(str(file), weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about files that it then refuses
+            state = timm.models.load_state_dict(str(file), weights_only=True)
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     except Exception as error:  # a damaged or hostile file may make its reader raise anything
         raise UserError(f"--model.weights: {file} cannot be read: {_reason(file, error)}.") from error

@@ -175,6 +175,15 @@ def fetch(repository: str, files: Sequence[str], revision: str | None = None) ->
 
 
 def _not_fetched(repository: str, revision: str | None, error: Exception) -> UserError:
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, HFValidationError):
+        return UserError(f"model.name: {one_line(error)[:200]} A model of the hub is named hf-hub:ORG/NAME.")
+    if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)):
+        at = f" at revision {revision}" if revision else ""
+        return UserError(
+            f"The hub has no model {repository}{at}, or you may not read it; for a private one: hf auth login"
+        )
     command = download_command(repository, revision)
     reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
     return UserError(
