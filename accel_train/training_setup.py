@@ -39,7 +39,7 @@ from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import use_deterministic_kernels
 from accel_train.optim.clipping import parameters_to_clip
 from accel_train.optim.ema import create_ema
-from accel_train.optim.loss import balanced_class_weights, check_loss, create_loss
+from accel_train.optim.loss import create_checked_loss
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.performance import (
     check_compilation,
@@ -144,10 +144,9 @@ def create_training_setup(
     weights: Weights | None = None,
     published: bool = True,
 ) -> TrainingSetup:
-    """Create everything that `config` names. `weights`: those to begin from. `published=False`: without pretrained
-    weights, for a benchmark, and if those of a checkpoint are restored next.
-
-    Collective. Raises UserError if settings do not fit each other, the data or the device.
+    """Create everything that `config` names, with the `weights` to begin from. `published=False`: without pretrained
+    ones, for a benchmark or a checkpoint's weights. Collective. Raises UserError if settings do not fit each other, the
+    data or the device.
     """
     device = accelerator.device
     size = models.input_size(config.model, splits.image_size, config.origin)
@@ -182,19 +181,8 @@ def create_training_setup(
     recomputed_buffers = models.prepare_recomputation(model, config.model)
     shape = plan.micro_batch, splits.channels, size, size
     rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
-    class_weights = None
-    if config.loss.class_weights == "balanced":
-        class_weights = balanced_class_weights(splits.train.labels, len(splits.classes)).to(device)
-
-    def pipeline(source: Any, sampler: Any, *, training: bool) -> InputPipeline:
-        return create_input_pipeline(
-            config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
-        )
-
-    criterion = create_loss(config.loss, class_weights)
-    check_loss(config.loss, criterion, len(splits.classes), device, mixes=_mixes(config))
-    evaluation_batch = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
-    held_out = {"val": splits.validation, "test": splits.test}
+    criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=_mixes(config))
+    training, evaluations = _create_pipelines(config, accelerator, splits, plan, sampler, size, memory_format)
     return TrainingSetup(
         config=config,
         launch=launch,
@@ -215,17 +203,39 @@ def create_training_setup(
         criterion=criterion,
         clipped=clipped,
         recomputed_buffers=recomputed_buffers,
-        training=pipeline(splits.train, sampler, training=True),
-        evaluations={
-            split: pipeline(source, EvaluationSampler(len(source), evaluation_batch), training=False)
-            for split, source in held_out.items()
-            if source is not None
-        },
+        training=training,
+        evaluations=evaluations,
         around_forward=KeyedFunctions(dropout) if independence.needs_functions else nullcontext(),
         warnings=(*warnings, *independence.warnings),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
     )
+
+
+def _create_pipelines(
+    config: Config,
+    accelerator: Accelerator,
+    splits: Splits,
+    plan: Plan,
+    sampler: TrainingSampler,
+    size: int,
+    memory_format: torch.memory_format,
+) -> tuple[InputPipeline, dict[str, InputPipeline]]:
+    """The input of the training, and those of the evaluations by split."""
+
+    def pipeline(source: Any, sampler: Any, *, training: bool) -> InputPipeline:
+        return create_input_pipeline(
+            config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
+        )
+
+    evaluation_batch = evaluation_batch_size(config, plan.processes, plan.micro_batch)
+    held_out = {"val": splits.validation, "test": splits.test}
+    evaluations = {
+        split: pipeline(source, EvaluationSampler(len(source), evaluation_batch), training=False)
+        for split, source in held_out.items()
+        if source is not None
+    }
+    return pipeline(splits.train, sampler, training=True), evaluations
 
 
 def _make_independent(

@@ -187,7 +187,8 @@ def _not_fetched(repository: str, revision: str | None, error: Exception) -> Use
     command = download_command(repository, revision)
     reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
     return UserError(
-        f"{repository} is not in the cache of the hub, and could not be fetched ({reason.rstrip('.')}). Run this once "
+        f"The weights of {repository} could not be fetched ({reason.rstrip('.')}), and the cache of the hub "
+        "does not have them. Run this once "
         f"where there is a network, with the same HF_HOME, such as on the login node: {command}"
     )
 
