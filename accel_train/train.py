@@ -54,6 +54,7 @@ from accel_train.records.summary import plan_text
 from accel_train.records.trackers import check_trackers
 from accel_train.run.finished import find_finished_run
 from accel_train.run.run import Run
+from accel_train.run.start import find_start
 from accel_train.run.stopping import StopAskedError, StopRequests
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup, divide_without_data
 
@@ -64,6 +65,8 @@ def train(config: Config, launch: Launch) -> int:
         began = time.monotonic()  # for wall_seconds of result.json
         check_trackers(config.trackers)
         accelerator = connect(config, launch)
+        start = find_start(config, accelerator)
+        config = start.config
         if config.config_only:
             if accelerator.is_main_process:
                 print(plan_text(config, accelerator, *divide_without_data(config, launch, accelerator)))
@@ -87,7 +90,9 @@ def train(config: Config, launch: Launch) -> int:
         splits = load_data(config, accelerator)
         # Tries to open the images of validation and test in the background, while the model is created.
         check = HeldOutCheck(splits, launch.rank, launch.world_size)
-        setup = create_training_setup(config, launch, accelerator, splits)
+        setup = create_training_setup(
+            config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
+        )
         check.finish(accelerator)
         with Run(setup, lease, finished, stop_requests, began) as run:
             try:

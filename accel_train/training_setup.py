@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from timm.layers import convert_sync_batchnorm
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError
 from accel_train.evaluate import Batch, evaluation_batch_size
 from accel_train.exact_sum import ExactGradients
-from accel_train.keyed import key
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -35,11 +33,13 @@ from accel_train.launch.rendezvous import collective_seconds
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
 from accel_train.models.independence import Independence, check_independence
+from accel_train.models.weights.files import Weights
+from accel_train.models.weights.new_model import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import use_deterministic_kernels
 from accel_train.optim.clipping import parameters_to_clip
 from accel_train.optim.ema import create_ema
-from accel_train.optim.loss import balanced_class_weights, check_loss, create_loss
+from accel_train.optim.loss import create_checked_loss
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.performance import (
     check_compilation,
@@ -93,6 +93,10 @@ class TrainingSetup:
     """For "val" and "test", if the data has them."""
     warnings: tuple[str, ...]
     """Warnings for the user."""
+    loaded: str
+    """Which weights were loaded into the new model; "" if none."""
+    from_checkpoint: bool
+    """The run began from weights that this start has not loaded, because a checkpoint has newer ones."""
 
     @property
     def device(self) -> torch.device:
@@ -132,15 +136,23 @@ def connect(config: Config, launch: Launch) -> Accelerator:
 
 
 def create_training_setup(
-    config: Config, launch: Launch, accelerator: Accelerator, splits: Splits, *, published: bool = True
+    config: Config,
+    launch: Launch,
+    accelerator: Accelerator,
+    splits: Splits,
+    *,
+    weights: Weights | None = None,
+    published: bool = True,
 ) -> TrainingSetup:
-    """Create everything that `config` names. `published=False`: without pretrained weights, for a benchmark.
-
-    Collective. Raises UserError if settings do not fit each other, the data or the device.
+    """Create everything that `config` names, with the `weights` to begin from. `published=False`: without pretrained
+    ones, for a benchmark or a checkpoint's weights. Collective. Raises UserError if settings do not fit each other, the
+    data or the device.
     """
     device = accelerator.device
-    size = models.input_size(config.model, splits.image_size)
-    model, warnings = _create_model(config, accelerator, splits, size, published)
+    size = models.input_size(config.model, splits.image_size, config.origin)
+    model, warnings, loaded = create_new_model(
+        config, accelerator, splits.classes, splits.channels, size, weights, published=published
+    )
     virtual_batch, accumulation = divide_batch(config, launch, batchnorm=has_batchnorm(model))
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else accumulation
@@ -169,19 +181,8 @@ def create_training_setup(
     recomputed_buffers = models.prepare_recomputation(model, config.model)
     shape = plan.micro_batch, splits.channels, size, size
     rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
-    weights = None
-    if config.loss.class_weights == "balanced":
-        weights = balanced_class_weights(splits.train.labels, len(splits.classes)).to(device)
-
-    def pipeline(source: Any, sampler: Any, *, training: bool) -> InputPipeline:
-        return create_input_pipeline(
-            config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
-        )
-
-    criterion = create_loss(config.loss, weights)
-    check_loss(config.loss, criterion, len(splits.classes), device, mixes=_mixes(config))
-    evaluation_batch = evaluation_batch_size(config, launch.world_size, plan.micro_batch)
-    held_out = {"val": splits.validation, "test": splits.test}
+    criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=_mixes(config))
+    training, evaluations = _create_pipelines(config, accelerator, splits, plan, sampler, size, memory_format)
     return TrainingSetup(
         config=config,
         launch=launch,
@@ -202,15 +203,39 @@ def create_training_setup(
         criterion=criterion,
         clipped=clipped,
         recomputed_buffers=recomputed_buffers,
-        training=pipeline(splits.train, sampler, training=True),
-        evaluations={
-            split: pipeline(source, EvaluationSampler(len(source), evaluation_batch), training=False)
-            for split, source in held_out.items()
-            if source is not None
-        },
+        training=training,
+        evaluations=evaluations,
         around_forward=KeyedFunctions(dropout) if independence.needs_functions else nullcontext(),
         warnings=(*warnings, *independence.warnings),
+        loaded=loaded,
+        from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
     )
+
+
+def _create_pipelines(
+    config: Config,
+    accelerator: Accelerator,
+    splits: Splits,
+    plan: Plan,
+    sampler: TrainingSampler,
+    size: int,
+    memory_format: torch.memory_format,
+) -> tuple[InputPipeline, dict[str, InputPipeline]]:
+    """The input of the training, and those of the evaluations by split."""
+
+    def pipeline(source: Any, sampler: Any, *, training: bool) -> InputPipeline:
+        return create_input_pipeline(
+            config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
+        )
+
+    evaluation_batch = evaluation_batch_size(config, plan.processes, plan.micro_batch)
+    held_out = {"val": splits.validation, "test": splits.test}
+    evaluations = {
+        split: pipeline(source, EvaluationSampler(len(source), evaluation_batch), training=False)
+        for split, source in held_out.items()
+        if source is not None
+    }
+    return pipeline(splits.train, sampler, training=True), evaluations
 
 
 def _make_independent(
@@ -264,31 +289,11 @@ def divide_batch(config: Config, launch: Launch, *, batchnorm: bool) -> tuple[in
 
 def divide_without_data(config: Config, launch: Launch, accelerator: Accelerator) -> tuple[int, int]:
     """The same as `divide_batch`, for --config-only: the model is made without memory and arithmetic."""
-    size = models.input_size(config.model, None)
+    size = models.input_size(config.model, None, config.origin)
     # A user's own code may need real numbers.
     with torch.device("cpu" if parse_reference("model.name", config.model.name) else "meta"):
-        model = models.create_model(config.model, num_classes=2, channels=3, image_size=size, published=False)
+        model = models.create_model(
+            config.model, num_classes=2, channels=3, image_size=size, published=False, origin=config.origin
+        )
     synchronized = config.model.sync_batchnorm and accelerator.device.type == "cuda"
     return divide_batch(config, launch, batchnorm=has_batchnorm(model) and not synchronized)
-
-
-def _create_model(
-    config: Config, accelerator: Accelerator, splits: Splits, size: int, published: bool
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model on the device, and warnings. Weights that are not pretrained follow from the seed alone."""
-    fetches = config.model.pretrained and published
-    with accelerator.main_process_first() if fetches else nullcontext():  # one process downloads
-        torch.manual_seed(key(config.seed, "weights"))
-        model = models.create_model(
-            config.model,
-            num_classes=len(splits.classes),
-            channels=splits.channels,
-            image_size=size,
-            published=published,
-        ).to(accelerator.device)
-    if not config.model.sync_batchnorm:
-        return model, ()
-    if accelerator.device.type == "cuda":  # torch supports it only on GPUs
-        return convert_sync_batchnorm(model), ()
-    kind = accelerator.device.type
-    return model, (f"model.sync_batchnorm: not available on {kind}; BatchNorm counts over virtual batches",)

@@ -32,7 +32,20 @@ from accel_train.starter import FOLDERS
 ROOT = helpers.ROOT
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 OWN = ("docs/own_data.md", "docs/own_model.md")  # their files and commands are run in this order
-OTHER_PROGRAMS = {"cd", "cmp", "cp", "echo", "export", "head", "python3", "source", "tail", "trap", ".venv/bin/pip"}
+OTHER_PROGRAMS = {
+    "cd",
+    "cmp",
+    "cp",
+    "echo",
+    "export",
+    "head",
+    "hf",
+    "python3",
+    "source",
+    "tail",
+    "trap",
+    ".venv/bin/pip",
+}
 SBATCH = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--mem", "--signal"}
 # Options of programs that have no parser here (Slurm, mpirun, apptainer), and the word for any option.
 FOREIGN = SBATCH | {"--time", "--bind-to", "--nv", "--pty", "--key"}
@@ -295,6 +308,33 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
     result = json.loads((tmp_path / "stripes" / "result.json").read_text())
     assert result["settings"]["data.name"] == "stripes.py:data"
     assert result["test_accuracy"] > 0.9
+
+
+def test_the_commands_of_fine_tune_run(tmp_path: Path) -> None:
+    """In one process, with few small images and a small net; those that need a network only in test_fine_tune.py."""
+    import timm
+    import torch
+
+    page = text_of("docs/fine_tune.md").replace("resnet18", "test_resnet")
+    (tmp_path / "my_recipe.yaml").write_text(blocks(page, "yaml")[0])
+    for name in ("Cat", "Dog"):
+        (tmp_path / "PetImages" / name).mkdir(parents=True)
+        for number in range(10):
+            Image.new("RGB", (40, 40), (25 * number, 90, 90)).save(tmp_path / "PetImages" / name / f"{number}.png")
+    net = timm.create_model("test_resnet", num_classes=5)
+    torch.save(net.state_dict(), tmp_path / "weights.pth")
+    timm.models.save_for_hf(net, tmp_path / "net", safe_serialization=True)
+    short = shlex.split("--epochs 1 --batch-size 8 --virtual-batch-size 4 --data.workers 0 --model.image-size 32")
+    lines = [words[1:] for words in commands_in(blocks(page, "bash")[0])]
+    lines = [words + short for words in lines if "local-dir:net" in words or "--model.weights" in words]
+    script = (
+        "import json, sys; from accel_train.cli import main; "
+        "sys.exit(any([main(words) for words in json.loads(sys.argv[1])]))"
+    )
+    ran = helpers.python("-c", script, json.dumps(lines), cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    said = [line for line in ran.stdout.splitlines() if line.startswith("weights ")]
+    assert ["last layer loaded" in line for line in said] == [False, False, True, True], ran.stdout
 
 
 def test_each_snippet_is_tried() -> None:

@@ -10,15 +10,14 @@ from typing import Any
 from torch import nn
 
 from accel_train import models
-from accel_train.checkpoint.choose import find_newest_checkpoint
-from accel_train.checkpoint.directory import BrokenError, checkpoint_path, list_updates
-from accel_train.checkpoint.format import verify_checkpoint
+from accel_train.checkpoint.choose import find_weights as find_weights
 from accel_train.checkpoint.weights import load_weights
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, Model, value
 from accel_train.errors import UserError
+from accel_train.models.weights.hub import is_hub_name
 from accel_train.records.code import kept_code
-from accel_train.records.model_info import ModelInfo
+from accel_train.records.model_info import FILE, ModelInfo
 from accel_train.user_code.reference import parse_reference
 
 
@@ -40,43 +39,22 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     return config
 
 
-def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
-    """Return the files of a run's weights: "model", and "ema" if the run has an EMA.
-
-    They come from `checkpoint` (its folder, or only the folder's name); without it, the final weights, or else those of
-    the newest complete checkpoint. Raises UserError if there are none, or if the checkpoint is incomplete or altered.
-    """
-    folder = run
-    try:
-        if checkpoint is not None:
-            inside = run / "checkpoints" / checkpoint
-            folder = checkpoint if checkpoint.is_dir() or not inside.is_dir() else inside
-            verify_checkpoint(folder)
-        elif not (run / "model.safetensors").is_file():
-            newest = find_newest_checkpoint(run)
-            if newest is None:
-                raise UserError(f"{run} has no weights yet: neither model.safetensors nor a complete checkpoint.")
-            folder = newest
-    except (BrokenError, OSError) as error:
-        known = [checkpoint_path(Path(), update).name for update in list_updates(run / "checkpoints")]
-        raise UserError(
-            f"{folder} is not a complete checkpoint ({error}); {run} has {', '.join(known) or 'none'}."
-        ) from error
-    files = {name: folder / f"{name}.safetensors" for name in ("model", "ema")}
-    return {name: file for name, file in files.items() if name == "model" or file.is_file()}
-
-
 def load_model(model: Model, info: ModelInfo, weights: Path) -> nn.Module:
     """Return the model of a run with the weights in the file `weights`, on the CPU, in evaluation mode.
 
     Raises UserError if the weights cannot be read or belong to another model.
     """
+    if is_hub_name(model.name) and info.origin.model != model.name:
+        raise UserError(
+            f"{FILE} does not have the architecture of {model.name}; copy it again from where the run was trained."
+        )
     network = models.create_model(
         model,
         num_classes=len(info.classes),
         channels=info.channels,
         image_size=info.image_size,
         published=False,
+        origin=info.origin,
     )
     load_weights(network, weights)
     return network.eval()

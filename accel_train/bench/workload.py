@@ -27,6 +27,7 @@ from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
 from accel_train.records.run_log import RunLog
 from accel_train.run.nonfinite import Guard
+from accel_train.run.start import find_start
 from accel_train.training_setup import connect, create_training_setup
 
 KINDS = 4  # different micro-batches that the bare loop uses in turn
@@ -38,6 +39,7 @@ class Workload:
 
     def __init__(self, config: Config, launch: Launch, splits: Splits) -> None:
         self.accelerator: Accelerator = connect(config, launch)
+        config = find_start(config, self.accelerator).config
         self.setup = create_training_setup(config, launch, self.accelerator, splits, published=False)
         for group in self.setup.optimizer.param_groups:
             group["lr"] = 0.0  # a step takes the same time, and the weights stay the same: nothing can diverge

@@ -60,6 +60,32 @@ def find_newest_checkpoint(run: Path) -> Path | None:
     return None
 
 
+def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
+    """Return the files of a run's weights: "model", and "ema" if the run has an EMA.
+
+    They come from `checkpoint` (its folder, or only the folder's name); without it, the final weights, or else those of
+    the newest complete checkpoint. Raises UserError if there are none, or if the checkpoint is incomplete or altered.
+    """
+    folder = run
+    try:
+        if checkpoint is not None:
+            inside = run / "checkpoints" / checkpoint
+            folder = checkpoint if checkpoint.is_dir() or not inside.is_dir() else inside
+            verify_checkpoint(folder)
+        elif not (run / "model.safetensors").is_file():
+            newest = find_newest_checkpoint(run)
+            if newest is None:
+                raise UserError(f"{run} has no weights yet: neither model.safetensors nor a complete checkpoint.")
+            folder = newest
+    except (BrokenError, OSError) as error:
+        known = [checkpoint_path(Path(), update).name for update in list_updates(run / "checkpoints")]
+        raise UserError(
+            f"{folder} is not a complete checkpoint ({error}); {run} has {', '.join(known) or 'none'}."
+        ) from error
+    files = {name: folder / f"{name}.safetensors" for name in ("model", "ema")}
+    return {name: file for name, file in files.items() if name == "model" or file.is_file()}
+
+
 def epochs_done(checkpoint: Path) -> int | None:
     """The number of epochs completed in a checkpoint; None if it is in the middle of an epoch, or broken."""
     try:

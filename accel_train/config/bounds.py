@@ -97,6 +97,8 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes["virtual-batch-size"] = expected
     if config.schedule.name == "multistep" and not config.schedule.milestones:
         mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
+    if config.model.weights is not None and config.model.pretrained:
+        mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
     if config.schedule.warmup_epochs > config.epochs:
         mistakes["schedule.warmup-epochs"] = f"at most the {config.epochs} epochs of the run"
     return mistakes

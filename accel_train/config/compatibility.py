@@ -15,6 +15,7 @@ it to the table:
 | on-nonfinite, …-timeout-seconds | what to do about a failure; after one, the user may choose anew |
 | eval-every-epochs | only what is measured; refused for the plateau schedule, which follows the evaluations |
 | epochs | a run may become longer; refused for cosine and poly, which end at the last epoch |
+| model.weights | another path with the same content: the file is compared by its SHA-256 |
 | recipe, output-dir, resume, allow-change, take-over, config-only, traceback | they belong to one start; not compared |
 
 All others affect what is learned: seed, batch-size, data.* (another limit of the test samples gives another best
@@ -29,6 +30,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from accel_train.config.origin import compare_by_content
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import PREFIXES, short_name
@@ -101,6 +103,7 @@ def differences(saved: Mapping[str, Any], config: Config, samples: tuple[int, in
     changes = {
         key: f"{old[key]} -> {new[key]}" for key in new if old[key] != new[key] and not is_under(key, START_KEYS)
     }
+    changes = compare_by_content(changes, old, new)
     explained = any(key in changes for key in (*SAMPLE_KEYS, "data.skip-unreadable"))
     if samples is not None and samples[0] != samples[1] and not explained:
         changes["data"] = f"{samples[0]} -> {samples[1]} training samples"

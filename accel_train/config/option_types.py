@@ -15,17 +15,22 @@ from accel_train.errors import nearest
 
 OptionTypes = Mapping[str, Any]  # key of each option -> type of its value
 
+SET_BY_PROGRAM = ("recipe", "origin")
+"""The fields of `Config` that are not options."""
 
-def option_types(cls: type[Any] = Config, without: tuple[str, ...] = ("recipe",)) -> OptionTypes:
+
+def option_types(cls: type[Any] = Config, without: tuple[str, ...] = SET_BY_PROGRAM) -> OptionTypes:
     """Return the options that are the fields of `cls`: key ("optim.weight-decay") -> type of its value.
 
-    The fields `without` are not options (the program sets `recipe`).
+    The fields `without` are not options.
     """
     result = {}
     for name, kind in typing.get_type_hints(cls).items():
+        if name in without:
+            continue
         if dataclasses.is_dataclass(kind):
             result.update({f"{name}.{key}": inner for key, inner in typing.get_type_hints(kind).items()})
-        elif name not in without:
+        else:
             result[name] = kind
     return {key.replace("_", "-"): kind for key, kind in result.items()}
 

@@ -27,6 +27,7 @@ from accel_train.config.option_types import (
     option_types,
     unknown_option,
 )
+from accel_train.config.origin import Origin
 from accel_train.config.recipe import Option, Recipe, read_recipe, read_settings, recipe_names
 from accel_train.config.schema import Config, value
 from accel_train.errors import UserError, nearest, raise_mistakes
@@ -270,9 +271,12 @@ def _help(cls: type[T], prog: str, description: str, default: T | None = None) -
     defaults: dict[str, Any] = {}
     shown: Any = cls
     if isinstance(default, Config):
-        # The program sets `recipe`, so hide it: in a subclass, because tyro in schema.py would slow every start.
-        hidden = ("recipe", tyro.conf.Suppress[str], dataclasses.field(default=""))
-        shown = dataclasses.make_dataclass(cls.__name__, [hidden], bases=(cls,), frozen=True)
+        # Hide what the program sets: in a subclass, because tyro in schema.py would slow every start.
+        hidden = (
+            ("recipe", tyro.conf.Suppress[str], dataclasses.field(default="")),
+            ("origin", tyro.conf.Suppress[Origin], dataclasses.field(default_factory=Origin)),
+        )
+        shown = dataclasses.make_dataclass(cls.__name__, hidden, bases=(cls,), frozen=True)
         defaults["default"] = shown(**vars(default))
     flags = (tyro.conf.FlagConversionOff,)
     tyro.cli(shown, prog=prog, description=description, args=["--help"], config=flags, **defaults)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from accel_train.config.origin import Origin
+
 
 @dataclass(frozen=True)
 class Data:
@@ -87,7 +89,7 @@ class Augment:
     mix_probability: float = 1.0
     """Probability of mixing a pair of samples (Mixup or CutMix)."""
     mean: tuple[float, ...] | None = None
-    """Mean to subtract from each channel (0 to 1); default: the pretrained model's, else the data's."""
+    """Mean to subtract from each channel (0 to 1); default: that of the weights, else the data's."""
     std: tuple[float, ...] | None = None
     """Standard deviation to divide each channel by (0 to 1); default: as for augment.mean."""
 
@@ -95,13 +97,16 @@ class Augment:
 @dataclass(frozen=True)
 class Model:
     name: str = "mnist_cnn"
-    """A timm model, torchvision/NAME, your own FILE.py:FUNCTION, or ours: digits_cnn, mnist_cnn, alexnet_bn, …"""
+    """A timm model, torchvision/NAME, your own FILE.py:FUNCTION, or ours: digits_cnn, mnist_cnn, alexnet_bn, …;
+    or, as timm saves models, hf-hub:ORG/NAME or local-dir:DIR."""
     kwargs: str | None = None
     """More arguments of the model, as JSON: '{"depth": 3}'. In a recipe also as a mapping."""
     pretrained: bool = False
     """Start from published weights. The last layer is new if the number of classes differs."""
+    weights: Path | None = None
+    """Start from the weights in this file (.safetensors, .pth), run or checkpoint."""
     image_size: int | None = None
-    """Input height and width in pixels; default: the pretrained model's, the data's, or 224."""
+    """Input height and width in pixels; default: that of the weights, the data's, or 224."""
     freeze_body: bool = False
     """Train only the last layer; BatchNorm statistics of the other layers do not change."""
     dropout: float | None = None
@@ -201,6 +206,8 @@ class Checkpoint:
 class Config:
     recipe: str = ""
     """Name of the recipe (set by the program)."""
+    origin: Origin = field(default_factory=Origin)
+    """What the weights were trained with (set by the program)."""
     output_dir: Path | None = None
     """Folder of the run; default: runs/RECIPE/DATE-TIME. If it contains an unfinished run, that run is resumed."""
     seed: int = 0
@@ -280,7 +287,13 @@ def to_yaml(config: Config) -> str:
     import yaml
 
     settings = as_dict(config)
-    for key in ("recipe", "take_over", "config_only", "traceback"):  # they belong to this start, not to the run
+    for key in (
+        "recipe",
+        "origin",
+        "take_over",
+        "config_only",
+        "traceback",
+    ):  # they belong to this start, not to the run
         settings.pop(key)
     if config.recipe:  # the file is named config.yaml, and would otherwise be the recipe "config"
         settings = {"about": {"recipe": config.recipe}, **settings}

@@ -250,7 +250,11 @@ def resolve_mean_std(config: Config, splits: Splits) -> tuple[tuple[float, ...],
             raise UserError(
                 f"--augment.{name}: found {len(values)} values; the images have {splits.channels} channels."
             )
-    mean, std = models.pretrained_normalization(config.model) or (splits.mean, splits.std)
-    if len(mean) != splits.channels:  # weights pretrained on colour images, used for grey ones
-        mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
+    origin = config.origin
+    if origin.mean is not None and origin.std is not None:
+        mean, std = origin.mean, origin.std
+    else:
+        mean, std = models.pretrained_normalization(config.model) or (splits.mean, splits.std)
+    if len(mean) != splits.channels:  # weights pretrained on colour images, used for grey ones, or the reverse
+        mean, std = (sum(mean) / len(mean),) * splits.channels, (sum(std) / len(std),) * splits.channels
     return config.augment.mean or mean, config.augment.std or std

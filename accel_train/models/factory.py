@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from accel_train.config.origin import Origin
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest
 from accel_train.models.freezing import freeze_body
@@ -23,25 +24,30 @@ from accel_train.models.torchvision_models import (
     torchvision_names,
     without_none,
 )
+from accel_train.models.weights import hub
 from accel_train.user_code.loading import call, load, showing_user_lines
 from accel_train.user_code.reference import Reference, parse_reference, short_name
 
+NO_ORIGIN = Origin()
 
-def input_size(model: Model, native: int | None) -> int:
+
+def input_size(model: Model, native: int | None, origin: Origin = NO_ORIGIN) -> int:
     """Height and width, in pixels, of the images that `model` takes.
 
     `native` is the size of the data's images, None if they differ. In this order: what model.image_size says,
-    the size of the published weights if they are used, a transformer's own size if it has only one, the
-    data's, 224.
+    the size of the published weights (or those of `origin`) if they are used, a transformer's own size if
+    it has only one, the data's, 224.
     """
     _check_name(model)
     if model.image_size is not None:
         return model.image_size
+    if origin.image_size is not None:
+        return origin.image_size
     if model.name.startswith(PREFIX):
         if model.pretrained:
             return int(published_weights(model.name).transforms().crop_size[0])
         return 224 if size_argument(model.name) else native or 224
-    if model.name not in NETS and parse_reference("model.name", model.name) is None:
+    if _is_timms(model.name):
         published = _timm_config(model.name)
         if model.pretrained or published.fixed_input_size:
             return int(published.input_size[-1])
@@ -54,7 +60,7 @@ def pretrained_normalization(model: Model) -> tuple[tuple[float, ...], tuple[flo
     None if the model does not start from published weights.
     """
     _check_name(model)
-    if not model.pretrained:
+    if not model.pretrained or hub.is_hub_name(model.name):  # those of the hub are in Config.origin
         return None
     if model.name.startswith(PREFIX):
         published = published_weights(model.name).transforms()
@@ -64,7 +70,13 @@ def pretrained_normalization(model: Model) -> tuple[tuple[float, ...], tuple[flo
 
 
 def create_model(
-    model: Model, *, num_classes: int, channels: int, image_size: int, published: bool = True
+    model: Model,
+    *,
+    num_classes: int,
+    channels: int,
+    image_size: int,
+    published: bool = True,
+    origin: Origin = NO_ORIGIN,
 ) -> nn.Module:
     """The model: float images [b, channels, image_size, image_size] to logits [b, num_classes]; on the CPU.
 
@@ -74,6 +86,7 @@ def create_model(
     `.train()` then.
 
     Without `published` no weights are fetched, whatever model.pretrained says: for a model whose own are loaded next.
+    Those of hf-hub: and local-dir: never are: `weights.fit` loads them. `origin`: has the architecture of such a model.
 
     Published weights are downloaded by each process that finds them missing from the cache: let one go first.
     Raises UserError for an unknown name, an option or a size of image that the model does not take, and
@@ -83,8 +96,11 @@ def create_model(
     reference = parse_reference("model.name", model.name)
     if reference is not None:
         return _create_users(model, reference, num_classes, channels, image_size)
+    architecture = hub_architecture(model, origin)
     try:
-        if model.name in NETS:
+        if architecture:
+            made = _create_hubs(model, architecture, num_classes, channels, image_size)
+        elif model.name in NETS:
             options = without_none(dropout=model.dropout, drop_path=model.drop_path, **more_arguments(model))
             made = NETS[model.name](num_classes, channels, image_size, **options)
         elif model.name.startswith(PREFIX):
@@ -101,11 +117,27 @@ def create_model(
         if not model.pretrained:
             raise
         raise UserError(
-            f"model.pretrained: the weights of {model.name} could not be fetched ({_first_line(error)}). Run "
-            "once on a machine with a network and copy its cache (HF_HOME, TORCH_HOME), or set it to false."
+            f"model.pretrained: the weights of {model.name} could not be fetched ({_first_line(error)}). Run this once "
+            f"where there is a network, with the same HF_HOME and TORCH_HOME, such as on the login node: "
+            f"{_download_command(model.name)}"
         ) from error
     _check_forward(made, model.name, channels, image_size)
     return _with_settings(made, model)
+
+
+def hub_architecture(model: Model, origin: Origin = NO_ORIGIN) -> str:
+    """`Origin.architecture` of a model of hf-hub: or local-dir:, read if `origin` is not of this model; else ""."""
+    if not hub.is_hub_name(model.name):
+        return ""
+    return origin.architecture if origin.model == model.name else hub.describe(model.name).architecture
+
+
+def _create_hubs(model: Model, architecture: str, num_classes: int, channels: int, image_size: int) -> nn.Module:
+    options = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path) | more_arguments(model)
+    try:
+        return hub.create(model.name, architecture, num_classes, channels, image_size, options)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise _unfit(model.name, image_size, error) from error
 
 
 def _with_settings(made: nn.Module, model: Model) -> nn.Module:
@@ -154,7 +186,9 @@ def more_arguments(model: Model) -> dict[str, Any]:
 def _check_name(model: Model) -> None:
     """Raise UserError if no library has a model of this name, or if published weights are wanted and do not exist."""
     published = False
-    if parse_reference("model.name", model.name) is not None:
+    if hub.is_hub_name(model.name):
+        published = True
+    elif parse_reference("model.name", model.name) is not None:
         pass
     elif model.name not in NETS and model.name not in torchvision_names():
         import timm
@@ -172,6 +206,22 @@ def _check_name(model: Model) -> None:
         published = True
     if model.pretrained and not published:
         raise UserError(f"model.pretrained: {model.name} has no published weights; set it to false.")
+
+
+def _is_timms(name: str) -> bool:
+    """Whether `name` is in timm's list of models."""
+    own = name in NETS or parse_reference("model.name", name) is not None
+    return not own and not name.startswith(PREFIX) and not hub.is_hub_name(name)
+
+
+def _download_command(name: str) -> str:
+    """The command that puts the published weights of a model into the cache."""
+    if name.startswith(PREFIX):
+        short = name.removeprefix(PREFIX)
+        return f"""python -c "from torchvision.models import get_model; get_model('{short}', weights='DEFAULT')\""""
+    if repository := _timm_config(name).hf_hub_id:
+        return hub.download_command(repository)
+    return f"""python -c "import timm; timm.create_model('{name}', pretrained=True)\""""
 
 
 def _timm_config(name: str) -> Any:
@@ -194,6 +244,10 @@ def _create_timm(model: Model, num_classes: int, channels: int, image_size: int,
     sized = published.fixed_input_size and image_size != published.input_size[-1]
     if sized:
         options["img_size"] = image_size
+    if model.pretrained and load_published and published.hf_hub_id:  # timm itself would try five times
+        named = published.hf_hub_filename
+        files = (named.replace("pytorch_model.bin", "model.safetensors"), named) if named else hub.FILES
+        hub.fetch(published.hf_hub_id, files)
     try:
         made = timm.create_model(
             model.name,

@@ -69,6 +69,16 @@ def _users_loss(reference: Reference, smoothing: float) -> Callable[[Tensor, Ten
     return losses
 
 
+def create_checked_loss(
+    loss: Loss, labels: Tensor, classes: int, device: torch.device, *, mixes: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The training loss for samples with `labels`, on `device`: see `create_loss` and `check_loss`."""
+    weights = balanced_class_weights(labels, classes).to(device) if loss.class_weights == "balanced" else None
+    criterion = create_loss(loss, weights)
+    check_loss(loss, criterion, classes, device, mixes=mixes)
+    return criterion
+
+
 def check_loss(
     loss: Loss, criterion: Callable[[Tensor, Tensor], Tensor], classes: int, device: torch.device, *, mixes: bool
 ) -> None:

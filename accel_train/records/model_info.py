@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel_train.config.origin import Origin, read_origin
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, read_regular_file
 
@@ -38,6 +39,8 @@ class ModelInfo:
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of a user's float tensors."""
     semantics: int = 1
     """The version of the meaning of settings: see config/semantics.py."""
+    origin: Origin = field(default_factory=Origin)
+    """Of the weights that the run began from."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -52,6 +55,7 @@ def read_model_info(run: Path) -> ModelInfo:
             if not isinstance(values[name], list):
                 raise TypeError(f"{name} is not a list")
             values[name] = tuple(values[name])
+        values["origin"] = read_origin(values.get("origin", {}))
         info = ModelInfo(**values)
         if name := _impossible(info):
             raise ValueError(f"{name} is {str(values[name])[:40]}")

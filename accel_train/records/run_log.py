@@ -52,17 +52,21 @@ class RunLog:
         model: nn.Module,
         size: int,
         placement: Placement,
+        loaded: str,
         notes: Sequence[str],
     ) -> None:
         """Log the start of training: what is trained, `notes` as warnings, and where a `resumed` run continues.
 
-        `size`: height and width of the model's input, in pixels; `placement`: of the training data.
+        `size`: height and width of the model's input, in pixels; `placement`: of the training data; `loaded`: the
+        weights from which a new run begins, and which parts of them, or "".
         """
         self._splits = splits
         self._seconds, self._samples = state.train_seconds, state.timed_samples
         self._first_update = state.update
         self._train_images = len(splits.to_train_on)
-        self.console.say(describe(self.config, self.plan, self.accelerator, splits, model, size, placement))
+        self.console.say(describe(self.config, self.plan, self.accelerator, splits, model, size, placement, loaded))
+        if loaded:
+            self.directory.event(f"weights: {loaded}")
         for note in notes:
             self.warn(note)
         # Also at update 0: a run that was killed before its first checkpoint has left lines.

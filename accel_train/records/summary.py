@@ -36,10 +36,12 @@ def describe(
     model: nn.Module,
     size: int,
     placement: Placement,
+    loaded: str = "",
 ) -> str:
     """Return the first lines that a run prints: what is trained, where, and how a batch is divided.
 
-    `size`: height and width of the model's input, in pixels; `placement`: of the training data.
+    `size`: height and width of the model's input, in pixels; `placement`: of the training data; `loaded`: the weights
+    from which the run begins.
     """
     sizes = {"training": splits.to_train_on, "validation": splits.validation, "test": splits.test}
     images = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
@@ -54,6 +56,7 @@ def describe(
         "unused": splits.ignored,
         "input": str(placement),
         "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
+        "weights": loaded,
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
         "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images"
         f"{f' in virtual batches of {plan.virtual_batch}' * (plan.virtual_batch > 2)}; "

@@ -112,7 +112,9 @@ class Run:
         checkpoints, config = self.checkpoints, self.config
         broadcast_from_main(self.accelerator, checkpoints.check_writable)
         extended = finished is not None and config.resume == "auto"  # a finished run never starts from the beginning
-        restored = checkpoints.restore("must" if extended else config.resume, config.allow_change)
+        # The model does not have the weights that the run began from: only a checkpoint's will do.
+        waits = self.setup.from_checkpoint and config.resume == "auto"
+        restored = checkpoints.restore("must" if extended or waits else config.resume, config.allow_change)
         state = restored or TrainState()
         state.check_position(self.setup.plan.samples, checkpoints.folder)
         if finished is not None:
@@ -125,8 +127,17 @@ class Run:
         setup, splits = self.setup, self.setup.splits
         native = splits.image_size if has_one_size(splits.train) else None
         mean, std = resolve_mean_std(self.config, splits)
+        origin = self.config.origin
         model_info = ModelInfo(
-            splits.classes, splits.channels, setup.image_size, native, mean, std, splits.full_scale, SEMANTICS
+            splits.classes,
+            splits.channels,
+            setup.image_size,
+            native,
+            mean,
+            std,
+            splits.full_scale,
+            SEMANTICS,
+            origin,
         )
         self.directory.begin(
             self.config,
@@ -169,6 +180,7 @@ class Run:
             model=setup.model,
             size=setup.image_size,
             placement=setup.training.placement,
+            loaded=setup.loaded,
             notes=[*setup.splits.notes, *self.checkpoints.notes],
         )
         for warning in (precision_notice(self.accelerator), *setup.warnings):

@@ -364,8 +364,10 @@ for name in ("resnet18", "torchvision/resnet18"):
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     imported, theirs, torchvisions = [line for line in done.stdout.splitlines() if line.startswith(("IMP", "ERR"))]
     assert imported == "IMPORTED []"
-    assert "weights of resnet18 could not be fetched" in theirs
+    assert "weights of timm/resnet18.a1_in1k could not be fetched" in theirs
+    assert theirs.endswith("such as on the login node: hf download timm/resnet18.a1_in1k")
     assert "weights of torchvision/resnet18 could not be fetched" in torchvisions
+    assert "get_model('resnet18', weights='DEFAULT')" in torchvisions
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Files of weights, which may come from anywhere: they are read without running any code that may be in them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import timm
+import torch
+from torch import Tensor
+
+from accel_train.errors import UserError, one_line
+from accel_train.untrusted import require_regular_file
+
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights that a new run begins from."""
+
+    file: Path
+    shown: str
+    """How messages name them."""
+    classes: tuple[str, ...] | None
+    """Names of the classes, in the order of the last layer's rows; None if nobody knows."""
+
+
+def read_state(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file of weights, by name.
+
+    A .pth file may also be a checkpoint of timm's or torchvision's scripts, with the weights (if it has an EMA, those)
+    in one of its entries, and their names may begin with "module.". Raises UserError.
+    """
+    if file.suffix not in SUFFIXES:
+        raise UserError(f"--model.weights: {file}: expected a file of weights ({', '.join(SUFFIXES[:4])}).")
+    try:
+        require_regular_file(file, follow=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about files that it then refuses
+            state = timm.models.load_state_dict(str(file), weights_only=True)
+        tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    except Exception as error:  # a damaged or hostile file may make its reader raise anything
+        raise UserError(f"--model.weights: {file} cannot be read: {_reason(file, error)}.") from error
+    if not tensors:
+        raise UserError(f"--model.weights: {file} has no weights: it contains {one_line([*state])[:80]}.")
+    return tensors
+
+
+def _reason(file: Path, error: Exception) -> str:
+    text = one_line(str(error).strip().split("\n")[0])[:200].rstrip(".")
+    if "weights_only" in text:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint
+        try:
+            names = ", ".join(found(str(file)))
+        except Exception:
+            names = ""
+        if names:
+            return f"loading it would run code ({one_line(names)[:100]}); save its state_dict alone, as safetensors"
+        return "it is not a file of torch.save"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"it is damaged, or not what its name says ({text or type(error).__name__})"

@@ -1,0 +1,156 @@
+"""Where a start takes its weights from: published ones, a file, another run, or the run's own checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from accel_train.checkpoint.choose import find_newest_checkpoint, find_weights
+from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
+from accel_train.config.origin import Origin
+from accel_train.config.schema import Config
+from accel_train.errors import UserError
+from accel_train.files import sha256
+from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.rendezvous import check_agreement
+from accel_train.models.weights import hub
+from accel_train.models.weights.files import Weights
+from accel_train.records.model_info import FILE, ModelInfo, read_model_info
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins from."""
+
+    config: Config
+    """With its origin."""
+    weights: Weights | None = None
+    """To be loaded; None: random or published ones, or those of a checkpoint."""
+    resumes: bool = False
+    """The weights come from a checkpoint, and those that the run began from are not needed any more."""
+
+
+def find_start(config: Config, accelerator: Accelerator) -> Start:
+    """Find what the run of `config` begins from. Collective; one process downloads, and the others wait.
+
+    A run that has a checkpoint needs neither the file nor the hub: what has to be known of them is in its model.json.
+    Raises UserError, also if the processes read different weights.
+    """
+    model = config.model
+    if not (model.weights or model.pretrained or hub.is_hub_name(model.name)):
+        return Start(config)
+    resumes, origin, found = broadcast_from_main(accelerator, lambda: _on_main(config))
+    config = dataclasses.replace(config, origin=origin)
+    if found is None:
+        return Start(config, resumes=resumes)
+    if accelerator.is_main_process:
+        check_agreement(accelerator, **{"model.weights": origin.sha256})
+        return Start(config, None if resumes else found, resumes)
+    # Another node has its own cache of the hub, and perhaps another file of the same name.
+    problem: UserError | None = None
+    try:
+        if model.weights is None and hub.is_hub_name(model.name):
+            found = dataclasses.replace(found, file=hub.weights_file(model.name))
+        digest = sha256(found.file)
+    except UserError as error:
+        problem, digest = error, "not found"
+    except OSError as error:
+        digest = f"not readable ({error.strerror})"
+    check_agreement(accelerator, **{"model.weights": digest})
+    assert problem is None
+    return Start(config, None if resumes else found, resumes)
+
+
+def _on_main(config: Config) -> tuple[bool, Origin, Weights | None]:
+    """Whether the run resumes, its origin, and the weights that were found, if they are still there."""
+    model, resumes = config.model, _has_checkpoint(config)
+    recorded = _recorded(config) if resumes or _is_finished(config) else Origin()
+    origin, weights = Origin(), None
+    if hub.is_hub_name(model.name):
+        if recorded.model == model.name:
+            origin = dataclasses.replace(recorded, weights="", sha256="")
+        else:
+            described = hub.describe(model.name)
+            origin = Origin(model=model.name, architecture=described.architecture)
+            if model.pretrained or described.fixed_size:
+                origin = dataclasses.replace(origin, image_size=described.image_size)
+            if model.pretrained:
+                origin = dataclasses.replace(origin, mean=described.mean, std=described.std)
+                weights = Weights(hub.weights_file(model.name), model.name, described.classes)
+    if model.weights is not None:
+        try:
+            weights, info = find_file(model.weights)
+        except UserError:
+            if not recorded.weights or recorded.weights != str(model.weights):
+                raise
+            return resumes, recorded, None
+        origin = dataclasses.replace(origin, weights=str(model.weights))
+        if info is not None:
+            origin = dataclasses.replace(origin, image_size=info.image_size, mean=info.mean, std=info.std)
+    elif recorded.model and recorded.model == model.name:
+        return resumes, recorded, None
+    if weights is None:
+        return resumes, origin, None
+    try:
+        return resumes, dataclasses.replace(origin, sha256=sha256(weights.file)), weights
+    except OSError as error:
+        raise UserError(f"--model.weights: {weights.file} cannot be read ({error.strerror}).") from error
+
+
+def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
+    """The file of weights that --model.weights names, and the model.json beside it if it is of a run.
+
+    Of a run or a checkpoint with an EMA they are those of the EMA, with which `accel-train predict` predicts, too.
+    Raises UserError.
+    """
+    option = f"--model.weights: {path}"
+    if not path.exists():
+        raise UserError(f"{option}: no such file, run or checkpoint.")
+    if path.is_dir() and (path / MANIFEST).exists():
+        file = path / ("ema.safetensors" if (path / "ema.safetensors").exists() else "model.safetensors")
+        try:
+            verify_files(path, only=file.name)
+        except (BrokenError, KeyError, OSError) as error:
+            raise UserError(f"{option} is not a complete checkpoint ({error}).") from error
+    elif path.is_dir():
+        if not (path / FILE).exists():
+            advice = f" Give --model.name local-dir:{path} --model.pretrained true." * (path / hub.CONFIG).exists()
+            raise UserError(f"{option} is a folder, but neither a run (with {FILE}) nor a checkpoint.{advice}")
+        file = list(find_weights(path).values())[-1]
+    else:
+        file = path
+    info = None
+    if file.name in ("model.safetensors", "ema.safetensors"):
+        folder = file.absolute().parent
+        run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+        info = read_model_info(run) if (run / FILE).exists() else None
+    kind = " (EMA)" if file.name == "ema.safetensors" else ""
+    return Weights(file, f"{file}{kind}", info.classes if info else None), info
+
+
+def _has_checkpoint(config: Config) -> bool:
+    """Whether this start continues from a checkpoint. Those of its own run are verified first."""
+    if config.resume not in ("auto", "must", "never"):
+        return True
+    try:
+        return config.output_dir is not None and find_newest_checkpoint(config.output_dir) is not None
+    except OSError as error:
+        raise UserError(f"The checkpoints in {config.output_dir} cannot be read: {error}") from None
+
+
+def _is_finished(config: Config) -> bool:
+    return config.output_dir is not None and (config.output_dir / "result.json").is_file()
+
+
+def _recorded(config: Config) -> Origin:
+    """The origin in the model.json of the run that goes on; an empty one if there is none."""
+    folders = [config.output_dir] if config.output_dir is not None else []
+    if config.resume not in ("auto", "must", "never"):
+        folders += [Path(config.resume), Path(config.resume).absolute().parent.parent]
+    for folder in folders:
+        if (folder / FILE).is_file():
+            return read_model_info(folder).origin
+    return Origin()
