@@ -66,6 +66,6 @@ def evaluate(
     )
 
 
-def evaluation_batch_size(config: Config, processes: int, micro_batch: int = 1) -> int:
-    """Samples of one evaluation batch over all processes: more than in training, because there are no gradients."""
-    return processes * (config.eval_batch_size or max(256, micro_batch))
+def evaluation_batch_size(config: Config, micro_batch: int = 1) -> int:
+    """Samples of a process in one batch of evaluation: more than in training, because there are no gradients."""
+    return config.eval_batch_size or max(256, micro_batch)

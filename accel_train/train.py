@@ -45,6 +45,7 @@ from accel_train.launch.rendezvous import check_agreement
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.clipping import clip_gradients
 from accel_train.optim.ema import update_ema
+from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, training_advice
 from accel_train.optim.performance import seed_generators
 from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.claim import claim_run
@@ -56,7 +57,7 @@ from accel_train.run.finished import find_finished_run
 from accel_train.run.run import Run
 from accel_train.run.start import find_start
 from accel_train.run.stopping import StopAskedError, StopRequests
-from accel_train.training_setup import TrainingSetup, connect, create_training_setup, divide_without_data
+from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
 
 def train(config: Config, launch: Launch) -> int:
@@ -69,7 +70,7 @@ def train(config: Config, launch: Launch) -> int:
         config = start.config
         if config.config_only:
             if accelerator.is_main_process:
-                print(plan_text(config, accelerator, *divide_without_data(config, launch, accelerator)))
+                print(plan_text(config, accelerator))
             return 0
         start_workers_early(config)  # the server of data workers imports torch while this process goes on
 
@@ -90,11 +91,12 @@ def train(config: Config, launch: Launch) -> int:
         splits = load_data(config, accelerator)
         # Tries to open the images of validation and test in the background, while the model is created.
         check = HeldOutCheck(splits, launch.rank, launch.world_size)
-        setup = create_training_setup(
-            config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
-        )
+        with memory_advice(f"at the start, before the first update: {LESS_MEMORY}"):
+            setup = create_training_setup(
+                config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
+            )
         check.finish(accelerator)
-        with Run(setup, lease, finished, stop_requests, began) as run:
+        with Run(setup, lease, finished, stop_requests, began) as run, memory_advice(training_advice(setup.plan)):
             try:
                 fit(setup, run)
             except StopAskedError:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -20,19 +21,18 @@ from torch import Tensor, nn
 from accel_train import models
 from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline, create_input_pipeline
-from accel_train.data.order.plan import Plan, accumulation_steps, virtual_batch_size
+from accel_train.data.order.plan import Plan, divide_batch, mixes_samples
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError
 from accel_train.evaluate import Batch, evaluation_batch_size
 from accel_train.exact_sum import ExactGradients
 from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import collective_seconds
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
-from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
-from accel_train.models.independence import Independence, check_independence
+from accel_train.models.dropout import DropoutKeys, KeyedFunctions
+from accel_train.models.independence import make_independent
 from accel_train.models.weights.files import Weights
 from accel_train.models.weights.new_model import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
@@ -40,6 +40,7 @@ from accel_train.optim.bitwise import use_deterministic_kernels
 from accel_train.optim.clipping import parameters_to_clip
 from accel_train.optim.ema import create_ema
 from accel_train.optim.loss import create_checked_loss
+from accel_train.optim.micro_batch import LESS_MEMORY, as_in_training, largest_that_fits, searches, set_gradients
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.performance import (
     check_compilation,
@@ -49,7 +50,6 @@ from accel_train.optim.performance import (
     use_fastest_memory_format,
 )
 from accel_train.optim.schedule import create_schedule
-from accel_train.user_code.reference import parse_reference
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ class TrainingSetup:
     """The parameters whose gradients are clipped."""
     recomputed_buffers: list[Tensor]
     """For `models.preserve_buffers`."""
+    evaluation_batch: int
+    """Samples of a process in one forward pass of evaluation."""
     training: InputPipeline
     evaluations: dict[str, InputPipeline]
     """For "val" and "test", if the data has them."""
@@ -121,7 +123,7 @@ def connect(config: Config, launch: Launch) -> Accelerator:
 
     Raises UserError if the batch cannot be divided, with any model, or the processes do not connect.
     """
-    divide_batch(config, launch, batchnorm=False)
+    divide_batch(config, launch.world_size, batchnorm=False)
     accelerator = create_accelerator(
         launch,
         log_with=config.trackers,
@@ -153,19 +155,15 @@ def create_training_setup(
     model, warnings, loaded = create_new_model(
         config, accelerator, splits.classes, splits.channels, size, weights, published=published
     )
-    virtual_batch, accumulation = divide_batch(config, launch, batchnorm=has_batchnorm(model))
-    # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
-    accelerator.gradient_accumulation_steps = 1 if config.bitwise else accumulation
-    check_compilation(accelerator)
+    virtual_batch, accumulation = divide_batch(config, launch.world_size, batchnorm=has_batchnorm(model))
     samples = len(splits.train)
     plan = Plan(samples, config.batch_size, launch.world_size, accumulation, config.data.drop_last, virtual_batch)
-    sampler = TrainingSampler(plan, config.seed, splits.unreadable)
 
-    # Create EMA and optimizer after the move to the device, because they keep tensors, and before the wrapping, which
-    # changes names. FSDP2 replaces BatchNorm's parameters, so shard those before creating the optimizer.
+    # EMA and optimizer come after the move to the device, because they keep tensors, and before the wrapping, which
+    # changes names. FSDP2 replaces BatchNorm's parameters: shard those before the optimizer is created.
     memory_format = use_fastest_memory_format(accelerator, model)
     ema = create_ema(config.ema, model)
-    virtual_batches, dropout, independence = _make_independent(
+    virtual_batches, dropout, independence = make_independent(
         config, accelerator, model, splits.channels, size, virtual_batch
     )
     shard_batchnorm(accelerator, model)
@@ -179,17 +177,13 @@ def create_training_setup(
     trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
     clipped = parameters_to_clip(config.optim, bare_model)  # FSDP2 has replaced the parameters
     recomputed_buffers = models.prepare_recomputation(model, config.model)
-    shape = plan.micro_batch, splits.channels, size, size
-    rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
-    criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=_mixes(config))
-    training, evaluations = _create_pipelines(config, accelerator, splits, plan, sampler, size, memory_format)
-    return TrainingSetup(
+    mixes = mixes_samples(config)
+    criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=mixes)
+    setup = TrainingSetup(
         config=config,
         launch=launch,
         accelerator=accelerator,
         splits=splits,
-        plan=plan,
-        sampler=sampler,
         image_size=size,
         memory_format=memory_format,
         model=model,
@@ -203,97 +197,101 @@ def create_training_setup(
         criterion=criterion,
         clipped=clipped,
         recomputed_buffers=recomputed_buffers,
-        training=training,
-        evaluations=evaluations,
         around_forward=KeyedFunctions(dropout) if independence.needs_functions else nullcontext(),
         warnings=(*warnings, *independence.warnings),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
+        **_create_input(config, accelerator, splits, plan, size, memory_format),
     )
+    if searches(config, accelerator):
+        micro_batch, evaluation_batch = _largest_batches(setup)
+        plan = replace(plan, accumulation=plan.batch_size // (plan.processes * micro_batch))
+        # Images that are kept on the device are released before they are placed there again.
+        setup = replace(setup, training=None, evaluations={})  # type: ignore[arg-type]
+        clear_device_cache(garbage_collection=True)
+        setup = replace(
+            setup, **_create_input(config, accelerator, splits, plan, size, memory_format, evaluation_batch)
+        )
+    # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
+    accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
+    check_compilation(accelerator)
+    shape = plan.micro_batch, splits.channels, size, size
+    rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
+    return setup
 
 
-def _create_pipelines(
+def _create_input(
     config: Config,
     accelerator: Accelerator,
     splits: Splits,
     plan: Plan,
-    sampler: TrainingSampler,
     size: int,
     memory_format: torch.memory_format,
-) -> tuple[InputPipeline, dict[str, InputPipeline]]:
-    """The input of the training, and those of the evaluations by split."""
+    evaluation_batch: int | None = None,
+) -> dict[str, Any]:
+    """The fields of TrainingSetup that depend on how many samples a process computes at once."""
 
     def pipeline(source: Any, sampler: Any, *, training: bool) -> InputPipeline:
         return create_input_pipeline(
             config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
         )
 
-    evaluation_batch = evaluation_batch_size(config, plan.processes, plan.micro_batch)
-    held_out = {"val": splits.validation, "test": splits.test}
-    evaluations = {
-        split: pipeline(source, EvaluationSampler(len(source), evaluation_batch), training=False)
-        for split, source in held_out.items()
-        if source is not None
+    sampler = TrainingSampler(plan, config.seed, splits.unreadable)
+    evaluation_batch = evaluation_batch or evaluation_batch_size(config, plan.micro_batch)
+    return {
+        "plan": plan,
+        "sampler": sampler,
+        "evaluation_batch": evaluation_batch,
+        "training": pipeline(splits.train, sampler, training=True),
+        "evaluations": {
+            split: pipeline(source, EvaluationSampler(len(source), plan.processes * evaluation_batch), training=False)
+            for split, source in {"val": splits.validation, "test": splits.test}.items()
+            if source is not None
+        },
     }
-    return pipeline(splits.train, sampler, training=True), evaluations
 
 
-def _make_independent(
-    config: Config, accelerator: Accelerator, model: nn.Module, channels: int, size: int, virtual_batch: int
-) -> tuple[VirtualBatches, DropoutKeys, Independence]:
-    """Convert the layers of `model` that mix samples or draw random numbers, in place, so that what it computes for a
-    sample does not depend on the number of processes; and check that nothing else does. Raises UserError if --bitwise
-    is not possible."""
-    in_update = config.batch_size // virtual_batch if config.bitwise else None
-    virtual_batches = VirtualBatches(model, virtual_batch, in_update)
-    dropout = convert_dropout(model, config.seed)
-    tried = check_independence(
-        model,
-        channels,
-        size,
-        next(model.parameters()).device,
-        dropout,
-        batch_norms=virtual_batches.modules,
-        recomputes=config.model.gradient_checkpointing,
-    )
-    # All processes must do the same, even if the trial rounded otherwise on another kind of device.
-    independence = broadcast_from_main(accelerator, lambda: tried)
-    if config.bitwise and independence.warnings:
-        raise UserError(f"--bitwise: {independence.warnings[0]}")
-    return virtual_batches, dropout, independence
+def _largest_batches(setup: TrainingSetup) -> tuple[int, int | None]:
+    """The samples of a process that fit into one forward pass of training, on all processes, and of evaluation.
 
-
-def _mixes(config: Config) -> bool:
-    return config.augment.mixup > 0 or config.augment.cutmix > 0
-
-
-def divide_batch(config: Config, launch: Launch, *, batchnorm: bool) -> tuple[int, int]:
-    """How an update's batch is divided: (samples of a virtual batch, micro-batches of each process).
-
-    `batchnorm`: whether the model has BatchNorms that count over virtual batches. If nothing depends on virtual
-    batches, they are single samples, or the pairs that are mixed. Raises UserError if the batch cannot be divided.
+    The second is None if there is nothing to find. Collective; raises UserError if not even one virtual batch fits. The
+    trials use the model without DDP and torch.compile around it, so that no process waits for another within a trial,
+    and nothing is compiled for their shapes; DDP's buckets are in memory already.
     """
-    mixes = _mixes(config)
-    unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")
-    size = config.virtual_batch_size
-    if size is None and (batchnorm or config.bitwise):
-        size = virtual_batch_size(config.batch_size, batchnorm=batchnorm, pairs=mixes)
-    if size is not None:
-        unit, why = size, f"in virtual batches of {size}" + ", over which BatchNorm counts" * batchnorm
-    # Bitwise, each forward pass has one virtual batch: another shape could choose another kernel.
-    limit = unit if config.bitwise and (config.micro_batch_size or unit) >= unit else config.micro_batch_size
-    return unit, accumulation_steps(
-        config.batch_size, launch.world_size, limit, unit=unit, why=why, virtual=size is not None
-    )
+    config, accelerator, splits, model = setup.config, setup.accelerator, setup.splits, setup.bare_model
+    plan, bare = setup.plan, replace(setup, model=model)
+    sizes = plan.micro_batch_sizes
+    pads = splits.unreadable is not None or plan.samples_per_epoch % plan.batch_size > 0
 
+    def train(micro_batch: int) -> None:
+        models.set_train_mode(model, config.model)
+        for _ in range(2):  # the second one finds the memory as the first has left it, in pieces
+            # Without accumulation there are no gradients yet in the forward pass.
+            set_gradients(model, present=micro_batch < sizes[-1])
+            batch = setup.training.blank_batch(splits.train, micro_batch)
+            logits, targets = bare.forward(batch, 0, padded=pads)
+            losses = setup.criterion(logits, targets) * batch["weights"]
+            with models.preserve_buffers(setup.recomputed_buffers):
+                accelerator.backward(losses.sum())
 
-def divide_without_data(config: Config, launch: Launch, accelerator: Accelerator) -> tuple[int, int]:
-    """The same as `divide_batch`, for --config-only: the model is made without memory and arithmetic."""
-    size = models.input_size(config.model, None, config.origin)
-    # A user's own code may need real numbers.
-    with torch.device("cpu" if parse_reference("model.name", config.model.name) else "meta"):
-        model = models.create_model(
-            config.model, num_classes=2, channels=3, image_size=size, published=False, origin=config.origin
-        )
-    synchronized = config.model.sync_batchnorm and accelerator.device.type == "cuda"
-    return divide_batch(config, launch, batchnorm=has_batchnorm(model) and not synchronized)
+    def evaluate(samples: int) -> None:
+        set_gradients(model, present=False)
+        model.eval()
+        for split, source in (("val", splits.validation), ("test", splits.test)):
+            if source is not None:
+                batch = setup.evaluations[split].blank_batch(source, samples)
+                with torch.inference_mode(), accelerator.autocast():
+                    model(setup.evaluations[split].transform(batch)[0]).float()
+
+    evaluation_batch = None
+    with as_in_training(model, setup.optimizer, setup.device):
+        micro_batch = largest_that_fits(sizes, train, accelerator)
+        setup.virtual_batches.discard()
+        if micro_batch and setup.evaluations and config.eval_batch_size is None:
+            wanted = evaluation_batch_size(config, micro_batch)
+            halves = [wanted >> bits for bits in reversed(range(wanted.bit_length()))]
+            evaluation_batch = largest_that_fits(halves, evaluate, accelerator)
+    if micro_batch is None:
+        images = f"{sizes[0]} image{'s' * (sizes[0] > 1)}"
+        raise UserError(f"--micro-batch-size auto: not even {images} of a process fit: {LESS_MEMORY}.")
+    return micro_batch, evaluation_batch

@@ -36,7 +36,7 @@ KINDS = "plain", "same run"
 def _leave_as_it_is(
     config: Any, _accelerator: Any, model: nn.Module, _channels: int, _size: int, virtual_batch: int
 ) -> tuple[Any, ...]:
-    """In place of `training_setup._make_independent`: converts an empty model."""
+    """In place of `training_setup.make_independent`: converts an empty model."""
     nothing = nn.Module()
     nothing.register_parameter("device", next(model.parameters()))
     return VirtualBatches(nothing, virtual_batch), convert_dropout(nothing, config.seed), Independence(False, ())
@@ -77,5 +77,5 @@ if __name__ == "__main__":
         main()
     else:
         if kind == "plain":
-            training_setup._make_independent = _leave_as_it_is  # type: ignore[assignment]
+            training_setup.make_independent = _leave_as_it_is  # type: ignore[assignment]
         sys.exit(accel_train(["train", *sys.argv[1:]]))

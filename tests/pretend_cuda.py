@@ -194,6 +194,23 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 # --- Tensors.
 
 
+_living: dict[int, tuple[StorageWeakRef, int]] = {}  # the memory of tensors: address -> (it, bytes)
+
+
+def take_memory(held: torch.Tensor) -> None:
+    """Raise the device's error if all living tensors need more than the bytes in PRETENDED_MEMORY."""
+    if "PRETENDED_MEMORY" not in os.environ:
+        return
+    storage = held.untyped_storage()
+    for address in [address for address, (memory, _) in _living.items() if memory.expired()]:
+        del _living[address]
+    if storage._cdata not in _living:
+        used = sum(size for _, size in _living.values())
+        if used + storage.nbytes() > int(os.environ["PRETENDED_MEMORY"]):
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes.")
+        _living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+
 class CudaTensor(torch.Tensor):
     """A tensor on cuda:0, whose values are in the CPU tensor `held`.
 
@@ -215,6 +232,7 @@ class CudaTensor(torch.Tensor):
             device=CPU,
         )
         made.held = held
+        take_memory(held)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -426,6 +444,8 @@ def install() -> None:
         "current_device": lambda: 0,
         "set_device": lambda _: None,
         "manual_seed": lambda _: None,
+        "get_rng_state": lambda *_: torch.get_rng_state(),  # the device draws from the host's generator
+        "set_rng_state": lambda *_: None,
         "manual_seed_all": lambda _: None,
         "mem_get_info": lambda *_: (8 << 30, 16 << 30),
         "get_device_name": lambda *_: properties.name,

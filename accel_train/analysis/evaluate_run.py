@@ -62,7 +62,7 @@ def evaluate_run(
     splits = load_splits(config.data, config.seed, record=run)
     source = _source(splits, split, config.data.name)
     _check_fit(splits, info, run)
-    sampler = EvaluationSampler(len(source), evaluation_batch_size(config, launch.world_size))
+    sampler = EvaluationSampler(len(source), launch.world_size * evaluation_batch_size(config))
     set_defaults(accelerator.device)
     models = {name: load_model(config.model, info, file).to(accelerator.device) for name, file in weights.items()}
     for model in models.values():  # the same architecture, so the same layout

@@ -71,6 +71,8 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
             updates = broadcast_from_main(accelerator, lambda: max(FEWEST_UPDATES, math.ceil(ROUND_SECONDS / seconds)))
         warm_up = max(1, min(config.log_every_updates, updates // 4))
         flops = training_flops(config.model, splits, workload.setup.image_size, plan.micro_batch)
+        if config.micro_batch_size == "auto":  # all rounds use what was found
+            config = dataclasses.replace(config, micro_batch_size=plan.micro_batch)
         del workload, splits
         _clear(accelerator)
         measured = []

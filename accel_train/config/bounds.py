@@ -57,7 +57,7 @@ def out_of_bounds(config: Config) -> dict[str, str]:
     for keys, expected, is_within in BOUNDS:
         for key in keys:
             setting = value(config, key)
-            if setting is not None and not is_within(setting):
+            if setting not in (None, "auto") and not is_within(setting):
                 mistakes[key] = expected
     for key, names in NAMES.items():
         setting = value(config, key)

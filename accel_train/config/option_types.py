@@ -84,7 +84,7 @@ def in_words(kind: Any) -> str:
     """Return what a value of this type looks like, such as "a whole number or none"."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
-        return "one of " + ", ".join(arguments)
+        return "one of " * (len(arguments) > 1) + ", ".join(arguments)
     if origin is tuple:
         count = "any number of" if arguments[-1] is ... else str(len(arguments))
         return f"{count} {({int: 'whole numbers', float: 'numbers'}).get(arguments[0], 'words')}"

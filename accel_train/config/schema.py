@@ -216,8 +216,8 @@ class Config:
     """Passes over the training data."""
     batch_size: int = 64
     """Samples per optimizer update, over all processes."""
-    micro_batch_size: int | None = None
-    """Most samples per process and forward pass; determines gradient accumulation."""
+    micro_batch_size: int | Literal["auto"] | None = None
+    """Most samples per process and forward pass; determines gradient accumulation. auto: as many as fit on a GPU."""
     virtual_batch_size: int | None = None
     """Samples that BatchNorm normalises together, on any number of processes; default: by the batch size, 16 to 32."""
     bitwise: bool = False

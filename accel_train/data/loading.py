@@ -132,6 +132,19 @@ class InputPipeline:
                 batch["images"] = self.decoder(cast(EncodedBatch, batch["images"]), batch["ids"])
             yield batch
 
+    def blank_batch(self, source: Source, count: int) -> dict[str, Tensor]:
+        """A batch of `count` black images of this pipeline's `source`, with the shapes and types of real ones."""
+        transform, device = self.transform, self.transform.steps.device
+        images = torch.zeros(1, len(transform.planes), transform.size, transform.size, dtype=torch.uint8)
+        if not transform.per_image:
+            images = torch.zeros_like(torch.as_tensor(source.fetch([0])))
+        numbers, weights = torch.arange(count), torch.ones(count)
+        batch = {"ids": numbers, "keys": numbers, "labels": torch.zeros_like(numbers), "weights": weights}
+        if transform.draw_parameters is not None:
+            batch["parameters"] = transform.draw_parameters(numbers, weights)
+        batch = {name: values.to(device) for name, values in batch.items()}
+        return {"images": images.to(device).repeat(count, 1, 1, 1), **batch}
+
 
 def create_input_pipeline(
     config: Config,

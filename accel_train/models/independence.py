@@ -13,10 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.models.dropout import DropoutKeys, KeyedFunctions
+from accel_train.config.schema import Config
+from accel_train.errors import UserError
+from accel_train.launch.consensus import broadcast_from_main
+from accel_train.models.batchnorm import VirtualBatches
+from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
 from accel_train.models.trial import other_states, torch_states, unchanged
 
 SAMPLES = 4
@@ -46,6 +51,31 @@ class _Trace:
     """How many of the totals were computed before the first draw. None: all."""
     outputs: list[Tensor] = field(default_factory=list)
     """What the model returned."""
+
+
+def make_independent(
+    config: Config, accelerator: Accelerator, model: nn.Module, channels: int, size: int, virtual_batch: int
+) -> tuple[VirtualBatches, DropoutKeys, Independence]:
+    """Convert the layers of `model` that mix samples or draw random numbers, in place, so that what it computes for a
+    sample does not depend on the number of processes; and check that nothing else does. Raises UserError if --bitwise
+    is not possible."""
+    in_update = config.batch_size // virtual_batch if config.bitwise else None
+    virtual_batches = VirtualBatches(model, virtual_batch, in_update)
+    dropout = convert_dropout(model, config.seed)
+    tried = check_independence(
+        model,
+        channels,
+        size,
+        next(model.parameters()).device,
+        dropout,
+        batch_norms=virtual_batches.modules,
+        recomputes=config.model.gradient_checkpointing,
+    )
+    # All processes must do the same, even if the trial rounded otherwise on another kind of device.
+    independence = broadcast_from_main(accelerator, lambda: tried)
+    if config.bitwise and independence.warnings:
+        raise UserError(f"--bitwise: {independence.warnings[0]}")
+    return virtual_batches, dropout, independence
 
 
 def check_independence(

@@ -15,16 +15,12 @@ from torch import Tensor, nn
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run `model` inside: afterwards its buffers, gradients and modes and all global random generators are as before.
+    """Run `model` inside, as with `restored`. Inside, nothing hides what the model computes.
 
-    Inside, nothing hides what the model computes: parameters that are all zero, as at the end of the branches of a new
-    network, are 0.1, and matrix products are not rounded to TF32. Warnings are not shown.
+    Parameters that are all zero, as at the end of the branches of a new network, are 0.1, and matrix products are not
+    rounded to TF32. Warnings are not shown.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     zeros = [parameter for parameter in model.parameters() if not parameter.any()]
-    states, (python, numpy) = torch_states(device), (random.getstate(), np.random.get_state())
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         torch.set_float32_matmul_precision("highest")
@@ -32,9 +28,7 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for parameter in zeros:
                 parameter.fill_(0.1)
-        for parameter, _ in gradients:
-            parameter.grad = None
-        with warnings.catch_warnings():
+        with restored(model, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -43,6 +37,24 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for parameter in zeros:
                 parameter.zero_()
+
+
+@contextmanager
+def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run `model` inside: afterwards its buffers, gradients and modes and all global random generators are as before.
+
+    Inside, there are no gradients at first.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    states, (python, numpy) = torch_states(device), (random.getstate(), np.random.get_state())
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         for module, training in modes:
@@ -59,6 +71,8 @@ def torch_states(device: torch.device) -> list[Tensor]:
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
+    elif device.type == "xpu":
+        states.append(torch.xpu.get_rng_state(device))
     elif device.type == "mps":
         states.append(torch.mps.get_rng_state())
     return states
@@ -68,6 +82,8 @@ def _restore_torch_states(device: torch.device, states: Sequence[Tensor]) -> Non
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
+    elif device.type == "xpu":
+        torch.xpu.set_rng_state(states[1], device)
     elif device.type == "mps":
         torch.mps.set_rng_state(states[1])
 

@@ -17,6 +17,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.placement import Placement
 from accel_train.data.sources.load import Splits
 from accel_train.launch.accelerator import precision
+from accel_train.optim.micro_batch import searches
 from accel_train.records.console import Console
 from accel_train.records.directory import DAMAGED, MARKER, RunDirectory
 from accel_train.records.meter import Stopwatch, Sums
@@ -72,6 +73,10 @@ class RunLog:
         # Also at update 0: a run that was killed before its first checkpoint has left lines.
         if damaged := self.directory.rewind(state.update, state.epoch, tests_again=state.epoch >= self.config.epochs):
             self.warn(f"metrics.jsonl: {damaged} damaged line{'s' * (damaged > 1)} moved to {DAMAGED}")
+        if searches(self.config, self.accelerator):
+            self.directory.event(
+                "micro-batch found", micro_batch=self.plan.micro_batch, accumulation=self.plan.accumulation
+            )
         if resumed:
             self.directory.event("resumed", update=state.update, processes=self.plan.processes)
             place = f"in epoch {state.epoch + 1}" if state.epoch < self.config.epochs else "with all epochs trained"

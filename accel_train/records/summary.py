@@ -13,19 +13,22 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import learning_settings
 from accel_train.config.schema import Config, to_yaml
-from accel_train.data.order.plan import Plan
+from accel_train.data.order.plan import Plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.placement import Placement
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import precision, precision_notice
+from accel_train.models.batchnorm import has_batchnorm
+from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.metrics import METRICS, Evaluation
-from accel_train.user_code.reference import short_name
+from accel_train.user_code.reference import parse_reference, short_name
 
 
 def describe(
@@ -60,7 +63,7 @@ def describe(
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
         "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images"
         f"{f' in virtual batches of {plan.virtual_batch}' * (plan.virtual_batch > 2)}; "
-        f"{plan.updates_per_epoch} updates an epoch",
+        f"{plan.updates_per_epoch} updates an epoch" + "; the most images that fit" * searches(config, accelerator),
         "run": str(config.output_dir),
     }
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
@@ -72,18 +75,33 @@ def _named(splits: Splits) -> str:
     return f" ({named})" if not splits.train.in_memory and len(splits.classes) <= 10 and len(named) <= 80 else ""
 
 
-def plan_text(config: Config, accelerator: Accelerator, virtual_batch: int, accumulation: int) -> str:
+def _divide_without_data(config: Config, accelerator: Accelerator) -> tuple[int, int]:
+    """The same as `divide_batch`, for --config-only: the model is made without memory and arithmetic."""
+    size = models.input_size(config.model, None, config.origin)
+    # A user's own code may need real numbers.
+    with torch.device("cpu" if parse_reference("model.name", config.model.name) else "meta"):
+        model = models.create_model(
+            config.model, num_classes=2, channels=3, image_size=size, published=False, origin=config.origin
+        )
+    synchronized = config.model.sync_batchnorm and accelerator.device.type == "cuda"
+    return divide_batch(config, accelerator.num_processes, batchnorm=has_batchnorm(model) and not synchronized)
+
+
+def plan_text(config: Config, accelerator: Accelerator) -> str:
     """Return what --config-only prints: the resolved configuration, and as comments what follows from it.
 
     Nothing is downloaded; if the data is missing, the number of updates is unknown. Raises UserError if the schedule
     does not fit the data.
     """
     processes, notice = accelerator.num_processes, precision_notice(accelerator)
+    virtual_batch, accumulation = _divide_without_data(config, accelerator)
+    micro_batch = str(config.batch_size // (processes * accumulation))
+    found = "found at the start, as many samples as fit" * searches(config, accelerator)
     lines = [
         f"# processes: {processes}",
         f"# precision: {precision(accelerator)}" + (f" ({notice})" if notice else ""),
-        f"# accumulation: {accumulation}",
-        f"# samples of a process in one forward pass: {config.batch_size // (processes * accumulation)}",
+        f"# accumulation: {found or accumulation}",
+        f"# samples of a process in one forward pass: {found or micro_batch}",
         f"# samples of a virtual batch: {virtual_batch}",
     ]
     try:

@@ -21,6 +21,7 @@ from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import INTERRUPTED, at_terminal
 from accel_train.launch.rendezvous import check_shared_directory
 from accel_train.optim.ema import broadcast_buffers
+from accel_train.optim.micro_batch import evaluation_advice, memory_advice
 from accel_train.ownership.lease import Lease
 from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
@@ -265,7 +266,8 @@ class Run:
 
         for name, model in names.items():
             broadcast_buffers(model)
-            self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
+            with memory_advice(evaluation_advice(self.setup.evaluation_batch)):
+                self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
             self.log.log_evaluation(name, self.state, self.evaluations[name])
         return self.evaluations[name]
 

@@ -119,6 +119,27 @@ def test_evaluate_predict_and_bench(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "image.png" in capsys.readouterr().out
 
 
+def test_the_largest_micro_batch_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a device that is made small: it fits, twice as much would not, and the run's bits are those of that number."""
+    words = ["digits", "--data.name", "synthetic", "--data.image-size", "224", "--model.name", "resnet50"]
+    words += ["--data.train-images", "2048", "--data.test-images", "64", "--batch-size", "1024", "--epochs", "1"]
+    words += ["--augment.crop", "center", "--augment.pad", "0", "--data.placement", "host", "--optim.name", "adamw"]
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((8 << 30) / total)
+    try:
+        run = tmp_path / "run"
+        assert main(["train", *words, "--micro-batch-size", "auto", "--output-dir", str(run)]) == 0
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (number,) = (line["micro_batch"] for line in lines if line.get("text") == "micro-batch found")
+        assert 16 <= number < 1024
+        helpers.forget_accelerate()
+        more = ["--micro-batch-size", str(min(1024, 4 * number)), "--output-dir", str(tmp_path / "more")]
+        assert main(["train", *words, *more]) == 2
+        assert "give --micro-batch-size" in capsys.readouterr().err
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def launched(config: str, *words: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{config}"]
     environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}

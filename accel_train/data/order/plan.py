@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from accel_train.config.schema import Config
 from accel_train.errors import UserError
 
 
@@ -39,6 +40,11 @@ class Plan:
     def micro_batch(self) -> int:
         """Samples of one process in one forward pass."""
         return self.batch_size // (self.processes * self.accumulation)
+
+    @property
+    def micro_batch_sizes(self) -> list[int]:
+        """What `micro_batch` can be, in increasing order."""
+        return micro_batch_sizes(self.batch_size, self.processes, self.virtual_batch)
 
     @property
     def virtual_batches(self) -> int:
@@ -109,7 +115,42 @@ def accumulation_steps(
         )
     share = batch_size // processes
     limit = share if micro_batch_size is None else micro_batch_size
-    fitting = [size for size in range(unit, min(share, limit) + 1, unit) if share % size == 0]
+    fitting = [size for size in micro_batch_sizes(batch_size, processes, unit) if size <= limit]
     if not fitting:
         raise UserError(f"--micro-batch-size: found {limit}, but samples are computed {why}; choose {unit} or more.")
     return share // max(fitting)
+
+
+def micro_batch_sizes(batch_size: int, processes: int, unit: int) -> list[int]:
+    """Return the possible numbers of samples in a micro-batch of one process, in increasing order.
+
+    The batch can be shared by the processes in units of `unit` samples.
+    """
+    share = batch_size // processes
+    return [size for size in range(unit, share + 1, unit) if share % size == 0]
+
+
+def mixes_samples(config: Config) -> bool:
+    """Whether neighbouring samples are mixed in pairs."""
+    return config.augment.mixup > 0 or config.augment.cutmix > 0
+
+
+def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[int, int]:
+    """How an update's batch is divided: (samples of a virtual batch, micro-batches of each process).
+
+    `batchnorm`: whether the model has BatchNorms that count over virtual batches. If nothing depends on virtual
+    batches, they are single samples, or the pairs that are mixed. auto is as without a limit: what fits is
+    found later. Raises UserError if the batch cannot be divided.
+    """
+    mixes = mixes_samples(config)
+    unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")
+    size = config.virtual_batch_size
+    if size is None and (batchnorm or config.bitwise):
+        size = virtual_batch_size(config.batch_size, batchnorm=batchnorm, pairs=mixes)
+    if size is not None:
+        unit, why = size, f"in virtual batches of {size}" + ", over which BatchNorm counts" * batchnorm
+    # Bitwise, each forward pass has one virtual batch: another shape could choose another kernel.
+    limit = None if config.micro_batch_size == "auto" else config.micro_batch_size
+    if config.bitwise and (limit or unit) >= unit:
+        limit = unit
+    return unit, accumulation_steps(config.batch_size, processes, limit, unit=unit, why=why, virtual=size is not None)

@@ -1,0 +1,144 @@
+"""The memory of a device: the largest micro-batch that fits, found by trying; and what to say when memory runs out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import nn
+
+from accel_train.config.schema import Config
+from accel_train.data.order.plan import Plan
+from accel_train.errors import UserError
+from accel_train.models.trial import restored
+
+LESS_MEMORY = "use --model.gradient-checkpointing true, a smaller model or a smaller --model.image-size"
+# cuBLAS and cuDNN report in their own words that they could not allocate their workspaces.
+_OF_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOC")
+
+
+def searches(config: Config, accelerator: Accelerator) -> bool:
+    """Whether the size of a micro-batch is found by trying: --micro-batch-size auto on an accelerator.
+
+    On a CPU, memory does not end at a clear limit. Bitwise, a micro-batch is one virtual batch. Raises UserError if
+    processes compute together during a pass: one that runs out of memory would leave the others waiting for it.
+    """
+    if config.micro_batch_size != "auto" or config.bitwise or accelerator.device.type == "cpu":
+        return False
+    if accelerator.num_processes > 1 and (accelerator.is_fsdp2 or config.model.sync_batchnorm):
+        what = "FSDP2" if accelerator.is_fsdp2 else "model.sync-batchnorm"
+        raise UserError(f"--micro-batch-size auto: not available with {what} on several processes; give a number.")
+    return True
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the device has too little memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and (
+        should_reduce_batch_size(error) or any(words in str(error) for words in _OF_LIBRARIES)
+    )
+
+
+def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], None], accelerator: Accelerator) -> int | None:
+    """Return the largest of `sizes`, which are in increasing order, that fits on every process; None if none does.
+
+    `attempt` computes with a size, without talking to other processes. All processes try the same sizes at the same
+    time, because some may share a device. Collective.
+    """
+    fitting, failing = -1, len(sizes)  # indices: all sizes up to the first fit, all from the second on do not
+    index = failing - 1  # the largest first: often it fits
+    while fitting < index < failing:
+        if _all_fit(accelerator, _fits(attempt, sizes[index])):
+            fitting = index
+        else:
+            failing = index
+        index = (fitting + failing) // 2
+    return sizes[fitting] if fitting >= 0 else None
+
+
+def _fits(attempt: Callable[[int], None], size: int) -> bool:
+    clear_device_cache(garbage_collection=True)
+    try:
+        attempt(size)
+        return True
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+
+
+def _all_fit(accelerator: Accelerator, fits: bool) -> bool:
+    # What an attempt has left, and the error that held its tensors, must be gone before memory is needed again.
+    clear_device_cache(garbage_collection=True)
+    if accelerator.num_processes == 1:
+        return fits
+    return bool(accelerator.gather(torch.tensor([fits], device=accelerator.device)).all())
+
+
+@contextmanager
+def as_in_training(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[None]:
+    """Fill the memory as updates do: inside, the optimizer has its state, and each trained parameter a gradient.
+
+    Afterwards weights, buffers, gradients, the optimizer and all random generators are as before, bit by bit. Raises
+    the device's error if even this does not fit.
+    """
+    # Under fp16, Accelerate's wrapper would ask its loss scaler whether to make a step.
+    optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = [parameter.detach().to("cpu", copy=True) for parameter in trained]
+    state = copy.deepcopy(optimizer.state_dict())
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = False  # it would remember choices that it made with less free memory
+        with restored(model, device):
+            set_gradients(model, present=True)
+            optimizer.step()
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+        with torch.no_grad():
+            for parameter, value in zip(trained, weights, strict=True):
+                parameter.copy_(value)
+        optimizer.load_state_dict(state)
+        clear_device_cache(garbage_collection=True)
+
+
+def set_gradients(model: nn.Module, *, present: bool) -> None:
+    """Give each trained parameter a gradient of zeros, or none."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter) if present else None
+
+
+@contextmanager
+def memory_advice(advice: str) -> Iterator[None]:
+    """Raise UserError with `advice` in place of the device's error for lack of memory. One process alone may see it."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"out of memory {advice}.", every_process=False) from error
+
+
+def training_advice(plan: Plan) -> str:
+    """Return what to do if the memory is too small for an update: the number to give, if there is a smaller one."""
+    images = f"in training, with {plan.micro_batch} image{'s' * (plan.micro_batch > 1)} of a process at once"
+    smaller = [size for size in plan.micro_batch_sizes if size < plan.micro_batch]
+    half = [size for size in smaller if size <= plan.micro_batch // 2] or smaller
+    if half:
+        return f"{images}: give --micro-batch-size {half[-1]}, with which the run continues and learns the same"
+    return f"{images}, which cannot be fewer: {LESS_MEMORY}"
+
+
+def evaluation_advice(images: int) -> str:
+    """Return what to do if the memory is too small to evaluate `images` images of a process at once."""
+    what = f"in evaluation, with {images} image{'s' * (images > 1)} of a process at once"
+    return f"{what}: give --eval-batch-size {images // 2}" if images > 1 else f"{what}: {LESS_MEMORY}"
