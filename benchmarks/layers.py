@@ -93,7 +93,8 @@ def time_batchnorm(device: torch.device, turns: int) -> None:
         batches = VirtualBatches(layers, size)
         runs[str(size)] = lambda layers=layers, batches=batches: call(layers, batches)  # type: ignore[misc]
     times = in_turns(runs, device, turns)
-    print(f"{len(norms)} BatchNorms of cifar10_resnet18, batch {BATCH}: plain {statistics.median(times['plain']):.1f} ms")
+    plain_ms = statistics.median(times["plain"])
+    print(f"{len(norms)} BatchNorms of cifar10_resnet18, batch {BATCH}: plain {plain_ms:.1f} ms")
     print(f"forward and backward of the whole plain model: {statistics.median(times['update']):.1f} ms")
     for size in map(str, VIRTUAL_BATCHES):
         turns_of = list(zip(times[size], times["plain"], times["update"], strict=True))

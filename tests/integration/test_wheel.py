@@ -10,6 +10,7 @@ from pathlib import Path
 import helpers
 import pytest
 import wheel_environment
+from test_docs import write_snippets
 
 from accel_train.starter import starter_files
 
@@ -50,3 +51,23 @@ def test_an_initialised_folder_trains_on_two_processes(installed: Path, tmp_path
     assert (result["world_size"], result["updates"]) == (2, 54)
     environment = json.loads((folder / "runs" / "one" / "environment.json").read_text())
     assert environment["command"][0].startswith(str(installed))  # the wheel's program, not the checkout's
+
+
+def test_a_user_s_own_model_data_and_loss_train_beside_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """The files of the pages on own data and models; test_user_code.py kills such runs."""
+    folder = tmp_path / "project"
+    init = [installed / "bin" / "accel-train", "init", str(folder)]
+    subprocess.run(init, env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, check=True, capture_output=True)
+    write_snippets(folder)
+    launch = "accelerate launch --config_file accelerate_configs/multi_cpu.yaml -m accel_train.train"
+    for words in (launch.split(), ["accel-train", "train"]):
+        run = f"runs/{words[0]}"
+        done = in_folder(folder, *words, "my_recipe.yaml", "--bitwise", "true", "--output-dir", run)
+        assert done.returncode == 0, done.stderr
+    weights = [folder / "runs" / name / "model.safetensors" for name in ("accelerate", "accel-train")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    done = in_folder(folder, "accel-train", "evaluate", run)
+    assert done.returncode == 0, done.stderr
+    assert "nets.py:two_layers on arrows.py:data test, 200 images" in done.stdout
+    done = in_folder(folder, "accel-train", "predict", run, f"{run}/examples")
+    assert done.returncode == 0, done.stderr
