@@ -209,9 +209,8 @@ def create_training_setup(
         # Images that are kept on the device are released before they are placed there again.
         setup = replace(setup, training=None, evaluations={})  # type: ignore[arg-type]
         clear_device_cache(garbage_collection=True)
-        setup = replace(
-            setup, **_create_input(config, accelerator, splits, plan, size, memory_format, evaluation_batch)
-        )
+        inputs = _create_input(config, accelerator, splits, plan, size, memory_format, evaluation_batch)
+        setup = replace(setup, **inputs)
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
     check_compilation(accelerator)
