@@ -287,13 +287,7 @@ def to_yaml(config: Config) -> str:
     import yaml
 
     settings = as_dict(config)
-    for key in (
-        "recipe",
-        "origin",
-        "take_over",
-        "config_only",
-        "traceback",
-    ):  # they belong to this start, not to the run
+    for key in ("recipe", "origin", "take_over", "config_only", "traceback"):  # of this start, not of the run
         settings.pop(key)
     if config.recipe:  # the file is named config.yaml, and would otherwise be the recipe "config"
         settings = {"about": {"recipe": config.recipe}, **settings}

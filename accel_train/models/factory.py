@@ -136,7 +136,9 @@ def _create_hubs(model: Model, architecture: str, num_classes: int, channels: in
     options = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path) | more_arguments(model)
     try:
         return hub.create(model.name, architecture, num_classes, channels, image_size, options)
-    except (AssertionError, ValueError, RuntimeError) as error:
+    except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
+        if options and isinstance(error, TypeError):
+            raise
         raise _unfit(model.name, image_size, error) from error
 
 

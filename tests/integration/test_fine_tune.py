@@ -112,6 +112,9 @@ def test_a_local_directory_of_timms(tmp_path: Path) -> None:
     digits = [str(digit) for digit in range(9, -1, -1)]  # the classes of the digits, in another order
     net = timm.create_model("test_resnet", num_classes=10, act_layer="silu")
     timm.models.save_for_hf(net, folder, safe_serialization=True, model_config={"label_names": digits})
+    config = json.loads((folder / "config.json").read_text())
+    config["pretrained_cfg"]["input_size"] = [3, 32, 32]
+    (folder / "config.json").write_text(json.dumps(config))
     words = (*NET, "--model.name", f"local-dir:{folder}", "--model.pretrained", "true")
     words = (*words, "--data.test-limit", 20, "--output-dir", run)
     begun = helpers.run(*words, processes=2)
@@ -120,7 +123,7 @@ def test_a_local_directory_of_timms(tmp_path: Path) -> None:
     learned = load_file(run / "model.safetensors")
     assert torch.equal(learned["fc.weight"], net.fc.weight.flip(0))
     info = read_model_info(run)
-    assert (info.image_size, info.mean, info.std) == (160, (0.5,), (0.5,))
+    assert (info.image_size, info.mean, info.std) == (32, (0.5,), (0.5,))
     assert '"act_layer": "silu"' in info.origin.architecture
     shutil.rmtree(folder)
     assert "Nothing is left to do" in helpers.run(*words).stdout

@@ -186,6 +186,9 @@ def test_a_config_of_somebody_else_reads_no_file_and_fetches_nothing(tmp_path: P
     named = Origin(model=name, architecture=good.replace("test_resnet", "posix"))
     with pytest.raises(UserError, match="architecture 'posix', which this timm does not have"):
         create_model(Model(name=name), num_classes=2, channels=3, image_size=32, origin=named)
+    odd = Origin(model=name, architecture=good.replace('"in_chans": 3', '"in_chans": 3, "no_such": 3'))
+    with pytest.raises(UserError, match="no_such"):
+        create_model(Model(name=name), num_classes=2, channels=3, image_size=32, origin=odd)
     elsewhere = '"config": {"file": "/etc/passwd", "url": "http://127.0.0.1:9", "source": "hf-hub", '
     same = Origin(model="hf-hub:no/where", architecture=good.replace('"config": {', elsewhere))
     settings = Model(name="hf-hub:no/where", pretrained=True)
