@@ -29,11 +29,11 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     """
     text = str(run / "config.yaml")
     config, own = parse([text, *overrides], checks_code=False), parse([text], checks_code=False)
-    kept = kept_code(own, run) if any(parse_reference(option, value(own, option)) for option in uses) else {}
     for option in uses:
-        if option in kept and value(config, option) == value(own, option):
+        reference = parse_reference(option, value(own, option))
+        if reference is not None and value(config, option) == value(own, option):
             group, _, name = option.partition(".")
-            trusted: Any = {name: kept[option].to_run(option, trust=trust_code)}
+            trusted: Any = {name: kept_code(option, reference, run).to_run(option, trust=trust_code)}
             changed: Any = {group: dataclasses.replace(getattr(config, group), **trusted)}
             config = dataclasses.replace(config, **changed)
     return config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,19 +116,16 @@ def _is_own(path: Path) -> bool:
         return False
 
 
-def kept_code(config: Config, run: Path) -> Mapping[str, KeptCode]:
-    """Return the code that the run in the folder `run` keeps, for the options of its `config` that name some.
+def kept_code(option: str, reference: Reference, run: Path) -> KeptCode:
+    """Return the code that the run in the folder `run` keeps for `option`, where it names `reference`.
 
     Raises UserError if it is missing.
     """
-    recorded, found = _read(run), {}
-    for option, reference in references(config).items():
-        name = str(recorded.get(option, {}).get("kept", "")).removeprefix(f"{FOLDER}/")
-        path = run / FOLDER / name
-        if not (is_file_name(name) and path.is_file()):
-            raise UserError(
-                f"--{option} {reference.short}: the run does not have the text of this code ({FILE} and {FOLDER}/); "
-                "copy them again from where the model was trained."
-            )
-        found[option] = KeptCode(reference, path)
-    return found
+    name = str(_read(run).get(option, {}).get("kept", "")).removeprefix(f"{FOLDER}/")
+    path = run / FOLDER / name
+    if not (is_file_name(name) and path.is_file()):
+        raise UserError(
+            f"--{option} {reference.short}: the run does not have the text of this code ({FILE} and {FOLDER}/); copy "
+            "them again from where the model was trained."
+        )
+    return KeptCode(reference, path)

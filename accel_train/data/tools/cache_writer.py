@@ -50,7 +50,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     sources = {split: unwrap_subset(source)[0] for split, source in named.items() if source is not None}
     if not isinstance(splits.train, EncodedImages):
-        raise UserError(f"the images of '{data.name}' are kept in memory: there is nothing to cache.")
+        raise UserError(f"the images of '{data.name}' are not files: there is nothing to cache.")
     listed = listed_names(data) if data.skip_unreadable is not None else set()
     described = Description(
         encoding,

@@ -39,7 +39,7 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     total = sum(map(len, sources))
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if not isinstance(splits.train, EncodedImages):
-        console.print(f"The {total} images of '{data.name}' are kept in memory: there is nothing to decode.")
+        console.print(f"The {total} images of '{data.name}' are not files: there is nothing to decode.")
         sources = []
     for note in splits.notes:
         console.print(f"warning: {note}")
