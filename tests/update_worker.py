@@ -26,7 +26,7 @@ from accel_train.train import grouped, update
 from accel_train.training_setup import connect, create_training_setup
 
 
-def updates(options: list[str], accumulation: int) -> list[dict[str, torch.Tensor]]:
+def updates(options: list[str], accumulation: int, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
     """What every update of the run's epochs computes, as train.py computes it."""
     launch = prepare_environment()
     config = parse(options)
@@ -36,6 +36,7 @@ def updates(options: list[str], accumulation: int) -> list[dict[str, torch.Tenso
     splits = load_splits(config.data, config.seed)
     setup = create_training_setup(config, launch, accelerator, splits)
     assert setup.plan.accumulation == accumulation
+    assert next(setup.bare_model.parameters()).dtype == dtype
     transform = setup.training.transform
     setup = dataclasses.replace(
         setup, training=dataclasses.replace(setup.training, transform=cast_inputs(transform, setup.bare_model))
@@ -85,8 +86,13 @@ def cast_inputs(transform: Any, model: torch.nn.Module) -> Any:
 
 def main() -> None:
     out, precision, accumulations, *rest = sys.argv[1:]
-    create_model = models.create_model
-    models.create_model = lambda *a, **k: create_model(*a, **k).to(getattr(torch, precision))
+    create_new_model = training_setup.create_new_model
+
+    def create_in_precision(*arguments: Any, **options: Any) -> Any:
+        model, *rest = create_new_model(*arguments, **options)
+        return (model.to(getattr(torch, precision)), *rest)
+
+    training_setup.create_new_model = create_in_precision
     if precision == "float64":
         training_setup.rebuild_ddp_buckets = lambda *_: None  # it would pass float32 images
     groups: list[list[str]] = []
@@ -98,7 +104,7 @@ def main() -> None:
     results = {}
     for number, options in enumerate(groups):
         for accumulation in map(int, accumulations.split(",")):
-            results[number, accumulation] = updates(options, accumulation)
+            results[number, accumulation] = updates(options, accumulation, getattr(torch, precision))
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     torch.save(results, out)
