@@ -16,7 +16,7 @@ from accel_train.analysis.load_run import find_weights, load_model, read_config
 from accel_train.analysis.predict import Prediction, classify_files
 from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.config.schema import Config
-from accel_train.data.sources.images import ImageError, decode, to_tensor
+from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.errors import UserError
 from accel_train.records.model_info import ModelInfo, read_model_info
 

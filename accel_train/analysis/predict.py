@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from accel_train.analysis.load_run import find_weights, load_model, read_config
 from accel_train.analysis.preprocessing import Preprocessing
-from accel_train.data.sources.folder import find_images
-from accel_train.data.sources.images import MAX_PIXELS, ImageError, decode
+from accel_train.data.sources.files.folder import find_images
+from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode
 from accel_train.errors import UserError
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.accelerator import create_accelerator

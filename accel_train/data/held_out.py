@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_train.data.sources.encoded import EncodedImages
+from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.splits import Source, Splits, unwrap_subset
 from accel_train.errors import UserError
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from accel_train.data.sources.encoded import FileImages
+from accel_train.data.sources.files.encoded import FileImages
 from accel_train.data.sources.hub import StreamedImages
 from accel_train.data.workers import BatchDataset
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel_train.data.sources.splits import Splits, stratified_choice, subset
+from accel_train.data.sources.divide import stratified_choice
+from accel_train.data.sources.splits import Splits, subset
 from accel_train.errors import UserError
 
 

@@ -30,8 +30,8 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, SEMANTICS
-from accel_train.data.sources.encoded import EncodedImages, SharedArray, StringArray
-from accel_train.data.sources.images import LazyImage
+from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray
+from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, require_regular_file

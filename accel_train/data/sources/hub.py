@@ -19,8 +19,8 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
-from accel_train.data.sources.encoded import EncodedImages
-from accel_train.data.sources.images import default_mean_std
+from accel_train.data.sources.files.encoded import EncodedImages
+from accel_train.data.sources.files.images import default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 

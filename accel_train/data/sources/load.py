@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.splits import Source, Splits, Subset, divide
+from accel_train.data.sources.divide import divide
+from accel_train.data.sources.splits import Source, Splits, Subset
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import parse_reference
 
@@ -51,7 +52,7 @@ def _load(data: Data, download: bool) -> Splits:
 
         return digits()
     if name == "folder":
-        from accel_train.data.sources.folder import folder
+        from accel_train.data.sources.files.folder import folder
 
         return folder(data)
     if name == "cache":
@@ -63,11 +64,11 @@ def _load(data: Data, download: bool) -> Splits:
 
         return synthetic(data)
     if name == "tar":
-        from accel_train.data.sources.tars import tar
+        from accel_train.data.sources.files.tars import tar
 
         return tar(data)
     if prefix == "wds":
-        from accel_train.data.sources.tars import webdataset
+        from accel_train.data.sources.files.tars import webdataset
 
         return webdataset(data)
     if prefix in ("hfds", "hfids", "tfds") and rest:

@@ -1,33 +1,23 @@
-"""The interface of a dataset (Source, Splits), and the division of its samples into splits.
-
-The division is a pure function of the seed and of the samples' keys and labels: every node gets the same one, in
-whatever order its file system lists the files. So does every version of the libraries, because a hash and not a random
-number generator makes the choice.
-"""
+"""The interface of a dataset: the samples of a split (Source), and all splits (Splits)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from accel_train.config.schema import Data
 from accel_train.config.semantics import IN_MEMORY
-from accel_train.errors import UserError
-from accel_train.user_code.reference import parse_reference, short_name
 
 
 class Source(Protocol):
     """The samples of one split: labels are known at once, pixels are fetched in batches."""
 
     labels: torch.Tensor
-    """int64 [n], on the CPU."""
+    """On the CPU: int64 [n], or bool [n, classes] if an image may have several labels or none."""
     in_memory: bool
     """Whether pixels are available as tensors, without decoding: no worker processes are needed."""
 
@@ -66,10 +56,17 @@ class Splits:
     """A description of the files in the data's folder that are not used."""
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
+    train_weights: torch.Tensor | None = None
+    """float64 [n], the weight of each sample of `train`, for --data.sampler weights; None: the data has none."""
     full_scale: int = 255
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of float ones."""
     semantics: int = IN_MEMORY
     """The semantics version by which the pixels are computed; see config/semantics.py."""
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may have several labels, or none."""
+        return self.train.labels.ndim == 2
 
     @property
     def to_train_on(self) -> Source:
@@ -121,176 +118,3 @@ def subset(source: Source, chosen: npt.NDArray[np.bool_]) -> Source:
     """The samples of `source` for which `chosen` (bool [n]) is true, in their order."""
     ids = torch.from_numpy(np.flatnonzero(chosen))
     return Subset(source.source, source.ids[ids]) if isinstance(source, Subset) else Subset(source, ids)
-
-
-def sample_keys(source: Source, root: Path) -> Iterator[str]:
-    """The unique key of each sample in its dataset: its name relative to the folder `root`."""
-    return (source.name(id).removeprefix(f"{root}/") for id in range(len(source)))
-
-
-def stratified_choice(keys: Iterable[str], labels: npt.ArrayLike, count: int, salt: str) -> npt.NDArray[np.bool_]:
-    """Choose `count` samples, proportionally from each class: bool [n], true for those chosen.
-
-    Each sample gets a number, the BLAKE2b hash of `salt` and its key. Its rank among the numbers of its class gives it
-    a position between 0 and 1; the `count` samples with the lowest positions are chosen. The order of the samples does
-    not matter.
-    """
-    hashes = np.fromiter(
-        (
-            int.from_bytes(blake2b(f"{salt}\0{key}".encode(errors="surrogateescape"), digest_size=8).digest(), "big")
-            for key in keys
-        ),
-        np.uint64,
-    )
-    classes = np.asarray(labels, dtype=np.int64)
-    sizes = np.bincount(classes)
-    by_class = np.lexsort((hashes, classes))
-    rank = np.empty(len(classes), dtype=np.int64)
-    rank[by_class] = np.arange(len(classes)) - (np.cumsum(sizes) - sizes)[classes[by_class]]
-    lowest = np.lexsort((hashes, (rank + 0.5) / sizes[classes]))[:count]
-    chosen = np.zeros(len(classes), dtype=np.bool_)
-    chosen[lowest] = True
-    return chosen
-
-
-def divide(splits: Splits, data: Data, seed: int) -> Splits:
-    """Split off, limit and skip samples, in this order, as `data` says. Raises UserError.
-
-    Because of this order, an unreadable image does not move another image into a different split.
-    """
-    _check(splits, data)
-    unreadable = _unreadable(splits, data)
-    splits = _split_off(splits, data, seed)
-    for split, limit in (
-        ("train", data.train_limit),
-        ("validation", data.test_limit),
-        ("test", data.test_limit),
-    ):
-        source: Source | None = getattr(splits, split)
-        if source is not None and limit is not None and limit < len(source):
-            drawn = stratified_choice(sample_keys(source, data.root), source.labels.numpy(), limit, f"{seed} limit")
-            splits = _with(splits, split, subset(source, drawn))
-    return _skip(splits, unreadable) if unreadable else splits
-
-
-def _with(splits: Splits, split: str, source: Source | None) -> Splits:
-    """A copy of `splits` in which `split` is `source`."""
-    changed: Any = {split: source}
-    return replace(splits, **changed)
-
-
-def _check(splits: Splits, data: Data) -> None:
-    """Raise UserError unless there are two or more classes and each sample belongs to one of them."""
-    where, classes = f"the dataset '{data.name}' in {data.root}", len(splits.classes)
-    if parse_reference("data.name", data.name):  # its function may not use data.root
-        where = f"the dataset '{short_name('data.name', data.name)}'"
-    if classes < 2:
-        only = f"only one class, '{splits.classes[0]}'" if classes else "no class"
-        raise UserError(f"{where} has {only}, but a classifier needs two or more.")
-    for split in ("train", "validation", "test"):
-        source: Source | None = getattr(splits, split)
-        if source is None:
-            continue
-        if not len(source):
-            raise UserError(f"{where} has no image in its {split} split.")
-        outside = torch.nonzero((source.labels < 0) | (source.labels >= classes))
-        if len(outside):
-            first = int(outside[0])
-            raise UserError(
-                f"{where} has {len(outside)} labels outside its {classes} classes (0 to {classes - 1}): "
-                f"the first is {int(source.labels[first])}, of {source.name(first)}."
-            )
-
-
-def listed_names(data: Data) -> set[str]:
-    """The paths in the list of --data.skip-unreadable, relative to data.root. Raises UserError."""
-    assert data.skip_unreadable is not None
-    try:
-        with data.skip_unreadable.open(encoding="utf-8", errors="surrogateescape") as file:
-            return {line.rstrip("\r\n") for line in file} - {""}
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f"--data.skip-unreadable: {data.skip_unreadable} cannot be read ({reason}); {_check_command(data)}."
-        ) from error
-
-
-def _check_command(data: Data) -> str:
-    return f"`accel-train check-data {data.name} --root {data.root}` writes the list"
-
-
-def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:
-    """Python id of each source below a Subset -> bool [n], its samples to skip."""
-    listed = set() if data.skip_unreadable is None else listed_names(data)
-    marked: dict[int, npt.NDArray[np.bool_]] = {}
-    listed_here = 0
-    for source in (splits.train, splits.validation, splits.test):
-        if source is None:
-            continue
-        held, ids = unwrap_subset(source)
-        marks = marked.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
-        if listed:
-            chosen = np.fromiter((key in listed for key in sample_keys(source, data.root)), np.bool_, len(source))
-            marks[slice(None) if ids is None else ids.numpy()] |= chosen
-            listed_here += int(chosen.sum())
-        missing: npt.NDArray[np.bool_] | None = getattr(held, "missing", None)
-        if missing is not None:
-            marks |= missing
-    if listed and not listed_here:
-        # Some may have been deleted since; but if none is there, the list is of another folder or dataset.
-        raise UserError(
-            f"--data.skip-unreadable: none of the {len(listed)} images that {data.skip_unreadable} lists, such as "
-            f"'{min(listed)}', is in {data.root}; {_check_command(data)} for this data."
-        )
-    return marked if any(marks.any() for marks in marked.values()) else {}
-
-
-def _skip(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Splits:
-    """Mark unreadable training images, and remove those of the other splits."""
-    left_out = 0
-    for split in ("train", "validation", "test"):
-        source: Source | None = getattr(splits, split)
-        if source is None:
-            continue
-        held, ids = unwrap_subset(source)
-        skipped = unreadable[id(held)] if ids is None else unreadable[id(held)][ids.numpy()]
-        left_out += int(skipped.sum())
-        if not skipped.any():
-            continue
-        if split == "train":
-            lost = set(source.labels.tolist()) - set(source.labels[torch.from_numpy(~skipped)].tolist())
-            if lost:
-                names = ", ".join(repr(splits.classes[label]) for label in sorted(lost))
-                raise UserError(
-                    f"--data.skip-unreadable: the list contains all training images of class {names}; check them."
-                )
-            splits = replace(splits, unreadable=torch.from_numpy(skipped))
-        else:
-            splits = _with(splits, split, None if skipped.all() else subset(source, ~skipped))
-    return replace(splits, left_out=left_out)
-
-
-def _split_off(splits: Splits, data: Data, seed: int) -> Splits:
-    """Split the test and then the validation samples off the training samples, as fractions of all of these."""
-    total = len(splits.train)
-    for split, option, fraction in (
-        ("test", "test-fraction", data.test_fraction),
-        ("validation", "val-fraction", data.val_fraction),
-    ):
-        if not fraction:
-            continue
-        if getattr(splits, split) is not None:
-            raise UserError(
-                f"--data.{option} {fraction}: the dataset '{data.name}' already has a {split} split; remove the option."
-            )
-        count = round(fraction * total)
-        if not 0 < count < len(splits.train):
-            raise UserError(
-                f"--data.{option} {fraction} of {total} training images is {count} images, "
-                f"which leaves nothing to {'train on' if count else 'evaluate'}; choose another fraction."
-            )
-        drawn = stratified_choice(
-            sample_keys(splits.train, data.root), splits.train.labels.numpy(), count, f"{seed} {split}"
-        )
-        splits = replace(_with(splits, split, subset(splits.train, drawn)), train=subset(splits.train, ~drawn))
-    return splits

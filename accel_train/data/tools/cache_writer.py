@@ -26,9 +26,10 @@ from rich.console import Console
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, CacheFile, Description
-from accel_train.data.sources.encoded import EncodedImages, StringArray
+from accel_train.data.sources.divide import listed_names
+from accel_train.data.sources.files.encoded import EncodedImages, StringArray
 from accel_train.data.sources.load import Source, Splits, load_splits
-from accel_train.data.sources.splits import listed_names, unwrap_subset
+from accel_train.data.sources.splits import unwrap_subset
 from accel_train.data.tools.check import write_list
 from accel_train.data.tools.chunk import Chunk, encode
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.encoded import EncodedImages
+from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.tools.pool import ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accel_train.data.sources.encoded import EncodedImages
+from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.splits import Source
 from accel_train.data.tools.check import Unreadable
 from accel_train.data.transforms.image import resized_to_short_side

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.data.sources.encoded import EncodedImages
-from accel_train.data.sources.images import ImageError, LazyImage, apply_orientation, bytes_to_tensor, decode
+from accel_train.data.sources.files.encoded import EncodedImages
+from accel_train.data.sources.files.images import ImageError, LazyImage, apply_orientation, bytes_to_tensor, decode
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.image import drawn_boxes, drawn_flips, resize_default, resized, sides
 from accel_train.errors import UserError

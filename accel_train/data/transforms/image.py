@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
-from accel_train.data.sources.images import LazyImage
+from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.transforms.parameters import Stream
 from accel_train.keyed import uniform, uniforms
 

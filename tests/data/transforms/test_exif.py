@@ -17,7 +17,7 @@ from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
-from accel_train.data.sources.images import LazyImage, decode
+from accel_train.data.sources.files.images import LazyImage, decode
 from accel_train.data.sources.load import load_splits
 from accel_train.data.tools.cache_writer import write_cache
 from accel_train.data.tools.check import check_data

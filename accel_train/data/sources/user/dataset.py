@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from accel_train.data.sources.images import to_tensor
+from accel_train.data.sources.files.images import to_tensor
 from accel_train.errors import UserError
 from accel_train.user_code.loading import described, load_file
 from accel_train.user_code.reference import Reference

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.data.sources.encoded import FileImages, StringArray
-from accel_train.data.sources.folder import find_images
-from accel_train.data.sources.images import ImageError, decode
+from accel_train.data.sources.files.encoded import FileImages, StringArray
+from accel_train.data.sources.files.folder import find_images
+from accel_train.data.sources.files.images import ImageError, decode
 from accel_train.errors import UserError
 
 

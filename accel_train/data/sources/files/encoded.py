@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accel_train.data.sources.images import MAX_PIXELS, Box, ImageError, LazyImage
+from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage
 from accel_train.errors import UserError
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.splits import Splits, divide, stratified_choice
+from accel_train.data.sources.divide import divide, stratified_choice
+from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 
 

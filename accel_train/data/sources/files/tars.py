@@ -22,9 +22,9 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
-from accel_train.data.sources.encoded import EncodedImages, SharedArray, StringArray, file_state
-from accel_train.data.sources.folder import arrange, ignored_text, is_image
-from accel_train.data.sources.images import default_mean_std
+from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, file_state
+from accel_train.data.sources.files.folder import arrange, ignored_text, is_image
+from accel_train.data.sources.files.images import default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import require_regular_file

@@ -1,0 +1,1 @@
+"""Data sets of image files: folders, tables and tar files."""
