@@ -87,11 +87,19 @@ def evaluate(
 
 
 def predict(
-    run: str | Path | LoadedRun, images: Iterable[str | Path], *, top_k: int = 5, trust_code: bool = False
+    run: str | Path | LoadedRun,
+    images: Iterable[str | Path],
+    *,
+    top_k: int | None = None,
+    threshold: float | None = None,
+    trust_code: bool = False,
 ) -> list[Prediction]:
     """Return the most probable classes of image files, the most probable one first, in the order of `images`.
+
+    `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
+    `threshold` (default: 0.5), which only such runs take.
 
     The prediction of a file that cannot be read has no classes, but an `error`.
     """
     loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, Path)) else run
-    return loaded.predict([Path(image) for image in images], top_k=top_k)
+    return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold)

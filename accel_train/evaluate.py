@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline
-from accel_train.records.metrics import METRICS, Evaluation, five_highest
+from accel_train.records.metrics import (
+    Evaluation,
+    SplitMetric,
+    average_precision_of_classes,
+    f1_of_classes,
+    five_highest,
+    mean_metrics,
+    metrics_for,
+    same,
+)
 
 Batch = dict[str, Tensor]
 
@@ -29,7 +38,11 @@ def evaluate(
     unless each sample was evaluated exactly once.
     """
     model.eval()
-    needed = {five_highest, *(metric.predict for metric in METRICS)}
+    multi_label = pipeline.multi_label
+    means = mean_metrics(multi_label=multi_label)
+    # What the figures of a whole split need of each sample: its prediction, or the logits of all its labels.
+    outcome = same if multi_label else five_highest
+    needed = {outcome, *(metric.predict for metric in means)}
     batches: list[tuple[Tensor, ...]] = []
     for batch in through(pipeline.batches):
         inputs, labels = pipeline.transform(batch)
@@ -39,10 +52,10 @@ def evaluate(
         ids = torch.where(batch["weights"] > 0, batch["ids"], -1)
         # What several metrics need of the logits is computed once.
         predicted = {predict: predict(logits) for predict in needed}
-        scores = [metric.score(predicted[metric.predict], labels) for metric in METRICS]
-        of_each_sample = (ids, labels, predicted[five_highest][:, 0], *scores)
+        scores = [metric.score(predicted[metric.predict], labels) for metric in means]
+        of_all = logits if multi_label else predicted[outcome][:, 0]
         # In the last batch of a loader that Accelerate prepared this also drops the padding.
-        batches.append(accelerator.gather_for_metrics(of_each_sample))
+        batches.append(accelerator.gather_for_metrics((ids, labels, of_all, *scores)))
 
     ids, *results = (torch.cat(parts).cpu() for parts in zip(*batches, strict=True))
     # In the order of the ids, so that a sum does not depend on which process computed what.
@@ -54,16 +67,24 @@ def evaluate(
             f"evaluation counted {len(ids)} results of {len(torch.unique(ids))} samples, but the split has "
             f"{pipeline.samples} samples"
         )
+    figures = {
+        metric.name: score.double().sum().item() / pipeline.samples for metric, score in zip(means, scores, strict=True)
+    }
+    table = metrics_for(multi_label=multi_label)
+    figures |= {metric.name: metric.compute(predictions, labels) for metric in table if isinstance(metric, SplitMetric)}
+    figures = {metric.name: figures[metric.name] for metric in table}
+    if multi_label:
+        of_classes = {
+            "average_precision": average_precision_of_classes(predictions, labels),
+            "f1": f1_of_classes(predictions, labels),
+        }
+        return Evaluation(figures, pipeline.samples, of_classes, labels.sum(0).tolist())
     classes = pipeline.transform.num_classes
     confusion = torch.bincount(labels * classes + predictions, minlength=classes * classes).view(classes, classes)
-    return Evaluation(
-        figures={
-            metric.name: score.double().sum().item() / pipeline.samples
-            for metric, score in zip(METRICS, scores, strict=True)
-        },
-        count=pipeline.samples,
-        confusion=confusion.tolist(),
-    )
+    images = confusion.sum(1).tolist()
+    right = confusion.diagonal().tolist()
+    accuracy = [hits / count if count else None for hits, count in zip(right, images, strict=True)]
+    return Evaluation(figures, pipeline.samples, {"accuracy": accuracy}, images, confusion.tolist())
 
 
 def evaluation_batch_size(config: Config, micro_batch: int = 1) -> int:

@@ -203,7 +203,7 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
     is_last = done == config.epochs
     if is_last or done % config.eval_every_epochs == 0:
         if "val" in setup.evaluations:
-            accuracy = run.evaluate("val").accuracy
+            accuracy = run.evaluate("val").figures["map" if setup.splits.multi_label else "accuracy"]
             is_best = state.best_accuracy is None or accuracy > state.best_accuracy
             if is_best:
                 state.best_accuracy, state.best_update = accuracy, state.update

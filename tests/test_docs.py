@@ -289,10 +289,11 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
                 done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path)
                 assert done.returncode == 0, (words, done.stderr)
                 ran += 1
-    assert ran == 12
-    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 9
+    assert ran == 15
+    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 10
     for name in ("arrows", "arrows_2", "stripes"):
         assert json.loads((tmp_path / "runs" / name / "result.json").read_text())["test_accuracy"] > 0.9
+    assert json.loads((tmp_path / "runs" / "shapes" / "result.json").read_text())["test_map"] > 0.8
     done = helpers.python("notebook.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "('left', 'right') tensor([[" in done.stdout

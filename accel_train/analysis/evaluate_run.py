@@ -31,7 +31,7 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
-from accel_train.records.metrics import METRICS, Evaluation
+from accel_train.records.metrics import Evaluation, metrics_for
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.table import print_table
 from accel_train.user_code.reference import short_name
@@ -98,7 +98,8 @@ def evaluate_run(
     if failure is not None:
         print(f"accel-train: warning: {output} cannot be written ({failure.strerror}).", file=sys.stderr)
         return 1
-    print(f"\nall classes and the confusion counts: {output}")
+    counts = "" if info.multi_label else " and the confusion counts"
+    print(f"\nall classes{counts}: {output}")
     return 0
 
 
@@ -123,6 +124,12 @@ def _check_fit(splits: Splits, info: ModelInfo, run: Path) -> None:
             f"the data does not have the classes that {run} was trained on ({difference}); choose other data with "
             "--data.name or --data.root."
         )
+    if splits.multi_label != info.multi_label:
+        kinds = {True: "several labels an image", False: "one label an image"}
+        raise UserError(
+            f"the data has {kinds[splits.multi_label]}, but {run} was trained with {kinds[info.multi_label]}; choose "
+            "other data with --data.name or --data.root."
+        )
     if splits.channels != info.channels:
         raise UserError(
             f"the images have {splits.channels} channels, but the model of {run} takes {info.channels}: "
@@ -131,11 +138,13 @@ def _check_fit(splits: Splits, info: ModelInfo, run: Path) -> None:
 
 
 def _print_evaluations(evaluations: dict[str, Evaluation], names: dict[str, str], classes: Sequence[str]) -> None:
-    """Print two tables: the metrics of the model and the EMA, and the accuracy of each class.
+    """Print two tables: the metrics of the model and the EMA, and the figures of each class.
 
-    Of more than SHOWN classes only those with the lowest accuracy are printed.
+    Of more than SHOWN classes only those with the lowest accuracy (or average precision) are printed.
     """
-    shown = [metric for metric in METRICS if len(classes) >= metric.fewest_classes]
+    last = list(evaluations.values())[-1]  # the EMA if there is one
+    table = metrics_for(multi_label=last.confusion is None)
+    shown = [metric for metric in table if len(classes) >= metric.fewest_classes]
     head = ["weights", *(metric.name for metric in shown)]
     rows = [
         [names[name], *(metric.show(evaluation.figures[metric.name]) for metric in shown)]
@@ -144,28 +153,34 @@ def _print_evaluations(evaluations: dict[str, Evaluation], names: dict[str, str]
     print()
     print_table(head, rows, numbers=head[1:])
 
-    accuracies = {name: evaluation.class_accuracy for name, evaluation in evaluations.items()}
-    last = list(evaluations)[-1]  # the EMA if there is one
-    labels = [label for label, accuracy in enumerate(accuracies[last]) if accuracy is not None]
+    first = next(iter(last.of_classes))  # the figure that decides which classes are shown
+    labels = [label for label, value in enumerate(last.of_classes[first]) if value is not None]
     if len(labels) > SHOWN:
-        labels = sorted(labels, key=lambda label: accuracies[last][label] or 0.0)[:SHOWN]
-        print(f"\nthe {SHOWN} classes with the lowest accuracy, of {len(classes)}:")
+        labels = sorted(labels, key=lambda label: last.of_classes[first][label] or 0.0)[:SHOWN]
+        print(f"\nthe {SHOWN} classes with the lowest {_words(first)}, of {len(classes)}:")
     else:
         print()
+    columns = [(figure, name) for figure in last.of_classes for name in evaluations]
     head = [
         "class",
         "images",
-        *(f"accuracy ({name})" if len(evaluations) > 1 else "accuracy" for name in evaluations),
-        "most often confused with",
+        *(f"{_words(figure)} ({name})" if len(evaluations) > 1 else _words(figure) for figure, name in columns),
     ]
     rows = []
     for label in labels:
-        confused = evaluations[last].confusion[label]
-        other = max((number for number in range(len(classes)) if number != label), key=confused.__getitem__)
-        mistake = f"{classes[other]} ({confused[other]})" if confused[other] else ""
-        of_each = [f"{accuracy[label]:.2%}" for accuracy in accuracies.values()]
-        rows.append([classes[label], str(sum(confused)), *of_each, mistake])
-    print_table(head, rows, numbers=head[1:-1])
+        values = (evaluations[name].of_classes[figure][label] for figure, name in columns)
+        rows.append([classes[label], str(last.images[label]), *("" if v is None else f"{v:.2%}" for v in values)])
+    if last.confusion is not None:
+        for label, row in zip(labels, rows, strict=True):
+            confused = last.confusion[label]
+            other = max((number for number in range(len(classes)) if number != label), key=confused.__getitem__)
+            row.append(f"{classes[other]} ({confused[other]})" if confused[other] else "")
+    confusion = ["most often confused with"] * (last.confusion is not None)
+    print_table([*head, *confusion], rows, numbers=head[1:])
+
+
+def _words(figure: str) -> str:
+    return figure.replace("_", " ")
 
 
 def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
@@ -175,6 +190,5 @@ def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
         "weights": weights,
         **figures,
         "count": evaluation.count,
-        "confusion": evaluation.confusion,
-        "class_accuracy": evaluation.class_accuracy,
+        **evaluation.as_record(),
     }

@@ -57,12 +57,14 @@ class LoadedRun:
             raise UserError(f"the run's images are {wanted}, found {image.dtype}.")
         return self.preprocessing.to_input(self.preprocessing.resize(image))[0]
 
-    def predict(self, images: Sequence[Path], *, top_k: int = 5) -> list[Prediction]:
-        """The most probable classes of image files; one that cannot be read has an `error`."""
-        files = list(images)
-        return list(
-            classify_files(self.model, self.preprocessing, self.info, files, top_k, self.config.data.max_pixels)
-        )
+    def predict(
+        self, images: Sequence[Path], *, top_k: int | None = None, threshold: float | None = None
+    ) -> list[Prediction]:
+        """The most probable classes of image files: see `api.predict`."""
+        if top_k is None and not self.info.multi_label:
+            top_k = 5
+        files, most_pixels = list(images), self.config.data.max_pixels
+        return list(classify_files(self.model, self.preprocessing, self.info, files, top_k, threshold, most_pixels))
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind: "train", "eval", "checkpoint" or "event". A torn line is left out."""

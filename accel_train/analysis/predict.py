@@ -42,7 +42,8 @@ class Prediction:
     image: Path
     classes: tuple[str, ...]
     probabilities: tuple[float, ...]
-    """They add up to 1 over all classes, of which only the first are here."""
+    """They add up to 1 over all classes, of which only the first are here. If an image may have several labels, each
+    class has one by itself, and only those from a threshold on are here."""
     error: str = ""
     """Why the image cannot be read; there are no classes then."""
 
@@ -52,7 +53,8 @@ def predict(
     run: Path,
     images: Sequence[Path],
     *,
-    top_k: int,
+    top_k: int | None = None,
+    threshold: float | None = None,
     output: Path | None,
     batch_size: int,
     max_pixels: int | None = None,
@@ -60,10 +62,11 @@ def predict(
 ) -> int:
     """Classify image files, and those below folders, with the final or newest weights of the run in the folder `run`.
 
-    `top_k`: how many classes are shown for an image. `output`: a .csv file (a row for each image and class) or a .jsonl
-    file (a line for each image); None: print a table. An image that cannot be read, or that has more than `max_pixels`
-    (None: as in training), gets a row without a class and a message on stderr. Returns the exit code: 1 if there was
-    such an image. Raises UserError.
+    `top_k`: how many classes are shown for an image; None: 1 in a table and 5 in a file, or, if an image may have
+    several labels, all with a probability from the `threshold` on (None: 0.5). `output`: a .csv file (a row for each
+    image and class) or a .jsonl file (a line for each image); None: print a table. An image that cannot be read, or
+    that has more than `max_pixels` (None: as in training), gets a row without a class and a message on stderr. Returns
+    the exit code: 1 if there was such an image. Raises UserError.
     """
     if launch.world_size > 1:
         raise UserError(
@@ -72,6 +75,9 @@ def predict(
     configuration = read_config(run, uses=("model.name",), trust_code=trust_code)
     info = read_model_info(run)
     check_takes_files(info)
+    check_threshold(threshold, info)
+    if top_k is None and not info.multi_label:
+        top_k = 1 if output is None else 5
     paths = [path for image in images for path in _image_files(image)]
     if output is not None:
         try:
@@ -92,6 +98,7 @@ def predict(
         info,
         paths,
         top_k,
+        threshold,
         max_pixels or configuration.data.max_pixels,
         batch_size=batch_size,
         autocast=accelerator.autocast,
@@ -127,7 +134,8 @@ def classify_files(
     preprocessing: Preprocessing,
     info: ModelInfo,
     files: Sequence[Path],
-    top_k: int,
+    top_k: int | None,
+    threshold: float | None = None,
     max_pixels: int = MAX_PIXELS,
     *,
     batch_size: int = 64,
@@ -135,10 +143,14 @@ def classify_files(
 ) -> Iterator[Prediction]:
     """Yield the prediction for each file, in their order. One that cannot be read gets an `error`.
 
-    `model`: on the device of `preprocessing`, in evaluation mode. `autocast`: makes a context for the forward pass.
+    `model`: on the device of `preprocessing`, in evaluation mode. `top_k`: at most so many classes; None: all.
+    `threshold`: the least probability, if an image may have several labels; None: 0.5. `autocast`: makes a context for
+    the forward pass.
     Raises UserError if the run's model takes images that only the user's own code can prepare.
     """
     check_takes_files(info)
+    check_threshold(threshold, info)
+    least = 0.0 if not info.multi_label else 0.5 if threshold is None else threshold
 
     def read(path: Path) -> Tensor | str:
         try:
@@ -155,14 +167,25 @@ def classify_files(
             if readable:
                 with torch.inference_mode(), autocast():
                     logits = model(preprocessing.to_input(torch.cat(readable))).float()
-                best = logits.softmax(1).topk(min(top_k, len(info.classes)))
+                chances = logits.sigmoid() if info.multi_label else logits.softmax(1)
+                best = chances.topk(min(top_k or len(info.classes), len(info.classes)))
                 results = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             for path, image in zip(batch, images, strict=True):
                 if isinstance(image, Tensor):
                     labels, probabilities = next(results)
-                    yield Prediction(path, tuple(info.classes[label] for label in labels), tuple(probabilities))
+                    count = sum(probability >= least for probability in probabilities)  # they are in decreasing order
+                    names = tuple(info.classes[label] for label in labels[:count])
+                    yield Prediction(path, names, tuple(probabilities[:count]))
                 else:
                     yield Prediction(path, (), (), error=image)
+
+
+def check_threshold(threshold: float | None, info: ModelInfo) -> None:
+    """Raise UserError if there is a threshold, but each image has one label: its most probable class."""
+    if threshold is not None and not info.multi_label:
+        raise UserError(
+            f"--threshold {threshold}: the run was trained with one label an image, the most probable one; use --top-k."
+        )
 
 
 def check_takes_files(info: ModelInfo) -> None:
@@ -184,19 +207,24 @@ def _image_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _rows(predictions: Iterable[Prediction], unreadable: str = "") -> Iterator[tuple[Path, str, str, float | str, str]]:
-    """Yield image, rank, class, probability and error; for an unreadable image one row with the class `unreadable`."""
+def _rows(
+    predictions: Iterable[Prediction], unreadable: str = "", nothing: str = ""
+) -> Iterator[tuple[Path, str, str, float | str, str]]:
+    """Yield image, rank, class, probability and error.
+
+    An unreadable image has one row with the class `unreadable`, and one without a class the class `nothing`.
+    """
     for prediction in predictions:
         for rank, (name, probability) in enumerate(zip(prediction.classes, prediction.probabilities, strict=True), 1):
             yield prediction.image, str(rank), name, probability, ""
-        if prediction.error:
-            yield prediction.image, "", unreadable, "", prediction.error
+        if not prediction.classes:
+            yield prediction.image, "", unreadable if prediction.error else nothing, "", prediction.error
 
 
 def _print(predictions: Sequence[Prediction]) -> None:
     rows = [
         (str(image), name, probability if isinstance(probability, str) else f"{probability:.2%}")
-        for image, _, name, probability, _ in _rows(predictions, "cannot be read")
+        for image, _, name, probability, _ in _rows(predictions, "cannot be read", "none")
     ]
     if rows:
         print_table(("image", "class", "probability"), rows, numbers=("probability",), grouped=True)

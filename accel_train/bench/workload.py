@@ -112,7 +112,7 @@ class Workload:
             self.setup.training.transform,
             log,
         )
-        meter, state = Meter(self.accelerator), TrainState()
+        meter, state = Meter(self.accelerator, multi_label=self.setup.splits.multi_label), TrainState()
 
         def augment() -> None:
             for _ in range(self.accumulation):

@@ -75,7 +75,7 @@ class TrainState:
         """Count the sums of the training's metrics over `samples` more samples of the epoch."""
         others = dict(totals)
         self.epoch_loss_sum += others.pop("loss")
-        self.epoch_correct += int(others.pop("accuracy"))
+        self.epoch_correct += int(others.pop("accuracy", 0))  # data with several labels an image has none
         # A metric that was not counted from the epoch's first sample on (the run began without it) waits for the next.
         counted = [name for name in others if name in self.epoch_sums or self.epoch_count == 0]
         self.epoch_sums = {name: self.epoch_sums.get(name, 0) + others[name] for name in counted}

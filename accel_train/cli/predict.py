@@ -27,7 +27,9 @@ class Predict(CommandOptions):
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE|FOLDER …")]
     """Image files, or folders of them."""
     top_k: int | None = None
-    """Number of classes for each image; default: 1 on the console, 5 in a file."""
+    """Number of classes for each image; default: 1 on the console, 5 in a file; with several labels an image: all."""
+    threshold: float | None = None
+    """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
     output: Path | None = None
     """Write to this .csv or .jsonl file instead of a table on the console."""
     batch_size: int = 64
@@ -39,6 +41,8 @@ class Predict(CommandOptions):
 
     def mistakes(self) -> list[str]:
         mistakes = below_one(top_k=self.top_k, batch_size=self.batch_size, max_pixels=self.max_pixels)
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            mistakes.append(f"--threshold: expected a number from 0 to 1, found {self.threshold}.")
         if self.output is not None and self.output.suffix not in (".csv", ".jsonl"):
             mistakes.append(f"--output: expected a name that ends in .csv or .jsonl, found '{self.output}'.")
         mistakes += not_a_run(self.run)
@@ -48,8 +52,6 @@ class Predict(CommandOptions):
 def predict(arguments: Sequence[str]) -> int:
     """Run `accel-train predict`; return the exit code."""
     options, _ = parse_command(Predict, arguments, "accel-train predict", positional=("run", "images"))
-    default_top_k = 1 if options.output is None else 5
-
     launch = prepare_environment()
     with importing(str(options.run)):
         from accel_train.analysis.predict import predict
@@ -59,7 +61,8 @@ def predict(arguments: Sequence[str]) -> int:
         launch,
         options.run,
         options.images,
-        top_k=default_top_k if options.top_k is None else options.top_k,
+        top_k=options.top_k,
+        threshold=options.threshold,
         output=options.output,
         batch_size=options.batch_size,
         max_pixels=options.max_pixels,

@@ -49,6 +49,8 @@ BOUNDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
 
 NAMES = {"loss.name": ("cross_entropy", "binary_cross_entropy")}
 """The names that an option may have besides those of a user's own code."""
+SHORT_NAMES = {"loss.name": {"bce": "binary_cross_entropy"}}
+"""option -> a short name -> the name that the configuration has for it."""
 
 
 def out_of_bounds(config: Config) -> dict[str, str]:

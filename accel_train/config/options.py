@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from accel_train.config.arguments import read_arguments, separate
-from accel_train.config.bounds import NAMES, contradictions, out_of_bounds
+from accel_train.config.bounds import NAMES, SHORT_NAMES, contradictions, out_of_bounds
 from accel_train.config.option_types import (
     OptionTypes,
     choices,
@@ -188,6 +188,9 @@ def _to_config(recipe: Recipe, given: Mapping[str, Option], mistakes: list[str],
     for key in PREFIXES.keys() & given.keys():
         given[key] = dataclasses.replace(given[key], values=tuple(resolve(key, v, Path()) for v in given[key].values))
     options = {**recipe.options, **given}
+    for key in SHORT_NAMES.keys() & options.keys():
+        full = tuple(SHORT_NAMES[key].get(value, value) for value in options[key].values)
+        options[key] = dataclasses.replace(options[key], values=full)
     config = dataclasses.replace(_to_bounded_config(options, mistakes), recipe=recipe.name)
     if not mistakes:  # a value that was left out for a mistake could cause another one here
         mistakes += [_misfit(key, expected, config, options) for key, expected in contradictions(config).items()]

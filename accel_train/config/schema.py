@@ -168,7 +168,8 @@ class Schedule:
 @dataclass(frozen=True)
 class Loss:
     name: str = "cross_entropy"
-    """cross_entropy; binary_cross_entropy: each class against all others, their mean; or your own FILE.py:FUNCTION."""
+    """cross_entropy; bce (binary_cross_entropy): each class by itself, also for several labels an image; or your own
+    FILE.py:FUNCTION."""
     label_smoothing: float = 0.0
     """Fraction of the target that is spread over all classes, in training only."""
     class_weights: Literal["none", "balanced"] = "none"

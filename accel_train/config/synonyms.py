@@ -67,7 +67,7 @@ OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, witho
     "augment.erase": "reprob random-erase random-erasing cutout",
     "augment.crop": "random-crop random-resized-crop rrc",
     "augment.resize": "val-resize-size resize-size",
-    "loss.name": "criterion loss-fn loss-function bce bce-loss",
+    "loss.name": "criterion loss-fn loss-function bce bce-loss multi-label multilabel",
     "loss.label-smoothing": "smoothing smooth ls label-smoothing-factor",
     "loss.class-weights": "class-weight weighted-loss balanced balance-classes",
     "ema.enabled": "ema use-ema model-ema",

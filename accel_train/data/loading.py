@@ -121,6 +121,8 @@ class InputPipeline:
     placement: Placement
     decoder: DeviceDecoder | None = None
     side: SideStream | None = None
+    multi_label: bool = False
+    """Whether labels are bool [b, classes] instead of int64 [b]."""
 
     @property
     def batches(self) -> Iterator[dict[str, Tensor]]:
@@ -139,7 +141,8 @@ class InputPipeline:
         if not transform.per_image:
             images = torch.zeros_like(torch.as_tensor(source.fetch([0])))
         numbers, weights = torch.arange(count), torch.ones(count)
-        batch = {"ids": numbers, "keys": numbers, "labels": torch.zeros_like(numbers), "weights": weights}
+        labels = torch.zeros_like(source.labels[:1]).repeat(count, *(1,) * (source.labels.ndim - 1))
+        batch = {"ids": numbers, "keys": numbers, "labels": labels, "weights": weights}
         if transform.draw_parameters is not None:
             batch["parameters"] = transform.draw_parameters(numbers, weights)
         batch = {name: values.to(device) for name, values in batch.items()}
@@ -221,7 +224,7 @@ def create_input_pipeline(
         )
     placement = Placement(place, size_bytes, workers, prefetch, config.data.decode_on)
     side = SideStream(device) if device.type == "cuda" and place != "device" else None
-    return InputPipeline(loader, transform, len(source), placement, decoder, side)
+    return InputPipeline(loader, transform, len(source), placement, decoder, side, splits.multi_label)
 
 
 def _check_images(augment: Augment, source: Source, size: int, full_scale: int, *, training: bool) -> None:

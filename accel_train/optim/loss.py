@@ -18,6 +18,8 @@ from accel_train.user_code.reference import Reference, parse_reference
 def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
     """The training loss: (logits [b, C], target int64 [b] or probabilities float [b, C]) to float32 [b].
 
+    Of data with several labels an image the target is 1 for each of them.
+
     The loss of each sample, with its target smoothed (Szegedy et al. 2016, arxiv.org/abs/1512.00567), times the weight
     of its class: `class_weights` float32 [C], on the device of the logits; for mixed targets the mean of the weights
     by the target. The caller takes the mean over samples, so the weights should have mean 1 over them. Raises UserError
@@ -69,23 +71,46 @@ def _users_loss(reference: Reference, smoothing: float) -> Callable[[Tensor, Ten
     return losses
 
 
+def check_labels(loss: Loss, labels: Tensor) -> None:
+    """Raise UserError unless the loss can be computed for samples with `labels`: see `Source.labels`."""
+    if labels.ndim == 1:
+        return
+    if loss.name == "cross_entropy":
+        raise UserError(
+            "--loss.name cross_entropy: expects one label for each image, but the images of this data may have several "
+            "labels or none; use --loss.name bce."
+        )
+    if loss.class_weights != "none":
+        raise UserError(
+            f"--loss.class-weights {loss.class_weights}: expects one label for each image, but the images of this data "
+            "may have several labels or none; use none."
+        )
+
+
 def create_checked_loss(
     loss: Loss, labels: Tensor, classes: int, device: torch.device, *, mixes: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The training loss for samples with `labels`, on `device`: see `create_loss` and `check_loss`."""
+    """The training loss for samples with `labels`, on `device`: see `create_loss`, `check_labels` and `check_loss`."""
+    check_labels(loss, labels)
     weights = balanced_class_weights(labels, classes).to(device) if loss.class_weights == "balanced" else None
     criterion = create_loss(loss, weights)
-    check_loss(loss, criterion, classes, device, mixes=mixes)
+    check_loss(loss, criterion, classes, device, mixes=mixes, multi_label=labels.ndim == 2)
     return criterion
 
 
 def check_loss(
-    loss: Loss, criterion: Callable[[Tensor, Tensor], Tensor], classes: int, device: torch.device, *, mixes: bool
+    loss: Loss,
+    criterion: Callable[[Tensor, Tensor], Tensor],
+    classes: int,
+    device: torch.device,
+    *,
+    mixes: bool,
+    multi_label: bool = False,
 ) -> None:
     """Try a user's own loss with random logits of 4 samples. Raises UserError if it cannot be trained with.
 
-    `mixes`: whether targets are probabilities, too. The loss of a sample must not depend on the other samples: another
-    number of processes would have other ones beside it.
+    `mixes`: whether targets are probabilities, too; `multi_label`: whether they are rows of 0 and 1. The loss of a
+    sample must not depend on the other samples: another number of processes would have other ones beside it.
     """
     reference = parse_reference("loss.name", loss.name)
     if reference is None:
@@ -94,7 +119,9 @@ def check_loss(
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, classes, generator=generator).to(device).requires_grad_()
     labels = torch.arange(4, device=device) % classes
-    targets = [labels, F.one_hot(labels, classes).float() * 0.7 + 0.3 / classes] if mixes else [labels]
+    rows = F.one_hot(labels, classes).float()
+    mixed = rows * 0.7 + 0.3 / classes
+    targets = ([rows] if multi_label else [labels]) + [mixed] * mixes
     for target in targets:
         losses = criterion(logits, target)
         if not losses.requires_grad:
@@ -112,7 +139,10 @@ def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
 
 
 def _binary_cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Each class against all others, the mean over the classes (Wightman et al. 2021, arxiv.org/abs/2110.00476)."""
+    """Each class against all others, the mean over the classes (Wightman et al. 2021, arxiv.org/abs/2110.00476).
+
+    Smoothed as in timm: a target t becomes t (1 - smoothing) + smoothing / classes.
+    """
     classes = logits.shape[1]
     probabilities = target if target.is_floating_point() else F.one_hot(target, classes).to(logits.dtype)
     smoothed = probabilities * (1 - smoothing) + smoothing / classes

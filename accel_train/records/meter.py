@@ -39,9 +39,9 @@ class Meter:
     AT_ONCE = 64  # micro-batches
     STEPS = 2.0**30  # of a sum of floats: whole numbers of 1e-9 have the same sum in any order
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self._metrics = [metric for metric in training_metrics() if metric.name != "loss"]
+    def __init__(self, accelerator: Accelerator, *, multi_label: bool = False) -> None:
+        self.accelerator, self._multi_label = accelerator, multi_label
+        self._metrics = [metric for metric in training_metrics(multi_label=multi_label) if metric.name != "loss"]
         # Float sums: of the loss, and of each metric whose values are floats. Integer sums: of each metric whose values
         # are bools, and last the number of samples. Unused places stay 0.
         # They are in steps of 1/STEPS where the device has float64.
@@ -57,10 +57,15 @@ class Meter:
         """Add a micro-batch of the current update.
 
         `logits` [b, classes]; `targets`: labels int64 [b], or probabilities [b, classes], of which the largest counts
-        as the label; `weights` float32 [b], 0 for padding; `weighted_losses` float32 [b]: the criterion's losses times
-        `weights`.
+        as the label (if an image may have several labels: those of 0.5 and more); `weights` float32 [b], 0 for padding;
+        `weighted_losses` float32 [b]: the criterion's losses times `weights`.
         """
-        labels = targets if targets.ndim == 1 else targets.argmax(1)
+        if self._multi_label:
+            labels = targets >= 0.5
+        elif targets.ndim == 1:
+            labels = targets
+        else:
+            labels = targets.argmax(1)
         predictions = (metric.training_predict(logits) for metric in self._metrics if metric.training_predict)
         self._update.append((weighted_losses, weights, labels, *predictions))
 

@@ -1,4 +1,4 @@
-"""The metrics of a model. METRICS is the one place that defines them.
+"""The metrics of a model. METRICS is the one place that defines them; MULTI_LABEL_METRICS for several labels an image.
 
 Training (`meter`), evaluation, the console, metrics.jsonl, the trackers and result.json all follow the table. To add
 top-3 accuracy, add `top_k("top3_accuracy", 3)` to it.
@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,7 +27,8 @@ class Metric:
     predict: Callable[[Tensor], Tensor]
     """What the score needs of the logits: from [b, classes] (float32 in evaluation) to a tensor [b, ...]."""
     score: Callable[[Tensor, Tensor], Tensor]
-    """From that and the labels, int64 [b], to a finite number for each sample: bool or float [b]."""
+    """From that and the labels (int64 [b], or bool [b, classes] if an image may have several) to a finite number for
+    each sample: bool or float [b]."""
     form: str
     """The format specification with which it is shown: ".2%" for a fraction."""
     training_predict: Callable[[Tensor], Tensor] | None = None
@@ -32,6 +37,23 @@ class Metric:
     """Whether the console shows it, and result.json has it for the EMA as well."""
     fewest_classes: int = 2
     """With fewer classes it is always 1, and the table of `accel-train evaluate` leaves it out."""
+
+    def show(self, value: float) -> str:
+        return format(value, self.form)
+
+
+@dataclass(frozen=True)
+class SplitMetric:
+    """A number that only a whole split has: it is no mean over samples, so training does not count it."""
+
+    name: str
+    """As that of `Metric`, and so are the last three."""
+    compute: Callable[[Tensor, Tensor], float]
+    """From the predictions and the labels of all samples, both int64 [n]; or, if an image may have several labels,
+    from logits float32 [n, classes] and labels bool [n, classes]. On the CPU, in the order of the samples' numbers."""
+    form: str
+    headline: bool = True
+    fewest_classes: int = 2
 
     def show(self, value: float) -> str:
         return format(value, self.form)
@@ -69,43 +91,127 @@ def same(logits: Tensor) -> Tensor:
     return logits
 
 
-METRICS: list[Metric] = [
+def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each class for itself, then the mean over the classes."""
+    return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction="none").mean(1)
+
+
+def f1_of_classes(predicted: Tensor, labels: Tensor) -> list[float | None]:
+    """The F1 of each class, 2 hits / (images with the label + images where it is predicted); None if both are 0.
+
+    Takes what `SplitMetric.compute` takes; a class is predicted from a probability of 0.5 on.
+    """
+    return [2 * hits / both if both else None for hits, both in _hits(predicted, labels).T.tolist()]
+
+
+def _hits(predicted: Tensor, labels: Tensor) -> Tensor:
+    """int64 [2, classes]: images where the predicted label is true; then true labels plus predicted labels."""
+    if labels.ndim == 2:
+        chosen = predicted >= 0
+        return torch.stack([(chosen & labels).sum(0), labels.sum(0) + chosen.sum(0)])
+    classes = int(torch.maximum(predicted.max(), labels.max())) + 1
+    counts = (torch.bincount(values, minlength=classes) for values in (labels[labels == predicted], labels, predicted))
+    hits, true, chosen = counts
+    return torch.stack([hits, true + chosen])
+
+
+def macro_f1(predicted: Tensor, labels: Tensor) -> float:
+    """The mean F1 of the classes that an image has or is said to have, as scikit-learn's `f1_score` has it."""
+    return _mean(f1_of_classes(predicted, labels))
+
+
+def micro_f1(predicted: Tensor, labels: Tensor) -> float:
+    """The F1 over all pairs of an image and a class together; 0 if there is no label at all."""
+    hits, both = _hits(predicted, labels).sum(1).tolist()
+    return 2 * hits / both if both else 0.0
+
+
+def average_precision_of_classes(logits: Tensor, labels: Tensor) -> list[float | None]:
+    """The average precision of each class, as scikit-learn's `average_precision_score`; None without an image of it."""
+    pairs = zip(logits.T.numpy(), labels.T.numpy(), strict=True)
+    return [_average_precision(scores, truth) if truth.any() else None for scores, truth in pairs]
+
+
+def mean_average_precision(logits: Tensor, labels: Tensor) -> float:
+    """mAP: the mean of the average precision over the classes that an image has."""
+    return _mean(average_precision_of_classes(logits, labels))
+
+
+def micro_average_precision(logits: Tensor, labels: Tensor) -> float:
+    """The average precision over all pairs of an image and a class together; 0 if there is no label at all."""
+    return _average_precision(logits.flatten().numpy(), labels.flatten().numpy()) if labels.any() else 0.0
+
+
+def _average_precision(scores: npt.NDArray[np.float32], truth: npt.NDArray[np.bool_]) -> float:
+    from sklearn.metrics import average_precision_score
+
+    return float(average_precision_score(truth, scores))
+
+
+def _mean(values: list[float | None]) -> float:
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else 0.0
+
+
+METRICS: list[Metric | SplitMetric] = [
     # In training the loss is what the criterion returns (with label smoothing and class weights): see Meter.add.
     Metric("loss", same, partial(F.cross_entropy, reduction="none"), ".4f", training_predict=same),
     # Where logits are exactly equal, argmax and topk may choose different classes. In evaluation both accuracies come
     # from one topk, so that the first is never above the second.
     Metric("accuracy", five_highest, is_first, ".2%", training_predict=very_highest),
     top_k("top5_accuracy", 5, headline=False),
+    SplitMetric("f1", macro_f1, ".2%", headline=False),
+]
+
+MULTI_LABEL_METRICS: list[Metric | SplitMetric] = [
+    Metric("loss", same, binary_cross_entropy, ".4f", training_predict=same),
+    SplitMetric("map", mean_average_precision, ".2%"),
+    SplitMetric("micro_map", micro_average_precision, ".2%", headline=False),
+    SplitMetric("f1", macro_f1, ".2%"),
+    SplitMetric("micro_f1", micro_f1, ".2%", headline=False),
 ]
 
 
-def training_metrics() -> list[Metric]:
+def metrics_for(*, multi_label: bool) -> list[Metric | SplitMetric]:
+    """The metrics of data whose images have one label each, or (`multi_label`) several or none."""
+    return MULTI_LABEL_METRICS if multi_label else METRICS
+
+
+def mean_metrics(*, multi_label: bool = False) -> list[Metric]:
+    """The metrics that are means over samples."""
+    return [metric for metric in metrics_for(multi_label=multi_label) if isinstance(metric, Metric)]
+
+
+def training_metrics(*, multi_label: bool = False) -> list[Metric]:
     """The metrics that are counted while training, the loss first."""
-    return [metric for metric in METRICS if metric.training_predict is not None]
+    return [metric for metric in mean_metrics(multi_label=multi_label) if metric.training_predict is not None]
 
 
 def headlines(figures: Mapping[str, float]) -> dict[str, str]:
     """Those of the metrics' values that the console shows, as it shows them: {"accuracy": "97.50%"}."""
-    shown = (metric for metric in METRICS if metric.headline and metric.name in figures)
-    return {metric.name: metric.show(figures[metric.name]) for metric in shown}
+    # Only multi-label data has a mean average precision.
+    shown = (metric for metric in metrics_for(multi_label="map" in figures) if metric.headline)
+    return {metric.name: metric.show(figures[metric.name]) for metric in shown if metric.name in figures}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results of a model on one split. Accuracies are from 0 to 1."""
+    """The results of a model on one split. Fractions are from 0 to 1."""
 
     figures: dict[str, float]
-    """The mean of each metric over the samples. The loss is the cross-entropy, without label smoothing."""
+    """Each metric. The loss is the cross-entropy, or with several labels an image the binary cross-entropy, without
+    label smoothing and class weights."""
     count: int
     """Samples of the split."""
-    confusion: list[list[int]]
-    """[true class][predicted class]: number of samples."""
+    of_classes: dict[str, list[float | None]]
+    """Figures of each class, by name; None where it has no image. One label an image: "accuracy"; several:
+    "average_precision" and "f1"."""
+    images: list[int]
+    """Of each class: images that have it as a label."""
+    confusion: list[list[int]] | None = None
+    """[true class][predicted class]: number of samples. None if an image may have several labels."""
 
-    @property
-    def accuracy(self) -> float:
-        return self.figures["accuracy"]
-
-    @property
-    def class_accuracy(self) -> list[float | None]:
-        """The accuracy among the samples of each class; None for a class without any."""
-        return [row[label] / sum(row) if sum(row) else None for label, row in enumerate(self.confusion)]
+    def as_record(self) -> dict[str, Any]:
+        """The figures of the classes as result.json and evaluation-SPLIT.json have them."""
+        record: dict[str, Any] = {f"class_{name}": values for name, values in self.of_classes.items()}
+        return record | ({"class_images": self.images} if self.confusion is None else {"confusion": self.confusion})

@@ -41,9 +41,14 @@ class ModelInfo:
     """The version of the meaning of settings: see config/semantics.py."""
     origin: Origin = field(default_factory=Origin)
     """Of the weights that the run began from."""
+    multi_label: bool = False
+    """Whether an image may have several labels or none: each logit by itself is a class's, by the sigmoid."""
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        values = dataclasses.asdict(self)
+        if not self.multi_label:
+            del values["multi_label"]  # older versions can read the file then
+        return json.dumps(values, indent=2) + "\n"
 
 
 def read_model_info(run: Path) -> ModelInfo:
@@ -78,6 +83,7 @@ def _impossible(info: ModelInfo) -> str:
         "native_size": native is None or is_count(native, 1, LARGEST),
         "mean": len(info.mean) == channels and all(is_number(value, -1e6, 1e6) for value in info.mean),
         "full_scale": info.full_scale in (1, 255),
+        "multi_label": isinstance(info.multi_label, bool),
         "std": len(info.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in info.std),
     }
     return next((name for name, fit in fits.items() if not fit), "")

@@ -21,7 +21,7 @@ from accel_train.optim.micro_batch import searches
 from accel_train.records.console import Console
 from accel_train.records.directory import DAMAGED, MARKER, RunDirectory
 from accel_train.records.meter import Stopwatch, Sums
-from accel_train.records.metrics import METRICS, Evaluation
+from accel_train.records.metrics import Evaluation, headlines, training_metrics
 from accel_train.records.summary import describe, example_image, next_steps, result_of
 from accel_train.records.trackers import track
 
@@ -43,6 +43,7 @@ class RunLog:
         self._failures = 0  # failed saves that the user has been warned of
         self._first_update = 0  # updates done before this start of the run
         self._splits: Splits | None = None
+        self._multi_label = False
 
     def begin(
         self,
@@ -61,7 +62,7 @@ class RunLog:
         `size`: height and width of the model's input, in pixels; `placement`: of the training data; `loaded`: the
         weights from which a new run begins, and which parts of them, or "".
         """
-        self._splits = splits
+        self._splits, self._multi_label = splits, splits.multi_label
         self._seconds, self._samples = state.train_seconds, state.timed_samples
         self._first_update = state.update
         self._train_images = len(splits.to_train_on)
@@ -132,7 +133,9 @@ class RunLog:
 
     def log_epoch(self, state: TrainState) -> None:
         """Log the training metrics of the whole epoch, which were counted while the weights changed."""
-        self._log_eval("train", state, state.epoch_metrics, state.epoch_count)
+        counted = {metric.name for metric in training_metrics(multi_label=self._multi_label)}
+        figures = {name: value for name, value in state.epoch_metrics.items() if name in counted}
+        self._log_eval("train", state, figures, state.epoch_count)
 
     def log_evaluation(self, name: str, state: TrainState, evaluation: Evaluation) -> None:
         """Log an evaluation. `name`: the split, such as "test", or "test (ema)" if the EMA was evaluated."""
@@ -244,18 +247,18 @@ class RunLog:
     def log_end(self, state: TrainState, last: dict[str, Evaluation], watch: Stopwatch, wall_seconds: float) -> None:
         """Write result.json and print the final screen. `last`: the final evaluations, "test", "test (ema)", "val"…"""
         config, run = self.config, self.directory
-        result = result_of(config, self.plan, self._train_images, state, last) | {
+        result = result_of(config, self.plan, self._train_images, state, last, multi_label=self._multi_label) | {
             "precision": precision(self.accelerator),
             "warm_up_seconds": watch.warm_up,  # like wall_seconds, of the last start
             "wall_seconds": wall_seconds,
         }
         run.result(result)
         run.status("finished", force=True, epoch=config.epochs, update=state.update, eta_seconds=0)
-        shown = [metric for metric in METRICS if metric.headline and metric.name != "loss"]
         figures = {
-            f"{name} {metric.name}": metric.show(evaluation.figures[metric.name])
+            f"{name} {metric}": shown
             for name, evaluation in last.items()
-            for metric in shown
+            for metric, shown in headlines(evaluation.figures).items()
+            if metric != "loss"
         }
         if state.timed_samples:
             figures["speed"] = f"{result['images_per_second']:,.0f} images/s, {state.train_seconds:.1f} s of training"

@@ -21,13 +21,14 @@ from accel_train.data.order.plan import Plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.placement import Placement
 from accel_train.data.sources.load import load_splits
-from accel_train.data.sources.splits import Splits
+from accel_train.data.sources.splits import Splits, label_numbers
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
+from accel_train.optim.loss import check_labels
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
-from accel_train.records.metrics import METRICS, Evaluation
+from accel_train.records.metrics import Evaluation, metrics_for
 from accel_train.user_code.reference import parse_reference, short_name
 
 
@@ -112,6 +113,7 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
         lines.append(f"# updates: not known ({error})")
     else:
         check_schedule(config.schedule, splits)
+        check_labels(config.loss, splits.train.labels)
         last = (plan.updates_per_epoch - 1) * plan.batch_size
         lines += [
             f"# training samples: {len(splits.to_train_on)}",
@@ -123,13 +125,20 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
 
 
 def result_of(
-    config: Config, plan: Plan, train_images: int, state: TrainState, last: dict[str, Evaluation]
+    config: Config,
+    plan: Plan,
+    train_images: int,
+    state: TrainState,
+    last: dict[str, Evaluation],
+    *,
+    multi_label: bool = False,
 ) -> dict[str, Any]:
     """Return the contents of result.json without the times of the last start.
 
     `last`: the newest evaluations, "test" and "test (ema)" among them.
     """
     test, ema = last.get("test"), last.get("test (ema)")
+    metrics = metrics_for(multi_label=multi_label)
     result: dict[str, Any] = {
         "recipe": config.recipe,
         "epochs": config.epochs,
@@ -138,10 +147,10 @@ def result_of(
         "world_size": plan.processes,
         "train_images": train_images,
         "test_images": test.count if test else 0,
-        **{f"test_{metric.name}": test.figures[metric.name] if test else None for metric in METRICS},
+        **{f"test_{metric.name}": test.figures[metric.name] if test else None for metric in metrics},
         **{
             f"ema_test_{metric.name}": ema.figures[metric.name] if ema else None
-            for metric in METRICS
+            for metric in metrics
             if metric.headline
         },
         "best_val_accuracy": state.best_accuracy,
@@ -150,7 +159,7 @@ def result_of(
         "train_seconds": state.train_seconds,
     }
     if test:
-        result |= {"class_accuracy": test.class_accuracy, "confusion": test.confusion}
+        result |= test.as_record()
     return result | {"settings": learning_settings(config)}
 
 
@@ -192,7 +201,8 @@ def example_image(splits: Splits, run: Path) -> Path | None:
     try:
         (run / FOLDER).mkdir(exist_ok=True)
         for id in range(min(COUNT, len(source))):
-            name = re.sub(r"[^\w.-]+", "_", splits.classes[int(source.labels[id])])
+            names = [splits.classes[label] for label in label_numbers(source.labels[id])] or ["nothing"]
+            name = re.sub(r"[^\w.-]+", "_", "-".join(names))
             path = run / FOLDER / f"{split}-{id}-is-{name[:100]}.png"
             pixels = torch.as_tensor(source.fetch([id])[0]).cpu().permute(1, 2, 0)
             Image.fromarray(pixels.squeeze(-1).contiguous().numpy()).save(path)

@@ -74,7 +74,7 @@ class Run:
         self.extra_updates = self.state.update - setup.plan.updates_until(self.state.epoch, self.state.epoch_samples)
         setup.schedule.step_update(self.state.update - self.extra_updates)
         self._describe()
-        self.meter = Meter(self.accelerator)
+        self.meter = Meter(self.accelerator, multi_label=setup.splits.multi_label)
         self.stopwatch = Stopwatch(self.state.train_seconds, self.state.timed_samples)
         self.evaluations: dict[str, Evaluation] = {}
         """The newest of each split: "val", "test", and with the EMA's weights "test (ema)"."""
@@ -139,6 +139,7 @@ class Run:
             splits.full_scale,
             SEMANTICS,
             origin,
+            splits.multi_label,
         )
         self.directory.begin(
             self.config,

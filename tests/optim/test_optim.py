@@ -444,6 +444,14 @@ def test_binary_cross_entropy_by_hand_and_as_timm_has_it() -> None:
     torch.testing.assert_close(smoothed(LOGITS, mixed), theirs)
 
 
+def test_the_targets_of_several_labels_are_smoothed_as_timm_smooths_mixed_ones() -> None:
+    """timm's loss takes rows of targets as they are; its mixup has smoothed them before."""
+    rows, smoothing = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]), 0.3
+    theirs = BinaryCrossEntropy(reduction="none")(LOGITS, rows * (1 - smoothing) + smoothing / 3).mean(1)
+    ours = create_loss(Loss(name="binary_cross_entropy", label_smoothing=smoothing), None)(LOGITS, rows)
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_class_weights_multiply_each_sample() -> None:
     weights = torch.tensor([0.5, 1.0, 3.0])
     for smoothing in (0.0, 0.1):

@@ -7,14 +7,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score, f1_score
 
 from accel_train import cli
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.records import run_log
-from accel_train.records.metrics import METRICS, Evaluation, Metric, headlines, same, top_k
+from accel_train.records.metrics import (
+    METRICS,
+    Metric,
+    average_precision_of_classes,
+    f1_of_classes,
+    headlines,
+    macro_f1,
+    mean_average_precision,
+    mean_metrics,
+    micro_average_precision,
+    micro_f1,
+    same,
+    top_k,
+)
 
 
 def probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -106,11 +123,51 @@ def test_a_metric_that_is_new_within_an_epoch_waits_for_the_next() -> None:
 def test_the_console_shows_headlines_only() -> None:
     figures = {"loss": 0.25, "accuracy": 0.5, "top5_accuracy": 0.75}
     assert headlines(figures) == {"loss": "0.2500", "accuracy": "50.00%"}
-    assert Evaluation(figures, 4, [[1, 1], [1, 1]]).class_accuracy == [0.5, 0.5]
+    figures = {"loss": 0.25, "map": 0.5, "micro_map": 0.75, "f1": 0.125, "micro_f1": 0.25}
+    assert headlines(figures) == {"loss": "0.2500", "map": "50.00%", "f1": "12.50%"}
 
 
 def test_accuracy_is_never_above_top_5_also_for_equal_logits() -> None:
     logits, labels = torch.zeros(10, 10), torch.arange(10)
-    hits = {metric.name: metric.score(metric.predict(logits), labels) for metric in METRICS[1:]}
+    hits = {metric.name: metric.score(metric.predict(logits), labels) for metric in mean_metrics()[1:]}
     assert bool((hits["accuracy"] <= hits["top5_accuracy"]).all())
     assert (int(hits["accuracy"].sum()), int(hits["top5_accuracy"].sum())) == (1, 5)
+
+
+SIZES = st.tuples(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32 - 1))
+
+
+@given(SIZES)
+def test_the_f1_of_one_label_an_image_is_that_of_scikit_learn(sizes: tuple[int, int, int]) -> None:
+    samples, classes, seed = sizes
+    labels, predicted = torch.randint(classes, (2, samples), generator=torch.Generator().manual_seed(seed))
+    assert macro_f1(predicted, labels) == pytest.approx(f1_score(labels, predicted, average="macro"), abs=1e-12)
+
+
+@given(SIZES, st.sampled_from([0.1, 0.5]))
+def test_the_figures_of_several_labels_are_those_of_scikit_learn(sizes: tuple[int, int, int], share: float) -> None:
+    samples, classes, seed = sizes
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.rand(samples, classes, generator=generator) < share
+    logits = torch.randn(samples, classes, generator=generator).mul(2).round().div(2)  # many are equal, some are 0
+    truth, chosen = labels.numpy(), logits.numpy() >= 0
+
+    def f1(average: str) -> float:
+        return float(f1_score(truth, chosen, average=average, zero_division=np.nan))
+
+    present = truth.any(0)
+    precisions = [average_precision_score(truth[:, c], logits[:, c]) if present[c] else None for c in range(classes)]
+    assert average_precision_of_classes(logits, labels) == precisions
+    assert mean_average_precision(logits, labels) == pytest.approx(
+        average_precision_score(truth[:, present], logits[:, present], average="macro") if present.any() else 0.0
+    )
+    expected = average_precision_score(truth, logits, average="micro") if present.any() else 0.0
+    assert micro_average_precision(logits, labels) == pytest.approx(expected, abs=1e-12)
+    if present.any() or chosen.any():
+        assert macro_f1(logits, labels) == pytest.approx(f1("macro"), abs=1e-12)
+        assert micro_f1(logits, labels) == pytest.approx(f1("micro"), abs=1e-12)
+    of_each = f1_score(truth, chosen, average=None, zero_division=0.0)
+    for label, value in enumerate(f1_of_classes(logits, labels)):
+        empty = not truth[:, label].any() and not chosen[:, label].any()
+        assert (value is None) == empty
+        assert value is None or value == pytest.approx(of_each[label], abs=1e-12)

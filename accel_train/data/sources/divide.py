@@ -106,7 +106,13 @@ def _check(splits: Splits, data: Data) -> None:
             continue
         if not len(source):
             raise UserError(f"{where} has no image in its {split} split.")
+        if source.labels.ndim != splits.train.labels.ndim:
+            raise UserError(f"{where} has one label an image in some splits, and rows of labels in others.")
         if source.labels.ndim == 2:
+            if source.labels.shape[1] != classes:
+                raise UserError(
+                    f"{where} has labels for {source.labels.shape[1]} classes, but the names of {classes} classes."
+                )
             continue
         outside = torch.nonzero((source.labels < 0) | (source.labels >= classes))
         if len(outside):
@@ -173,7 +179,7 @@ def _skip(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Split
         if not skipped.any():
             continue
         if split == "train":
-            lost = set(source.labels.tolist()) - set(source.labels[torch.from_numpy(~skipped)].tolist())
+            lost = _present(source.labels) - _present(source.labels[torch.from_numpy(~skipped)])
             if lost:
                 names = ", ".join(repr(splits.classes[label]) for label in sorted(lost))
                 raise UserError(
@@ -183,6 +189,11 @@ def _skip(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Split
         else:
             splits = _with(splits, split, None) if skipped.all() else _choose(splits, split, ~skipped)
     return replace(splits, left_out=left_out)
+
+
+def _present(labels: torch.Tensor) -> set[int]:
+    """The classes of at least one sample."""
+    return set(labels.any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
 
 
 def _split_off(splits: Splits, data: Data, seed: int) -> Splits:

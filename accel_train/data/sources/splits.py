@@ -74,6 +74,11 @@ class Splits:
         return self.train if self.unreadable is None else subset(self.train, ~self.unreadable.numpy())
 
 
+def label_numbers(label: torch.Tensor) -> list[int]:
+    """The classes of a sample: one if its label is a number (int64 []), any number of them if it is a row of bools."""
+    return label.nonzero()[:, 0].tolist() if label.ndim else [int(label)]
+
+
 SPLIT_NAMES = {  # accepted names of folders, tar files, shards and splits on a hub
     "train": "train", "training": "train",
     "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",

@@ -70,18 +70,19 @@ class BatchTransform:
         return self.draw_parameters is not None and self.draw_parameters.mixes
 
     def __call__(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """`batch`: images uint8 or float32 [b, C, H, W], labels int64 [b] and, unless `draw_parameters` is None, its
-        result as "parameters", int32 [b, columns].
+        """`batch`: images uint8 or float32 [b, C, H, W], labels int64 [b] or bool [b, classes] and, unless
+        `draw_parameters` is None, its result as "parameters", int32 [b, columns].
 
         Returns the input, float32 [b, C, size, size] in `memory_format`, and the targets: labels int64 [b] or, if
-        samples are mixed, probabilities float32 [b, classes].
+        samples are mixed or have several labels, probabilities float32 [b, classes]. In evaluation the targets are the
+        labels as they are.
         """
         images, labels = batch["images"], batch["labels"]
         resize = self.augment.resize or self.size
         if not self.per_image and images.shape[-1] != resize:
             images = F.interpolate(images.float(), (resize, resize), mode="bilinear", antialias=True)
         if self.draw_parameters is None:
-            return self._normalise(self._center(images)), labels
+            return self._normalise(self._center(images)), self._targets(labels)
         parameters = batch["parameters"]
         images = self._normalise(self._crop_and_flip(images, parameters))
         erases, cuts = self.augment.erase > 0, self.augment.cutmix > 0
@@ -90,7 +91,10 @@ class BatchTransform:
             images.masked_fill_(boxes[:, :1], 0.0)  # 0 is the mean colour
         if self.mixes:
             return self._mix(images, labels, parameters, boxes[:, -1:] if boxes is not None and cuts else None)
-        return images, labels
+        return images, self._targets(labels)
+
+    def _targets(self, labels: Tensor) -> Tensor:
+        return labels.float() if self.training and labels.ndim == 2 else labels
 
     def _center(self, images: Tensor) -> Tensor:
         top, left = ((side - self.size) // 2 for side in images.shape[2:])
@@ -152,7 +156,7 @@ class BatchTransform:
         else:
             images = cut
         images = images.contiguous(memory_format=self.memory_format)
-        own = labels[:, None] == self.classes
+        own = labels if labels.ndim == 2 else labels[:, None] == self.classes
         return images, own * share[:, None] + _swapped(own) * rest[:, None]
 
 

@@ -208,3 +208,16 @@ class TestSkipping:
         (tmp_path / "list").write_text("".join(f"1/i-{i}\n" for i in range(1, 20, 2)))
         with pytest.raises(UserError, match="all training images of class 'b'"):
             self.skip(tmp_path / "list")
+
+
+def test_a_sample_with_several_labels_is_divided_by_its_rarest() -> None:
+    rows = np.zeros((400, 3), dtype=np.bool_)
+    rows[:, 0] = True  # all have the first label
+    rows[:100, 1] = True
+    rows[:20, 2] = True
+    chosen = stratified_choice(map(str, range(400)), rows, 100, "salt")
+    assert (chosen[:20].sum(), chosen[20:100].sum(), chosen[100:].sum()) == (5, 20, 75)
+    turned = stratified_choice(map(str, reversed(range(400))), rows[::-1], 100, "salt")
+    assert (turned[::-1] == chosen).all()
+    none = np.zeros((10, 3), dtype=np.bool_)
+    assert stratified_choice(map(str, range(10)), none, 4, "salt").sum() == 4

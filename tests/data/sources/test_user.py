@@ -74,6 +74,50 @@ def test_floats_are_left_as_they_are_and_pil_images_may_differ_in_size(tmp_path:
     assert [image.shape for image in splits.train.fetch([0, 3])] == [(1, 12, 10), (1, 12, 13)]
 
 
+ROWS = "[[0, 1], [1, 1], [0, 0]]"
+
+
+def test_rows_of_0_and_1_are_several_labels(tmp_path: Path) -> None:
+    more = "class Labelled(Items): targets = " + ROWS
+    rows = "label=lambda i: torch.tensor([i % 2, i // 10])"
+    for returned in (f"Items(uint8, {rows})", f"Items(uint8, {rows.replace('torch.tensor', 'np.array')})"):
+        splits = splits_of(tmp_path, f"{{'train': {returned}}}")
+        assert splits.multi_label and splits.train.labels.dtype == torch.bool
+        assert splits.train.labels.int().tolist() == [[i % 2, i // 10] for i in range(20)]
+        splits.train.fetch([0, 15])  # compares the labels
+    splits = splits_of(tmp_path, "{'train': Labelled(uint8, 3, lambda i: [0, 0])}", more)
+    assert splits.train.labels.int().tolist() == [[0, 1], [1, 1], [0, 0]]
+    with pytest.raises(UserError, match=r"train sample 0 has the label \[0, 0\], but \[0, 1\] in"):
+        splits.train.fetch([0])
+
+
+def test_recorded_rows_are_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"{HEAD}\ndef data(): return {{'train': Items(uint8, 20, lambda i: [i % 2, 1])}}\n")
+    first, again = (load_splits(Data(name=f"{path}:data"), 0, record=tmp_path).train.labels for _ in range(2))
+    assert torch.equal(first, again) and first.dtype == torch.bool
+    (kept,) = tmp_path.glob("labels-train-*.npy")
+    assert np.load(kept).shape == (20, 2)
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("lambda i: [0, 2]", "has the label '[0, 2]' (list); expected a whole number, or a row of 0 and 1"),
+        ("lambda i: [0, 1, 1]", "has labels for 3 classes, but the names of 2 classes"),
+        ("lambda i: [0, 1] if i < 9 else 1", "train sample 9 has one number as its label, but sample 0 has a row of 2"),
+        (
+            "lambda i: [0, 1] if i else [1, 1, 1]",
+            "sample 1 has a row of 2 numbers as its label, but sample 0 has a row",
+        ),
+    ],
+)
+def test_wrong_rows_are_one_line(tmp_path: Path, label: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        splits_of(tmp_path, f"{{'train': Items(uint8, label={label})}}")
+    assert message in str(raised.value)
+
+
 def test_targets_are_used_without_reading_an_item(tmp_path: Path) -> None:
     more = """
 class Labelled(Items):

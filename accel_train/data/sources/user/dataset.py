@@ -24,6 +24,9 @@ from accel_train.user_code.reference import Reference
 
 OPTION = "data.name"
 
+Label = int | list[int]
+"""The number of a class, or for each class whether the image has it: 0 or 1."""
+
 
 class UserDataset:
     """A source whose samples are the items of a user's Dataset.
@@ -67,10 +70,10 @@ class UserDataset:
 
     def _image(self, id: int) -> Tensor:
         image, label = read_item(self.dataset, id, self.reference, self.name(id))
-        if label != self.labels[id]:
+        if label != (known := as_label(self.labels[id])):
             raise self._error(
-                f"{self.name(id)} has the label {label}, but {int(self.labels[id])} in its dataset's `targets` (or in "
-                "the labels that were read before). A sample's label must not change"
+                f"{self.name(id)} has the label {label}, but {known} in its dataset's `targets` (or in the labels that "
+                "were read before). A sample's label must not change"
             )
         pixels = as_pixels(image, self.channels)
         if pixels is None:
@@ -118,7 +121,7 @@ class _ImportFirst:
 EXPECTED = "expected a PIL image, a uint8 tensor [C, H, W] or a float tensor [C, H, W]"
 
 
-def read_item(dataset: Any, id: int, reference: Reference, name: str) -> tuple[Any, int]:
+def read_item(dataset: Any, id: int, reference: Reference, name: str) -> tuple[Any, Label]:
     """The image and the label of an item. Raises UserError."""
     where = f"--{OPTION} {reference.short}: {name}"
     try:
@@ -128,18 +131,25 @@ def read_item(dataset: Any, id: int, reference: Reference, name: str) -> tuple[A
     if not (isinstance(item, (tuple, list)) and len(item) == 2):
         raise UserError(f"{where} is {kind_of(item)}; expected a pair (image, label).", every_process=False)
     try:
-        return item[0], _label(item[1])
+        return item[0], as_label(item[1])
     except (TypeError, ValueError):
         raise UserError(
-            f"{where} has the label {str(item[1])[:40]!r} ({type(item[1]).__name__}); expected a whole number.",
+            f"{where} has the label {str(item[1])[:40]!r} ({type(item[1]).__name__}); expected a whole number, or "
+            "a row of 0 and 1 for several labels.",
             every_process=False,
         ) from None
 
 
-def _label(value: Any) -> int:
-    """A whole number, also of NumPy's or in a tensor. Raises TypeError or ValueError."""
+def as_label(value: Any) -> Label:
+    """A whole number, or a row of 0 and 1, also of NumPy's or in a tensor. Raises TypeError or ValueError."""
     if isinstance(value, (Tensor, np.ndarray)):
-        value = value.item()
+        value = value.tolist()
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, (list, tuple)):
+        if any(number not in (0, 1) for number in value):
+            raise ValueError(value)
+        return [int(number) for number in value]
     if isinstance(value, float) and not value.is_integer():
         raise ValueError(value)
     if isinstance(value, (str, bytes)):

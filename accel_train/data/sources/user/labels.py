@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Subset
 
-from accel_train.data.sources.user.dataset import OPTION, read_item, restored_generators, seed_generators
+from accel_train.data.sources.user.dataset import OPTION, Label, read_item, restored_generators, seed_generators
 from accel_train.errors import UserError
 from accel_train.files import atomic_write
 from accel_train.user_code.record import file_hash
@@ -21,7 +21,9 @@ from accel_train.user_code.reference import Reference, code_file
 
 
 def labels_of(dataset: Any, reference: Reference, split: str, record: Path | None) -> Tensor:
-    """The labels of all items, int64 [n]: its `targets`, else those recorded before, else read item by item.
+    """The labels of all items, int64 [n], or bool [n, classes] if they are rows of 0 and 1.
+
+    Its `targets`, else those recorded before, else read item by item.
 
     `record`: folder in which the main process keeps labels that had to be read. Collective. Raises UserError.
     """
@@ -32,10 +34,12 @@ def labels_of(dataset: Any, reference: Reference, split: str, record: Path | Non
             labels = torch.as_tensor(np.asarray(targets))
         except (TypeError, ValueError) as error:
             raise UserError(f"{where} has `targets` that are not whole numbers ({error}).") from error
+        if labels.ndim == 2 and len(labels) == len(dataset) and bool(((labels == 0) | (labels == 1)).all()):
+            return labels.bool()
         if labels.is_floating_point() or labels.ndim != 1 or len(labels) != len(dataset):
             raise UserError(
                 f"{where} has {len(dataset)} items, and `targets` of {str(labels.dtype).removeprefix('torch.')} "
-                f"{list(labels.shape)}; expected a whole number for each item."
+                f"{list(labels.shape)}; expected a whole number for each item, or a row of 0 and 1 for several labels."
             )
         return labels.long()
     path = code_file(reference)
@@ -57,7 +61,8 @@ def _recorded(path: Path, count: int) -> Tensor | None:
         labels = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    return torch.from_numpy(labels) if labels.shape == (count,) and labels.dtype == np.int64 else None
+    kinds = {1: np.dtype(np.int64), 2: np.dtype(np.bool_)}
+    return torch.from_numpy(labels) if len(labels) == count and kinds.get(labels.ndim) == labels.dtype else None
 
 
 def _rank() -> int:
@@ -73,7 +78,7 @@ def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
             file=sys.stderr,
             flush=True,
         )
-    own: list[int] | str
+    own: list[Label] | str
     try:
         with restored_generators():
             own = []
@@ -82,17 +87,27 @@ def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
                 own.append(read_item(dataset, id, reference, f"{split} sample {id}")[1])
     except UserError as error:
         own = str(error)
-    everyone: list[list[int] | str | None] = [own]
+    everyone: list[list[Label] | str | None] = [own]
     if processes > 1:
         everyone = [None] * processes
         dist.all_gather_object(everyone, own)
     for found in everyone:
         if isinstance(found, str):
             raise UserError(found)
-    labels = torch.empty(len(dataset), dtype=torch.int64)
+    labels: list[Label] = [0] * len(dataset)
     for number, found in enumerate(everyone):
-        labels[number::processes] = torch.tensor(cast("list[int]", found), dtype=torch.int64)
-    return labels
+        labels[number::processes] = cast("list[Label]", found)
+    if all(isinstance(label, int) for label in labels):
+        return torch.tensor(labels, dtype=torch.int64)
+    lengths = [len(label) if isinstance(label, list) else 0 for label in labels]
+    other = next((id for id, length in enumerate(lengths) if length != lengths[0]), None)
+    if other is not None:
+        words = [f"a row of {length} numbers" if length else "one number" for length in (lengths[0], lengths[other])]
+        raise UserError(
+            f"--{OPTION} {reference.short}: {split} sample {other} has {words[1]} as its label, but sample 0 has "
+            f"{words[0]}; expected the same of all."
+        )
+    return torch.tensor(labels, dtype=torch.bool)
 
 
 def _targets(dataset: Any) -> Any:
