@@ -30,12 +30,14 @@ def evaluate(
     model: nn.Module,
     pipeline: InputPipeline,
     through: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
+    *,
+    keep_logits: bool = False,
 ) -> Evaluation:
     """Return the metrics of `model` over every sample of a split, the same on all processes.
 
     `pipeline`: one with an EvaluationSampler. `through`: wraps the iterator over its batches and must not read ahead.
-    The precision is the accelerator's, whether or not the model was prepared (the EMA is not). Raises RuntimeError
-    unless each sample was evaluated exactly once.
+    `keep_logits`: return labels and logits, too, on the main process. The precision is the accelerator's, whether or
+    not the model was prepared (the EMA is not). Raises RuntimeError unless each sample was evaluated exactly once.
     """
     model.eval()
     multi_label = pipeline.multi_label
@@ -44,6 +46,7 @@ def evaluate(
     outcome = same if multi_label else five_highest
     needed = {outcome, *(metric.predict for metric in means)}
     batches: list[tuple[Tensor, ...]] = []
+    kept: list[Tensor] = []
     for batch in through(pipeline.batches):
         inputs, labels = pipeline.transform(batch)
         with accelerator.autocast():
@@ -56,6 +59,10 @@ def evaluate(
         of_all = logits if multi_label else predicted[outcome][:, 0]
         # In the last batch of a loader that Accelerate prepared this also drops the padding.
         batches.append(accelerator.gather_for_metrics((ids, labels, of_all, *scores)))
+        if keep_logits:
+            of_everyone = accelerator.gather_for_metrics(logits)
+            if accelerator.is_main_process:
+                kept.append(of_everyone.cpu())
 
     ids, *results = (torch.cat(parts).cpu() for parts in zip(*batches, strict=True))
     # In the order of the ids, so that a sum does not depend on which process computed what.
@@ -73,18 +80,20 @@ def evaluate(
     table = metrics_for(multi_label=multi_label)
     figures |= {metric.name: metric.compute(predictions, labels) for metric in table if isinstance(metric, SplitMetric)}
     figures = {metric.name: figures[metric.name] for metric in table}
+    all_logits = torch.cat(kept)[order] if kept else None
     if multi_label:
         of_classes = {
             "average_precision": average_precision_of_classes(predictions, labels),
             "f1": f1_of_classes(predictions, labels),
         }
-        return Evaluation(figures, pipeline.samples, of_classes, labels.sum(0).tolist())
+        images = labels.sum(0).tolist()
+        return Evaluation(figures, pipeline.samples, of_classes, images, labels=labels, logits=all_logits)
     classes = pipeline.transform.num_classes
     confusion = torch.bincount(labels * classes + predictions, minlength=classes * classes).view(classes, classes)
-    images = confusion.sum(1).tolist()
-    right = confusion.diagonal().tolist()
+    images, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
     accuracy = [hits / count if count else None for hits, count in zip(right, images, strict=True)]
-    return Evaluation(figures, pipeline.samples, {"accuracy": accuracy}, images, confusion.tolist())
+    of_classes = {"accuracy": accuracy}
+    return Evaluation(figures, pipeline.samples, of_classes, images, confusion.tolist(), labels, all_logits)
 
 
 def evaluation_batch_size(config: Config, micro_batch: int = 1) -> int:

@@ -300,6 +300,23 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
     assert done.stdout.splitlines()[-1].startswith("2 test ")
 
 
+def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path) -> None:
+    page = text_of("docs/evaluate.md")
+    (tmp_path / "runs").mkdir()
+    shutil.copytree(digits_run, tmp_path / "runs" / "mine")
+    for block in blocks(page, "bash"):
+        for _, *words in commands_in(block):
+            done = helpers.python("-m", "accel_train", *words, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+    (tmp_path / "figures.py").write_text(blocks(page, "python")[0])
+    told = helpers.python("figures.py", cwd=tmp_path).stdout
+    record = json.loads((tmp_path / "runs" / "mine" / "evaluation-test.json").read_text())["ema"]
+    assert told.startswith(f"accuracy {record['accuracy']:.2%}\n")
+    # Of the classification report: macro avg, precision, recall, f1.
+    row = next(line for line in told.splitlines() if "macro avg" in line).split()
+    assert row[2:5] == [f"{record[name]:.2f}" for name in ("precision", "recall", "f1")]
+
+
 def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> None:
     codes = run_commands(tmp_path)
     assert {words[0] for words, _ in codes} == {"init", "train", "evaluate", "predict", "check-data", "cache-data"}
@@ -339,5 +356,5 @@ def test_the_commands_of_fine_tune_run(tmp_path: Path) -> None:
 
 
 def test_each_snippet_is_tried() -> None:
-    """Those of the pages in OWN are above; another one needs a test of its own."""
-    assert [page for page in PAGES if blocks(text_of(page), "python")] == list(OWN)
+    """They are above; the snippet of another page needs a test of its own."""
+    assert {page for page in PAGES if blocks(text_of(page), "python")} == {*OWN, "docs/evaluate.md"}

@@ -13,13 +13,28 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from accel_train.analysis.evaluation_tables import print_classes, print_figures
+from accel_train.analysis.figures import (
+    calibration,
+    fit_temperature,
+    multi_label_figures,
+    negative_log_likelihood,
+    single_label_figures,
+    softmax,
+)
 from accel_train.analysis.load_run import find_weights, load_model, read_config
+from accel_train.analysis.predictions import Predictions, check_can_write
 from accel_train.config.options import parse
-from accel_train.config.schema import as_dict, value
+from accel_train.config.schema import Config, as_dict, value
 from accel_train.config.semantics import SEMANTICS, check_same_splits
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
@@ -31,76 +46,141 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
-from accel_train.records.metrics import Evaluation, metrics_for
+from accel_train.records.metrics import Evaluation
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.records.table import print_table
 from accel_train.user_code.reference import short_name
-
-SHOWN = 20  # at most so many classes are printed
 
 
 def evaluate_run(
-    launch: Launch, run: Path, *, split: str, checkpoint: Path | None, overrides: Sequence[str], trust_code: bool
+    launch: Launch,
+    run: Path,
+    *,
+    split: str,
+    checkpoint: Path | None,
+    overrides: Sequence[str],
+    trust_code: bool,
+    predictions: Path | None = None,
 ) -> int:
     """Evaluate the model of the run in the folder `run`, and its EMA if there is one. Returns the exit code.
 
     `split`: "train" (without augmentation), "val" or "test". `checkpoint`: see `find_weights`. `overrides`: options
-    that replace the run's data settings (--data.KEY VALUE). `trust_code`: see `read_config`. Prints the metrics and
-    writes them to RUN/evaluation-SPLIT.json; the exit code is 1 if that file cannot be written. Raises UserError.
+    that replace the run's data settings (--data.KEY VALUE). `trust_code`: see `read_config`. `predictions`: a file for
+    the logits of the EMA, or of the model if there is none; see `Predictions`. Prints the figures and writes them to
+    RUN/evaluation-SPLIT.json, and to a file of RUN/evaluations that stays; the exit code is 1 if a file cannot be
+    written. Raises UserError.
     """
-    used = ("model.name", "data.name")
-    config = read_config(run, uses=used, trust_code=trust_code, overrides=overrides)
+    began = datetime.now().astimezone()
+    config, info = _open(run, overrides, trust_code=trust_code)
+    accelerator = create_accelerator(launch)
+    if predictions is not None:
+        broadcast_from_main(accelerator, lambda: check_can_write(predictions))
+    weights = broadcast_from_main(accelerator, lambda: find_weights(run, checkpoint))
+    splits = load_splits(config.data, config.seed, record=run)
+    source = _source(splits, split, config.data.name)
+    _check_fit(splits, info, run)
+    set_defaults(accelerator.device)
+    models = {name: load_model(config.model, info, file).to(accelerator.device) for name, file in weights.items()}
+    for model in models.values():  # the same architecture, so the same layout
+        layout = use_fastest_memory_format(accelerator, model)
+
+    def measure(model: nn.Module, samples: Source) -> Evaluation:
+        sampler = EvaluationSampler(len(samples), launch.world_size * evaluation_batch_size(config))
+        pipeline = create_input_pipeline(
+            config, splits, samples, sampler, accelerator, training=False, size=info.image_size, memory_format=layout
+        )
+        return evaluate(accelerator, model, pipeline, keep_logits=True)
+
+    if accelerator.is_main_process:
+        processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)} on {accelerator.device.type}"
+        model_name, data_name = (short_name(key, value(config, key)) for key in USED)
+        print(f"{run}: {model_name} on {data_name} {split}, {len(source):,} images, {processes}", flush=True)
+    evaluations = {name: measure(model, source) for name, model in models.items()}
+    last = list(models)[-1]  # the EMA if there is one
+    # A temperature must be fitted on other images than those that it is measured on.
+    fits = split == "test" and splits.validation is not None and not splits.multi_label
+    fitted = measure(models[last], splits.validation) if fits and splits.validation else None
+    accelerator.end_training()
+    if not accelerator.is_main_process:
+        return 0
+    names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in weights.items()}
+    records = {name: _record(evaluation, names[name]) for name, evaluation in evaluations.items()}
+    if fitted is not None:
+        records[last]["temperature"] = _temperature(fitted, evaluations[last])
+    about = {"split": split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
+    kept = Predictions(
+        ids=np.arange(len(source)),
+        labels=_array(evaluations[last].labels),
+        logits=_array(evaluations[last].logits),
+        paths=[source.name(id) for id in range(len(source))] if Path(source.name(0)).is_file() else None,
+        classes=info.classes,
+        about={"run": str(run), "weights": names[last], **about},
+    )
+    record = {**about, "processes": launch.world_size, "classes": info.classes, **records}
+    output = run / f"evaluation-{split}.json"
+    failures = _write(record, output, run / "evaluations" / f"{split}-{began:%Y%m%d-%H%M%S}.json", kept, predictions)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
+    print_figures(records, info.classes, multi_label=info.multi_label)
+    print_classes(records[last], info.classes)
+    print()
+    if predictions is not None and predictions not in failures:
+        print(f"the logits of {names[last]}: {predictions}")
+    if output not in failures:
+        print(f"all classes{'' if info.multi_label else ' and the confusion counts'}: {output}")
+    return 1 if failures else 0
+
+
+def _array(values: Tensor | None) -> npt.NDArray[Any]:
+    assert values is not None  # the main process has them
+    array: npt.NDArray[Any] = values.numpy()
+    return array
+
+
+def _write(
+    record: dict[str, Any], newest: Path, stays: Path, kept: Predictions, predictions: Path | None
+) -> list[Path]:
+    """Write the record to `newest` and `stays`, and the predictions. Warns of those that cannot be written, and returns
+    them."""
+    text = json.dumps(record) + "\n"
+    writers: dict[Path, Callable[[Path], None]] = {
+        path: lambda path: atomic_write(path, text) for path in (newest, stays)
+    }
+    if predictions is not None:
+        writers[predictions] = kept.save
+    failures = []
+    for path, write in writers.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
+        except OSError as error:
+            print(f"accel-train: warning: {path} cannot be written ({error.strerror}).", file=sys.stderr)
+            failures.append(path)
+    return failures
+
+
+def _temperature(fitted: Evaluation, tested: Evaluation) -> dict[str, Any]:
+    """The temperature that suits the validation split, and what it makes of the tested one."""
+    value = fit_temperature(_array(fitted.logits), _array(fitted.labels))
+    logits, labels = _array(tested.logits), _array(tested.labels)
+    return {
+        "value": value,
+        "split": "val",
+        "loss": negative_log_likelihood(logits, labels, value),
+        "calibration_error": calibration(softmax(logits, value), labels)[0],
+    }
+
+
+USED = ("model.name", "data.name")  # options that may name the user's own code
+
+
+def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Config, ModelInfo]:
+    """The configuration of the run, with other data if `overrides` say so, and its model's inputs and outputs."""
+    config = read_config(run, uses=USED, trust_code=trust_code, overrides=overrides)
     info = read_model_info(run)
     if info.semantics != SEMANTICS:
         check_same_splits(str(run), info.semantics, as_dict(parse([str(run / "config.yaml")], checks_code=False).data))
     # Also other data is normalised as the training data was: the model was trained with that mean and std.
     augment = dataclasses.replace(config.augment, mean=info.mean, std=info.std)
-    config = dataclasses.replace(config, augment=augment)
-
-    accelerator = create_accelerator(launch)
-    weights = broadcast_from_main(accelerator, lambda: find_weights(run, checkpoint))
-    splits = load_splits(config.data, config.seed, record=run)
-    source = _source(splits, split, config.data.name)
-    _check_fit(splits, info, run)
-    sampler = EvaluationSampler(len(source), launch.world_size * evaluation_batch_size(config))
-    set_defaults(accelerator.device)
-    models = {name: load_model(config.model, info, file).to(accelerator.device) for name, file in weights.items()}
-    for model in models.values():  # the same architecture, so the same layout
-        layout = use_fastest_memory_format(accelerator, model)
-    size = info.image_size
-    pipeline = create_input_pipeline(
-        config, splits, source, sampler, accelerator, training=False, size=size, memory_format=layout
-    )
-    if accelerator.is_main_process:
-        processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)} on {accelerator.device.type}"
-        model_name, data_name = (short_name(key, value(config, key)) for key in used)
-        print(f"{run}: {model_name} on {data_name} {split}, {len(source):,} images, {processes}", flush=True)
-    evaluations = {name: evaluate(accelerator, model, pipeline) for name, model in models.items()}
-    accelerator.end_training()
-    if not accelerator.is_main_process:
-        return 0
-    names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in weights.items()}
-    output = run / f"evaluation-{split}.json"
-    record = {
-        "split": split,
-        "data": as_dict(config.data),
-        "processes": launch.world_size,
-        "classes": info.classes,
-        **{name: _record(evaluation, names[name]) for name, evaluation in evaluations.items()},
-    }
-    failure = None
-    try:
-        atomic_write(output, json.dumps(record) + "\n")
-    except OSError as error:
-        failure = error
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
-    _print_evaluations(evaluations, names, info.classes)
-    if failure is not None:
-        print(f"accel-train: warning: {output} cannot be written ({failure.strerror}).", file=sys.stderr)
-        return 1
-    counts = "" if info.multi_label else " and the confusion counts"
-    print(f"\nall classes{counts}: {output}")
-    return 0
+    return dataclasses.replace(config, augment=augment), info
 
 
 def _source(splits: Splits, split: str, data: str) -> Source:
@@ -137,58 +217,12 @@ def _check_fit(splits: Splits, info: ModelInfo, run: Path) -> None:
         )
 
 
-def _print_evaluations(evaluations: dict[str, Evaluation], names: dict[str, str], classes: Sequence[str]) -> None:
-    """Print two tables: the metrics of the model and the EMA, and the figures of each class.
-
-    Of more than SHOWN classes only those with the lowest accuracy (or average precision) are printed.
-    """
-    last = list(evaluations.values())[-1]  # the EMA if there is one
-    table = metrics_for(multi_label=last.confusion is None)
-    shown = [metric for metric in table if len(classes) >= metric.fewest_classes]
-    head = ["weights", *(metric.name for metric in shown)]
-    rows = [
-        [names[name], *(metric.show(evaluation.figures[metric.name]) for metric in shown)]
-        for name, evaluation in evaluations.items()
-    ]
-    print()
-    print_table(head, rows, numbers=head[1:])
-
-    first = next(iter(last.of_classes))  # the figure that decides which classes are shown
-    labels = [label for label, value in enumerate(last.of_classes[first]) if value is not None]
-    if len(labels) > SHOWN:
-        labels = sorted(labels, key=lambda label: last.of_classes[first][label] or 0.0)[:SHOWN]
-        print(f"\nthe {SHOWN} classes with the lowest {_words(first)}, of {len(classes)}:")
-    else:
-        print()
-    columns = [(figure, name) for figure in last.of_classes for name in evaluations]
-    head = [
-        "class",
-        "images",
-        *(f"{_words(figure)} ({name})" if len(evaluations) > 1 else _words(figure) for figure, name in columns),
-    ]
-    rows = []
-    for label in labels:
-        values = (evaluations[name].of_classes[figure][label] for figure, name in columns)
-        rows.append([classes[label], str(last.images[label]), *("" if v is None else f"{v:.2%}" for v in values)])
-    if last.confusion is not None:
-        for label, row in zip(labels, rows, strict=True):
-            confused = last.confusion[label]
-            other = max((number for number in range(len(classes)) if number != label), key=confused.__getitem__)
-            row.append(f"{classes[other]} ({confused[other]})" if confused[other] else "")
-    confusion = ["most often confused with"] * (last.confusion is not None)
-    print_table([*head, *confusion], rows, numbers=head[1:])
-
-
-def _words(figure: str) -> str:
-    return figure.replace("_", " ")
-
-
 def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
     """Return an evaluation for JSON, which has no NaN: that becomes null."""
     figures = {name: value if math.isfinite(value) else None for name, value in evaluation.figures.items()}
-    return {
-        "weights": weights,
-        **figures,
-        "count": evaluation.count,
-        **evaluation.as_record(),
-    }
+    logits, labels = _array(evaluation.logits), _array(evaluation.labels)
+    if not np.isfinite(logits).all():  # of broken weights; scikit-learn would refuse them
+        more: dict[str, Any] = {}
+    else:
+        more = multi_label_figures(logits, labels) if labels.ndim == 2 else single_label_figures(logits, labels)
+    return {"weights": weights, **figures, "count": evaluation.count, **more, **evaluation.as_record()}

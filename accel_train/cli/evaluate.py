@@ -19,7 +19,8 @@ class Evaluate(CommandOptions):
     """Evaluate a run's model over every sample of a split, each exactly once, with the run's own configuration.
 
     --data.KEY VALUE changes the data of the run: another folder, or a limit. With several processes: accelerate
-    launch … -m accel_train evaluate RUN. All figures, with those of each class, go to RUN/evaluation-SPLIT.json.
+    launch … -m accel_train evaluate RUN. All figures, with those of each class, go to RUN/evaluation-SPLIT.json, and to
+    a file in RUN/evaluations that stays.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -28,11 +29,17 @@ class Evaluate(CommandOptions):
     """Split to evaluate; the training samples are not augmented."""
     checkpoint: Path | None = None
     """A checkpoint of the run, such as update-00001234; default: the final model, else the newest checkpoint."""
+    predictions: Path | None = None
+    """Write the label and the logits of each sample to this .npz or .parquet file, of the EMA if the run has one."""
     trust_code: bool = False
     """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
 
     def mistakes(self) -> list[str]:
-        return not_a_run(self.run)
+        mistakes = not_a_run(self.run)
+        if self.predictions is not None and self.predictions.suffix not in (".npz", ".parquet"):
+            found = f"found '{self.predictions}'"
+            mistakes.append(f"--predictions: expected a name that ends in .npz or .parquet, {found}.")
+        return mistakes
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -51,4 +58,5 @@ def evaluate(arguments: Sequence[str]) -> int:
         checkpoint=options.checkpoint,
         overrides=overrides,
         trust_code=options.trust_code,
+        predictions=options.predictions,
     )

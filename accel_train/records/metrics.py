@@ -60,12 +60,20 @@ class SplitMetric:
 
 
 def five_highest(logits: Tensor) -> Tensor:
-    """The classes of the five highest logits, int64 [b, min(5, classes)], the highest first."""
+    """The classes of the five highest logits, int64 [b, min(5, classes)]; the first one is that of argmax."""
     return highest(logits, 5)
 
 
 def highest(logits: Tensor, k: int) -> Tensor:
-    return logits.topk(min(k, logits.shape[1])).indices
+    best = logits.topk(min(k, logits.shape[1])).indices
+    # Of equal logits argmax returns the first class, as NumPy does; topk any. So argmax takes the first place, and the
+    # class that was there takes argmax's, or the last one's if that is not among them.
+    first = logits.argmax(1, keepdim=True)
+    is_first = best == first
+    is_first[:, -1] |= ~is_first.any(1)
+    best = torch.where(is_first, best[:, :1], best)
+    best[:, :1] = first
+    return best
 
 
 def very_highest(logits: Tensor) -> Tensor:
@@ -156,8 +164,7 @@ def _mean(values: list[float | None]) -> float:
 METRICS: list[Metric | SplitMetric] = [
     # In training the loss is what the criterion returns (with label smoothing and class weights): see Meter.add.
     Metric("loss", same, partial(F.cross_entropy, reduction="none"), ".4f", training_predict=same),
-    # Where logits are exactly equal, argmax and topk may choose different classes. In evaluation both accuracies come
-    # from one topk, so that the first is never above the second.
+    # In evaluation both accuracies come from one topk, so that the first is never above the second.
     Metric("accuracy", five_highest, is_first, ".2%", training_predict=very_highest),
     top_k("top5_accuracy", 5, headline=False),
     SplitMetric("f1", macro_f1, ".2%", headline=False),
@@ -210,6 +217,10 @@ class Evaluation:
     """Of each class: images that have it as a label."""
     confusion: list[list[int]] | None = None
     """[true class][predicted class]: number of samples. None if an image may have several labels."""
+    labels: Tensor | None = None
+    """What the source has as labels, and the model's logits, float32 [n, classes], in the order of the samples'
+    numbers, on the CPU of the main process. None unless they were to be kept."""
+    logits: Tensor | None = None
 
     def as_record(self) -> dict[str, Any]:
         """The figures of the classes as result.json and evaluation-SPLIT.json have them."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_train import cli
-from accel_train.analysis import evaluate_run
+from accel_train.analysis import evaluation_tables
 from accel_train.analysis.load_run import find_weights, load_model
 from accel_train.config.options import parse
 from accel_train.config.schema import Data
@@ -110,11 +110,11 @@ def test_other_data_and_other_splits(run: Path) -> None:
 def test_the_worst_of_many_classes_are_shown(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate_run, "SHOWN", 3)
+    monkeypatch.setattr(evaluation_tables, "SHOWN", 3)
     accuracy = evaluated(run)["ema"]["class_accuracy"]
     out = capsys.readouterr().out
-    rows = out.partition("accuracy (model)")[2].splitlines()[1:4]
-    assert "the 3 classes with the lowest accuracy, of 10:" in out
+    rows = out.partition("most often confused with")[2].splitlines()[1:4]
+    assert "the 3 classes with the lowest recall, of 10:" in out
     assert [row.split()[0] for row in rows] == [str(at) for at in sorted(range(10), key=lambda at: accuracy[at])[:3]]
 
 

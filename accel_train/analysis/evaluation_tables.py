@@ -1,0 +1,88 @@
+"""What `accel-train evaluate` prints: a table of the figures, and one of the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accel_train.records.metrics import metrics_for
+from accel_train.records.table import print_table
+
+SHOWN = 20  # at most so many classes are printed
+
+PERCENT = ".2%"
+FIGURES = {  # key -> (what the table calls it, its form)
+    "balanced_accuracy": ("balanced accuracy", PERCENT),
+    "f1": ("f1 (macro)", PERCENT),
+    "precision": ("precision (macro)", PERCENT),
+    "recall": ("recall (macro)", PERCENT),
+    "weighted_precision": ("precision (weighted)", PERCENT),
+    "weighted_recall": ("recall (weighted)", PERCENT),
+    "weighted_f1": ("f1 (weighted)", PERCENT),
+    "calibration_error": ("calibration error", PERCENT),
+}
+
+
+def print_figures(records: dict[str, dict[str, Any]], classes: Sequence[str], *, multi_label: bool) -> None:
+    """Print a row for each figure and a column for each of the weights. `records`: "model" and, if there is one, "ema",
+    as evaluation-SPLIT.json has them."""
+    forms = {
+        metric.name: (metric.name, metric.form)
+        for metric in metrics_for(multi_label=multi_label)
+        if len(classes) >= metric.fewest_classes
+    } | FIGURES
+    rows = []
+    for key, (title, form) in forms.items():
+        values = [record.get(key) for record in records.values()]
+        if any(value is not None for value in values):
+            rows.append([title, *("" if value is None else format(value, form) for value in values)])
+        if key == "accuracy":
+            intervals = [record["accuracy_interval"] for record in records.values()]
+            rows.append(["  95% interval", *(f"{low:.2%} … {high:.2%}" for low, high in intervals)])
+    print()
+    head = ["", *(record["weights"] for record in records.values())]
+    print_table(head, rows, numbers=head[1:])
+    scaled = list(records.values())[-1].get("temperature")
+    if scaled:
+        print(
+            f"\nWith the logits divided by {scaled['value']:.3f}, the temperature fitted on {scaled['split']}: "
+            f"loss {scaled['loss']:.4f}, calibration error {scaled['calibration_error']:.2%}. The accuracy is the same."
+        )
+
+
+def print_classes(record: dict[str, Any], classes: Sequence[str]) -> None:
+    """Print a row for each class, of the last weights (the EMA's if there is one).
+
+    Of more than SHOWN classes only those with the lowest recall (or average precision) are printed.
+    """
+    confusion = record.get("confusion")
+    images = record["class_images"] if confusion is None else [sum(row) for row in confusion]
+    columns = {
+        "average precision": record.get("class_average_precision"),
+        "precision": record["class_precision"],
+        "recall": record["class_recall"],
+        "f1": record["class_f1"],
+    }
+    columns = {title: values for title, values in columns.items() if values is not None}
+    first = "recall" if confusion is not None else "average precision"
+    labels = [label for label, count in enumerate(images) if count]
+    if len(labels) > SHOWN:
+        labels = sorted(labels, key=lambda label: columns[first][label] or 0.0)[:SHOWN]
+        print(f"\nthe {SHOWN} classes with the lowest {first}, of {len(classes)}:")
+    else:
+        print()
+    head = ["class", "images", *columns]
+    rows = [
+        [classes[label], str(images[label]), *(_percent(values[label]) for values in columns.values())]
+        for label in labels
+    ]
+    if confusion is not None:
+        for label, row in zip(labels, rows, strict=True):
+            confused = confusion[label]
+            other = max((number for number in range(len(classes)) if number != label), key=confused.__getitem__)
+            row.append(f"{classes[other]} ({confused[other]})" if confused[other] else "")
+    print_table([*head, *["most often confused with"] * (confusion is not None)], rows, numbers=head[1:])
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2%}"

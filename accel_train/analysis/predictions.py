@@ -1,0 +1,114 @@
+"""The predictions file of an evaluation: the label and the logits of every sample of a split, each exactly once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel_train.errors import UserError
+from accel_train.files import atomic_replacement
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The rows are in the order of the ids, which are 0 … n - 1: a sample's number in its split.
+
+    A .npz file has an array for each field (`about` as JSON text). A .parquet file has a row for each sample with the
+    columns id, path, label (int64, or a list of bools) and logits (a list of float32), and classes and about as JSON in
+    its schema's metadata. Without files, there are no paths.
+    """
+
+    ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[Any]
+    """int64 [n], or bool [n, classes] if an image may have several labels."""
+    logits: npt.NDArray[np.float32]
+    """[n, classes]"""
+    paths: list[str] | None
+    """Of the image files; None if the images are not in files of their own."""
+    classes: tuple[str, ...]
+    about: Mapping[str, Any]
+    """Of what: "run", "weights" (the file), "split", "data" and "time"."""
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically. Raises OSError."""
+        if path.suffix == ".parquet":
+            self._save_parquet(path)
+            return
+        arrays: dict[str, Any] = {
+            "ids": self.ids,
+            "labels": self.labels,
+            "logits": self.logits,
+            "classes": np.array(self.classes),
+            "about": np.array(json.dumps(dict(self.about))),
+        }
+        if self.paths is not None:
+            arrays["paths"] = np.array(self.paths)
+        with atomic_replacement(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, **arrays)
+
+    def _save_parquet(self, path: Path) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        labels = self.labels.tolist() if self.labels.ndim == 2 else self.labels
+        width = self.logits.shape[1]
+        columns = {
+            "id": pyarrow.array(self.ids),
+            **({} if self.paths is None else {"path": pyarrow.array(self.paths)}),
+            "label": pyarrow.array(labels),
+            "logits": pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(self.logits.reshape(-1)), width),
+        }
+        about = {"classes": json.dumps(self.classes), "about": json.dumps(dict(self.about))}
+        table = pyarrow.table(columns).replace_schema_metadata(about)
+        with atomic_replacement(path) as temporary:
+            parquet.write_table(table, temporary)
+
+
+def check_can_write(path: Path) -> None:
+    """Raise UserError if the library for this kind of file is missing."""
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError:
+            raise UserError(
+                f"--predictions {path}: needs pyarrow; install it with `pip install 'accel-train[parquet]'`, or name a "
+                ".npz file."
+            ) from None
+
+
+def read_predictions(path: Path) -> Predictions:
+    """Read what `Predictions.save` wrote. Raises UserError."""
+    try:
+        if path.suffix == ".parquet":
+            return _read_parquet(path)
+        with np.load(path, allow_pickle=False) as file:
+            paths = file["paths"].tolist() if "paths" in file else None
+            classes, about = tuple(file["classes"].tolist()), json.loads(str(file["about"]))
+            return Predictions(file["ids"], file["labels"], file["logits"], paths, classes, about)
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise UserError(f"{path} is not a predictions file of `accel-train evaluate` ({error}).") from error
+
+
+def _read_parquet(path: Path) -> Predictions:
+    from pyarrow import parquet
+
+    table = parquet.read_table(path)
+    about = {key.decode(): json.loads(text) for key, text in table.schema.metadata.items() if key in KEYS}
+    logits = np.asarray(table["logits"].combine_chunks().flatten()).reshape(len(table), -1)
+    return Predictions(
+        np.asarray(table["id"]),
+        np.array(table["label"].to_pylist()),
+        logits.astype(np.float32),
+        table["path"].to_pylist() if "path" in table.column_names else None,
+        tuple(about["classes"]),
+        about["about"],
+    )
+
+
+KEYS = (b"classes", b"about")

@@ -1,0 +1,98 @@
+"""analysis/figures.py: figures that follow from labels and logits, beside scikit-learn, a plain loop and scipy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import softmax as scipy_softmax
+from scipy.stats import bootstrap
+from sklearn.metrics import (
+    balanced_accuracy_score,
+    log_loss,
+    precision_recall_fscore_support,
+    precision_score,
+    recall_score,
+)
+
+from accel_train.analysis.figures import (
+    accuracy_interval,
+    calibration,
+    fit_temperature,
+    multi_label_figures,
+    negative_log_likelihood,
+    single_label_figures,
+    softmax,
+)
+
+
+def drawn(samples: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    numbers = np.random.default_rng(seed)
+    labels = numbers.integers(classes, size=samples)
+    logits = numbers.normal(size=(samples, classes)) * 2
+    logits[np.arange(samples), labels] += 1.5
+    return logits.astype(np.float32), labels
+
+
+@given(st.integers(1, 40), st.integers(2, 7), st.integers(0, 10**6))
+def test_precision_and_recall_are_those_of_scikit_learn(samples: int, classes: int, seed: int) -> None:
+    logits, labels = drawn(samples, classes, seed)
+    predicted, found = logits.argmax(1), single_label_figures(logits, labels)
+    for average, prefix in (("macro", ""), ("weighted", "weighted_")):
+        expected = precision_recall_fscore_support(labels, predicted, average=average, zero_division=0)
+        assert [found[f"{prefix}{name}"] for name in ("precision", "recall", "f1")] == pytest.approx(expected[:3])
+    present = np.isin(predicted, labels)
+    others = np.where(present, predicted, labels.max() + 1)
+    if present.all() and len(np.unique(labels)) > 1:  # scikit-learn warns otherwise
+        assert found["balanced_accuracy"] == pytest.approx(balanced_accuracy_score(labels, others))
+    each = recall_score(labels, predicted, labels=range(classes), average=None, zero_division=0)
+    assert found["balanced_accuracy"] == pytest.approx(np.mean([each[label] for label in np.unique(labels)]))
+    for label, value in enumerate(found["class_recall"]):
+        assert value is None if label not in labels and label not in predicted else value == each[label]
+
+
+def test_several_labels_an_image() -> None:
+    logits, _ = drawn(50, 4, 0)
+    labels = np.random.default_rng(1).random((50, 4)) < 0.4
+    found = multi_label_figures(logits, labels)
+    assert found["precision"] == pytest.approx(precision_score(labels, logits >= 0, average="macro"))
+    assert found["class_recall"] == pytest.approx(recall_score(labels, logits >= 0, average=None).tolist())
+    assert "accuracy_interval" not in found
+
+
+def test_the_calibration_error_by_a_plain_loop() -> None:
+    logits, labels = drawn(500, 5, 3)
+    probabilities = scipy_softmax(logits.astype(np.float64), axis=1)
+    error, diagram = calibration(probabilities, labels)
+    bins: dict[int, list[tuple[float, bool]]] = {}
+    for row, label in zip(probabilities, labels, strict=True):
+        bins.setdefault(int(row.max() * 15), []).append((row.max(), row.argmax() == label))
+    expected = sum(abs(sum(p for p, _ in each) - sum(hit for _, hit in each)) for each in bins.values()) / 500
+    assert error == pytest.approx(expected)
+    assert sum(entry["count"] for entry in diagram) == 500 and len(diagram) == len(bins)
+    sure = np.array([[1.0, 0.0]] * 4)  # a probability of 1 belongs to the last bin
+    assert calibration(sure, np.array([0, 0, 0, 1]))[0] == pytest.approx(0.25)
+
+
+def test_the_temperature_has_the_lowest_likelihood_of_all() -> None:
+    logits, labels = drawn(400, 6, 5)
+    assert negative_log_likelihood(logits, labels) == pytest.approx(log_loss(labels, softmax(logits)))
+    for factor in (0.1, 1.0, 7.0):  # the temperature undoes a factor
+        found = fit_temperature(logits * np.float32(factor), labels)
+        assert found == pytest.approx(factor * fit_temperature(logits, labels), rel=1e-4)
+        lowest = negative_log_likelihood(logits * factor, labels, found)
+        for other in np.geomspace(found / 3, found * 3, 31):
+            assert negative_log_likelihood(logits * factor, labels, other) >= lowest - 1e-9
+
+
+@pytest.mark.parametrize(("hits", "count"), [(180, 200), (57, 60), (500, 1000)])
+def test_the_interval_is_that_of_a_bootstrap(hits: int, count: int) -> None:
+    sample = np.arange(count) < hits
+    drawn = bootstrap((sample,), np.mean, n_resamples=9999, method="percentile", rng=np.random.default_rng(0))
+    # Both are multiples of 1 / count; the percentile of draws may be one step off.
+    assert accuracy_interval(hits, count) == pytest.approx(tuple(drawn.confidence_interval), abs=1.01 / count)
+
+
+def test_an_interval_of_all_or_nothing() -> None:
+    assert accuracy_interval(7, 7) == (1.0, 1.0) and accuracy_interval(0, 7) == (0.0, 0.0)
