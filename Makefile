@@ -1,4 +1,4 @@
-# make train   set up everything (virtual environment, installation) and train for real once
+# make train   set up everything (virtual environment, installation), train for real once and write a report
 # make test    the same setup plus what the tests need, then run the tests, in parallel (SLOW=1: also the long ones)
 # make lint    check formatting, lint, types
 # make bench   compare the trainer with others, half an hour; writes docs/benchmarks.md (ARGS: --data-root DIR)
@@ -11,7 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 .PHONY: train test lint bench gpu clean
 
 train: $(VENV)/.installed
-	$(BIN)/accel-train train digits
+	@set -x; run=runs/digits/$$(date +%Y-%m-%d_%H-%M-%S) && \
+	$(BIN)/accel-train train digits --output-dir $$run && $(BIN)/accel-train report $$run
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),-m "slow or not slow") $(ARGS)
@@ -33,7 +34,7 @@ gpu: $(VENV)/.installed-bench $(VENV)/.installed-test
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || echo "Creating $(VENV) and installing into it: this takes some minutes the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) -e .
+	@$(PIP) -e '.[report]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -25,8 +25,8 @@ import tasks
 import turns
 from trainer import trainer
 
-from accel_train.bench.plots import import_pyplot, save
 from accel_train.bench.statistics import ratio, spread
+from accel_train.plots import import_pyplot, save
 from accel_train.records.table import print_table
 
 HERE = Path(__file__).parent

@@ -41,7 +41,7 @@ from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.evaluate import evaluate, evaluation_batch_size
-from accel_train.files import atomic_write
+from accel_train.files import atomic_write, sha256
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -113,7 +113,7 @@ def evaluate_run(
         logits=_array(evaluations[last].logits),
         paths=[source.name(id) for id in range(len(source))] if Path(source.name(0)).is_file() else None,
         classes=info.classes,
-        about={"run": str(run), "weights": names[last], **about},
+        about={"run": str(run), "weights": names[last], "sha256": sha256(weights[last]), **about},
     )
     record = {**about, "processes": launch.world_size, "classes": info.classes, **records}
     output = run / f"evaluation-{split}.json"

@@ -33,7 +33,7 @@ class Predictions:
     """Of the image files; None if the images are not in files of their own."""
     classes: tuple[str, ...]
     about: Mapping[str, Any]
-    """Of what: "run", "weights" (the file), "split", "data" and "time"."""
+    """Of what: "run", "weights" (the file) and its "sha256", "split", "data" and "time"."""
 
     def save(self, path: Path) -> None:
         """Write the file atomically. Raises OSError."""

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_train.bench.plots import import_pyplot, save
 from accel_train.errors import UserError
+from accel_train.plots import import_pyplot, save
 
 
 @dataclass(frozen=True)

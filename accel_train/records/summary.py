@@ -169,6 +169,7 @@ def next_steps(run: Path, image: Path | None) -> dict[str, str]:
     return {
         "evaluate": f"{program} evaluate {folder}",
         "predict": f"{program} predict {folder} {shlex.quote(str(image)) if image else 'IMAGE…'}",
+        "report": f"{program} report {folder}",
         "other recipes": f"{program} recipes",
     }
 

@@ -1,4 +1,4 @@
-"""matplotlib for the plots of benchmarks: an optional package, imported only when a plot is drawn."""
+"""matplotlib for plots: an optional package, imported only when a plot is drawn."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""`accel-train report`: a run, or several, as one page."""

@@ -1,0 +1,91 @@
+"""The page that compares several runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_train.report.charts import Chart, Line, draw
+from accel_train.report.page import render, state_of
+from accel_train.report.records import Row, RunRecords, differing_settings, same_but_for_seed
+
+
+def page_of_runs(runs: list[RunRecords], notes: Sequence[str]) -> str:
+    """The page that compares several runs."""
+    names = _names(runs)
+    return render(
+        "runs.html",
+        title=f"{len(runs)} runs",
+        runs=runs,
+        names=names,
+        charts=[draw(chart) for chart in charts_of_runs(runs, names) if not chart.is_empty],
+        differing=differing_settings(runs),
+        results=_results(runs),
+        seeds=_seeds(runs, names),
+        states=[state_of(run) for run in runs],
+        notes=notes,
+    )
+
+
+def charts_of_runs(runs: Sequence[RunRecords], names: Sequence[str]) -> list[Chart]:
+    """The loss and the main metric of all runs over each other: of training, and of the split that they were judged
+    by."""
+    metric = "map" if all(run.info.multi_label for run in runs) else "accuracy"
+    charts = []
+    for split in ("train", "val", "test"):
+        for name, percent in (("loss", False), (metric, True)):
+            lines = []
+            for number, (run, title) in enumerate(zip(runs, names, strict=True)):
+                rows = [row for row in run.evaluations(split, "model") if name in row]
+                lines.append(Line(title, [row["epoch"] for row in rows], [row[name] for row in rows], number))
+            charts.append(Chart(f"{split} {name}", lines, percent=percent))
+    return charts
+
+
+def _names(runs: Sequence[RunRecords]) -> list[str]:
+    """A name for each run: its folder's, or as much of its path as tells the runs apart."""
+    paths = [run.path.resolve() for run in runs]
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = [str(Path(*path.parts[-length:])) for path in paths]
+        if len({*names}) == len(names):
+            return names
+    return [f"{number}: {run.name}" for number, run in enumerate(runs, 1)]
+
+
+RESULTS = ("test_accuracy", "test_map", "test_f1", "test_loss", "ema_test_accuracy", "ema_test_map", "ema_test_loss",
+           "best_val_accuracy", "epochs", "updates", "world_size", "images_per_second", "train_seconds")  # fmt: skip
+
+
+def _results(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
+    found = {key: [run.result.get(key) for run in runs] for key in RESULTS}
+    return {
+        key: [_shown(key, value) for value in values]
+        for key, values in found.items()
+        if any(value is not None for value in values)
+    }
+
+
+def _shown(key: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if key.endswith(("accuracy", "map", "f1")):
+        return f"{value:.2%}"
+    return f"{value:,.4f}" if key.endswith("loss") else f"{value:,.6g}"
+
+
+def _seeds(runs: list[RunRecords], names: Sequence[str]) -> list[Row]:
+    """Of each group of runs that differ in their seed alone: mean and standard deviation of the results."""
+    groups = []
+    for group in same_but_for_seed(runs):
+        rows = {}
+        for key in RESULTS[:8]:
+            values = [run.result[key] for run in group if run.result.get(key) is not None]
+            if len(values) > 1:
+                scale, unit = (1, "") if key.endswith("loss") else (100, "%")
+                digits = 4 if scale == 1 else 2
+                mean, spread = statistics.mean(values) * scale, statistics.stdev(values) * scale
+                rows[key] = f"{mean:.{digits}f}{unit} ± {spread:.{digits}f}{unit}"
+        members = [names[runs.index(run)] for run in group]
+        groups.append({"runs": members, "seeds": [run.config.seed for run in group], "rows": rows})
+    return groups

@@ -1,0 +1,147 @@
+"""What a run has written, read for its report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel_train.config.compatibility import flatten
+from accel_train.config.options import parse
+from accel_train.config.recipe import recipe_names
+from accel_train.config.schema import Config, as_dict
+from accel_train.errors import UserError
+from accel_train.records.model_info import ModelInfo, read_model_info
+from accel_train.untrusted import read_regular_file
+
+Row = dict[str, Any]
+
+OF_A_START = ("recipe", "output-dir", "resume", "allow-change", "take-over", "config-only", "traceback", "origin")
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The files of one run. Missing ones are empty: a run that was stopped has no result."""
+
+    path: Path
+    config: Config
+    info: ModelInfo
+    result: Row
+    status: Row
+    environment: Row
+    lines: list[Row]
+    """Of metrics.jsonl, without damaged ones."""
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def of_kind(self, kind: str) -> list[Row]:
+        """The lines of a kind: "train", "eval", "checkpoint" or "event"."""
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def evaluations(self, split: str, weights: str) -> list[Row]:
+        """The eval lines of a split ("train": of training's own samples) and of "model" or "ema"."""
+        found = self.of_kind("eval")
+        return [line for line in found if (line.get("split"), line.get("weights")) == (split, weights)]
+
+    @property
+    def updates_per_epoch(self) -> float:
+        """Updates of an epoch, from the first epoch that is complete; else from the status."""
+        for line in self.evaluations("train", "model"):
+            return float(line["update"] / line["epoch"]) or 1.0
+        total = self.status.get("updates")
+        return total / self.config.epochs if total else 1.0
+
+    @property
+    def events(self) -> list[tuple[str, float, str]]:
+        """(kind, at which epoch, text) of each restart, rewind and skipped update."""
+        found = []
+        for line in self.of_kind("event"):
+            text = str(line.get("text", ""))
+            kind = {"resumed": "restart", "rewound": "rewind"}.get(text, "skipped" if "not finite" in text else "")
+            if kind and isinstance(line.get("update"), int):
+                found.append((kind, line["update"] / self.updates_per_epoch, text))
+        return found
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by their names on the command line, without those of a single start."""
+        settings = flatten(as_dict(self.config))
+        return {key: value for key, value in settings.items() if key.split(".")[0] not in OF_A_START}
+
+
+def read_run(path: Path) -> RunRecords:
+    """Read the files of the run in the folder `path`. None of its code is run. Raises UserError."""
+    config = parse([str(path / "config.yaml")], checks_code=False)
+    lines = []
+    metrics = path / "metrics.jsonl"
+    for text in metrics.read_text(errors="replace").splitlines() if metrics.is_file() else ():
+        line = _parsed(text)
+        if isinstance(line.get("kind"), str) and isinstance(line.get("time", 0.0), (int, float)):
+            lines.append(line)
+    return RunRecords(
+        path,
+        config,
+        read_model_info(path),
+        _read(path / "result.json"),
+        _read(path / "status.json"),
+        _read(path / "environment.json"),
+        lines,
+    )
+
+
+def _read(path: Path) -> Row:
+    return _parsed(read_regular_file(path, follow=True)) if path.is_file() else {}
+
+
+def _parsed(text: str | bytes) -> Row:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def differences_from_recipe(run: RunRecords) -> tuple[str, dict[str, tuple[Any, Any]]]:
+    """What the run is compared with, and the settings that differ: key -> (there, in the run)."""
+    name = run.config.recipe
+    if name in recipe_names():
+        base, title = parse([name]), f"the recipe {name}"
+    else:
+        base, title = Config(), "the defaults"
+    there = flatten(as_dict(base))
+    return title, {key: (there.get(key), value) for key, value in run.settings.items() if there.get(key) != value}
+
+
+def differing_settings(runs: Iterable[RunRecords]) -> dict[str, list[Any]]:
+    """The settings that are not the same in all runs: key -> the value of each run."""
+    all_settings = [run.settings for run in runs]
+    keys = dict.fromkeys(key for settings in all_settings for key in settings)
+    values = {key: [settings.get(key) for settings in all_settings] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def same_but_for_seed(runs: list[RunRecords]) -> list[list[RunRecords]]:
+    """The groups of two or more runs whose settings differ in the seed alone."""
+    groups: dict[str, list[RunRecords]] = {}
+    for run in runs:
+        settings = {key: value for key, value in run.settings.items() if key != "seed"}
+        groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def check_runs(paths: Iterable[Path]) -> list[RunRecords]:
+    """Read all runs. Raises one UserError with all that cannot be read."""
+    runs: list[RunRecords] = []
+    mistakes: list[str] = []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except UserError as error:
+            mistakes += error.messages
+    if mistakes:
+        raise UserError(*mistakes)
+    return runs

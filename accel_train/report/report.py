@@ -1,0 +1,114 @@
+"""`accel-train report RUN [RUN …]`: one file that opens without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_train.analysis.evaluate_run import evaluate_run
+from accel_train.analysis.load_run import find_weights, read_config
+from accel_train.analysis.predictions import Predictions, read_predictions
+from accel_train.data.sources.load import load_splits
+from accel_train.errors import UserError
+from accel_train.files import atomic_write, check_writable, sha256
+from accel_train.launch.environment import Launch
+from accel_train.plots import import_pyplot
+from accel_train.report.comparison import page_of_runs
+from accel_train.report.page import check_library, page_of_run
+from accel_train.report.pictures import Picture, worst_pictures
+from accel_train.report.records import RunRecords, check_runs
+
+
+def report(
+    launch: Launch, paths: Sequence[Path], *, output: Path | None, evaluates: bool, trust_code: bool = False
+) -> int:
+    """Write the report of one run, or the comparison of several. Returns the exit code.
+
+    `output`: default report.html in the folder of the first run. `evaluates`: if there are no predictions of the run's
+    weights, evaluate them once; else leave out what needs them. `trust_code`: see `read_config`. Raises UserError.
+    """
+    if launch.world_size > 1:
+        raise UserError(
+            f"accel-train report runs in one process, but {launch.world_size} were started; use no launcher."
+        )
+    import_pyplot()  # their absence is told before the work
+    check_library()
+    runs = check_runs(paths)
+    output = output or paths[0] / "report.html"
+    try:
+        check_writable(output)
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
+    if len(runs) > 1:
+        page = page_of_runs(runs, [])
+    else:
+        notes: list[str] = []
+        evaluation, pictures = _evaluated(launch, runs[0], notes, evaluates=evaluates, trust_code=trust_code)
+        page = page_of_run(runs[0], evaluation, pictures, notes)
+    try:
+        atomic_write(output, page)
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
+    print(f"report: {output}")
+    return 0
+
+
+def _evaluated(
+    launch: Launch, run: RunRecords, notes: list[str], *, evaluates: bool, trust_code: bool
+) -> tuple[dict[str, Any], list[Picture]]:
+    """The newest evaluation of the run's weights, and the worst images; {} and [] if there are none, which `notes`
+    says."""
+    try:
+        weights = list(find_weights(run.path).values())[-1]  # the EMA's if there is one
+    except UserError as error:
+        notes.append(f"There are no figures of a model: {error}")
+        return {}, []
+    splits = ["test", "val"] if run.evaluations("test", "model") or not run.evaluations("val", "model") else ["val"]
+    found = _kept(run.path, weights, splits)
+    if found is None and evaluates:
+        try:
+            path = run.path / f"predictions-{splits[0]}.npz"
+            evaluate_run(
+                launch, run.path, split=splits[0], checkpoint=None, overrides=(), trust_code=trust_code,
+                predictions=path,
+            )  # fmt: skip
+        except UserError as error:
+            notes.append(f"The model could not be evaluated: {error}")
+            return {}, []
+        found = _kept(run.path, weights, splits)
+    if found is None:
+        notes.append("There are no predictions of these weights. Without --no-evaluate true, the report makes them.")
+        return {}, []
+    record, predictions = found
+    return record, _pictures(run, record["split"], predictions, notes, trust_code=trust_code)
+
+
+def _kept(run: Path, weights: Path, splits: Sequence[str]) -> tuple[dict[str, Any], Predictions] | None:
+    """The evaluation of a split and its predictions, if they are of the file `weights` as it is now."""
+    digest = sha256(weights)
+    for split in splits:
+        file, figures = run / f"predictions-{split}.npz", run / f"evaluation-{split}.json"
+        if not (file.is_file() and figures.is_file()):
+            continue
+        predictions, record = read_predictions(file), json.loads(figures.read_text())
+        # A later evaluation, of other data or of another checkpoint, may have replaced the figures.
+        if predictions.about.get("sha256") == digest and predictions.about.get("time") == record.get("time"):
+            return record, predictions
+    return None
+
+
+def _pictures(
+    run: RunRecords, split: str, predictions: Predictions, notes: list[str], *, trust_code: bool
+) -> list[Picture]:
+    try:
+        config = read_config(run.path, uses=("data.name",), trust_code=trust_code)
+        splits = load_splits(config.data, config.seed, download=False, record=run.path)
+        source = splits.test if split == "test" else splits.validation
+        if source is None or len(source) != len(predictions.ids):
+            raise UserError("the data has changed since the evaluation.")
+        return worst_pictures(predictions, source, run.info, config)
+    except UserError as error:
+        notes.append(f"The worst images are left out: {error}")
+        return []
