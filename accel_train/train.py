@@ -121,6 +121,7 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
         configuration=learning_fingerprint(config),
         samples=str(len(splits.train)),
         classes=" ".join(splits.classes),
+        table=splits.table,
         **(what_bits_depend_on(accelerator) if config.bitwise else {}),
     )
     return splits
