@@ -39,7 +39,7 @@ from accel_train.data.loading import start_workers_early
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.evaluate import Batch
 from accel_train.keyed import key
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.consensus import broadcast_from_main, fail_together
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import check_agreement
 from accel_train.optim.bitwise import what_bits_depend_on
@@ -58,6 +58,7 @@ from accel_train.run.run import Run
 from accel_train.run.start import find_start
 from accel_train.run.stopping import StopAskedError, StopRequests
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
+from accel_train.user_code.reference import parse_reference
 
 
 def train(config: Config, launch: Launch) -> int:
@@ -107,13 +108,20 @@ def train(config: Config, launch: Launch) -> int:
 def load_data(config: Config, accelerator: Accelerator) -> Splits:
     """The dataset with its splits. Raises UserError unless all processes have the same."""
     check_agreement(accelerator, code=code_hashes(config))  # before the user's own code runs
-    splits = load_splits(config.data, config.seed, record=config.output_dir)
+
+    def load() -> Splits:
+        return load_splits(config.data, config.seed, record=config.output_dir)
+
+    # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
+    is_users = parse_reference("data.name", config.data.name) is not None
+    splits = load() if is_users else fail_together(accelerator, load)
     check_schedule(config.schedule, splits)
     check_agreement(
         accelerator,
         configuration=learning_fingerprint(config),
         samples=str(len(splits.train)),
         classes=" ".join(splits.classes),
+        table=splits.table,
         **(what_bits_depend_on(accelerator) if config.bitwise else {}),
     )
     return splits

@@ -115,6 +115,8 @@ def check(words: list[str]) -> None:
         assert (ROOT / rest[-1]).is_file(), words
     elif program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    elif program == "python" and rest[0] != "-m":
+        assert any(f"# {rest[0]}\n" in text_of(page) for page in OWN), words
     elif rest and program == "export" and rest[0].startswith("TRAIN="):
         check_accel_train(["train", *rest[0].removeprefix("TRAIN=").split()])
     else:
@@ -284,14 +286,18 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
     for page in OWN:
         for block in blocks(text_of(page), "bash"):
             for program, *words in commands_in(block):
+                if program == "python":
+                    done = helpers.python(*words, cwd=tmp_path)
+                    assert done.returncode == 0, (words, done.stderr)
+                    continue
                 processes = 2 if program == "accelerate" else 1
                 words = ["train", *words[words.index("accel_train.train") + 1 :]] if processes == 2 else words
                 done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path)
                 assert done.returncode == 0, (words, done.stderr)
                 ran += 1
-    assert ran == 15
-    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 10
-    for name in ("arrows", "arrows_2", "stripes"):
+    assert ran == 19
+    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 11
+    for name in ("arrows", "arrows_2", "stripes", "shades"):
         assert json.loads((tmp_path / "runs" / name / "result.json").read_text())["test_accuracy"] > 0.9
     assert json.loads((tmp_path / "runs" / "shapes" / "result.json").read_text())["test_map"] > 0.8
     done = helpers.python("notebook.py", cwd=tmp_path)

@@ -113,6 +113,8 @@ def _check_records(state: Any) -> None:
     for name in ("semantics", "pixels", "samples"):  # checkpoints of older versions lack them
         if name in state and not is_count(state[name]):
             raise ValueError(f"{name} is {state[name]!r}")
+    if not isinstance(table := state.get("table", ""), str):
+        raise ValueError(f"table is {table!r}")
     if not isinstance(bits := state.get("bits", {}), dict):
         raise ValueError(f"bits is {bits!r}")
     if not isinstance(data := state["configuration"].get("data", {}), dict):

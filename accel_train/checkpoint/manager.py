@@ -72,19 +72,21 @@ class Checkpoints:
         schedule: Stateful | None = None,
         lease: Lease | None = None,
         pixels: int = IN_MEMORY,
+        table: str = "",
     ) -> None:
         """`folder`: for the checkpoints; its parent, the run's directory, must exist when a checkpoint is saved.
 
         `model` and `optimizer` are as Accelerate prepared them. `samples`: number of training samples. `ema`: timm's
         ModelEmaV3 around the same model, or the module in it. `schedule`: its state must be fit for JSON. `lease`: is
         checked before anything in the folder is changed. `pixels`: the semantics number by which the data's pixels are
-        computed (`Splits.semantics`).
+        computed (`Splits.semantics`). `table`: the SHA-256 of the table that lists the data, if one does.
         """
         self.folder, self.config, self.accelerator = folder, config, accelerator
         self.lease = lease or Lease(folder.parent, None)
         self.parts = RunParts(
             config,
             samples,
+            table,
             pixels,
             model,
             getattr(ema, "module", ema),
@@ -237,6 +239,7 @@ class Checkpoints:
             "train": state.to_saved(),
             "seed": self.config.seed,
             "samples": self.parts.samples,
+            "table": self.parts.table,
             "configuration": as_dict(self.config),
             "configuration_digest": learning_fingerprint(self.config),
             "versions": versions(),

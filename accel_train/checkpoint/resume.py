@@ -38,6 +38,8 @@ class RunParts:
     config: Config
     samples: int
     """Number of training samples."""
+    table: str
+    """SHA-256 of the table that lists the data (`Splits.table`); "": no table does."""
     pixels: int
     """The semantics number by which the data's pixels are computed (`Splits.semantics`)."""
     model: nn.Module
@@ -79,10 +81,11 @@ def plan_restore(
     if run.has_batchnorm:
         saved = with_older_batchnorm(saved, semantics)
     samples = snapshot.state.get("samples", run.samples), run.samples
-    changes = differences(saved, run.config, samples)
+    tables = snapshot.state.get("table", ""), run.table
+    changes = differences(saved, run.config, samples, tables)
     position = _position(path, snapshot, run, changes)
     obstacle = _obstacle(path, snapshot, run, position, changes)
-    check_changes(saved, run.config, allow, samples=samples, obstacle=obstacle)
+    check_changes(saved, run.config, allow, samples=samples, tables=tables, obstacle=obstacle)
     check_same_pixels(str(path), snapshot.state.get("pixels", IN_MEMORY), run.pixels)
     check_same_splits(str(path), semantics, saved.get("data", {}))
     if snapshot.ema is not None and run.ema is not None:

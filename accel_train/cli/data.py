@@ -24,9 +24,9 @@ class CheckData(CommandOptions):
     """
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
-    """Name of the data: folder, or another one as in --data.name."""
+    """Name of the data: folder, csv, or another one as in --data.name."""
     root: Path = Path("data")
-    """Folder of the data, as in --data.root."""
+    """Folder or file of the data, as in --data.root."""
     output: Path = Path("unreadable.txt")
     """The list to write: one path a line."""
     max_pixels: int = Data.max_pixels
@@ -47,11 +47,11 @@ class CacheData(CommandOptions):
     """
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
-    """Name of the data: folder, or another one as in --data.name."""
+    """Name of the data: folder, csv, or another one as in --data.name."""
     output: Path | None = None
     """The file to write (required)."""
     root: Path = Path("data")
-    """Folder of the data, as in --data.root."""
+    """Folder or file of the data, as in --data.root."""
     short_side: int = 256
     """Shrink larger images to this short side, in pixels; the whole image is kept."""
     encoding: Literal["raw", "jpeg"] = "raw"

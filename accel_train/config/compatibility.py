@@ -91,12 +91,18 @@ def learning_fingerprint(config: Config) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def differences(saved: Mapping[str, Any], config: Config, samples: tuple[int, int] | None = None) -> dict[str, str]:
+def differences(
+    saved: Mapping[str, Any],
+    config: Config,
+    samples: tuple[int, int] | None = None,
+    tables: tuple[str, str] = ("", ""),
+) -> dict[str, str]:
     """Return the settings in which `config` differs from the `saved` ones: key -> "old -> new".
 
     A key that `saved` does not contain is compared as its default value: an older version of the program saved it.
     `samples`: numbers of training samples then and now. If they differ and no setting explains it, the data itself has
-    changed, and the result has the key "data".
+    changed, and the result has the key "data". So it has if `tables`, the hashes of the table that lists the samples,
+    then and now, differ ("": there was no table).
     """
     new, default = flatten(as_dict(config)), flatten(as_dict(Config()))
     old = {**default, **{key: value for key, value in flatten(saved).items() if key in new}}
@@ -107,6 +113,8 @@ def differences(saved: Mapping[str, Any], config: Config, samples: tuple[int, in
     explained = any(key in changes for key in (*SAMPLE_KEYS, "data.skip-unreadable"))
     if samples is not None and samples[0] != samples[1] and not explained:
         changes["data"] = f"{samples[0]} -> {samples[1]} training samples"
+    elif all(tables) and tables[0] != tables[1]:
+        changes["data"] = "the table has changed"
     return changes
 
 
@@ -129,6 +137,7 @@ def check_changes(
     allow: Iterable[str] = (),
     *,
     samples: tuple[int, int] | None = None,
+    tables: tuple[str, str] = ("", ""),
     obstacle: str | None = None,
 ) -> dict[str, str]:
     """Return the `differences` between a checkpoint's `saved` settings and `config`.
@@ -137,7 +146,7 @@ def check_changes(
     Raises UserError if others differ. `obstacle` says why the checkpoint cannot be used even if all changes are
     allowed: it is an error in any case, and the message then does not propose --allow-change.
     """
-    changes = differences(saved, config, samples)
+    changes = differences(saved, config, samples, tables)
     refused = not_allowed(changes, config, allow)
     if refused:
         listed = "; ".join(f"{key}: {changes[key]}" for key in refused)

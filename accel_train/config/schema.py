@@ -19,8 +19,8 @@ from accel_train.config.origin import Origin
 @dataclass(frozen=True)
 class Data:
     name: str = "digits"
-    """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, cache, synthetic, tar, wds, torch/NAME,
-    hfds/NAME, hfids/NAME, tfds/NAME, or your own FILE.py:FUNCTION."""
+    """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), cache, synthetic,
+    tar, wds, torch/NAME, hfds/NAME, hfids/NAME, tfds/NAME, or your own FILE.py:FUNCTION."""
     root: Path = Path("data")
     """Folder of the dataset, a cache file, or the folder torchvision downloads to."""
     val_fraction: float = 0.0

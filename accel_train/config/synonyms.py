@@ -33,7 +33,8 @@ OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, witho
     "eval-every-epochs": "val-interval eval-interval eval-freq test-interval check-val-every-n-epoch val-freq",
     "trackers": "tracker wandb use-wandb log-wandb report-to tensorboard logger mlflow loggers",
     "config-only": "dry-run print-config",
-    "data.name data.root": "data dataset dataset-name data-name train-data",
+    "data.name data.root": "data dataset dataset-name data-name train-data csv csv-file csv-path train-csv labels-csv "
+    "label-file labels-file annotations annotation-file annotations-file",
     "data.root": "data-dir data-path datadir data-root dataset-dir dataset-path root-dir train-dir traindir "
     "data-folder",
     "data.workers": "num-workers j nworkers n-workers dataloader-num-workers num-data-workers",

@@ -67,6 +67,7 @@ class Run:
             schedule=setup.schedule,
             lease=lease,
             pixels=setup.splits.semantics,
+            table=setup.splits.table,
         )
         self.state, self.resumed = self._restore(finished)
         # Updates done beyond those of a run that had these settings from its start (after a change of the batch size,

@@ -6,6 +6,9 @@
                skipped unreadable images have an entry of size 0, so that the others keep their numbers
     footer     magic, offset and length of the index, its SHA-256
 
+The footer's magic is the version of the format. Version 2 is written only where it is needed: the labels may be bits,
+one for each class, if an image may have several, and the training images may have weights.
+
 The footer is written last and verified whenever the file is opened; the checksum of an image is verified when the
 image is read for the first time. So a truncated or changed file is always detected.
 """
@@ -37,6 +40,7 @@ from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, require_regular_file
 
 MAGIC = b"ACTRAIN1"
+MAGIC_2 = b"ACTRAIN2"  # of the footer: older versions of the program cannot read such labels, and refuse the file
 FOOTER = struct.Struct("<8sQQ32s")  # magic, offset of the index, its length, its SHA-256
 OLD = (
     "{} was written by an older accel-train, which ignored the EXIF orientation: photographs that are stored "
@@ -73,7 +77,7 @@ class CacheFile:
                 self.bytes = file.seek(0, io.SEEK_END)
                 file.seek(max(0, self.bytes - FOOTER.size))
                 magic, index_start, length, digest = FOOTER.unpack(file.read(FOOTER.size))
-                if magic != MAGIC or index_start + length + FOOTER.size != self.bytes:
+                if magic not in (MAGIC, MAGIC_2) or index_start + length + FOOTER.size != self.bytes:
                     raise ValueError("its end is missing")
                 file.seek(index_start)
                 index = file.read(length)
@@ -82,13 +86,17 @@ class CacheFile:
             with np.load(io.BytesIO(index), allow_pickle=False) as arrays:
                 described: dict[str, Any] = json.loads(arrays["description"].tobytes())
                 self.columns: dict[str, npt.NDArray[Any]] = {name: arrays[name] for name in COLUMNS}
-                self._shared = {name: SharedArray(column) for name, column in self.columns.items()}
                 text, ends = arrays["names"], arrays["name_ends"]
+                self.weights: npt.NDArray[Any] | None = arrays.get("weights")
                 self.names = StringArray.of(text, ends)
             for name in ("classes", "mean", "std"):
                 described[name] = tuple(described[name])
             self.description = Description(**described)
+            if self.columns["labels"].dtype == np.uint8:
+                self.columns["labels"] = _unpacked(self.columns["labels"], len(self.description.classes))
+            self._shared = {name: SharedArray(column) for name, column in self.columns.items()}
             _check(self.description, self.columns, text, ends, index_start)
+            _check_weights(self.weights, self.description)
         except OSError as error:
             raise UserError(
                 f"--data.root {path} cannot be read ({error.strerror}); name a file that `accel-train cache-data` "
@@ -148,8 +156,11 @@ def _check(
         raise ValueError(f"its splits are {', '.join(map(str, splits)) or 'none'}")
     if not all(map(is_count, splits.values())) or sum(splits.values()) != count:
         raise ValueError(f"the sizes of its splits do not add up to its {count} images")
+    single = columns["labels"].dtype != np.bool_
     for name, values in {**columns, "names": text, "name_ends": ends}.items():
-        if values.ndim != 1 or values.dtype != (np.uint8 if name == "names" else np.int64):
+        if (name != "labels" or single) and (
+            values.ndim != 1 or values.dtype != (np.uint8 if name == "names" else np.int64)
+        ):
             raise ValueError(f"its {name} are not a one-dimensional array of integers")
         if name != "names" and len(values) != count:
             raise ValueError(f"it has {len(values)} {name} for {count} images")
@@ -164,6 +175,23 @@ def _check(
         sides = (heights > 0) & (widths > 0) & (heights <= end) & (widths <= end // np.maximum(heights, 1))
         if not (skipped | (sides & (heights * widths * channels == sizes))).all():
             raise ValueError("the sizes of its images are wrong")
+
+
+def _unpacked(bits: npt.NDArray[Any], classes: int) -> npt.NDArray[np.bool_]:
+    """The labels of version 2, bool [n, classes]. Raises ValueError."""
+    if bits.ndim != 2 or bits.shape[1] != -(-classes // 8):
+        raise ValueError(f"its labels do not have one bit for each of {classes} classes")
+    return np.unpackbits(bits, axis=1, count=classes).astype(np.bool_)
+
+
+def _check_weights(weights: npt.NDArray[Any] | None, description: Description) -> None:
+    """Raise ValueError unless these are weights of the training images, or None."""
+    if weights is None:
+        return
+    if weights.shape != (description.splits["train"],) or weights.dtype != np.float64:
+        raise ValueError("it does not have one weight for each training image")
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise ValueError("the weights of its images are wrong")
 
 
 class CachedImages(EncodedImages):
@@ -248,6 +276,7 @@ def cache(data: Data) -> Splits:
         sources["train"],
         sources.get("validation"),
         sources.get("test"),
+        train_weights=None if file.weights is None else torch.from_numpy(file.weights.copy()),
         notes=() if description.semantics >= IMAGE_FILES else (OLD.format(data.root),),
         semantics=description.semantics
         if description.encoding == "raw"

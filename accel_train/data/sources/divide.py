@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.splits import Source, Splits, subset, unwrap_subset
+from accel_train.data.sources.splits import Source, Splits, names_root, present_classes, subset, unwrap_subset
 from accel_train.errors import UserError
 from accel_train.user_code.reference import parse_reference, short_name
 
@@ -74,7 +74,9 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
     ):
         source: Source | None = getattr(splits, split)
         if source is not None and limit is not None and limit < len(source):
-            drawn = stratified_choice(sample_keys(source, data.root), source.labels.numpy(), limit, f"{seed} limit")
+            drawn = stratified_choice(
+                sample_keys(source, names_root(data)), source.labels.numpy(), limit, f"{seed} limit"
+            )
             splits = _choose(splits, split, drawn)
     return _skip(splits, unreadable) if unreadable else splits
 
@@ -151,7 +153,9 @@ def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:
         held, ids = unwrap_subset(source)
         marks = marked.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
         if listed:
-            chosen = np.fromiter((key in listed for key in sample_keys(source, data.root)), np.bool_, len(source))
+            chosen = np.fromiter(
+                (key in listed for key in sample_keys(source, names_root(data))), np.bool_, len(source)
+            )
             marks[slice(None) if ids is None else ids.numpy()] |= chosen
             listed_here += int(chosen.sum())
         missing: npt.NDArray[np.bool_] | None = getattr(held, "missing", None)
@@ -179,7 +183,7 @@ def _skip(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Split
         if not skipped.any():
             continue
         if split == "train":
-            lost = _present(source.labels) - _present(source.labels[torch.from_numpy(~skipped)])
+            lost = present_classes(source.labels) - present_classes(source.labels[torch.from_numpy(~skipped)])
             if lost:
                 names = ", ".join(repr(splits.classes[label]) for label in sorted(lost))
                 raise UserError(
@@ -189,11 +193,6 @@ def _skip(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Split
         else:
             splits = _with(splits, split, None) if skipped.all() else _choose(splits, split, ~skipped)
     return replace(splits, left_out=left_out)
-
-
-def _present(labels: torch.Tensor) -> set[int]:
-    """The classes of at least one sample."""
-    return set(labels.any(0).nonzero()[:, 0].tolist() if labels.ndim == 2 else labels.tolist())
 
 
 def _split_off(splits: Splits, data: Data, seed: int) -> Splits:
@@ -216,7 +215,7 @@ def _split_off(splits: Splits, data: Data, seed: int) -> Splits:
                 f"which leaves nothing to {'train on' if count else 'evaluate'}; choose another fraction."
             )
         drawn = stratified_choice(
-            sample_keys(splits.train, data.root), splits.train.labels.numpy(), count, f"{seed} {split}"
+            sample_keys(splits.train, names_root(data)), splits.train.labels.numpy(), count, f"{seed} {split}"
         )
         splits = _choose(_with(splits, split, subset(splits.train, drawn)), "train", ~drawn)
     return splits

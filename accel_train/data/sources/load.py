@@ -15,7 +15,7 @@ __all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits"]
 ARRAYS = ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")
 IN_MEMORY = ("digits", *ARRAYS, "synthetic")
 """Datasets whose images need no workers, unless images are augmented one by one."""
-NAMES = ("digits", *ARRAYS, "folder", "cache", "synthetic", "tar", "wds")
+NAMES = ("digits", *ARRAYS, "folder", "csv", "cache", "synthetic", "tar", "wds")
 PREFIXES = ("hfds/", "hfids/", "wds/", "tfds/", "torch/")
 
 
@@ -55,6 +55,10 @@ def _load(data: Data, download: bool) -> Splits:
         from accel_train.data.sources.files.folder import folder
 
         return folder(data)
+    if name == "csv":
+        from accel_train.data.sources.files.table import table
+
+        return table(data)
     if name == "cache":
         from accel_train.data.sources.cache import cache
 
@@ -77,6 +81,8 @@ def _load(data: Data, download: bool) -> Splits:
         if not download:
             raise UserError(f"the dataset '{data.name}' is not available here; training downloads it from its hub.")
         return hub(data)
+    if name.lower().endswith(".csv"):
+        raise UserError(f"--data.name {name}: for a table give --data.name csv --data.root {name}.")
     raise UserError(
         f"--data.name: unknown dataset '{data.name}'.{nearest(data.name, known_sources())} "
         f"Known datasets: {', '.join(known_sources())}, and your own FILE.py:FUNCTION."

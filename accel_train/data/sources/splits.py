@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from accel_train.config.schema import Data
 from accel_train.config.semantics import IN_MEMORY
 
 
@@ -58,6 +60,8 @@ class Splits:
     """Warnings for the user."""
     train_weights: torch.Tensor | None = None
     """float64 [n], the weight of each sample of `train`, for --data.sampler weights; None: the data has none."""
+    table: str = ""
+    """SHA-256 of the rows of the table that lists the samples; "": no table does."""
     full_scale: int = 255
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of float ones."""
     semantics: int = IN_MEMORY
@@ -106,6 +110,19 @@ class Subset:
 
     def name(self, id: int) -> str:
         return self.source.name(int(self.ids[id]))
+
+
+def names_root(data: Data) -> Path:
+    """The path to which the names of samples are relative in lists and in the division into splits.
+
+    It is data.root, but the folder of a table: the same files have the same names in the table and in the folder.
+    """
+    return data.root.parent if data.name == "csv" else data.root
+
+
+def present_classes(labels: torch.Tensor) -> set[int]:
+    """The classes of at least one sample, by `labels` (int64 [n], or bool [n, classes])."""
+    return set((labels.any(0).nonzero()[:, 0] if labels.ndim == 2 else labels).tolist())
 
 
 def has_one_size(source: Source) -> bool:

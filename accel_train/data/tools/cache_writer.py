@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
-from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, CacheFile, Description
+from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, MAGIC_2, CacheFile, Description
 from accel_train.data.sources.divide import listed_names
 from accel_train.data.sources.files.encoded import EncodedImages, StringArray
 from accel_train.data.sources.load import Source, Splits, load_splits
-from accel_train.data.sources.splits import unwrap_subset
+from accel_train.data.sources.splits import names_root, present_classes, unwrap_subset
 from accel_train.data.tools.check import write_list
 from accel_train.data.tools.chunk import Chunk, encode
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
@@ -61,7 +63,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         splits.mean,
         splits.std,
         {split: len(source) for split, source in sources.items()},
-        _fingerprint(splits, sources, data.root, short_side, encoding),
+        _fingerprint(splits, sources, names_root(data), short_side, encoding),
         IMAGE_FILES,
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -74,7 +76,8 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         lock = output.with_name(f".{output.name}.lock")
         with FileLock(lock, timeout=0):
             try:
-                return _write(data, output, list(sources.values()), described, listed, processes, console)
+                weights = None if splits.train_weights is None else splits.train_weights.numpy()
+                return _write(data, output, list(sources.values()), weights, described, listed, processes, console)
             finally:
                 lock.unlink(missing_ok=True)
     except Timeout:
@@ -87,6 +90,7 @@ def _write(
     data: Data,
     output: Path,
     sources: list[Source],
+    weights: npt.NDArray[np.float64] | None,
     described: Description,
     listed: set[str],
     processes: int,
@@ -114,7 +118,8 @@ def _write(
             unreadable += chunk.unreadable
             shown.advance(len(chunk.sizes), len(unreadable))
 
-    bad = [(name, why) for name, why in unreadable if name.removeprefix(f"{data.root}/") not in listed]
+    root = names_root(data)
+    bad = [(name, why) for name, why in unreadable if name.removeprefix(f"{root}/") not in listed]
     if bad:
         list_path = output.with_name(f"{output.name}.unreadable.txt")
         write_list(list_path, data, unreadable, console)
@@ -124,7 +129,7 @@ def _write(
         )
         return len(bad)
 
-    _finish(partial, chunks, sources, data.root, described, listed)
+    _finish(partial, chunks, sources, weights, root, described, listed)
     _verify(partial)
     partial.replace(output)
     fsync(output.parent)
@@ -140,6 +145,8 @@ def _fingerprint(splits: Splits, sources: dict[str, Source], root: Path, short_s
     """SHA-256 of what the cache depends on: settings, and names, labels and state (size, time) of the images."""
     digest = hashlib.sha256(json.dumps([MAGIC.decode(), IMAGE_FILES, short_side, encoding, splits.channels]).encode())
     digest.update(json.dumps(splits.classes).encode())
+    if splits.train_weights is not None:
+        digest.update(splits.train_weights.numpy().tobytes())
     for split, source in sources.items():
         assert isinstance(source, EncodedImages)
         digest.update(f"\0{split}\0{len(source)}\0".encode())
@@ -215,38 +222,43 @@ def _finish(
     partial: Path,
     chunks: list[Chunk],
     sources: list[Source],
+    weights: npt.NDArray[np.float64] | None,
     root: Path,
     described: Description,
     listed: set[str],
 ) -> None:
     """Append the index, in which the listed images have no bytes, and the footer."""
     lists = {name: [value for chunk in chunks for value in getattr(chunk, name)] for name in COLUMNS[1:-1]}
-    columns = {name: np.array(values, dtype=np.int64) for name, values in lists.items()}
+    columns: dict[str, npt.NDArray[Any]] = {name: np.array(values, dtype=np.int64) for name, values in lists.items()}
     columns["offsets"] = len(MAGIC) + np.cumsum(columns["sizes"]) - columns["sizes"]
-    columns["labels"] = np.concatenate([source.labels.numpy() for source in sources])
+    labels = torch.cat([source.labels for source in sources])
+    columns["labels"] = labels.numpy() if labels.ndim == 1 else np.packbits(labels.numpy(), axis=1)
     names = [source.name(id).removeprefix(f"{root}/") for source in sources for id in range(len(source))]
     kept = np.array([size > 0 and name not in listed for size, name in zip(columns["sizes"], names, strict=True)])
-    train = slice(0, len(sources[0]))
-    lost = set(columns["labels"][train].tolist()) - set(columns["labels"][train][kept[train]].tolist())
+    train = sources[0].labels
+    lost = present_classes(train) - present_classes(train[torch.from_numpy(kept[: len(train)])])
     if lost:
         which = ", ".join(repr(described.classes[label]) for label in sorted(lost))
         raise UserError(f"--skip-unreadable leaves no training image of class {which}.")
     for name in ("sizes", "checksums"):  # of nothing
         columns[name][~kept] = 0
     packed = StringArray(names)
+    optional = {} if weights is None else {"weights": weights}
     index = io.BytesIO()
     np.savez(
         index,
         description=np.frombuffer(json.dumps(asdict(described)).encode(), dtype=np.uint8),
         names=packed.text,
         name_ends=packed.ends,
+        **optional,  # type: ignore[arg-type]
         **columns,  # type: ignore[arg-type]
     )
     content = index.getvalue()
+    magic = MAGIC_2 if optional or labels.ndim == 2 else MAGIC
     with partial.open("ab") as file:
         at = file.tell()
         file.write(content)
-        file.write(FOOTER.pack(MAGIC, at, len(content), hashlib.sha256(content).digest()))
+        file.write(FOOTER.pack(magic, at, len(content), hashlib.sha256(content).digest()))
         file.flush()
         os.fsync(file.fileno())
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Source, load_splits
+from accel_train.data.sources.splits import names_root
 from accel_train.data.tools.pool import ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError
 from accel_train.files import atomic_write, check_writable
@@ -24,7 +25,7 @@ Unreadable = tuple[str, str]
 def check_data(data: Data, output: Path, processes: int) -> int:
     """Decode all images of `data` in `processes` processes; list the unreadable ones in the file `output`.
 
-    The list has one path a line, relative to data.root, sorted; it is empty if all can be read, and it is
+    The list has one path a line, relative to `names_root`, sorted; it is empty if all can be read, and it is
     written whole or not at all. Returns the number of unreadable images. Raises UserError.
     """
     try:
@@ -74,9 +75,10 @@ def find_unreadable(source: Source, first: int, last: int) -> tuple[int, list[Un
 
 
 def write_list(output: Path, data: Data, unreadable: list[Unreadable], console: Console) -> None:
-    """Write the sorted names of unreadable images, relative to data.root, one a line; print the first ones."""
+    """Write the sorted names of unreadable images, relative to `names_root`, one a line; print the first ones."""
     unreadable.sort()
-    atomic_write(output, "".join(f"{name.removeprefix(f'{data.root}/')}\n" for name, _ in unreadable))
+    prefix = f"{names_root(data)}/"
+    atomic_write(output, "".join(f"{name.removeprefix(prefix)}\n" for name, _ in unreadable))
     for name, why in unreadable[:SHOWN]:
         console.print(f"  {name}: {why}")
     if len(unreadable) > SHOWN:

@@ -99,7 +99,8 @@ def folder(data: Data) -> Splits:
     root = data.root
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
-        raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.")
+        table = " To train on a table, give --data.name csv." if root.suffix.lower() == ".csv" else ""
+        raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.{table}")
     contents = find_images(root)
     if not contents.images:
         others = f"; found {ignored_text(contents.others)}" if contents.others else ""

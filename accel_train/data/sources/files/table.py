@@ -1,0 +1,269 @@
+"""A CSV table that lists image files and their labels, and optionally splits and weights: `--data.name csv`.
+
+The samples are sorted by path, as those of a folder are, so the order of the rows does not matter: a table of a
+folder's images, in the folder, trains to the same bits as the folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import posixpath
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accel_train.config.schema import Data
+from accel_train.config.semantics import IMAGE_FILES
+from accel_train.data.sources.files.csv_rows import Mistakes, csv_rows
+from accel_train.data.sources.files.encoded import FileImages
+from accel_train.data.sources.files.images import default_mean_std
+from accel_train.data.sources.files.missing import missing_files, similar_file
+from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
+from accel_train.errors import UserError, nearest
+
+COLUMNS = {
+    "path": ("path", "file", "filename", "filepath", "image"),
+    "label": ("label", "labels", "class", "target"),
+    "split": ("split",),
+    "weight": ("weight",),
+}
+"""The names that a column may have, in capital or small letters: "File name" and file_name are filename."""
+SEPARATOR = ";"
+"""Between several labels of an image. Alone in a cell: the image has no label."""
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+
+Labels = npt.NDArray[Any]
+"""int64 [n], or bool [n, classes]."""
+
+
+@dataclass
+class _Rows:
+    """The rows of a table, in the table's order; each list has one entry per row."""
+
+    numbers: list[int] = field(default_factory=list)
+    """As an editor shows them."""
+    paths: list[str] = field(default_factory=list)
+    """Relative to the table's folder, normalised: cat/1.jpg, not ./cat//1.jpg."""
+    labels: list[str] = field(default_factory=list)
+    """The cells."""
+    splits: list[str] = field(default_factory=list)
+    """train, validation or test."""
+    weights: list[float] = field(default_factory=list)
+    """Empty if the table has no such column."""
+    ignored: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def table(data: Data) -> Splits:
+    """The images that the CSV file `data.root` lists. Raises UserError."""
+    path = data.root
+    mistakes = Mistakes(path)
+    rows = _read(path, mistakes)
+    # Before any label is looked at, so that all of these mistakes are told at once.
+    for index in missing_files(path.parent, rows.paths):
+        image = rows.paths[index]
+        hint = "" if mistakes.has("missing") else similar_file(path.parent, image)
+        mistakes.add("missing", rows.numbers[index], f"there is no file '{image}' in {path.parent}.{hint}")
+    mistakes.raise_all()
+    classes, labels = _labels(rows.labels)
+    splits = np.array(rows.splits)
+    _check_training_classes(rows, classes, labels, splits == "train", mistakes)
+    mistakes.raise_all()
+
+    check_command = f"accel-train check-data csv --root {path}"
+    order = np.array(sorted(range(len(rows.paths)), key=rows.paths.__getitem__))
+    sources: dict[str, Source] = {}
+    weights = None
+    digest = hashlib.sha256(json.dumps(classes).encode())
+    for split in ("train", "validation", "test"):
+        ids = order[splits[order] == split]
+        if not len(ids):
+            continue
+        paths, its_labels = [rows.paths[id] for id in ids], torch.from_numpy(labels[ids])
+        sources[split] = FileImages(path.parent, paths, its_labels, data.channels, check_command, data.max_pixels)
+        for part in (split, *paths):
+            digest.update(f"{part}\0".encode())
+        digest.update(labels[ids].tobytes())
+        if split == "train" and rows.weights:
+            weights = torch.tensor(rows.weights, dtype=torch.float64)[ids]
+            digest.update(weights.numpy().tobytes())
+    mean, std = default_mean_std(data.channels)
+    return Splits(
+        classes,
+        data.channels,
+        None,
+        mean,
+        std,
+        sources["train"],
+        sources.get("validation"),
+        sources.get("test"),
+        ignored=rows.ignored,
+        notes=rows.notes,
+        train_weights=weights,
+        table=digest.hexdigest(),
+        semantics=IMAGE_FILES,
+    )
+
+
+def _read(path: Path, mistakes: Mistakes) -> _Rows:
+    """The rows, without the mistaken ones. Raises UserError if the columns are not clear."""
+    lines = csv_rows(path)
+    first, header = next(lines, (0, []))
+    if not header:
+        raise UserError(f"{path} is empty; its first row must name the columns, such as path,label.")
+    where = f"{path}, row {first}"
+    columns = _columns(header, where)
+    rows = _Rows()
+    line_of: dict[str, int] = {}
+    for number, cells in lines:
+        if len(cells) != len(header):
+            advice = "; put a cell that contains the separator in quotation marks" if len(cells) > len(header) else ""
+            text = f"it has {len(cells)} cell{'s' * (len(cells) > 1)}, but the header has {len(header)}{advice}."
+            mistakes.add("cells", number, text)
+            continue
+        values = {role: cells[column] for role, column in columns.items()}
+        image = posixpath.normpath(values["path"])
+        problem = _problem(values)
+        if problem is None and image in line_of:
+            problem = "twice", f"the image '{image}' is also in row {line_of[image]}; keep one of these rows."
+        if problem is not None:
+            mistakes.add(problem[0], number, problem[1])
+            continue
+        line_of[image] = number
+        rows.numbers.append(number)
+        rows.paths.append(image)
+        rows.labels.append(sys.intern(values["label"]))  # one string, not a million
+        rows.splits.append(SPLIT_NAMES[values["split"].lower()] if "split" in columns else "train")
+        if "weight" in columns:
+            rows.weights.append(float(values["weight"] or 0))
+    if not rows.numbers:
+        mistakes.raise_all()
+        raise UserError(f"{path} has a header, but no row with an image.")
+    unused = [name for column, name in enumerate(header) if column not in columns.values()]
+    rows.ignored = f"column{'s' * (len(unused) > 1)} {_quoted(unused)}" if unused else ""
+    lacking = [role for role in COLUMNS if role not in columns]
+    rows.notes = tuple(
+        f"{where}: the column '{name[:50]}' is not used. Did you mean '{close[0]}'?"
+        for name in unused
+        if (close := difflib.get_close_matches(_plain(name), lacking, n=1, cutoff=0.75))
+    )
+    return rows
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
+def _columns(header: Sequence[str], where: str) -> dict[str, int]:
+    """path, label, … -> number of the column. Raises UserError if one is missing, or if two could be meant."""
+    columns: dict[str, int] = {}
+    for role, names in COLUMNS.items():
+        found = [column for column, name in enumerate(header) if _plain(name) in names]
+        if len(found) > 1:
+            raise UserError(
+                f"{where}: the columns {_quoted([header[column] for column in found])} could each be the {role}; "
+                f"keep one of these names, and rename or remove the other{'s' * (len(found) > 2)}."
+            )
+        if found:
+            columns[role] = found[0]
+        elif role in ("path", "label"):
+            if not any(_plain(name) in known for name in header for known in COLUMNS.values()):
+                raise UserError(
+                    f"{where}: the first row must name the columns, such as path,label; found {_quoted(header)}."
+                )
+            similar = next((hint for name in header if (hint := nearest(_plain(name), names))), "")
+            raise UserError(
+                f"{where}: there is no column for the {role}; found {_quoted(header)}, expected one of "
+                f"{', '.join(names)}.{similar}"
+            )
+    return columns
+
+
+def _problem(values: dict[str, str]) -> tuple[str, str] | None:
+    """Kind and description of the first mistake in a row's cells, apart from its files; None: there is none."""
+    path, weight, split = values["path"], values.get("weight"), values.get("split", "train")
+    for role, cell in values.items():
+        if not cell.isprintable() and CONTROL.search(cell):
+            return "control", f"the {role} has a line break or another control character: {cell!r}."
+        if not cell and role == "label":
+            advice = f"If images of this table have several labels or none, write {SEPARATOR} for none."
+            return "empty label", f"the label is empty. {advice}"
+        if not cell and (role != "weight" or SPLIT_NAMES.get(split.lower()) == "train"):
+            return f"empty {role}", f"the {role} is empty."
+    if path.startswith("/") or path[1:3] in (":/", ":\\"):
+        return "outside", f"the path '{path}' is absolute; write it relative to the table's folder."
+    if ".." in path and ".." in path.split("/"):
+        return "outside", f"the path '{path}' leads outside the table's folder; move the table to a folder above."
+    if split.lower() not in SPLIT_NAMES:
+        hint = nearest(split.lower(), SPLIT_NAMES)
+        return "split", f"unknown split '{split}'; expected train, val or test.{hint}"
+    if weight and not _is_weight(weight):
+        return "weight", f"the weight '{weight}' is not a number of at least 0, such as 0.5."
+    return None
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def _labels(cells: Sequence[str]) -> tuple[tuple[str, ...], Labels]:
+    """The classes, and the labels of all rows: int64 [n], or bool [n, classes] if any cell has a separator.
+
+    Classes are sorted: by their numbers if all labels are whole numbers, else as text, as a folder's classes are.
+    """
+    several = any(SEPARATOR in cell for cell in cells)
+    parts = {cell: [part.strip() for part in cell.split(SEPARATOR) if part.strip()] for cell in set(cells)}
+    names = {name for found in parts.values() for name in found}
+    if all(NUMBER.fullmatch(name) for name in names):
+        parts = {cell: [str(int(name)) for name in found] for cell, found in parts.items()}
+        classes = tuple(map(str, sorted({int(name) for name in names})))
+    else:
+        classes = tuple(sorted(names))
+    number = {name: label for label, name in enumerate(classes)}
+    if not several:
+        one = {cell: number[found[0]] for cell, found in parts.items()}
+        return classes, np.array([one[cell] for cell in cells], dtype=np.int64)
+    sets = {cell: [number[name] for name in found] for cell, found in parts.items()}
+    matrix = np.zeros((len(cells), len(classes)), dtype=np.bool_)
+    for index, cell in enumerate(cells):
+        matrix[index, sets[cell]] = True
+    return classes, matrix
+
+
+def _check_training_classes(
+    rows: _Rows, classes: Sequence[str], labels: Labels, is_train: npt.NDArray[np.bool_], mistakes: Mistakes
+) -> None:
+    """Add the rows with a class that no training image has. Raises UserError if there is no training image at all."""
+    if not is_train.any():
+        found = " and ".join(sorted(set(rows.splits)))
+        raise UserError(
+            f"{mistakes.path}: no row has the split train, only {found}. To evaluate a run on all images of a table, "
+            "remove the column split and give --split train."
+        )
+    trained = labels[is_train]
+    if labels.ndim == 2:
+        untrained = labels & ~trained.any(0)
+        number, is_untrained = untrained.argmax(1), untrained.any(1)
+    else:
+        number, is_untrained = labels, (np.bincount(trained, minlength=len(classes)) == 0)[labels]
+    for index in np.flatnonzero(is_untrained):
+        name, split = classes[number[index]], rows.splits[index]
+        mistakes.add("class", rows.numbers[index], f"the class '{name}' of this {split} image has no training image.")
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name[:50]}'" for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

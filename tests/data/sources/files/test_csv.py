@@ -1,0 +1,288 @@
+"""CSV tables that list image files; each mistake in one line with the row's number."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from accel_train.config.schema import Data
+from accel_train.data.sources.cache import MAGIC, CacheFile
+from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Source, Splits
+from accel_train.data.tools.cache_writer import write_cache
+from accel_train.data.tools.check import check_data
+from accel_train.errors import UserError
+
+IMAGES = ("a/1.png", "a/2.png", "b/3.png", "b/4.png", "c d/5.png", "6.png", "7.png")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    numbers = np.random.default_rng(0)
+    for path in IMAGES:
+        (root / path).parent.mkdir(exist_ok=True)
+        Image.fromarray(numbers.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(root / path)
+    return root
+
+
+def data(images: Path, content: str | bytes, **options: object) -> Data:
+    path = images / "labels.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return Data(name="csv", root=path, **options)  # type: ignore[arg-type]
+
+
+def load(images: Path, content: str | bytes, **options: object) -> Splits:
+    return load_splits(data(images, content, **options), 0)
+
+
+def names(source: Source | None, root: Path) -> list[str]:
+    assert source is not None
+    return [source.name(id).removeprefix(f"{root}/") for id in range(len(source))]
+
+
+def mistakes(images: Path, content: str | bytes) -> list[str]:
+    with pytest.raises(UserError) as raised:
+        load(images, content)
+    return [message.replace(f"{images}/labels.csv", "TABLE") for message in raised.value.messages]
+
+
+def mistake(images: Path, content: str | bytes) -> str:
+    (line,) = mistakes(images, content)
+    assert "\n" not in line
+    return line
+
+
+SPLIT = "path,label,split\nb/4.png,dog,val\n7.png,dog,TRAIN\na/1.png,cat,train\nb/3.png,cat,valid\na/2.png,cat,test\n"
+
+
+def test_the_columns_and_the_order_of_samples(images: Path) -> None:
+    splits = load(images, SPLIT)
+    assert splits.classes == ("cat", "dog") and not splits.multi_label and splits.train_weights is None
+    assert names(splits.train, images) == ["7.png", "a/1.png"] and splits.train.labels.tolist() == [1, 0]
+    assert names(splits.validation, images) == ["b/3.png", "b/4.png"] and splits.validation.labels.tolist() == [0, 1]
+    assert names(splits.test, images) == ["a/2.png"]
+    assert splits.train.labels.dtype == torch.int64 and splits.train.fetch([0])[0].shape == (3, 9, 9)
+
+
+def test_the_table_is_its_content_not_its_form(images: Path) -> None:
+    """Other order of rows and columns, other names and delimiters, a BOM, CRLF, spaces, quotes, empty rows."""
+    expected = load(images, SPLIT)
+    head, *rows = SPLIT.splitlines()
+    others = [
+        "\n".join([head, *reversed(rows)]),
+        codecs.BOM_UTF8 + SPLIT.replace("\n", "\r\n").encode(),
+        SPLIT.replace(",", ";"),
+        SPLIT.replace(",", "\t"),
+        SPLIT.replace(",", " , ").replace("\n", "\n\n,,\n"),
+        SPLIT.replace("path", '"File name"').replace("label", "Class").replace("a/1.png", '"./a//1.png"'),
+        "\n".join(",".join([cells[2], "x", cells[1], cells[0]]) for cells in (row.split(",") for row in [head, *rows])),
+    ]
+    for text in others:
+        splits = load(images, text)
+        assert names(splits.train, images) == ["7.png", "a/1.png"]
+        assert splits.table == expected.table and splits.classes == expected.classes
+    assert splits.ignored == "column 'x'"
+    changed = [SPLIT.replace("7.png,dog", "6.png,dog"), SPLIT.replace("test", "val"), SPLIT.replace("cat", "kat")]
+    changed += ["path,label,weight\n6.png,a,1\n7.png,b,2\n", "path,label,weight\n6.png,a,1\n7.png,b,1\n"]
+    assert len({expected.table, *(load(images, text).table for text in changed)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "numbers"),
+    [
+        (["0", "1", "2", "10"], ("0", "1", "2", "10"), [0, 1, 2, 3]),
+        (["10", "1", "7", "01"], ("1", "7", "10"), [2, 0, 1, 0]),
+        (["-1", "1", "1", "-1"], ("-1", "1"), [0, 1, 1, 0]),
+        (["10", "9", "x", "x"], ("10", "9", "x"), [0, 1, 2, 2]),
+        (["dög", "Cat", "cat", '"a, b"'], ("Cat", "a, b", "cat", "dög"), [3, 0, 2, 1]),
+    ],
+)
+def test_numbers_and_names(images: Path, labels: list[str], classes: tuple[str, ...], numbers: list[int]) -> None:
+    rows = zip(sorted(IMAGES)[:4], labels, strict=True)
+    splits = load(images, "image,target\n" + "".join(f"{path},{label}\n" for path, label in rows))
+    assert splits.classes == classes and splits.train.labels.tolist() == numbers
+
+
+def test_several_labels(images: Path) -> None:
+    table = "path,labels,split\n6.png,2;10,train\n7.png,2,train\na/1.png,;,train\na/2.png,10; 3,train\nb/3.png,3,val\n"
+    splits = load(images, table)
+    assert splits.multi_label and splits.classes == ("2", "3", "10")
+    assert splits.train.labels.dtype == torch.bool and splits.validation is not None
+    assert splits.train.labels.int().tolist() == [[1, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1]]
+    assert splits.validation.labels.int().tolist() == [[0, 1, 0]]
+    halves = load(images, table.replace(",val", ",train"), val_fraction=0.4)
+    assert halves.validation is not None and [len(halves.train), len(halves.validation)] == [3, 2]
+    quoted = 'path;labels\n6.png;"x;y"\n7.png;x\n'
+    assert load(images, quoted).train.labels.int().tolist() == [[1, 1], [1, 0]]
+
+
+def test_weights_follow_their_samples(images: Path) -> None:
+    table = "path,label,weight\n" + "".join(f"{path},{n % 2},{n}.5\n" for n, path in enumerate(IMAGES))
+    splits = load(images, table, val_fraction=0.3)
+    assert splits.train_weights is not None and splits.train_weights.dtype == torch.float64
+    expected = {path: n + 0.5 for n, path in enumerate(IMAGES)}
+    assert splits.train_weights.tolist() == [expected[name] for name in names(splits.train, images)]
+    only_train = load(images, "path,label,split,weight\n6.png,a,train,0\n7.png,b,train,2\na/1.png,a,val,\n")
+    assert only_train.train_weights is not None and only_train.train_weights.tolist() == [0, 2]
+
+
+def test_the_same_division_as_a_folder_of_the_same_images(tmp_path: Path) -> None:
+    for n in range(40):
+        (tmp_path / "ab"[n % 2]).mkdir(exist_ok=True)
+        Image.new("L", (4, 4), n).save(tmp_path / "ab"[n % 2] / f"{n}.png")
+    rows = [f"{'ab'[n % 2]}/{n}.png,{'ab'[n % 2]}" for n in reversed(range(40))]
+    (tmp_path / "labels.csv").write_text("\n".join(["path,label", *rows]))
+    (tmp_path / "bad").write_text("a/0.png\nb/11.png\n")
+    skip = tmp_path / "bad"
+    for name, root in (("folder", tmp_path), ("csv", tmp_path / "labels.csv")):
+        splits = load_splits(Data(name, root, 0.2, 0.1, train_limit=25, skip_unreadable=skip), 5)
+        found = [names(part, tmp_path) for part in (splits.train, splits.validation, splits.test)]
+        assert splits.left_out == 2
+        if name == "folder":
+            expected = found
+    assert found == expected and [len(part) for part in found] >= [25, 6, 3]
+
+
+def test_links_into_the_tables_folder_are_followed(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(images / "a")
+    (tmp_path / "6.png").symlink_to(images / "6.png")
+    splits = load(tmp_path, "path,label\na/1.png,x\na/2.png,y\n6.png,x\n")
+    assert len(splits.train) == 3 and len(splits.train.fetch([0, 1, 2])) == 3
+
+
+GOOD = "path,label\n6.png,x\n7.png,y\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD + "8.png,x\n", "row 4: there is no file '8.png' in "),
+        (GOOD + "a,x\n", "row 4: there is no file 'a' in "),
+        (GOOD + "a/1,x\n", "Did you mean 'a/1.png'?"),
+        (GOOD + "a/1.PNG,x\n", "Did you mean 'a/1.png'?"),
+        (GOOD + "z/1.png,x\n", "There is no folder 'z'."),
+        (GOOD + "a\\1.png,x\n", "Write / instead of \\."),
+        (GOOD + f"{'long' * 100}.png,x\n", "row 4: there is no file"),
+        (GOOD + f"{'long' * 1000}.png,x\n", "…"),
+        (GOOD + "\n./7.png,x\n", "row 5: the image '7.png' is also in row 3"),
+        (GOOD + "../x.png,x\n", "row 4: the path '../x.png' leads outside the table's folder"),
+        (GOOD + "a/../7.png,x\n", "row 4: the path 'a/../7.png' leads outside"),
+        (GOOD + "/x.png,x\n", "row 4: the path '/x.png' is absolute"),
+        (GOOD + "C:\\x.png,x\n", "row 4: the path 'C:\\x.png' is absolute"),
+        (GOOD + "a/1.png,\n", "row 4: the label is empty."),
+        (GOOD + "a/1.png,x;y\na/2.png,\n", "row 5: the label is empty."),
+        (GOOD + ",x\n", "row 4: the path is empty."),
+        (GOOD + "a/1.png,x,3\n", "row 4: it has 3 cells, but the header has 2; put a cell"),
+        (GOOD + "a/1.png\n", "row 4: it has 1 cell, but the header has 2."),
+        (GOOD + 'a/1.png,"x\n', "row 4: it is not valid CSV (unexpected end of data)"),
+        (GOOD + 'a/1.png,"x\ny"\n', "row 4: the label has a line break or another"),
+        (GOOD + "a/1.png,x\0\n", "row 4: it has a NUL byte"),
+        ((GOOD + "a/1.png,dög\n").encode("latin-1"), "row 4: it is not UTF-8"),
+        (codecs.BOM_UTF16_LE + GOOD.encode("utf-16-le"), "row 1: it is not UTF-8"),
+        ("", "TABLE is empty; its first row must name the columns, such as path,label."),
+        ("\n\n", "TABLE is empty"),
+        ("path,label\n", "TABLE has a header, but no row with an image."),
+        ("6.png,x\n7.png,y\n", "row 1: the first row must name the columns, such as path,label; found '6.png', 'x'"),
+        ("paht,label\n6.png,x\n", "there is no column for the path; found 'paht', 'label', expected one of path, file, "
+         "filename, filepath, image. Did you mean 'path'?"),
+        ("path,lable\n6.png,x\n", "there is no column for the label; found 'path', 'lable', expected one of label, "
+         "labels, class, target. Did you mean 'label'?"),
+        ("path,label,Class\n6.png,x,1\n", "row 1: the columns 'label', 'Class' could each be the label"),
+        ("path,label\n6.png,x\n7.png,x\n", "only one class, 'x'"),
+        ("path,label,split\n6.png,x,train\n7.png,y,vall\n", "row 3: unknown split 'vall'; expected train, val or test. "
+         "Did you mean 'val'?"),
+        ("path,label,split\n6.png,x,train\n7.png,y,\n", "row 3: the split is empty."),
+        ("path,label,split\n6.png,x,train\n7.png,y,val\n", "row 3: the class 'y' of this validation image has no"),
+        ("path,label,split\n6.png,x;y,train\n7.png,x;z,val\n", "row 3: the class 'z' of this validation image has no"),
+        ("path,label,split\n6.png,x,val\n7.png,y,test\n", "no row has the split train, only test and validation."),
+        *(
+            (f"path,label,weight\n6.png,x,1\n7.png,y,{weight}\n", f"row 3: the weight '{weight}' is not a number")
+            for weight in ("-1", "nan", "inf", "heavy")
+        ),
+        ("path,label,weight\n6.png,x,1\n7.png,y,\n", "row 3: the weight is empty."),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_the_rows_number(images: Path, text: str | bytes, expected: str) -> None:
+    assert expected in mistake(images, text)
+
+
+def test_many_mistakes_are_one_line_a_kind_with_their_number(images: Path) -> None:
+    rows = "".join(f"{n}.jpg,x\n" for n in range(1000)) + "a/1.png,\n" * 3 + "\n\na/2.png,\n"
+    found = mistakes(images, GOOD + rows)
+    assert len(found) == 2
+    assert found[0].startswith("TABLE, row 1004: the label is empty.")
+    assert found[0].endswith("4 rows have such a mistake: 1004, 1005, 1006, 1009.")
+    assert found[1].startswith(f"TABLE, row 4: there is no file '0.jpg' in {images}.")
+    assert found[1].endswith("1000 rows have such a mistake: 4, 5, 6, 7, 8, ….")
+
+
+def test_rows_are_numbered_as_an_editor_shows_them(images: Path) -> None:
+    found = mistakes(images, 'path,label,text\r\n6.png,x,"two\r\nlines"\r\n\r\n7.png,,""\r\n8.png,x,')
+    assert [line.partition(":")[0] for line in found] == ["TABLE, row 5", "TABLE, row 6"]
+
+
+def test_a_column_that_is_nearly_split_is_named(images: Path) -> None:
+    splits = load(images, "path,label,splits\n6.png,x,train\n7.png,y,val\n")
+    assert splits.ignored == "column 'splits'"
+    assert splits.notes == (f"{images}/labels.csv, row 1: the column 'splits' is not used. Did you mean 'split'?",)
+
+
+def test_not_a_table(images: Path, tmp_path: Path) -> None:
+    data(images, GOOD)
+    os.mkfifo(tmp_path / "pipe.csv")
+    for root, expected in (
+        (images, "is a folder, not a regular file; name a CSV file. labels.csv is in it."),
+        (tmp_path / "none.csv", "cannot be read (No such file or directory)"),
+        (tmp_path / "pipe.csv", "is a pipe, not a regular file"),
+    ):
+        with pytest.raises(UserError) as raised:
+            load_splits(Data(name="csv", root=root), 0)
+        assert expected in str(raised.value)
+    for name, expected in (("folder", "give --data.name csv."), ("my.csv", "give --data.name csv --data.root my.csv.")):
+        with pytest.raises(UserError) as raised:
+            load_splits(Data(name=name, root=images / "labels.csv"), 0)
+        assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["single", "several", "weights"])
+def test_check_data_and_cache_data(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    labels = ["x;y", "x", ";", "y"] if kind == "several" else ["x", "y", "x", "y"]
+    weighs = kind == "weights"
+    (tmp_path / "a").mkdir()
+    for path in ("a/1.png", "a/2.png", "6.png", "7.png"):
+        (tmp_path / path).write_bytes((images / path).read_bytes())
+    (tmp_path / "a/3.png").write_bytes(b"no image")
+    rows = list(zip(("6.png", "7.png", "a/1.png", "a/2.png", "a/3.png"), [*labels, "y"], range(5), strict=True))
+    text = "".join(f"{path},{label}{f',{n}' * weighs},age\n" for path, label, n in rows)
+    table = data(tmp_path, f"path,label{',weight' * weighs},age\n" + text)
+    assert check_data(table, tmp_path / "bad", 1) == 1
+    assert (tmp_path / "bad").read_text() == "a/3.png\n"
+    printed = capsys.readouterr().out
+    assert "Not used: column 'age'." in printed and "--data.name csv" in printed
+
+    cache = tmp_path / "cache"
+    skipping = Data(name="csv", root=table.root, skip_unreadable=tmp_path / "bad")
+    assert write_cache(table, cache, short_side=32, encoding="raw", processes=1) == 1
+    assert write_cache(skipping, cache, short_side=32, encoding="raw", processes=1) == 0
+    assert (cache.read_bytes().count(MAGIC) == 1) == (kind != "single")  # the footer's is of version 2
+    for seed in range(3):
+        before = load_splits(Data("csv", table.root, 0.4, skip_unreadable=tmp_path / "bad"), seed)
+        after = load_splits(Data("cache", cache, 0.4), seed)
+        assert after.classes == before.classes and after.left_out == before.left_out == 1
+        assert (after.train_weights is None) == (not weighs)
+        if weighs:
+            assert torch.equal(after.train_weights, before.train_weights)
+        for one, other in ((before.train, after.train), (before.validation, after.validation)):
+            assert names(one, tmp_path) == names(other, cache)
+            assert torch.equal(one.labels, other.labels) and one.labels.dtype == other.labels.dtype
+    content = cache.read_bytes()
+    cache.write_bytes(content[:-1])
+    with pytest.raises(UserError, match="is not a complete cache"):
+        CacheFile(cache)
