@@ -26,8 +26,8 @@ import turns
 from trainer import trainer
 
 from accel_train.bench.statistics import ratio, spread
-from accel_train.plots import import_pyplot, save
 from accel_train.records.table import print_table
+from accel_train.report.plots import import_pyplot, save
 
 HERE = Path(__file__).parent
 SECOND_PASS = "tutorial's second pass"

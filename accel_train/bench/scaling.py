@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.errors import UserError
-from accel_train.plots import import_pyplot, save
+from accel_train.report.plots import import_pyplot, save
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_train.plots import import_pyplot
+from accel_train.report.plots import import_pyplot
 
 # matplotlib draws with these placeholders, which are then replaced by the page's CSS variables.
 SERIES = [f"#0102{number:02x}" for number in range(8)]

@@ -14,10 +14,10 @@ from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
 from accel_train.files import atomic_write, check_writable, sha256
 from accel_train.launch.environment import Launch
-from accel_train.plots import import_pyplot
 from accel_train.report.comparison import page_of_runs
 from accel_train.report.page import check_library, page_of_run
 from accel_train.report.pictures import Picture, worst_pictures
+from accel_train.report.plots import import_pyplot
 from accel_train.report.records import RunRecords, check_runs
 
 

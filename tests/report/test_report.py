@@ -1,0 +1,257 @@
+"""`accel-train report`: true figures, one file, read by a real browser."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, log_loss
+from sklearn.metrics import precision_recall_fscore_support as figures_of_classes
+
+from accel_train import cli
+from accel_train.analysis.figures import single_label_figures, softmax
+from accel_train.analysis.predictions import read_predictions
+from accel_train.report.page import duration, page_of_run
+from accel_train.report.pictures import Picture
+from accel_train.report.records import RunRecords, read_run
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def run(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(digits_run, tmp_path_factory.mktemp("report") / "run"))
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    assert cli.main(["report", str(run)]) == 0
+    return (run / "report.html").read_text()
+
+
+def section(page: str, name: str) -> str:
+    found = re.search(rf'<section id="{name}">.*?</section>', page, re.DOTALL)
+    assert found, name
+    return found[0]
+
+
+def rows(html: str) -> list[list[str]]:
+    """The cells of each row of the tables in `html`."""
+    return [
+        [unescape(re.sub(r"<[^>]+>", "", cell)).strip() for cell in re.findall(r"<t[dh].*?</t[dh]>", row, re.DOTALL)]
+        for row in re.findall(r"<tr>.*?</tr>", html, re.DOTALL)
+    ]
+
+
+def test_all_figures_are_those_of_scikit_learn_from_the_predictions(run: Path, page: str) -> None:
+    found = read_predictions(run / "predictions-test.npz")
+    predicted = found.logits.argmax(1)
+    macro = figures_of_classes(found.labels, predicted, average="macro", zero_division=0)
+    weighted = figures_of_classes(found.labels, predicted, average="weighted", zero_division=0)
+    shown = {row[0]: row[-1] for row in rows(section(page, "figures"))}  # the last column is the EMA's
+    assert shown["accuracy"] == f"{accuracy_score(found.labels, predicted):.2%}"
+    assert shown["loss"] == f"{log_loss(found.labels, softmax(found.logits)):.4f}"
+    assert shown["balanced accuracy"] == f"{balanced_accuracy_score(found.labels, predicted):.2%}"
+    for number, name in enumerate(("precision", "recall", "f1")):
+        assert shown[f"{name} (macro)"] == f"{macro[number]:.2%}"
+        assert shown[f"{name} (weighted)"] == f"{weighted[number]:.2%}"
+    counts = confusion_matrix(found.labels, predicted)
+    heat = rows(section(page, "confusion"))[1:]
+    assert [[int(cell or 0) for cell in row[1:]] for row in heat] == counts.tolist()
+    each = figures_of_classes(found.labels, predicted, zero_division=0)
+    table = rows(section(page, "classes"))[1:]
+    assert [row[1] for row in table] == [str(count) for count in each[3]]
+    for column, values in enumerate(each[:3], 2):
+        assert [row[column] for row in table] == [f"{value:.1%}" for value in values]
+
+
+def test_the_worst_images_are_the_wrong_ones_with_the_highest_loss(run: Path, page: str) -> None:
+    found = read_predictions(run / "predictions-test.npz")
+    chances = softmax(found.logits)
+    wrong = np.flatnonzero(found.logits.argmax(1) != found.labels)
+    worst = wrong[np.argsort(chances[wrong, found.labels[wrong]])][:20]
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", section(page, "worst"), re.DOTALL)
+    told = [re.sub(r"<[^>]+>", "", caption).split() for caption in captions]
+    assert len(told) == min(20, len(wrong))
+    expected = [
+        ["said", f"{row.argmax()}", f"({row.max():.0%})true", f"{label}", f"({row[label]:.1%})digits"]
+        for row, label in ((chances[id], found.labels[id]) for id in worst)
+    ]
+    assert [words[:5] for words in told] == expected
+    assert section(page, "worst").count("data:image/png;base64,") == len(told)
+
+
+def test_the_page_loads_nothing(page: str) -> None:
+    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]+"', page)
+    assert "@import" not in page and "url(http" not in page
+    assert len(page) < 400_000
+    assert {"loss", "accuracy", "learning rate", "images/s"} <= {*re.findall(r'aria-label="([^"]+)"', page)}
+    for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        assert not re.search(r"#0[1-3]0", chart)  # each placeholder became a colour of the page
+        assert "var(--text)" in chart
+
+
+def in_browser(page: str, folder: Path, width: int, script: str) -> Any:
+    """What `script` (JavaScript, an expression) gives on the page in headless Chromium, `width` pixels wide."""
+    assert CHROMIUM
+    probe = (
+        "<script>window.problems = []; window.onerror = text => window.problems.push(text);"
+        f"window.onload = () => {{ document.title = JSON.stringify({script}) }}</script>"
+    )
+    file = folder / f"probe-{width}.html"
+    file.write_text(page.replace("<head>", f"<head>{probe}", 1))
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},2000", "--dump-dom",
+         f"--user-data-dir={folder / 'profile'}", file.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
+    assert title, done.stderr
+    return json.loads(unescape(title[1]))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [500, 1440])  # headless Chromium is never narrower than 500 pixels
+def test_a_browser_shows_it_without_a_horizontal_scroll_bar(page: str, tmp_path: Path, width: int) -> None:
+    script = """(() => {
+        const root = document.documentElement;
+        const wide = root.scrollWidth > root.clientWidth;
+        const button = document.querySelectorAll("#classes button.sort")[3];
+        button.click();
+        const recalls = () => [...document.querySelectorAll("#classes tbody tr")].map(row => row.cells[3].textContent);
+        const up = recalls(); button.click();
+        const images = [...document.images].map(image => image.complete && image.naturalWidth);
+        return {wide, up, down: recalls(), images, problems: window.problems};
+    })()"""
+    seen = in_browser(page, tmp_path, width, script)
+    assert not seen["wide"] and seen["problems"] == []
+    assert seen["images"] and set(seen["images"]) == {8}
+    recalls = [float(text.rstrip("%")) for text in seen["up"]]
+    assert recalls == sorted(recalls) and len(recalls) == 10
+    assert [float(text.rstrip("%")) for text in seen["down"]] == sorted(recalls, reverse=True)
+
+
+def test_restarts_and_differences_from_the_recipe_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    words = ["train", "digits", "--output-dir", str(run), "--optim.lr", "0.02", "--schedule.name", "constant"]
+    assert cli.main([*words, "--epochs", "1"]) == 0
+    assert cli.main([*words, "--epochs", "2", "--allow-change", "epochs"]) == 0
+    assert f"report {run}" in capsys.readouterr().out  # the last screen names the command
+    # A restart whose work begins earlier than the log ended, and a skipped update.
+    with (run / "metrics.jsonl").open("a") as file:
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["time"]
+        file.write(json.dumps({"kind": "event", "time": last + 100, "text": "resumed", "update": 40}) + "\n")
+        file.write(json.dumps({"kind": "event", "time": last + 101, "text": "not finite: loss", "update": 41}) + "\n")
+        file.write("half a li")
+    assert cli.main(["report", str(run), "--no-evaluate", "true"]) == 0
+    page = (run / "report.html").read_text()
+    assert "Without --no-evaluate true, the report makes them." in page and 'id="worst"' not in page
+    differs = {row[0]: row[1:] for row in rows(section(page, "configuration").partition("<details>")[0])}
+    assert differs["optim.lr"] == ["0.05", "0.02"] and differs["schedule.name"] == ["cosine", "constant"]
+    costs = dict(rows(section(page, "machine"))[:6])
+    assert costs["starts"] == "3" and costs["events: skipped"] == "1"
+    lost = costs["lost by interruptions: from the last work that was kept to the restart"]
+    assert lost.startswith(("1 min 4", "1 min 5"))
+    kinds = [kind for kind, _, _ in read_run(run).events]
+    assert kinds == ["restart", "restart", "skipped"]
+    loss = next(svg for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if 'aria-label="loss"' in svg)
+    assert loss.count("var(--mark)") >= 3 and ">restart<" in loss and ">skipped<" in loss
+
+
+def test_it_evaluates_once_and_again_when_the_weights_are_others(run: Path, page: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    kept = (copy / "predictions-test.npz").stat().st_mtime_ns
+    assert cli.main(["report", str(copy), "--output", str(tmp_path / "again.html")]) == 0
+    assert (copy / "predictions-test.npz").stat().st_mtime_ns == kept
+    shutil.copy(copy / "model.safetensors", copy / "ema.safetensors")
+    assert cli.main(["report", str(copy), "--output", str(tmp_path / "again.html")]) == 0
+    assert (copy / "predictions-test.npz").stat().st_mtime_ns != kept
+    again = {row[0]: row[1:] for row in rows(section((tmp_path / "again.html").read_text(), "figures"))}
+    assert again["accuracy"][0] == again["accuracy"][1]  # now they are the same weights
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    names = []
+    for seed in ("0", "1", "2"):
+        names.append(str(tmp_path / f"seed-{seed}"))
+        words = ["train", "digits", "--epochs", "1", "--data.train-limit", "300", "--seed", seed]
+        assert cli.main([*words, "--output-dir", names[-1]]) == 0
+    names.append(str(tmp_path / "other"))
+    assert cli.main(["train", "digits", "--epochs", "1", "--optim.lr", "0.01", "--output-dir", names[-1]]) == 0
+    assert cli.main(["report", *names, "--output", str(tmp_path / "all.html")]) == 0
+    page = (tmp_path / "all.html").read_text()
+    differing = {row[0]: row[1:] for row in rows(section(page, "settings"))}
+    assert differing["seed"] == ["0", "1", "2", "0"] and differing["optim.lr"] == ["0.05", "0.05", "0.05", "0.01"]
+    results = {row[0]: row[1:] for row in rows(section(page, "results"))}
+    accuracies = [json.loads((Path(name) / "result.json").read_text())["test_accuracy"] for name in names]
+    assert results["test_accuracy"] == [f"{value:.2%}" for value in accuracies]
+    seeds = dict(rows(section(page, "seeds")))
+    mean, spread = np.mean(accuracies[:3]) * 100, np.std(accuracies[:3], ddof=1) * 100
+    assert seeds["test_accuracy"] == f"{mean:.2f}% ± {spread:.2f}%"
+    assert "3 runs that differ in their seed alone (0, 1, 2)" in page
+
+
+def test_a_thousand_classes_stay_below_5_mb(run: Path) -> None:
+    real, numbers = read_run(run), np.random.default_rng(0)
+    labels = numbers.integers(1000, size=20_000)
+    logits = numbers.normal(size=(20_000, 1000)).astype(np.float32)
+    logits[np.arange(20_000), labels] += 3
+    classes = tuple(f"class number {number}, with a long name" for number in range(1000))
+    confusion = confusion_matrix(labels, logits.argmax(1), labels=range(1000)).tolist()
+    figures = single_label_figures(logits, labels) | {"weights": "w", "loss": 1.0, "accuracy": 0.5, "count": 20_000}
+    evaluation = {"split": "test", "model": figures | {"confusion": confusion, "top5_accuracy": 0.9}}
+    info = type(real.info)(**{**vars(real.info), "classes": classes})
+    many = RunRecords(real.path, real.config, info, real.result, real.status, real.environment, real.lines)
+    uri = "data:image/jpeg;base64," + "A" * 40_000  # a photograph of 224 pixels and more
+    pictures = [Picture(id, "a/b.jpg", uri, "x (90%)", "y (1%)", 3.0, False) for id in range(20)]
+    page = page_of_run(many, evaluation, pictures, [])
+    assert len(page.encode()) < 5_000_000
+    assert "Most often confused" in page and '<table class="heat">' not in page
+
+
+def test_a_stopped_run_without_data_has_a_report_too(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    for name in ("result.json", "predictions-test.npz", "environment.json", "metrics.jsonl"):
+        (copy / name).unlink()
+    config = (copy / "config.yaml").read_text().replace("name: digits\n", "name: folder\n", 1)
+    (copy / "config.yaml").write_text(config)
+    assert cli.main(["report", str(copy)]) == 0
+    page = (copy / "report.html").read_text()
+    assert "The model could not be evaluated: --data.root data" in page
+
+
+@pytest.mark.parametrize(("module", "name"), [("jinja2", "Jinja2"), ("matplotlib", "matplotlib")])
+def test_a_missing_library_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    real = builtins.__import__
+
+    def without(wanted: str, *arguments: Any) -> Any:
+        if wanted.split(".")[0] == module:
+            raise ImportError(wanted)
+        return real(wanted, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert cli.main(["report", str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{name} is not installed" in line and "pip install 'accel-train[" in line
+
+
+def test_what_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path), str(tmp_path / "none")]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and "it has no config.yaml" in told[0] and "there is no such folder" in told[1]
+
+
+def test_durations_in_words() -> None:
+    assert [duration(seconds) for seconds in (4.21, 190, 7500)] == ["4.2 s", "3 min 10 s", "2 h 05 min"]
