@@ -325,7 +325,15 @@ def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path)
 
 def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> None:
     codes = run_commands(tmp_path)
-    assert {words[0] for words, _ in codes} == {"init", "train", "evaluate", "predict", "check-data", "cache-data"}
+    assert {words[0] for words, _ in codes} == {
+        "init",
+        "train",
+        "evaluate",
+        "predict",
+        "report",
+        "check-data",
+        "cache-data",
+    }
     assert [words for words, code in codes if code != 0] == []
     for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable.txt"):
         assert (tmp_path / name).is_file(), name
