@@ -1,6 +1,7 @@
 # make train   set up everything (virtual environment, installation), train for real once and write a report
 # make test    the same setup plus what the tests need, then run the tests, in parallel (SLOW=1: also the long ones)
 # make lint    check formatting, lint, types
+# make docs    build the documentation as a site, in site/
 # make bench   compare the trainer with others, half an hour; writes docs/benchmarks.md (ARGS: --data-root DIR)
 # make gpu     on a machine with a GPU: run the tests for it, measure its speed, print a table for docs/benchmarks.md
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: train test lint bench gpu clean
+.PHONY: train test lint docs bench gpu clean
 
 train: $(VENV)/.installed
 	@set -x; run=runs/digits/$$(date +%Y-%m-%d_%H-%M-%S) && \
@@ -21,6 +22,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# No page may load anything from elsewhere.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	! grep -rnoE '<(script|link|img|iframe)[^>]* (src|href)="https?:[^"]*"' site --include='*.html'
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/compare.py $(ARGS)
@@ -45,9 +51,13 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@$(PIP) -e '.[bench]'
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(PIP) -e '.[docs]'
+	@touch $@
+
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

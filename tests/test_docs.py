@@ -38,6 +38,7 @@ OTHER_PROGRAMS = {
     "cp",
     "echo",
     "export",
+    "git",
     "head",
     "hf",
     "python3",
@@ -304,6 +305,34 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "('left', 'right') tensor([[" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("2 test ")
+
+
+@pytest.mark.timeout(600)
+def test_the_tutorial_works_as_it_is(tmp_path: Path) -> None:
+    """All its commands but those that install, in one folder, as they are there."""
+    import numpy as np
+    from PIL import Image
+
+    for name, low in (("cat", 0), ("dog", 100)):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(40):
+            pixels = np.random.default_rng(number + low).integers(low, low + 150, (40, 50, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.jpg")
+    ran = []
+    for block in blocks(text_of("docs/tutorial.md"), "bash"):
+        for program, *words in commands_in(block):
+            if program not in ("accel-train", "accelerate"):
+                continue
+            processes = 2 if program == "accelerate" else 1
+            words = ["train", *words[words.index("accel_train.train") + 1 :]] if processes == 2 else words
+            done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path)
+            assert done.returncode == 0, (words, done.stderr)
+            ran.append(words[0])
+    assert ran == ["train", "train", "init", "train", "train", "report", "report", "evaluate", "predict",
+                   "check-data", "train", "report"]  # fmt: skip
+    assert json.loads((tmp_path / "runs/first/result.json").read_text())["epochs"] == 4
+    for page in ("comparison.html", "runs/two/report.html", "runs/photos/report.html", "predictions.npz"):
+        assert (tmp_path / page).is_file()
 
 
 def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path) -> None:

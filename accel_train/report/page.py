@@ -30,7 +30,7 @@ def page_of_run(run: RunRecords, evaluation: Row, pictures: Sequence[Picture], n
         facts=_facts(run),
         headline=_headline(run, evaluation),
         charts=[draw(chart) for chart in charts_of_run(run) if not chart.is_empty],
-        figures=_figures(records, multi_label=run.info.multi_label),
+        figures=_figures(run, records),
         records=records,
         record=record,
         split=evaluation.get("split", ""),
@@ -148,9 +148,13 @@ def _facts(run: RunRecords) -> list[tuple[str, str]]:
     return facts + ([("training images", f"{trained:,}")] if trained else [])
 
 
-def _figures(records: Sequence[Row], *, multi_label: bool) -> list[tuple[str, list[str]]]:
+def _figures(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """Each figure with its value for each of the weights."""
-    forms = {metric.name: (metric.name, metric.form) for metric in metrics_for(multi_label=multi_label)} | FIGURES
+    forms = {
+        metric.name: (metric.name, metric.form)
+        for metric in metrics_for(multi_label=run.info.multi_label)
+        if len(run.info.classes) >= metric.fewest_classes
+    } | FIGURES
     shown = []
     for key, (title, form) in forms.items():
         values = [record.get(key) for record in records]
