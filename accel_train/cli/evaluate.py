@@ -20,7 +20,8 @@ class Evaluate(CommandOptions):
 
     --data.KEY VALUE changes the data of the run: another folder, or a limit. With several processes: accelerate
     launch … -m accel_train evaluate RUN. All figures, with those of each class, go to RUN/evaluation-SPLIT.json, and to
-    a file in RUN/evaluations that stays.
+    a file in RUN/evaluations that stays. A published model needs no run: accel-train evaluate --model.name resnet50
+    --model.pretrained true --data.name folder --data.root DIR.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -35,16 +36,38 @@ class Evaluate(CommandOptions):
     """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
 
     def mistakes(self) -> list[str]:
-        mistakes = not_a_run(self.run)
-        if self.predictions is not None and self.predictions.suffix not in (".npz", ".parquet"):
-            found = f"found '{self.predictions}'"
-            mistakes.append(f"--predictions: expected a name that ends in .npz or .parquet, {found}.")
-        return mistakes
+        return not_a_run(self.run) + _wrong_suffix(self.predictions)
+
+
+@dataclass(frozen=True)
+class EvaluatePublished(CommandOptions):
+    """Evaluate a published model without a run: its classes must be the data's, by name.
+
+    Give --model.name NAME --model.pretrained true and --data.KEY VALUE. Images are prepared as the publisher does.
+    """
+
+    split: Literal["test", "val", "train"] = "test"
+    """Split to evaluate; the training samples are not augmented."""
+    predictions: Path | None = None
+    """Write the label and the logits of each sample to this .npz or .parquet file."""
+    output: Path | None = None
+    """Write all figures to this JSON file."""
+
+    def mistakes(self) -> list[str]:
+        return _wrong_suffix(self.predictions)
+
+
+def _wrong_suffix(predictions: Path | None) -> list[str]:
+    if predictions is None or predictions.suffix in (".npz", ".parquet"):
+        return []
+    return [f"--predictions: expected a name that ends in .npz or .parquet, found '{predictions}'."]
 
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Run `accel-train evaluate`; return the exit code."""
     prog = "accel-train evaluate"
+    if any(word.startswith("--model.") for word in arguments):
+        return _evaluate_published(arguments, prog)
     options, overrides = parse_command(Evaluate, arguments, prog, positional=("run",), others=("data.",))
 
     launch = prepare_environment()  # before torch is imported, because torch reads some of these variables
@@ -59,4 +82,17 @@ def evaluate(arguments: Sequence[str]) -> int:
         overrides=overrides,
         trust_code=options.trust_code,
         predictions=options.predictions,
+    )
+
+
+def _evaluate_published(arguments: Sequence[str], prog: str) -> int:
+    groups = ("model.", "data.", "augment.", "eval-batch-size")
+    options, overrides = parse_command(EvaluatePublished, arguments, prog, positional=(), others=groups)
+
+    launch = prepare_environment()
+    with importing():
+        from accel_train.analysis.published import evaluate_published
+
+    return evaluate_published(
+        launch, overrides, split=options.split, predictions=options.predictions, output=options.output
     )

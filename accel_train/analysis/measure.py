@@ -1,0 +1,176 @@
+"""The common part of all evaluations: measure the models on a split, write the figures and print them."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_train.analysis.evaluation_tables import print_classes, print_figures
+from accel_train.analysis.figures import (
+    calibration,
+    fit_temperature,
+    multi_label_figures,
+    negative_log_likelihood,
+    single_label_figures,
+    softmax,
+)
+from accel_train.analysis.predictions import Predictions
+from accel_train.config.schema import Config, as_dict
+from accel_train.data.loading import create_input_pipeline
+from accel_train.data.order.samplers import EvaluationSampler
+from accel_train.data.sources.load import Source, Splits
+from accel_train.errors import UserError
+from accel_train.evaluate import evaluate, evaluation_batch_size
+from accel_train.files import atomic_write
+from accel_train.optim.performance import set_defaults, use_fastest_memory_format
+from accel_train.records.metrics import Evaluation
+from accel_train.user_code.reference import short_name
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated: models of one architecture, which take `size` pixels, on a split of data."""
+
+    config: Config
+    splits: Splits
+    split: str
+    size: int
+    classes: tuple[str, ...]
+    models: Mapping[str, nn.Module]
+    """"model" and, if there is one, "ema", on the CPU."""
+    names: Mapping[str, str]
+    """How the weights of each are called."""
+    title: str
+    about: Mapping[str, Any]
+    """For `Predictions.about`."""
+
+    @property
+    def last(self) -> str:
+        """Whose predictions are kept: the EMA's if there is one."""
+        return list(self.models)[-1]
+
+    @property
+    def source(self) -> Source:
+        """The samples of the split. Raises UserError if the data does not have it."""
+        sources = {"train": self.splits.to_train_on, "val": self.splits.validation, "test": self.splits.test}
+        chosen = sources.get(self.split)
+        if chosen is None:
+            known = " and ".join(name for name, source in sources.items() if source is not None)
+            data = self.config.data.name
+            raise UserError(f"--split {self.split}: the dataset '{data}' has no such split; it has {known}.")
+        return chosen
+
+
+def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path], predictions: Path | None) -> int:
+    """Evaluate the models, write the figures to `outputs` (the first is the one that is named) and the predictions to
+    `predictions`, and print them. Collective. Returns the exit code: 1 if a file cannot be written. Raises UserError.
+    """
+    began = datetime.now().astimezone()
+    config, splits, source, processes = subject.config, subject.splits, subject.source, accelerator.num_processes
+    set_defaults(accelerator.device)
+    models = {name: model.to(accelerator.device) for name, model in subject.models.items()}
+    for model in models.values():  # the same architecture, so the same layout
+        layout = use_fastest_memory_format(accelerator, model)
+
+    def evaluated(model: nn.Module, samples: Source) -> Evaluation:
+        sampler = EvaluationSampler(len(samples), processes * evaluation_batch_size(config))
+        pipeline = create_input_pipeline(
+            config, splits, samples, sampler, accelerator, training=False, size=subject.size, memory_format=layout
+        )
+        return evaluate(accelerator, model, pipeline, keep_logits=True)
+
+    if accelerator.is_main_process:
+        world = f"{processes} process{'es' * (processes > 1)} on {accelerator.device.type}"
+        model_name, data_name = short_name("model.name", config.model.name), short_name("data.name", config.data.name)
+        images = f"{len(source):,} images, {world}"
+        print(f"{subject.title}: {model_name} on {data_name} {subject.split}, {images}", flush=True)
+    evaluations = {name: evaluated(model, source) for name, model in models.items()}
+    # A temperature must be fitted on other images than those that it is measured on.
+    fits = subject.split == "test" and splits.validation is not None and not splits.multi_label
+    fitted = evaluated(models[subject.last], splits.validation) if fits and splits.validation else None
+    accelerator.end_training()
+    if not accelerator.is_main_process:
+        return 0
+    records = {name: _record(evaluation, subject.names[name]) for name, evaluation in evaluations.items()}
+    last = evaluations[subject.last]
+    if fitted is not None:
+        records[subject.last]["temperature"] = _temperature(fitted, last)
+    about = {"split": subject.split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
+    kept = Predictions(
+        ids=np.arange(len(source)),
+        labels=_array(last.labels),
+        logits=_array(last.logits),
+        paths=[source.name(id) for id in range(len(source))] if Path(source.name(0)).is_file() else None,
+        classes=subject.classes,
+        about={**subject.about, **about},
+    )
+    record = {**about, "processes": processes, "classes": subject.classes, **records}
+    failures = _write(record, outputs, kept, predictions)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
+    print_figures(records, subject.classes, multi_label=splits.multi_label)
+    print_classes(records[subject.last], subject.classes)
+    print()
+    if predictions is not None and predictions not in failures:
+        print(f"the logits of {subject.names[subject.last]}: {predictions}")
+    if outputs and outputs[0] not in failures:
+        print(f"all classes{'' if splits.multi_label else ' and the confusion counts'}: {outputs[0]}")
+    return 1 if failures else 0
+
+
+def _array(values: Tensor | None) -> npt.NDArray[Any]:
+    assert values is not None  # the main process has them
+    array: npt.NDArray[Any] = values.numpy()
+    return array
+
+
+def _write(record: dict[str, Any], outputs: Sequence[Path], kept: Predictions, predictions: Path | None) -> list[Path]:
+    """Write the record to `outputs`, and the predictions. Warns of those that cannot be written, and returns
+    them."""
+    text = json.dumps(record) + "\n"
+    writers: dict[Path, Callable[[Path], None]] = {path: lambda path: atomic_write(path, text) for path in outputs}
+    if predictions is not None:
+        writers[predictions] = kept.save
+    failures = []
+    for path, write in writers.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
+        except OSError as error:
+            print(f"accel-train: warning: {path} cannot be written ({error.strerror}).", file=sys.stderr)
+            failures.append(path)
+    return failures
+
+
+def _temperature(fitted: Evaluation, tested: Evaluation) -> dict[str, Any]:
+    """The temperature that suits the validation split, and what it makes of the tested one."""
+    value = fit_temperature(_array(fitted.logits), _array(fitted.labels))
+    logits, labels = _array(tested.logits), _array(tested.labels)
+    return {
+        "value": value,
+        "split": "val",
+        "loss": negative_log_likelihood(logits, labels, value),
+        "calibration_error": calibration(softmax(logits, value), labels)[0],
+    }
+
+
+def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
+    """Return an evaluation for JSON, which has no NaN: that becomes null."""
+    figures = {name: value if math.isfinite(value) else None for name, value in evaluation.figures.items()}
+    logits, labels = _array(evaluation.logits), _array(evaluation.labels)
+    if not np.isfinite(logits).all():  # of broken weights; scikit-learn would refuse them
+        more: dict[str, Any] = {}
+    else:
+        more = multi_label_figures(logits, labels) if labels.ndim == 2 else single_label_figures(logits, labels)
+    return {"weights": weights, **figures, "count": evaluation.count, **more, **evaluation.as_record()}
