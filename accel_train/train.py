@@ -36,6 +36,7 @@ from accel_train.config.compatibility import learning_fingerprint
 from accel_train.config.schema import Config
 from accel_train.data.held_out import HeldOutCheck
 from accel_train.data.loading import start_workers_early
+from accel_train.data.order.drawing import digest, sample_weights
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.evaluate import Batch
 from accel_train.keyed import key
@@ -116,12 +117,14 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
     is_users = parse_reference("data.name", config.data.name) is not None
     splits = load() if is_users else fail_together(accelerator, load)
     check_schedule(config.schedule, splits)
+    weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)
     check_agreement(
         accelerator,
         configuration=learning_fingerprint(config),
         samples=str(len(splits.train)),
         classes=" ".join(splits.classes),
         table=splits.table,
+        **({} if weights is None else {"how often samples are drawn": digest(weights)}),
         **(what_bits_depend_on(accelerator) if config.bitwise else {}),
     )
     return splits

@@ -101,6 +101,8 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
     if config.model.weights is not None and config.model.pretrained:
         mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
+    if config.data.sampler == "balanced" and config.loss.class_weights == "balanced":
+        mistakes["loss.class-weights"] = "none with data.sampler=balanced: both together correct the imbalance twice"
     if config.schedule.warmup_epochs > config.epochs:
         mistakes["schedule.warmup-epochs"] = f"at most the {config.epochs} epochs of the run"
     return mistakes

@@ -44,6 +44,7 @@ FREE_KEYS = (
 # These decide which samples an epoch has, and in which order: such a change is possible only at the end of an epoch.
 SAMPLE_KEYS = (
     "seed", "data.name", "data.val-fraction", "data.test-fraction", "data.train-limit", "data.train-images",
+    "data.sampler",
 )  # fmt: skip
 FREE_UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", "poly")}
 

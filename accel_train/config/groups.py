@@ -25,6 +25,9 @@ class Data:
     """Use only this many training samples."""
     test_limit: int | None = None
     """Use only this many samples of the validation split, and of the test split."""
+    sampler: Literal["shuffle", "balanced", "weights"] = "shuffle"
+    """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
+    length; weights: draw samples by their weights in the data."""
     drop_last: bool = False
     """Skip an epoch's last samples if they do not fill a batch (else: a smaller batch)."""
     skip_unreadable: Path | None = None

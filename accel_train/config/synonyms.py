@@ -42,6 +42,8 @@ OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, witho
     "data.test-fraction": "test-split test-size test-ratio",
     "data.train-limit": "limit-train-batches max-train-samples train-samples subset num-samples",
     "data.test-limit": "limit-val-batches limit-test-batches max-eval-samples",
+    "data.sampler": "weighted-sampler weighted-random-sampler weightedrandomsampler balanced-sampler class-balanced "
+    "balanced-sampling weighted-sampling oversample oversampling imbalanced-sampler sample-weights",
     "data.placement": "cache-images ram-cache pin-memory pin-mem",
     "data.channels": "in-chans in-channels num-channels grayscale",
     "model.name": "model arch architecture backbone net network model-name model-type",
@@ -70,7 +72,8 @@ OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, witho
     "augment.resize": "val-resize-size resize-size",
     "loss.name": "criterion loss-fn loss-function bce bce-loss multi-label multilabel",
     "loss.label-smoothing": "smoothing smooth ls label-smoothing-factor",
-    "loss.class-weights": "class-weight weighted-loss balanced balance-classes",
+    "loss.class-weights": "class-weight weighted-loss",
+    "loss.class-weights data.sampler": "balanced balance-classes",
     "ema.enabled": "ema use-ema model-ema",
     "ema.decay": "ema-decay model-ema-decay",
     "checkpoint.every-epochs": "save-every save-freq save-interval checkpoint-freq save-period save-every-n-epochs",

@@ -17,6 +17,7 @@ from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import learning_settings
 from accel_train.config.schema import Config, to_yaml
+from accel_train.data.order.drawing import create_draws
 from accel_train.data.order.plan import Plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.placement import Placement
@@ -58,6 +59,7 @@ def describe(
         "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
         "data": f"{data_name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
         "unused": splits.ignored,
+        "drawn": _drawn(config, plan),
         "input": str(placement),
         "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
         "weights": loaded,
@@ -68,6 +70,15 @@ def describe(
         "run": str(config.output_dir),
     }
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
+
+
+def _drawn(config: Config, plan: Plan) -> str:
+    """Return what an epoch's samples are if it does not have each of them once; "" if it has."""
+    how = {"balanced": "each class equally often", "weights": "samples by the weights of the data"}
+    if config.data.sampler == "shuffle":
+        return ""
+    how_often = "an epoch may have an image more than once, or not at all"
+    return f"{plan.samples_per_epoch:,} an epoch, {how[config.data.sampler]}: {how_often}"
 
 
 def _named(splits: Splits) -> str:
@@ -108,7 +119,8 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
     try:
         splits = load_splits(config.data, config.seed, download=False)
         plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last)
-        order = TrainingSampler(plan, config.seed, splits.unreadable)
+        draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
+        order = TrainingSampler(plan, config.seed, splits.unreadable, draws)
     except UserError as error:
         lines.append(f"# updates: not known ({error})")
     else:
@@ -117,6 +129,7 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
         last = (plan.updates_per_epoch - 1) * plan.batch_size
         lines += [
             f"# training samples: {len(splits.to_train_on)}",
+            *([f"# drawn: {drawn}"] if (drawn := _drawn(config, plan)) else []),
             f"# updates an epoch: {plan.updates_per_epoch}",
             f"# samples of an epoch's last update: {order.real_samples(last)}",
             f"# updates in all: {plan.updates_per_epoch * config.epochs}",

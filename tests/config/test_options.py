@@ -423,6 +423,8 @@ def configs(draw: st.DrawFn) -> Config:
         values.setdefault(group, {})[name] = value
     if values["data"]["val_fraction"] + values["data"]["test_fraction"] >= 1:
         values["data"]["test_fraction"] = 0.0
+    if values["data"]["sampler"] == "balanced":
+        values["loss"]["class_weights"] = "none"
     if values["model"]["weights"] is not None:
         values["model"]["pretrained"] = False
     own = {**values.pop(""), "take_over": False, "config_only": False, "traceback": False}
