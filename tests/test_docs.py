@@ -257,7 +257,9 @@ def run_commands(folder: Path) -> list[tuple[list[str], int]]:
                 lines.append(["run" if word.startswith("runs/") else word for word in words])
                 if words[0] == "train":
                     name = "run" if len(words) == 2 else "stripes" if "stripes.py:data" in words else "bitwise"
-                    name = "sampler" if "--data.sampler" in words else name
+                    name = next((word for word in words if word in ("--data.sampler", "--stop.hours")), name).lstrip(
+                        "-"
+                    )
                     lines[-1] += ["--epochs", "1", "--output-dir", name]
     script = (
         "import json, sys; import accel_train; from accel_train.cli import main; print(accel_train.__file__); "

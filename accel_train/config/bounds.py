@@ -17,7 +17,7 @@ POSITIVE = (
     "data.train-limit", "data.test-limit", "data.image-size", "data.train-images", "data.test-images",
     "augment.resize", "augment.randaugment-ops", "model.image-size", "schedule.step-epochs", "checkpoint.every-epochs",
     "checkpoint.every-updates", "checkpoint.keep", "checkpoint.milestone-epochs", "optim.clip", "optim.eps",
-    "rendezvous-timeout-seconds", "data.max-pixels",
+    "rendezvous-timeout-seconds", "data.max-pixels", "stop.patience-epochs", "stop.hours",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "data.workers", "augment.pad", "augment.mixup", "augment.cutmix", "optim.lr", "optim.weight-decay",

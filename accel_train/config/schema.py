@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_train.config.groups import Augment, Checkpoint, Data, Ema, Loss, Model, Optim, Schedule
+from accel_train.config.groups import Augment, Checkpoint, Data, Ema, Loss, Model, Optim, Schedule, Stop
 from accel_train.config.origin import Origin
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Model",
     "Optim",
     "Schedule",
+    "Stop",
     "as_dict",
     "to_yaml",
     "value",
@@ -56,6 +57,9 @@ class Config:
     """Samples per process and forward pass in evaluation; default: as in training, at least 256."""
     eval_every_epochs: int = 1
     """Evaluate after every N epochs, and after the last epoch."""
+    best_metric: Literal["accuracy", "loss", "f1", "map"] | None = None
+    """What is best on the validation split, for the checkpoint to keep, patience and plateau; default: accuracy, or map
+    for several labels an image."""
     log_every_updates: int = 50
     """Write a line to metrics.jsonl (and to the log, if not on a terminal) every N updates."""
     resume: str = "auto"
@@ -87,6 +91,7 @@ class Config:
     schedule: Schedule = field(default_factory=Schedule)
     loss: Loss = field(default_factory=Loss)
     ema: Ema = field(default_factory=Ema)
+    stop: Stop = field(default_factory=Stop)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 

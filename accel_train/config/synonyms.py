@@ -78,6 +78,10 @@ OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, witho
     "ema.decay": "ema-decay model-ema-decay",
     "checkpoint.every-epochs": "save-every save-freq save-interval checkpoint-freq save-period save-every-n-epochs",
     "checkpoint.every-updates": "save-steps checkpointing-steps checkpoint-every",
+    "stop.patience-epochs": "early-stopping early-stop earlystopping early-stopping-patience early-stopping-rounds",
+    "stop.patience-epochs schedule.patience-epochs": "patience patience-epochs",
+    "stop.hours": "max-time max-hours time-limit max-duration",
+    "best-metric": "metric-for-best-model eval-metric monitor best-checkpoint-metric",
     "checkpoint.keep": "save-total-limit checkpoint-hist save-top-k keep-checkpoints",
 }
 LAUNCHER = {  # option of accelerate launch -> its names elsewhere
@@ -97,10 +101,6 @@ LAUNCHER = {  # option of accelerate launch -> its names elsewhere
     "dist-backend distributed-backend backend multi-gpu multiprocessing-distributed config-file local-rank rank",
 }
 ANSWERS = {  # sentence -> names of what it explains
-    "There is no early stopping: a run ends after --epochs, and its best checkpoint by validation accuracy is kept.": (
-        "early-stopping early-stop earlystopping early-stopping-patience patience-epochs"
-    ),
-    "There is no early stopping; schedule.patience-epochs belongs to the plateau schedule.": "patience",
     "To evaluate a run: `accel-train evaluate RUN`.": "eval evaluate eval-only evaluate-only test-only validate test",
     "To classify images: `accel-train predict RUN IMAGE`.": "predict inference",
     "Name the recipe without an option: accel-train train RECIPE.": "config cfg recipe config-name",

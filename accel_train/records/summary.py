@@ -29,7 +29,7 @@ from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
-from accel_train.records.metrics import Evaluation, metrics_for
+from accel_train.records.metrics import Evaluation, best_metric, check_best_metric, metrics_for
 from accel_train.user_code.reference import parse_reference, short_name
 
 
@@ -125,6 +125,7 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
         lines.append(f"# updates: not known ({error})")
     else:
         check_schedule(config.schedule, splits)
+        check_best_metric(config, splits)
         check_labels(config.loss, splits.train.labels)
         last = (plan.updates_per_epoch - 1) * plan.batch_size
         lines += [
@@ -151,10 +152,10 @@ def result_of(
     `last`: the newest evaluations, "test" and "test (ema)" among them.
     """
     test, ema = last.get("test"), last.get("test (ema)")
-    metrics = metrics_for(multi_label=multi_label)
+    metrics, metric = metrics_for(multi_label=multi_label), best_metric(config, multi_label=multi_label)
     result: dict[str, Any] = {
         "recipe": config.recipe,
-        "epochs": config.epochs,
+        "epochs": state.epoch,
         "updates": state.update,
         "left_out_updates": len(state.left_out),
         "world_size": plan.processes,
@@ -166,7 +167,10 @@ def result_of(
             for metric in metrics
             if metric.headline
         },
-        "best_val_accuracy": state.best_accuracy,
+        "stopped_by": state.stopped_by(config),
+        "best_val_accuracy": state.best_figure if metric == "accuracy" else None,
+        "best_metric": metric,
+        "best_value": state.best_figure,
         "best_update": state.best_update,
         "images_per_second": state.timed_samples / state.train_seconds if state.timed_samples else None,
         "train_seconds": state.train_seconds,
