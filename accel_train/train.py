@@ -36,6 +36,7 @@ from accel_train.config.compatibility import learning_fingerprint
 from accel_train.config.schema import Config
 from accel_train.data.held_out import HeldOutCheck
 from accel_train.data.loading import start_workers_early
+from accel_train.data.order.drawing import digest, sample_weights
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.evaluate import Batch
 from accel_train.keyed import key
@@ -51,6 +52,7 @@ from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.claim import claim_run
 from accel_train.records.code import code_hashes
 from accel_train.records.directory import remove_requeue_marker
+from accel_train.records.metrics import LOWER_IS_BETTER, best_metric, check_best_metric
 from accel_train.records.summary import plan_text
 from accel_train.records.trackers import check_trackers
 from accel_train.run.finished import find_finished_run
@@ -116,12 +118,15 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
     is_users = parse_reference("data.name", config.data.name) is not None
     splits = load() if is_users else fail_together(accelerator, load)
     check_schedule(config.schedule, splits)
+    check_best_metric(config, splits)
+    weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)
     check_agreement(
         accelerator,
         configuration=learning_fingerprint(config),
         samples=str(len(splits.train)),
         classes=" ".join(splits.classes),
         table=splits.table,
+        **({} if weights is None else {"how often samples are drawn": digest(weights)}),
         **(what_bits_depend_on(accelerator) if config.bitwise else {}),
     )
     return splits
@@ -129,7 +134,7 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
 
 def fit(setup: TrainingSetup, run: Run) -> None:
     """Train the remaining epochs, then test. Raises StopAskedError."""
-    while run.state.epoch < setup.config.epochs:
+    while run.state.stopped_by(setup.config) is None:
         if train_epoch(setup, run):
             end_epoch(setup, run)
         else:
@@ -207,20 +212,21 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
     run.stopwatch.stop()
     state.check_epoch(setup.plan)
     run.log.log_epoch(state)
+    run.count_time()
     done, is_best = state.epoch + 1, False
-    is_last = done == config.epochs
+    is_last = done == config.epochs or state.out_of_time(config)
     if is_last or done % config.eval_every_epochs == 0:
         if "val" in setup.evaluations:
-            accuracy = run.evaluate("val").figures["map" if setup.splits.multi_label else "accuracy"]
-            is_best = state.best_accuracy is None or accuracy > state.best_accuracy
-            if is_best:
-                state.best_accuracy, state.best_update = accuracy, state.update
-            setup.schedule.step(done, accuracy)
+            metric = best_metric(config, multi_label=setup.splits.multi_label)
+            figure, lower = run.evaluate("val").figures[metric], metric in LOWER_IS_BETTER
+            is_best = state.record_best(figure, done, lower=lower)
+            setup.schedule.step(done, -figure if lower else figure)
         elif "test" in setup.evaluations and not is_last:
             # Without a validation split, test during training; nothing is decided by the result. After the last epoch
             # `fit` tests anyway.
             run.evaluate("test")
     state.begin_epoch(done)
+    is_last = state.stopped_by(config) is not None
     if run.save_is_due or is_last or is_best or done % config.checkpoint.every_epochs == 0:
         run.save(wait=is_last)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from accel_train import models
 from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline, create_input_pipeline
+from accel_train.data.order.drawing import create_draws
 from accel_train.data.order.plan import Plan, divide_batch, mixes_samples
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import Splits
@@ -112,7 +113,8 @@ class TrainingSetup:
         padding. `padded`: whether the update has any, on any process.
         """
         inputs, targets = self.training.transform(batch)
-        self.dropout.set_samples(batch["ids"], update)
+        # A sample that is drawn twice has one number, but two keys: an update must not give it the same mask twice.
+        self.dropout.set_samples(batch["ids" if self.sampler.draws is None else "keys"], update)
         self.virtual_batches.begin(batch["weights"], padded=padded)
         with self.around_forward:
             return self.model(inputs), targets
@@ -235,7 +237,8 @@ def _create_input(
             config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
         )
 
-    sampler = TrainingSampler(plan, config.seed, splits.unreadable)
+    draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
+    sampler = TrainingSampler(plan, config.seed, splits.unreadable, draws)
     evaluation_batch = evaluation_batch or evaluation_batch_size(config, plan.micro_batch)
     return {
         "plan": plan,

@@ -28,6 +28,7 @@ EXAMPLES: dict[str, str] = {
     "virtual-batch-size": "16",
     "eval-batch-size": "512",
     "resume": "must",
+    "best-metric": "--data.val-fraction 0.1 --best-metric loss",
     "allow-change": "optim.lr epochs",
     "trackers": "tensorboard",
     "data.name": "--data.name folder --data.root photos",
@@ -89,6 +90,8 @@ EXAMPLES: dict[str, str] = {
     "loss.label-smoothing": "0.1",
     "ema.decay": "--ema.enabled true --ema.decay 0.999",
     "ema.warmup": "--ema.enabled true --ema.warmup true",
+    "stop.patience-epochs": "--data.val-fraction 0.1 --stop.patience-epochs 5",
+    "stop.hours": "8",
     "checkpoint.every-updates": "500",
     "checkpoint.every-seconds": "1800",
     "checkpoint.keep": "5",
@@ -104,6 +107,7 @@ TITLES = {
     "schedule": "Learning-rate schedule",
     "loss": "Loss",
     "ema": "Average of the weights (EMA)",
+    "stop": "An early end",
     "checkpoint": "Checkpoints",
 }
 

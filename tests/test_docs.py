@@ -257,6 +257,9 @@ def run_commands(folder: Path) -> list[tuple[list[str], int]]:
                 lines.append(["run" if word.startswith("runs/") else word for word in words])
                 if words[0] == "train":
                     name = "run" if len(words) == 2 else "stripes" if "stripes.py:data" in words else "bitwise"
+                    name = next((word for word in words if word in ("--data.sampler", "--stop.hours")), name).lstrip(
+                        "-"
+                    )
                     lines[-1] += ["--epochs", "1", "--output-dir", name]
     script = (
         "import json, sys; import accel_train; from accel_train.cli import main; print(accel_train.__file__); "
@@ -296,8 +299,8 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
                 done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path)
                 assert done.returncode == 0, (words, done.stderr)
                 ran += 1
-    assert ran == 19
-    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 11
+    assert ran == 20
+    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 12
     for name in ("arrows", "arrows_2", "stripes", "shades"):
         assert json.loads((tmp_path / "runs" / name / "result.json").read_text())["test_accuracy"] > 0.9
     assert json.loads((tmp_path / "runs" / "shapes" / "result.json").read_text())["test_map"] > 0.8

@@ -121,6 +121,7 @@ def with_synthetic_data(config: Config) -> Config:
         train_images=images or max(data.train_images, 2 * config.batch_size),
         val_fraction=0.0,
         test_fraction=0.0,
+        sampler="balanced" if data.sampler == "weights" else data.sampler,  # drawn in the same time
     )
     return dataclasses.replace(config, data=synthetic)
 

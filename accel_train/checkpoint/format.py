@@ -27,7 +27,7 @@ from torch import Tensor
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
 from accel_train.errors import UserError
 from accel_train.files import set_default_permissions
-from accel_train.untrusted import is_count, is_number, read_regular_file
+from accel_train.untrusted import LARGEST, is_count, is_number, read_regular_file
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -121,7 +121,8 @@ def _check_records(state: Any) -> None:
         raise ValueError(f"configuration.data is {data!r}")
     for name in ("scaler", "schedule"):
         for key, value in (state[name] or {}).items():
-            if not (is_number(value) or (value is None and name == "schedule")):
+            least = -LARGEST if (name, key) == ("schedule", "best") else 0.0  # a loss counts there with a minus
+            if not (is_number(value, least) or (value is None and name == "schedule")):
                 raise ValueError(f"{name}.{key} is {value!r}")
     scaler = state["scaler"]
     if scaler and not (scaler.keys() >= SCALER and scaler["scale"] > 0 and scaler["growth_factor"] > 1):

@@ -90,6 +90,8 @@ def plan_restore(
     check_same_splits(str(path), semantics, saved.get("data", {}))
     if snapshot.ema is not None and run.ema is not None:
         check_same_model(named_tensors(run.ema), snapshot.ema, path)
+    if "best-metric" in changes and "best" in (snapshot.state["schedule"] or {}):
+        snapshot.state["schedule"]["best"] = None  # as that of the position
     _check_schedule(snapshot.state["schedule"], run, path)
     notes += [f"changed since the checkpoint: {key}: {change}" for key, change in changes.items()]
     notes += [
@@ -102,6 +104,8 @@ def plan_restore(
         for name, new in versions().items()
         if (old := snapshot.state["versions"].get(name)) != new
     ]
+    if "best-metric" in changes:
+        notes.append(f"the best {run.config.best_metric or 'value'} is looked for anew, from here on")
     changed = [key.removeprefix("optim.") for key in changes if key.startswith("optim.")]
     keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
     if "name" in changed:
@@ -148,6 +152,8 @@ def _position(path: Path, snapshot: Snapshot, run: RunParts, changes: Mapping[st
     """The position of the checkpoint; `changes` are the differences between its settings and this run's."""
     saved = snapshot.state["train"]
     position = TrainState.from_saved(saved, path)
+    if "best-metric" in changes:  # the best value so far is one of another metric
+        position.forget_best()
     if not changes.keys().isdisjoint({*SAMPLE_KEYS, "data", "batch-size", "data.drop-last"}):
         # Updates to be skipped that are still to come have different samples now.
         position.left_out = [update for update in position.left_out if update <= position.update]

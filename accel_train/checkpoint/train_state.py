@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.untrusted import LARGEST, is_count, is_number
@@ -27,10 +28,15 @@ class TrainState:
     epoch_left_out: int = 0
     """Those of them that cannot be read, or whose updates were skipped; all others are in epoch_count."""
     samples_seen: int = 0
-    best_accuracy: float | None = None
-    """The best validation accuracy so far (0..1)."""
+    best_figure: float | None = None
+    """The best value so far of --best-metric. In a checkpoint its name is best_accuracy, as in older ones."""
     best_update: int | None = None
     """The update after which it was measured."""
+    best_epoch: int | None = None
+    """The epochs that were done then. Older checkpoints do not have it."""
+    wall_seconds: float = 0.0
+    """How long the run has lasted, all starts together, from each one's beginning to its last save or end of an epoch.
+    What was done after the last save before a kill, and has to be done again, is counted once."""
     epoch_loss_sum: float = 0.0
     """This and the next two are sums over the samples of the current epoch, so that its training figures are exact
     after a resume."""
@@ -66,6 +72,44 @@ class TrainState:
                 f"updates of {done}, but the training data has {plan.samples}"
             )
 
+    def stopped_by(self, config: Config) -> str | None:
+        """What has ended the run: "epochs", "patience" or "hours"; None if it goes on. It ends at epochs' ends only."""
+        if self.epoch >= config.epochs:
+            return "epochs"
+        if self.epoch_samples or self.epoch == 0:
+            return None
+        patience = config.stop.patience_epochs
+        evaluated = self.epoch % config.eval_every_epochs == 0
+        if (
+            patience is not None
+            and evaluated
+            and self.best_epoch is not None
+            and self.epoch - self.best_epoch >= patience
+        ):
+            return "patience"
+        return "hours" if self.out_of_time(config) else None
+
+    def out_of_time(self, config: Config) -> bool:
+        """Whether the hours of --stop.hours are over."""
+        return config.stop.hours is not None and self.wall_seconds >= config.stop.hours * 3600
+
+    def record_best(self, figure: float, epoch: int, *, lower: bool) -> bool:
+        """Take the value of the best metric after `epoch` epochs; return whether it is the best one so far.
+
+        `lower`: whether lower values are better. One that is not finite is never the best.
+        """
+        best = self.best_figure
+        is_best = math.isfinite(figure) and (best is None or (figure < best if lower else figure > best))
+        if is_best:
+            self.best_figure, self.best_update, self.best_epoch = figure, self.update, epoch
+        elif self.best_epoch is None:
+            self.best_epoch = epoch  # of an older checkpoint, or nothing is finite yet: the patience begins here
+        return is_best
+
+    def forget_best(self) -> None:
+        """Begin anew, by another metric."""
+        self.best_figure = self.best_update = self.best_epoch = None
+
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch and reset the counts of an epoch."""
         self.epoch, self.epoch_samples, self.epoch_left_out = epoch, 0, 0
@@ -90,6 +134,9 @@ class TrainState:
     def to_saved(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
         saved = asdict(self)
+        saved["best_accuracy"] = saved.pop("best_figure")
+        if self.best_epoch is None:
+            del saved["best_epoch"]
         if not self.epoch_sums:
             del saved["epoch_sums"]
         return saved
@@ -98,9 +145,10 @@ class TrainState:
     def from_saved(cls, saved: dict[str, Any], path: Path) -> TrainState:
         """Read what `to_saved` wrote into the checkpoint `path`. Raises UserError for unknown entries and for
         values that are impossible."""
-        if unknown := saved.keys() - {entry.name for entry in fields(cls)}:
+        if unknown := saved.keys() - {entry.name for entry in fields(cls)} - {"best_accuracy"}:
             raise UserError(f"{path} was written by a newer accel-train, which counts {', '.join(sorted(unknown))}.")
-        state = cls(**saved)
+        named = {"best_figure" if name == "best_accuracy" else name: value for name, value in saved.items()}
+        state = cls(**named)
         if name := next((name for name in ("update", "epoch") if name not in saved), "") or state._impossible():
             raise UserError(
                 f"{path / 'state.json'}: {name} is {str(saved.get(name, 'missing'))[:40]!r}, which no run can have "
@@ -118,8 +166,10 @@ class TrainState:
             "epoch_samples": is_count(self.epoch_samples),
             "epoch_left_out": is_count(self.epoch_left_out),
             "samples_seen": is_count(self.samples_seen),
-            "best_accuracy": self.best_accuracy is None or is_number(self.best_accuracy, most=1),
+            "best_accuracy": self.best_figure is None or is_number(self.best_figure),
             "best_update": self.best_update is None or is_count(self.best_update),
+            "best_epoch": self.best_epoch is None or is_count(self.best_epoch),
+            "wall_seconds": is_number(self.wall_seconds),
             "epoch_loss_sum": is_number(self.epoch_loss_sum, -LARGEST),
             "epoch_count": is_count(self.epoch_count),
             "epoch_correct": is_number(self.epoch_correct),

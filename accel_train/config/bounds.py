@@ -17,7 +17,7 @@ POSITIVE = (
     "data.train-limit", "data.test-limit", "data.image-size", "data.train-images", "data.test-images",
     "augment.resize", "augment.randaugment-ops", "model.image-size", "schedule.step-epochs", "checkpoint.every-epochs",
     "checkpoint.every-updates", "checkpoint.keep", "checkpoint.milestone-epochs", "optim.clip", "optim.eps",
-    "rendezvous-timeout-seconds", "data.max-pixels",
+    "rendezvous-timeout-seconds", "data.max-pixels", "stop.patience-epochs", "stop.hours",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "seed", "data.workers", "augment.pad", "augment.mixup", "augment.cutmix", "optim.lr", "optim.weight-decay",
@@ -101,6 +101,8 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
     if config.model.weights is not None and config.model.pretrained:
         mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
+    if config.data.sampler == "balanced" and config.loss.class_weights == "balanced":
+        mistakes["loss.class-weights"] = "none with data.sampler=balanced: both together correct the imbalance twice"
     if config.schedule.warmup_epochs > config.epochs:
         mistakes["schedule.warmup-epochs"] = f"at most the {config.epochs} epochs of the run"
     return mistakes

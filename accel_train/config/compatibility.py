@@ -15,6 +15,7 @@ it to the table:
 | on-nonfinite, …-timeout-seconds | what to do about a failure; after one, the user may choose anew |
 | eval-every-epochs | only what is measured; refused for the plateau schedule, which follows the evaluations |
 | epochs | a run may become longer; refused for cosine and poly, which end at the last epoch |
+| stop.* | a run may end earlier or later |
 | model.weights | another path with the same content: the file is compared by its SHA-256 |
 | recipe, output-dir, resume, allow-change, take-over, config-only, traceback | they belong to one start; not compared |
 
@@ -39,12 +40,15 @@ START_KEYS = ("recipe", "output-dir", "resume", "allow-change", "take-over", "co
 FREE_KEYS = (
     "micro-batch-size", "data.workers", "data.placement", "model.gradient-checkpointing", "data.root",
     "eval-batch-size", "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "rendezvous-timeout-seconds",
-    "start-timeout-seconds", "hang-timeout-seconds", "share-gpus", "data.skip-unreadable", "data.max-pixels",
+    "start-timeout-seconds", "hang-timeout-seconds", "share-gpus", "data.skip-unreadable", "data.max-pixels", "stop",
 )  # fmt: skip
 # These decide which samples an epoch has, and in which order: such a change is possible only at the end of an epoch.
 SAMPLE_KEYS = (
     "seed", "data.name", "data.val-fraction", "data.test-fraction", "data.train-limit", "data.train-images",
+    "data.sampler",
 )  # fmt: skip
+# These decide where a run ends. They are part of its result, which needs --allow-change to be replaced by a later one.
+END_KEYS = ("epochs", "stop.patience-epochs", "stop.hours")
 FREE_UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", "poly")}
 
 
@@ -78,9 +82,9 @@ def affects_learning(key: str, schedule: str) -> bool:
 
 
 def learning_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that affect what is learned, and the number of epochs, by the command line's keys."""
+    """Return the settings that affect what is learned or when the run ends, by the command line's keys."""
     settings = flatten(as_dict(config)).items()
-    return {key: value for key, value in settings if key == "epochs" or affects_learning(key, config.schedule.name)}
+    return {key: value for key, value in settings if key in END_KEYS or affects_learning(key, config.schedule.name)}
 
 
 def learning_fingerprint(config: Config) -> str:

@@ -42,6 +42,8 @@ OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, witho
     "data.test-fraction": "test-split test-size test-ratio",
     "data.train-limit": "limit-train-batches max-train-samples train-samples subset num-samples",
     "data.test-limit": "limit-val-batches limit-test-batches max-eval-samples",
+    "data.sampler": "weighted-sampler weighted-random-sampler weightedrandomsampler balanced-sampler class-balanced "
+    "balanced-sampling weighted-sampling oversample oversampling imbalanced-sampler sample-weights",
     "data.placement": "cache-images ram-cache pin-memory pin-mem",
     "data.channels": "in-chans in-channels num-channels grayscale",
     "model.name": "model arch architecture backbone net network model-name model-type",
@@ -70,11 +72,16 @@ OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, witho
     "augment.resize": "val-resize-size resize-size",
     "loss.name": "criterion loss-fn loss-function bce bce-loss multi-label multilabel",
     "loss.label-smoothing": "smoothing smooth ls label-smoothing-factor",
-    "loss.class-weights": "class-weight weighted-loss balanced balance-classes",
+    "loss.class-weights": "class-weight weighted-loss",
+    "loss.class-weights data.sampler": "balanced balance-classes",
     "ema.enabled": "ema use-ema model-ema",
     "ema.decay": "ema-decay model-ema-decay",
     "checkpoint.every-epochs": "save-every save-freq save-interval checkpoint-freq save-period save-every-n-epochs",
     "checkpoint.every-updates": "save-steps checkpointing-steps checkpoint-every",
+    "stop.patience-epochs": "early-stopping early-stop earlystopping early-stopping-patience early-stopping-rounds",
+    "stop.patience-epochs schedule.patience-epochs": "patience patience-epochs",
+    "stop.hours": "max-time max-hours time-limit max-duration",
+    "best-metric": "metric-for-best-model eval-metric monitor best-checkpoint-metric",
     "checkpoint.keep": "save-total-limit checkpoint-hist save-top-k keep-checkpoints",
 }
 LAUNCHER = {  # option of accelerate launch -> its names elsewhere
@@ -94,10 +101,6 @@ LAUNCHER = {  # option of accelerate launch -> its names elsewhere
     "dist-backend distributed-backend backend multi-gpu multiprocessing-distributed config-file local-rank rank",
 }
 ANSWERS = {  # sentence -> names of what it explains
-    "There is no early stopping: a run ends after --epochs, and its best checkpoint by validation accuracy is kept.": (
-        "early-stopping early-stop earlystopping early-stopping-patience patience-epochs"
-    ),
-    "There is no early stopping; schedule.patience-epochs belongs to the plateau schedule.": "patience",
     "To evaluate a run: `accel-train evaluate RUN`.": "eval evaluate eval-only evaluate-only test-only validate test",
     "To classify images: `accel-train predict RUN IMAGE`.": "predict inference",
     "Name the recipe without an option: accel-train train RECIPE.": "config cfg recipe config-name",

@@ -11,7 +11,6 @@ from accel_train.data.order.samplers import IndexSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.parameters import AugmentParameters
-from accel_train.keyed import hashed, key
 
 COPY_IMAGES = 1024  # images fetched at a time while a dataset is copied into one tensor
 FETCH_BYTES = 1 << 20  # of images fetched at a time for batches: many batches of small images
@@ -85,14 +84,14 @@ class MemoryLoader:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         share = self.sampler.batch_size // self.processes  # of one micro-batch
         for block in self.sampler.blocks():
-            ids, weights = (
+            ids, weights, keys = (
                 values.view(-1, self.processes, share)[:, self.process].reshape(-1)
-                for values in (block.ids, block.weights)
+                for values in (block.ids, block.weights, block.keys(self.seed))
             )
             columns = {
                 "labels": self.labels.index_select(0, ids),
                 "ids": ids,
-                "keys": hashed(key(self.seed, block.epoch, "augment"), ids),
+                "keys": keys,
                 "weights": weights,
             }
             if self.draw_parameters is not None:

@@ -41,7 +41,6 @@ from accel_train.data.transforms.device_decoding import EncodedBatch, JpegReader
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.errors import UserError
-from accel_train.keyed import hashed, key
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Sent to every process of a job. The trainer then saves a checkpoint, for which it still needs its workers."""
@@ -80,7 +79,7 @@ class BatchDataset(Dataset[dict[str, Any]]):
             return error
 
     def _fetch(self, indices: IndexBatch) -> dict[str, Any]:
-        keys = hashed(key(self.seed, indices.epoch, "augment"), indices.ids)
+        keys = indices.keys(self.seed)
         images: Tensor | Sequence[Tensor] | EncodedBatch
         ids = indices.ids if self.held_ids is None else self.held_ids[indices.ids]
         if isinstance(self.held, UserDataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from accel_train.errors import UserError
 
 
 class PlateauScheduler(Scheduler):  # type: ignore[misc]
-    """Decays the learning rate when the validation accuracy no longer rises.
+    """Decays the learning rate when a figure of the validation split no longer rises.
 
     timm's own does not save its counters and will be removed. This one's state is a few numbers, from which
     the rate of any update follows. The rule is torch's ReduceLROnPlateau (mode max, threshold 0): the rate
-    decays after the first evaluation that makes more than `patience` epochs without a better accuracy, counted
+    decays after the first evaluation that makes more than `patience` epochs without a better figure, counted
     from the best evaluation or from the last decay.
     """
 
@@ -48,10 +49,10 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         return [max(base * self.decay**self.decays, min(base, self.min_lr)) for base in self.base_values]
 
     def step(self, epoch: int, metric: float | None = None) -> None:
-        """Record the validation accuracy `metric` after `epoch` epochs; the next `step_update` uses it."""
+        """Record the figure `metric` after `epoch` epochs, higher if better; the next `step_update` uses it."""
         if metric is None:
             return
-        if self.best is None or metric > self.best:
+        if math.isfinite(metric) and (self.best is None or metric > self.best):
             self.best, self.bad_epochs = metric, 0
         else:
             self.bad_epochs += 1 if self.epoch is None else epoch - self.epoch
@@ -72,7 +73,7 @@ def check_schedule(schedule: Schedule, splits: Splits) -> None:
     """Raise UserError if the schedule needs a validation split and the data has none."""
     if schedule.name == "plateau" and splits.validation is None:
         raise UserError(
-            "--schedule.name plateau: the learning rate follows the validation accuracy, but this data has no "
+            "--schedule.name plateau: the learning rate follows the validation split, but this data has no "
             "validation split: set one aside with --data.val-fraction 0.1, or choose another schedule."
         )
 
@@ -83,7 +84,7 @@ def create_schedule(
     """The learning rates of a run: `step_update(n)` sets those of update n, counted from 0 over all epochs.
 
     Call it before each update. The rates are a function of n alone, so that nothing needs to be saved; only
-    plateau has a state (`state_dict`), which `step(epochs_done, validation_accuracy)` changes after an
+    plateau has a state (`state_dict`), which `step(epochs_done, figure)` changes after an
     evaluation.
 
     During the warm-up the rate rises in a straight line from warmup_lr (at update 0). step, multistep and

@@ -17,6 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel_train.config.schema import Config
+from accel_train.data.sources.splits import Splits
+from accel_train.errors import UserError
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -226,3 +230,27 @@ class Evaluation:
         """The figures of the classes as result.json and evaluation-SPLIT.json have them."""
         record: dict[str, Any] = {f"class_{name}": values for name, values in self.of_classes.items()}
         return record | ({"class_images": self.images} if self.confusion is None else {"confusion": self.confusion})
+
+
+LOWER_IS_BETTER = ("loss",)
+"""Of the metrics that --best-metric may name."""
+
+
+def best_metric(config: Config, *, multi_label: bool) -> str:
+    """The name of the figure that decides about the best checkpoint, the plateau schedule and the patience."""
+    return config.best_metric or ("map" if multi_label else "accuracy")
+
+
+def check_best_metric(config: Config, splits: Splits) -> None:
+    """Raise UserError if the data does not have the figure, or if an option needs a validation split and has none."""
+    for option, setting in (("best-metric", config.best_metric), ("stop.patience-epochs", config.stop.patience_epochs)):
+        if setting is not None and splits.validation is None:
+            raise UserError(
+                f"--{option} {setting}: follows the validation split, but this data has none: set one aside with "
+                "--data.val-fraction 0.1, or remove the option."
+            )
+    names = [metric.name for metric in metrics_for(multi_label=splits.multi_label)]
+    if config.best_metric is not None and config.best_metric not in names:
+        kind = "images with several labels" if splits.multi_label else "images with one label each"
+        usable = ", ".join(name for name in ("accuracy", "loss", "f1", "map") if name in names)
+        raise UserError(f"--best-metric {config.best_metric}: this data has {kind}; choose one of {usable}.")

@@ -21,7 +21,7 @@ from accel_train.optim.micro_batch import searches
 from accel_train.records.console import Console
 from accel_train.records.directory import DAMAGED, MARKER, RunDirectory
 from accel_train.records.meter import Stopwatch, Sums
-from accel_train.records.metrics import Evaluation, headlines, training_metrics
+from accel_train.records.metrics import Evaluation, best_metric, headlines, training_metrics
 from accel_train.records.summary import describe, example_image, next_steps, result_of
 from accel_train.records.trackers import track
 
@@ -72,7 +72,8 @@ class RunLog:
         for note in notes:
             self.warn(note)
         # Also at update 0: a run that was killed before its first checkpoint has left lines.
-        if damaged := self.directory.rewind(state.update, state.epoch, tests_again=state.epoch >= self.config.epochs):
+        ended = state.stopped_by(self.config) is not None
+        if damaged := self.directory.rewind(state.update, state.epoch, tests_again=ended):
             self.warn(f"metrics.jsonl: {damaged} damaged line{'s' * (damaged > 1)} moved to {DAMAGED}")
         if searches(self.config, self.accelerator):
             self.directory.event(
@@ -80,7 +81,7 @@ class RunLog:
             )
         if resumed:
             self.directory.event("resumed", update=state.update, processes=self.plan.processes)
-            place = f"in epoch {state.epoch + 1}" if state.epoch < self.config.epochs else "with all epochs trained"
+            place = "with all epochs trained" if ended else f"in epoch {state.epoch + 1}"
             self.console.say(f"continuing after update {state.update}, {place}")
         self.directory.status(
             "training",
@@ -93,7 +94,7 @@ class RunLog:
 
     def _epoch(self, state: TrainState) -> int:
         """The current epoch, counted from 1; after the end of the last epoch still that one."""
-        return min(state.epoch + 1, self.config.epochs)
+        return state.epoch + (state.stopped_by(self.config) is None)
 
     @property
     def _updates(self) -> int:
@@ -253,7 +254,7 @@ class RunLog:
             "wall_seconds": wall_seconds,
         }
         run.result(result)
-        run.status("finished", force=True, epoch=config.epochs, update=state.update, eta_seconds=0)
+        run.status("finished", force=True, epoch=state.epoch, update=state.update, eta_seconds=0)
         figures = {
             f"{name} {metric}": shown
             for name, evaluation in last.items()
@@ -267,6 +268,23 @@ class RunLog:
         if state.left_out:
             figures["skipped"] = f"{len(state.left_out)} updates that were not finite"
         figures["run"] = str(run.path)
-        title = f"{config.recipe}: {config.epochs} epoch{'s' * (config.epochs > 1)}, {state.update} updates"
+        if (stopped := self._stopped(state)) is not None:
+            figures["stopped"] = stopped
+            run.event(f"stopped: {stopped}", update=state.update)
+        epochs = f"{state.epoch} of " * (state.epoch < config.epochs)
+        epochs += f"{config.epochs} epoch{'s' * (config.epochs > 1)}"
+        title = f"{config.recipe}: {epochs}, {state.update} updates"
         image = example_image(self._splits, run.path) if run.writes and self._splits else None
         self.console.finish(title, figures, next_steps(run.path, image))
+
+    def _stopped(self, state: TrainState) -> str | None:
+        """Why the run has ended before its last epoch, for the user; None if it has not."""
+        stop, reason = self.config.stop, state.stopped_by(self.config)
+        if reason == "hours":
+            return f"by --stop.hours {stop.hours:g}, after {state.wall_seconds / 3600:.2g} hours"
+        if reason != "patience":
+            return None
+        metric = best_metric(self.config, multi_label=self._multi_label)
+        best = "none" if state.best_figure is None else f"{state.best_figure:.4f} after update {state.best_update}"
+        epochs = f"{stop.patience_epochs} epochs" if stop.patience_epochs != 1 else "an epoch"
+        return f"by --stop.patience-epochs, after {epochs} without a better val {metric} (best: {best})"

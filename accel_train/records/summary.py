@@ -17,6 +17,7 @@ from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import learning_settings
 from accel_train.config.schema import Config, to_yaml
+from accel_train.data.order.drawing import create_draws
 from accel_train.data.order.plan import Plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.placement import Placement
@@ -28,7 +29,7 @@ from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
-from accel_train.records.metrics import Evaluation, metrics_for
+from accel_train.records.metrics import Evaluation, best_metric, check_best_metric, metrics_for
 from accel_train.user_code.reference import parse_reference, short_name
 
 
@@ -58,6 +59,7 @@ def describe(
         "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
         "data": f"{data_name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
         "unused": splits.ignored,
+        "drawn": _drawn(config, plan),
         "input": str(placement),
         "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
         "weights": loaded,
@@ -68,6 +70,15 @@ def describe(
         "run": str(config.output_dir),
     }
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
+
+
+def _drawn(config: Config, plan: Plan) -> str:
+    """Return what an epoch's samples are if it does not have each of them once; "" if it has."""
+    how = {"balanced": "each class equally often", "weights": "samples by the weights of the data"}
+    if config.data.sampler == "shuffle":
+        return ""
+    how_often = "an epoch may have an image more than once, or not at all"
+    return f"{plan.samples_per_epoch:,} an epoch, {how[config.data.sampler]}: {how_often}"
 
 
 def _named(splits: Splits) -> str:
@@ -108,15 +119,18 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
     try:
         splits = load_splits(config.data, config.seed, download=False)
         plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last)
-        order = TrainingSampler(plan, config.seed, splits.unreadable)
+        draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
+        order = TrainingSampler(plan, config.seed, splits.unreadable, draws)
     except UserError as error:
         lines.append(f"# updates: not known ({error})")
     else:
         check_schedule(config.schedule, splits)
+        check_best_metric(config, splits)
         check_labels(config.loss, splits.train.labels)
         last = (plan.updates_per_epoch - 1) * plan.batch_size
         lines += [
             f"# training samples: {len(splits.to_train_on)}",
+            *([f"# drawn: {drawn}"] if (drawn := _drawn(config, plan)) else []),
             f"# updates an epoch: {plan.updates_per_epoch}",
             f"# samples of an epoch's last update: {order.real_samples(last)}",
             f"# updates in all: {plan.updates_per_epoch * config.epochs}",
@@ -138,10 +152,10 @@ def result_of(
     `last`: the newest evaluations, "test" and "test (ema)" among them.
     """
     test, ema = last.get("test"), last.get("test (ema)")
-    metrics = metrics_for(multi_label=multi_label)
+    metrics, metric = metrics_for(multi_label=multi_label), best_metric(config, multi_label=multi_label)
     result: dict[str, Any] = {
         "recipe": config.recipe,
-        "epochs": config.epochs,
+        "epochs": state.epoch,
         "updates": state.update,
         "left_out_updates": len(state.left_out),
         "world_size": plan.processes,
@@ -153,7 +167,10 @@ def result_of(
             for metric in metrics
             if metric.headline
         },
-        "best_val_accuracy": state.best_accuracy,
+        "stopped_by": state.stopped_by(config),
+        "best_val_accuracy": state.best_figure if metric == "accuracy" else None,
+        "best_metric": metric,
+        "best_value": state.best_figure,
         "best_update": state.best_update,
         "images_per_second": state.timed_samples / state.train_seconds if state.timed_samples else None,
         "train_seconds": state.train_seconds,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoint.directory import list_updates
-from accel_train.config.compatibility import affects_learning, differences, is_under, not_allowed
+from accel_train.config.compatibility import END_KEYS, affects_learning, differences, is_under, not_allowed
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict, value
 from accel_train.errors import UserError
@@ -79,18 +79,19 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
         return FinishedRun(renamed={RESULT: kept}, note=f"{path} is damaged and renamed to {kept}; it is created again")
 
     done, changes = result["epochs"], differences(_settings(run, result), config)
-    changed = [key for key in changes if key == "epochs" or affects_learning(key, config.schedule.name)]
+    changed = [key for key in changes if key in END_KEYS or affects_learning(key, config.schedule.name)]
     if not changed:
         return FinishedRun(nothing_left=True)
     head = f"{run} holds a finished run of {done} epoch{'s' * (done > 1)}, which differs from this start's settings: "
     head += "; ".join(f"{key}: {changes[key]}" for key in changed)
-    if config.epochs <= done:
-        raise UserError(f"{head}. Give another --output-dir (or more epochs, to go on from its end).")
+    if longer := _too_short(result, config):
+        raise UserError(f"{head}. Give another --output-dir (or {longer}, to go on from its end).")
     if not list_updates(checkpoints):
         raise UserError(f"{head}. It cannot go on, because its checkpoints are gone. Give another --output-dir.")
     refused = not_allowed(changed, config, config.allow_change)
-    if "epochs" not in config.allow_change and "epochs" not in refused:
-        refused.append("epochs")  # with every schedule, because the result is replaced
+    # What lets it go on needs to be allowed with every schedule, because the result is replaced.
+    allowed = [name.replace("_", "-") for name in config.allow_change]
+    refused += [key for key in changed if key in END_KEYS and not is_under(key, allowed) and key not in refused]
     if not refused:
         renamed = {name: f"{Path(name).stem}-epoch-{done}{Path(name).suffix}" for name in (*WEIGHTS, RESULT)}
         note = f"goes on from the end of a run of {done} epochs: its result is kept as {renamed[RESULT]}"
@@ -100,6 +101,18 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
     words = [word for key in changes for word in _words(key, value(config, key))]
     command = resume_command(launch, run, *words, "--allow-change", *config.allow_change, *refused)
     raise UserError(f"{head}. Give another --output-dir, or go on from its end (its result is kept): {command}")
+
+
+def _too_short(result: Mapping[str, Any], config: Config) -> str:
+    """What must be larger for a run with this result to go on, in words; "" if it goes on with `config`."""
+    if config.epochs <= result["epochs"]:
+        return "more epochs"
+    by = {"patience": "stop.patience-epochs", "hours": "stop.hours"}.get(str(result.get("stopped_by")))
+    if by is None:
+        return ""
+    before, now = result.get("settings", {}).get(by), value(config, by)
+    larger = now is None or not isinstance(before, (int, float)) or now > before
+    return "" if larger else f"--{by} of more than {before}, or none"
 
 
 def _read(content: bytes) -> dict[str, Any] | None:

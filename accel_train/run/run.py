@@ -70,6 +70,7 @@ class Run:
             table=setup.splits.table,
         )
         self.state, self.resumed = self._restore(finished)
+        self._first_began = began - self.state.wall_seconds  # as if all starts had followed each other at once
         # Updates done beyond those of a run that had these settings from its start (after a change of the batch size,
         # say). They are subtracted so that the schedule's epochs are epochs of the data.
         self.extra_updates = self.state.update - setup.plan.updates_until(self.state.epoch, self.state.epoch_samples)
@@ -83,14 +84,8 @@ class Run:
         """A signal, a file, the clock or --checkpoint.every-updates requests a save that is not done yet."""
         self.resume_command = resume_command(setup.launch, lease.directory)
         config = self.config
-        self.watchdog = Watchdog(
-            self.accelerator,
-            self.directory,
-            requests,
-            config.start_timeout_seconds,
-            config.hang_timeout_seconds,
-            setup.launch.agent,
-        )
+        seconds = config.start_timeout_seconds, config.hang_timeout_seconds
+        self.watchdog = Watchdog(self.accelerator, self.directory, requests, *seconds, setup.launch.agent)
         self.console = Console(
             prints=self.is_main,
             total_updates=config.epochs * setup.plan.updates_per_epoch + self.extra_updates,
@@ -191,7 +186,7 @@ class Run:
                 self.log.warn(warning)
         if config.on_nonfinite == "rewind" and self._has_no_checkpoint():
             self.save()  # so that there is a checkpoint to go back to
-        if state.epoch == config.epochs and self._has_no_checkpoint():
+        if state.stopped_by(config) and self._has_no_checkpoint():
             # Trained to the end in another run: the weights to publish come from a checkpoint of this one.
             self.save(wait=True)
 
@@ -236,10 +231,16 @@ class Run:
             return "stop"
         return "save" if self.save_is_due and not ends_epoch else "go on"
 
+    def count_time(self) -> None:
+        """Count at an epoch's end how long the run has lasted: the same on all processes, which may end by it."""
+        self.state.wall_seconds = broadcast_from_main(self.accelerator, lambda: time.monotonic() - self._first_began)
+
     def save(self, *, wait: bool = False) -> None:
         """Save a checkpoint in the background, or `wait` until it is on the disk."""
         self.watchdog.heartbeat("saves a checkpoint")
         self.state.train_seconds, self.state.timed_samples = self.stopwatch.lap(), self.stopwatch.samples
+        if self.state.epoch_samples:  # at an epoch's end it is counted already
+            self.state.wall_seconds = time.monotonic() - self._first_began
         self.checkpoints.save(self.state, wait=wait)
         self.stop_requests.saved()
         self.log.log_checkpoint(self.state, self.checkpoints)

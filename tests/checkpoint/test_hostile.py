@@ -284,7 +284,7 @@ def test_any_change_of_a_checkpoint_is_refused_or_harmless(run: Path) -> None:
         for name, content in whole.items():
             (place / name).write_bytes(content)
     assert 45 < refused < 117
-    assert resumed.restore() == TrainState(**state["train"])
+    assert resumed.restore() == TrainState.from_saved(state["train"], Path("x"))
 
 
 json_values = st.recursive(
@@ -297,7 +297,7 @@ json_values = st.recursive(
 @given(st.dictionaries(st.sampled_from([field.name for field in fields(TrainState)]), json_values))
 def test_a_position_is_one_that_a_run_can_have_or_refused(changes: dict[str, Any]) -> None:
     good = TrainState(
-        epoch=2, update=60, epoch_samples=25, epoch_left_out=5, samples_seen=3000, best_accuracy=0.9, best_update=58,
+        epoch=2, update=60, epoch_samples=25, epoch_left_out=5, samples_seen=3000, best_figure=0.9, best_update=58,
         epoch_loss_sum=1.5, epoch_correct=10, epoch_count=20, train_seconds=3.5, timed_samples=2900, left_out=[7],
     )  # fmt: skip
     assert TrainState.from_saved(asdict(good), Path("x")) == good
@@ -307,7 +307,7 @@ def test_a_position_is_one_that_a_run_can_have_or_refused(changes: dict[str, Any
         assert "x/state.json: " in str(error)
         return
     assert 0 <= found.epoch <= found.update < 2**63
-    for value in (found.epoch_loss_sum, found.train_seconds, found.best_accuracy or 0):
+    for value in (found.epoch_loss_sum, found.train_seconds, found.best_figure or 0):
         assert math.isfinite(value)
     assert all(number > 0 for number in found.left_out)
     assert TrainState.from_saved(json.loads(json.dumps(asdict(found))), Path("x")) == found

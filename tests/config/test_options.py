@@ -212,7 +212,7 @@ def test_each_slip_in_a_recipe_is_told_with_its_line(tmp_path: Path, content: by
         ("num_nodes", "accelerate launch --num_machines N …"),
         ("device", "accelerate launch --config_file accelerate_configs/multi_gpu.yaml …"),
         ("compile", "accelerate launch --dynamo_backend inductor …"),
-        ("early-stopping", "There is no early stopping"),
+        ("early-stopping", "Did you mean 'stop.patience-epochs'?"),
         ("eval-only", "`accel-train evaluate RUN`"),
     ],
 )  # fmt: skip
@@ -226,7 +226,7 @@ def test_what_other_trainers_call_it_is_known(tmp_path: Path, word: str, advice:
 def test_what_is_proposed_exists() -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    kinds, groups = option_types(), {"data", "model", "optim", "schedule", "ema", "checkpoint", "augment"}
+    kinds, groups = option_types(), {"data", "model", "optim", "schedule", "ema", "checkpoint", "augment", "stop"}
     proposed = {key for keys in OPTIONS for key in keys.split()}
     assert proposed <= kinds.keys()
     words = [word for table in TABLES for listed in table.values() for word in listed.split()]
@@ -423,6 +423,8 @@ def configs(draw: st.DrawFn) -> Config:
         values.setdefault(group, {})[name] = value
     if values["data"]["val_fraction"] + values["data"]["test_fraction"] >= 1:
         values["data"]["test_fraction"] = 0.0
+    if values["data"]["sampler"] == "balanced":
+        values["loss"]["class_weights"] = "none"
     if values["model"]["weights"] is not None:
         values["model"]["pretrained"] = False
     own = {**values.pop(""), "take_over": False, "config_only": False, "traceback": False}

@@ -191,7 +191,7 @@ def run(tmp_path):
     run = Run(tmp_path / "run")
     run.save(1)
     run.before = run.weights()
-    run.save(2, samples_seen=7, best_accuracy=0.1 + 0.2, best_update=2, epoch_loss_sum=1 / 3)
+    run.save(2, samples_seen=7, best_figure=0.1 + 0.2, best_update=2, epoch_loss_sum=1 / 3)
     assert run.checkpoints.failures == []
     return run
 
@@ -437,7 +437,7 @@ def test_without_a_running_mean(run):
 def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
     run = Run(tmp_path / "run", 0, Config(checkpoint=Checkpoint(keep=2, milestone_epochs=2)))
     for epoch in range(1, 8):
-        best = {"best_accuracy": 0.5, "best_update": 30 if epoch >= 3 else 10}
+        best = {"best_figure": 0.5, "best_update": 30 if epoch >= 3 else 10}
         run.save(10 * epoch - 5, epoch=epoch - 1, epoch_count=9, **best)  # in the middle of the epoch
         run.save(10 * epoch, epoch=epoch, **best)
     assert run.checkpoints.failures == []

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from accel_train.data.order.drawing import Draws
 from accel_train.data.order.plan import Plan
-from accel_train.keyed import key, permuted
+from accel_train.keyed import hashed, key, permuted
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,20 @@ class IndexBatch:
     epoch: int
     ids: Tensor  # int64 [b]
     weights: Tensor  # float32 [b]: 1, or 0 for padding
+    positions: Tensor | None = None
+    """int64 [b], in the epoch, if it may have a sample more than once; None: it has each sample once."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, part: slice) -> IndexBatch:
-        return IndexBatch(self.epoch, self.ids[part], self.weights[part])
+        positions = None if self.positions is None else self.positions[part]
+        return IndexBatch(self.epoch, self.ids[part], self.weights[part], positions)
+
+    def keys(self, seed: int) -> Tensor:
+        """The word from which each sample's augmentation follows, int64 [b]: another one for each time that an epoch
+        has the sample."""
+        return hashed(key(seed, self.epoch, "augment"), self.ids if self.positions is None else self.positions)
 
 
 class IndexSampler(Protocol):
@@ -52,11 +61,13 @@ class TrainingSampler(Sampler[IndexBatch]):
 
     BLOCK = 1 << 15  # positions permuted in one call: large enough to hide the overhead, small enough for memory
 
-    def __init__(self, plan: Plan, seed: int, unreadable: Tensor | None = None) -> None:
-        """`unreadable`: bool [plan.samples], the samples to skip. All others keep their places."""
+    def __init__(self, plan: Plan, seed: int, unreadable: Tensor | None = None, draws: Draws | None = None) -> None:
+        """`unreadable`: bool [plan.samples], the samples to skip. All others keep their places. `draws`: which samples
+        an epoch has, without unreadable ones; None: each sample once."""
         self.plan = plan
         self.seed = seed
-        self.unreadable = unreadable
+        self.draws = draws
+        self.unreadable = unreadable = None if draws is not None else unreadable
         self.substitute = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
         self.batch_size = plan.batch_size // plan.accumulation  # read by Accelerate: of one global micro-batch
         self.drop_last = False  # also read by Accelerate; all our micro-batches are full
@@ -89,7 +100,8 @@ class TrainingSampler(Sampler[IndexBatch]):
 
     def _ids(self, positions: Tensor) -> Tensor:
         """The samples at `positions` (int64 [n]) of the epoch. This alone decides the order."""
-        return permuted(positions, self.plan.samples, key(self.seed, self.epoch, "order"))
+        places = permuted(positions, self.plan.samples, key(self.seed, self.epoch, "order"))
+        return places if self.draws is None else self.draws.of_epoch(self.epoch)[places]
 
     def blocks(self) -> Iterator[IndexBatch]:
         """Yields many whole global micro-batches at once, one after the other."""
@@ -104,7 +116,7 @@ class TrainingSampler(Sampler[IndexBatch]):
             if self.unreadable is not None:
                 skipped = self.unreadable[ids]
                 weights[skipped], ids[skipped] = 0.0, self.substitute
-            yield IndexBatch(epoch, ids, weights)
+            yield IndexBatch(epoch, ids, weights, None if self.draws is None else positions)
 
     def __iter__(self) -> Iterator[IndexBatch]:
         for block in self.blocks():

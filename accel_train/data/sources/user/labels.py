@@ -31,7 +31,9 @@ def labels_of(dataset: Any, reference: Reference, split: str, record: Path | Non
     targets = _targets(dataset)
     if targets is not None:
         try:
-            labels = torch.as_tensor(np.asarray(targets))
+            # A copy: a tensor that the Dataset keeps is moved to shared memory when the Dataset is sent to workers, and
+            # labels in its old memory would be lost.
+            labels = torch.tensor(np.asarray(targets))
         except (TypeError, ValueError) as error:
             raise UserError(f"{where} has `targets` that are not whole numbers ({error}).") from error
         if labels.ndim == 2 and len(labels) == len(dataset) and bool(((labels == 0) | (labels == 1)).all()):
@@ -110,9 +112,24 @@ def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
     return torch.tensor(labels, dtype=torch.bool)
 
 
+def weights_of(dataset: Any, reference: Reference) -> Tensor | None:
+    """The `weights` of the training items, float64 [n]; None if the dataset has none. Raises UserError."""
+    found = _of_items(dataset, "weights")
+    try:
+        return None if found is None else torch.tensor(np.asarray(found, dtype=np.float64))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--{OPTION} {reference.short}: train has `weights` that are not numbers ({error}).") from error
+
+
 def _targets(dataset: Any) -> Any:
     """The dataset's `targets`, one for each item; None if it has none."""
-    if isinstance(dataset, Subset) and not hasattr(dataset, "targets"):
-        inner = _targets(dataset.dataset)
+    return _of_items(dataset, "targets")
+
+
+def _of_items(dataset: Any, name: str) -> Any:
+    """The dataset's attribute `name`, which has a value for each item; None if there is none. A Subset has those of its
+    items."""
+    if isinstance(dataset, Subset) and not hasattr(dataset, name):
+        inner = _of_items(dataset.dataset, name)
         return None if inner is None else np.asarray(inner)[np.asarray(dataset.indices, dtype=np.int64)]
-    return getattr(dataset, "targets", None)
+    return getattr(dataset, name, None)

@@ -30,7 +30,7 @@ from accel_train.data.sources.user.dataset import (
     restored_generators,
     seed_generators,
 )
-from accel_train.data.sources.user.labels import labels_of
+from accel_train.data.sources.user.labels import labels_of, weights_of
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.loading import call, load
 from accel_train.user_code.reference import Reference
@@ -91,6 +91,8 @@ def user_data(data: Data, reference: Reference, record: Path | None) -> Splits:
         sources["train"],
         sources.get("validation"),
         sources.get("test"),
+        # Only then: a Dataset may call something else its weights.
+        train_weights=weights_of(train, reference) if data.sampler == "weights" else None,
         semantics=IMAGE_FILES,
         full_scale=1 if is_float else 255,
     )

@@ -1,0 +1,176 @@
+"""--data.sampler: which samples an epoch draws, and how often."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from accel_train.config.schema import Config, Data
+from accel_train.data.memory import MemoryLoader
+from accel_train.data.order.drawing import Draws, create_draws
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import IndexBatch, TrainingSampler
+from accel_train.data.sources.arrays import ArraySource
+from accel_train.errors import UserError
+
+BALANCED, WEIGHTS = (Config(data=Data(sampler=name)) for name in ("balanced", "weights"))
+
+
+@st.composite
+def weighted(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Classes and weights of some samples; one weight at least is not 0."""
+    count = draw(st.integers(1, 200))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**40)))
+    classes = torch.randint(draw(st.integers(1, 5)), (count,), generator=generator)
+    weights = torch.rand(count, generator=generator, dtype=torch.float64) ** draw(st.integers(0, 8))
+    weights[torch.rand(count, generator=generator) < draw(st.sampled_from([0.0, 0.5]))] = 0.0
+    weights[0] = max(float(weights[0]), 1e-3)
+    return classes, weights
+
+
+@given(weighted(), st.integers(0, 2**40), st.integers(0, 100))
+def test_the_counts_of_samples_and_classes_differ_from_the_expected_by_less_than_one(
+    data: tuple[torch.Tensor, torch.Tensor], seed: int, epoch: int
+) -> None:
+    classes, weights = data
+    drawn = Draws(seed, classes, weights).of_epoch(epoch)
+    assert drawn.shape == weights.shape
+    expected = weights / weights.sum() * len(weights)
+    counts = torch.bincount(drawn, minlength=len(weights))
+    assert bool(((counts - expected).abs() < 1 + 1e-9).all()) and not counts[weights == 0].any()
+    of_classes = torch.zeros(5, dtype=torch.float64).index_add_(0, classes, expected)
+    assert bool(((torch.bincount(classes[drawn], minlength=5) - of_classes).abs() < 1 + 1e-9).all())
+
+
+def test_over_many_epochs_each_sample_comes_as_often_as_its_weight_says() -> None:
+    weights = torch.tensor([0.03, 0.2, 0.2, 1.0, 0.0, 3.0, 0.7, 0.11])
+    classes = torch.tensor([0, 1, 0, 1, 1, 0, 0, 1])
+    draws = create_draws(WEIGHTS, classes, weights)
+    assert draws is not None
+    epochs = 1000
+    counts = sum(torch.bincount(draws.of_epoch(epoch), minlength=8) for epoch in range(epochs))
+    assert isinstance(counts, torch.Tensor)
+    expected = weights.double() / weights.double().sum() * 8 * epochs
+    # Systematic draws vary less than independent ones: no sum may be far from its expectation.
+    spread = (expected / epochs % 1 * (1 - expected / epochs % 1) * epochs).sqrt()
+    assert bool(((counts - expected).abs() <= 4 * spread + 1e-6).all()), (counts, expected)
+
+
+def test_balanced_draws_each_class_equally_often_and_each_epoch_other_samples_of_a_large_one() -> None:
+    labels = torch.tensor([0] * 800 + [1] * 150 + [2] * 50)[torch.randperm(1000, generator=torch.manual_seed(0))]
+    draws = create_draws(BALANCED, labels, None)
+    assert draws is not None
+    together = torch.zeros(1000)
+    pairs = 0
+    large = (labels == 0).nonzero()[:, 0]
+    first = large[:40]
+    for epoch in range(300):
+        counts = torch.bincount(draws.of_epoch(epoch), minlength=1000)
+        of_classes = torch.bincount(labels, counts, minlength=3)
+        assert bool(((of_classes - 1000 / 3).abs() < 1).all())
+        assert counts[large].max() <= 1 and 2 <= counts[labels == 1].min() <= counts[labels == 1].max() <= 3
+        together += counts
+        pairs += int(((counts[first][:, None] * counts[first]).sum() - counts[first].sum()).item())
+    assert chisquare(together[large].numpy()).pvalue > 0.05  # under-dispersed, if anything
+    # Two samples of a large class come together as often as in a random subset, not always or never.
+    share = 1000 / 3 / 800
+    assert pairs / 300 / (40 * 39) == pytest.approx(share * (1000 / 3 - 1) / 799, rel=0.03)
+
+
+def everything(order: TrainingSampler) -> IndexBatch:
+    found = list(order.blocks())
+    assert all(block.positions is not None for block in found)
+    positions = torch.cat([block.positions for block in found if block.positions is not None])
+    return IndexBatch(
+        found[0].epoch, torch.cat([each.ids for each in found]), torch.cat([each.weights for each in found]), positions
+    )
+
+
+def test_an_epoch_is_the_same_for_any_division_and_from_any_position() -> None:
+    labels = (torch.arange(230) % 10 == 0).long()
+
+    def order(processes: int, accumulation: int) -> TrainingSampler:
+        draws = create_draws(BALANCED, labels, None)
+        return TrainingSampler(Plan(230, 24, processes, accumulation), 3, draws=draws)
+
+    whole = order(1, 1)
+    whole.seek(2)
+    expected = everything(whole)
+    assert len(expected) == 240 and expected.weights.sum() == 230 == whole.samples_per_epoch
+    assert torch.bincount(labels[expected.ids[:230]]).tolist() == [115, 115]
+    assert not torch.equal(expected.ids[:115].sort().values, expected.ids[115:230].sort().values)  # classes are mixed
+    assert labels[expected.ids[:115]].float().mean() == pytest.approx(0.5, abs=0.15)
+    for processes, accumulation in ((2, 3), (4, 1)):
+        other = order(processes, accumulation)
+        other.seek(2, 48)  # in the middle: as after a resume
+        found = everything(other)
+        assert torch.equal(found.ids, expected.ids[48:]) and torch.equal(found.keys(0), expected.keys(0)[48:])
+    whole.seek(3)
+    assert not torch.equal(everything(whole).ids, expected.ids)
+    whole.seek(2)
+    assert torch.equal(everything(whole).ids, expected.ids)
+
+
+def test_a_sample_that_is_drawn_twice_is_augmented_in_two_ways() -> None:
+    labels = torch.tensor([0] * 62 + [1] * 2)
+    plan = Plan(64, 64, 1, 1)
+    order = TrainingSampler(plan, 0, draws=create_draws(BALANCED, labels, None))
+    source = ArraySource("set", torch.zeros(64, 1, 4, 4, dtype=torch.uint8), labels)
+    loader = MemoryLoader(
+        source, order, seed=0, process=0, processes=1, device=torch.device("cpu"), pixels_device=torch.device("cpu"),
+        memory_format=torch.contiguous_format,
+    )  # fmt: skip
+    (batch,) = loader
+    assert torch.bincount(batch["ids"])[62:].tolist() == [16, 16]
+    assert len(batch["keys"].unique()) == 64
+    assert torch.equal(batch["keys"], torch.cat([each.keys(0) for each in order]))  # what a data worker uses
+
+
+def test_an_unreadable_sample_is_replaced_by_one_of_its_class_and_all_others_keep_their_places() -> None:
+    labels = torch.tensor([0] * 40 + [1] * 8)
+    bad = torch.zeros(48, dtype=torch.bool)
+    bad[[3, 41, 42]] = True
+    whole, without = (create_draws(BALANCED, labels, None, unreadable) for unreadable in (None, bad))
+    assert whole is not None and without is not None
+    counts = torch.zeros(48)
+    for epoch in range(500):
+        before, after = whole.of_epoch(epoch), without.of_epoch(epoch)
+        assert not bad[after].any()
+        assert torch.equal(before[~bad[before]], after[~bad[before]])
+        assert torch.equal(labels[before], labels[after])
+        counts += torch.bincount(after, minlength=48)
+    assert chisquare(counts[:40][~bad[:40]]).pvalue > 0.001
+    assert chisquare(counts[40:][~bad[40:]]).pvalue > 0.001
+    order = TrainingSampler(Plan(48, 16, 1, 1), 0, bad, draws=without)
+    assert order.samples_per_epoch == 48 and order.real_samples(32) == 16
+
+    # A class of which nothing is left that may be drawn: any other sample comes in its place.
+    weights = torch.tensor([1.0, 2.0, 1.0, 0.0])
+    left = create_draws(WEIGHTS, torch.tensor([0, 0, 1, 1]), weights, torch.tensor([False, False, True, False]))
+    assert left is not None
+    assert {int(id) for epoch in range(20) for id in left.of_epoch(epoch)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "labels", "weights", "message"),
+    [
+        (WEIGHTS, torch.zeros(3).long(), None, "this data has no weights"),
+        (WEIGHTS, torch.zeros(3).long(), torch.ones(2), r"\[2\] weights for 3 training samples"),
+        (WEIGHTS, torch.zeros(3).long(), torch.tensor([1, -0.5, torch.nan]), "2 weights .* first is -0.5 of .* 1;"),
+        (WEIGHTS, torch.zeros(3).long(), torch.zeros(3), "can be read are 0"),
+        (BALANCED, torch.ones(3, 2).bool(), None, "one label for each image"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(
+    config: Config, labels: torch.Tensor, weights: torch.Tensor | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        create_draws(config, labels, weights)
+
+
+def test_images_with_several_labels_are_drawn_by_weights_and_shuffle_draws_nothing() -> None:
+    labels = torch.tensor([[True, False], [True, True], [False, False]])
+    draws = create_draws(WEIGHTS, labels, torch.tensor([1.0, 2.0, 0.0]))
+    assert draws is not None and torch.bincount(draws.of_epoch(0), minlength=3).tolist() == [1, 2, 0]
+    assert create_draws(Config(), labels, None) is None

@@ -1,0 +1,125 @@
+"""--data.sampler in real runs: the same draws on any number of processes, after a kill, and in what is said of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import helpers
+import numpy as np
+from PIL import Image
+
+from accel_train.checkpoint.directory import delete_checkpoint, list_updates
+from accel_train.cli import main
+from accel_train.config.schema import Config, Data
+from accel_train.data.order.drawing import create_draws
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import TrainingSampler
+from accel_train.data.sources.load import load_splits
+
+DATA = '''
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import Subset, TensorDataset
+
+def data():
+    """The digits, few of them a 7; each 3 has a weight of 4."""
+    digits = load_digits()
+    labels = torch.tensor(digits.target)
+    dataset = TensorDataset(torch.tensor(digits.images * 15.9375, dtype=torch.uint8)[:, None], labels)
+    dataset.classes, dataset.targets = range(10), labels
+    dataset.weights = torch.where(labels == 3, 4.0, 1.0)
+    few = (labels == 7).nonzero()[20:, 0].tolist()
+    ids = [id for id in range(900) if id not in few]
+    return {"train": Subset(dataset, ids), "test": Subset(dataset, list(range(1600, 1797)))}
+'''
+WORDS = """
+digits --epochs 2 --model.name mnist_cnn --model.image-size 28 --model.dropout 0.2 --batch-size 48
+--virtual-batch-size 12 --bitwise true
+--augment.crop random --augment.pad 1 --log-every-updates 1 --data.workers 0
+""".split()  # noqa: SIM905
+
+
+def test_killed_and_resumed_on_two_processes_it_draws_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(DATA)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    words = (*WORDS, "--data.name", f"{file}:data", "--data.sampler", "weights", "--checkpoint.every-updates", 2)
+    words += ("--checkpoint.keep", 50)
+    done = helpers.run(*words, "--output-dir", whole)
+    assert done.returncode == 0, done.stderr
+    train = json.loads((whole / "result.json").read_text())["train_images"]
+    assert f"drawn   {train} an epoch, samples by the weights of the data" in done.stdout
+
+    with helpers.started(run, *words) as started:
+        started.until(lambda: (run / "checkpoints/update-00000006").exists())
+    for update in list_updates(run / "checkpoints"):
+        if update > 8:  # of the 18 of the first epoch: so that it is always in its middle
+            delete_checkpoint(run / "checkpoints", update)
+    resumed = helpers.run(*words, "--output-dir", run, processes=2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continuing after update" in resumed.stdout and "in epoch 1" in resumed.stdout
+    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    for folder in (whole, run):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        counts = [line["count"] for line in lines if line["kind"] == "eval" and line["split"] == "train"]
+        assert counts == [train, train]
+        newest = max((folder / "checkpoints").glob("update-*")) / "state.json"
+        assert json.loads(newest.read_text())["train"]["samples_seen"] == 2 * train
+
+    # Other draws within an epoch would not be the ones with which it began: only between epochs, and if allowed.
+    other = helpers.run(*words, "--data.sampler", "balanced", "--epochs", 3, "--output-dir", run)
+    assert other.returncode == 2 and "data.sampler: weights -> balanced" in other.stderr
+    assert len(other.stderr.splitlines()) == 1
+    words = (*words, "--data.sampler", "balanced", "--epochs", 3, "--allow-change", "data.sampler", "epochs")
+    assert helpers.run(*words, "--output-dir", run).returncode == 0
+
+
+LOSS = """
+import torch.nn.functional as F
+
+def loss(logits, targets):
+    assert len(logits.unique(dim=0)) == len(logits), "one mask for two draws of a sample"
+    return F.cross_entropy(logits, targets, reduction="none")
+"""
+
+
+def test_two_draws_of_a_sample_in_one_update_have_two_dropout_masks(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(DATA.replace("labels == 3, 4.0, 1.0", "labels.cumsum(0) == 0, 1.0, 0.0") + LOSS)
+    words = "digits --epochs 1 --model.name mnist_cnn --model.image-size 28 --model.dropout 0.5"
+    words += f" --data.name {tmp_path}/mine.py:data --loss.name {tmp_path}/mine.py:loss --data.sampler weights"
+    assert main(["train", *words.split(), "--data.workers", "0", "--output-dir", str(tmp_path / "run")]) == 0
+
+
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
+    plain = helpers.run("digits", "--data.sampler", "weights", "--output-dir", tmp_path / "run", processes=2)
+    assert plain.returncode == 2 and plain.stderr.count("this data has no weights of its training samples") == 1
+    twice = helpers.run("digits", "--data.sampler", "balanced", "--loss.class-weights", "balanced")
+    assert twice.returncode == 2 and "both together correct the imbalance twice" in twice.stderr
+
+
+def test_skipping_an_image_from_the_middle_on_is_the_same_as_from_the_start(tmp_path: Path) -> None:
+    root, numbers = tmp_path / "images", np.random.default_rng(0)
+    for number in range(48):
+        path = root / ("rare" if number % 6 == 0 else "usual") / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(numbers.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(path)
+    data = Data(name="folder", root=root, sampler="balanced", test_fraction=0.2)
+    train = load_splits(data, 0).train
+    order = TrainingSampler(Plan(len(train), 8, 1, 1), 0, draws=create_draws(Config(data=data), train.labels, None))
+    drawn = [int(id) for batch in order for id in batch.ids]
+    last = max(range(len(train)), key=lambda id: drawn.index(id) if id in drawn else -1)
+    bad = Path(train.name(last))
+    bad.write_bytes(bad.read_bytes()[:100])
+    (tmp_path / "list").write_text(f"{bad.relative_to(root)}\n")
+    words = f"digits --batch-size 8 --model.image-size 8 --data.workers 0 --data.name folder --data.root {root}"
+    words += " --data.test-fraction 0.2 --data.sampler balanced --checkpoint.every-updates 1"
+
+    skipping = ("--data.skip-unreadable", str(tmp_path / "list"))
+    assert main(["train", *words.split(), *skipping, "--output-dir", str(tmp_path / "one")]) == 0
+    refused = helpers.run(*words.split(), "--output-dir", tmp_path / "other")
+    assert refused.returncode == 2 and f"{bad} cannot be read" in refused.stderr
+    assert list((tmp_path / "other" / "checkpoints").glob("update-*"))
+    assert main(["train", *words.split(), *skipping, "--output-dir", str(tmp_path / "other")]) == 0
+    weights = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("one", "other")]
+    assert weights[0] == weights[1]

@@ -1,0 +1,149 @@
+"""Runs that end before their last epoch: patience, hours, and the metric that says what is best."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import helpers
+import pytest
+
+from accel_train.checkpoint.directory import delete_checkpoint, list_updates
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.cli import main
+from accel_train.config.schema import Config, Stop
+
+DIGITS = ("digits", "--data.val-fraction", "0.1", "--data.train-limit", "480", "--checkpoint.keep", "50")  # 10 updates
+FLAT = (*DIGITS, "--optim.lr", "0", "--epochs", "30", "--best-metric", "loss", "--checkpoint.every-updates", "4")
+
+
+def result(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "result.json").read_text())
+    return found
+
+
+def evaluations(run: Path, split: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "eval" and line["split"] == split]
+
+
+def test_without_progress_it_ends_after_the_patience_also_killed_and_on_two_processes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    patient = (*FLAT, "--stop.patience-epochs", "3")
+    with helpers.started(run, *patient) as started:
+        started.until(lambda: (run / "checkpoints/update-00000012").exists())
+    (run / "result.json").unlink(missing_ok=True)
+    for update in list_updates(run / "checkpoints"):
+        if update > 12:  # so that it is always killed in its second epoch
+            delete_checkpoint(run / "checkpoints", update)
+    ended = helpers.run(*patient, "--output-dir", run, processes=2)
+    assert ended.returncode == 0, ended.stderr
+    assert "digits: 4 of 30 epochs, 40 updates" in ended.stdout
+    assert "stopped        by --stop.patience-epochs, after 3 epochs without a better val loss" in ended.stdout
+    found = result(run)
+    assert (found["stopped_by"], found["epochs"], found["updates"]) == ("patience", 4, 40)
+    assert (found["best_metric"], found["best_update"], found["best_val_accuracy"]) == ("loss", 10, None)
+    assert found["best_value"] == evaluations(run, "val")[0]["loss"]
+    assert found["test_accuracy"] is not None and (run / "model.safetensors").exists()
+    assert evaluations(run, "test")[-1]["epoch"] == 4
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+
+    again = helpers.run(*patient, "--output-dir", run)
+    assert again.returncode == 0 and "Nothing is left to do" in again.stdout
+    epochs = helpers.run(*patient, "--epochs", 40, "--output-dir", run)
+    assert epochs.returncode == 2 and "or --stop.patience-epochs of more than 3, or none" in epochs.stderr
+    more = (*FLAT, "--stop.patience-epochs", "4", "--output-dir", run)
+    refused = helpers.run(*more)
+    assert refused.returncode == 2 and "--allow-change stop.patience-epochs" in refused.stderr
+    assert helpers.run(*more, "--allow-change", "stop").returncode == 0
+    assert (result(run)["epochs"], result(run)["stopped_by"]) == (5, "patience")
+    assert json.loads((run / "result-epoch-4.json").read_text()) == found
+
+
+def test_the_hours_of_all_starts_count(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = (*DIGITS, "--epochs", "2000", "--checkpoint.every-epochs", "1", "--checkpoint.keep", "2")
+    with helpers.started(run, *words) as started:
+        started.until(lambda: (run / "checkpoints").exists() and len(list_updates(run / "checkpoints")) > 1)
+    newest = max((run / "checkpoints").glob("update-*"))
+    before = json.loads((newest / "state.json").read_text())["train"]
+    assert before["wall_seconds"] > 0
+    hours = (before["wall_seconds"] + 0.01) / 3600  # over at the end of the next epoch
+    ended = helpers.run(*words, "--stop.hours", hours, "--output-dir", run, processes=2)
+    assert ended.returncode == 0, ended.stderr
+    found = result(run)
+    assert (found["stopped_by"], found["epochs"]) == ("hours", before["epoch"] + 1)
+    assert f"stopped        by --stop.hours {hours:g}, after" in ended.stdout
+    assert evaluations(run, "test")[-1]["epoch"] == found["epochs"]
+    more = ("--stop.hours", hours * 1.0001, "--output-dir", run, "--allow-change", "stop.hours")
+    assert helpers.run(*words, *more).returncode == 0
+    assert (result(run)["stopped_by"], result(run)["epochs"]) == ("hours", found["epochs"])  # it was over by then
+
+
+def test_the_best_is_that_of_the_metric_and_begins_anew_with_another_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [
+        "train",
+        *DIGITS,
+        "--output-dir",
+        str(run),
+        "--schedule.name",
+        "plateau",
+        "--schedule.patience-epochs",
+        "0",
+    ]
+    words += ["--schedule.warmup-epochs", "0", "--optim.lr", "0.3"]
+    assert main([*words, "--epochs", "5", "--best-metric", "loss"]) == 0
+    lines = evaluations(run, "val")
+    best = min(lines, key=lambda line: line["loss"])
+    assert (result(run)["best_update"], result(run)["best_value"]) == (best["update"], best["loss"])
+    state = json.loads((max((run / "checkpoints").glob("update-*")) / "state.json").read_text())
+    lowest, decays = float("inf"), 0
+    for line in lines:
+        decays += line["loss"] >= lowest
+        lowest = min(lowest, line["loss"])
+    assert state["schedule"]["decays"] == decays and state["schedule"]["best"] == -lowest
+
+    assert main([*words, "--epochs", "6", "--best-metric", "f1", "--allow-change", "epochs"]) == 2
+    allowed = ["--allow-change", "epochs", "best-metric"]
+    assert main([*words, "--epochs", "6", "--best-metric", "f1", *allowed]) == 0
+    last = evaluations(run, "val")[-1]
+    assert (result(run)["best_update"], result(run)["best_value"]) == (last["update"], last["f1"])
+    assert result(run)["stopped_by"] == "epochs"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--data.val-fraction 0.1 --best-metric map", "choose one of accuracy, loss, f1."),
+        ("--best-metric loss", "--best-metric loss: follows the validation split, but this data has none"),
+        ("--stop.patience-epochs 3", "--stop.patience-epochs 3: follows the validation split"),
+        ("--stop.hours 0", "--stop.hours: expected a number greater than 0"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_in_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", "digits", *words.split(), "--output-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_the_end_follows_from_the_state(tmp_path: Path) -> None:
+    config = Config(epochs=20, eval_every_epochs=2, stop=Stop(patience_epochs=3, hours=1.0))
+    state = TrainState(epoch=2, update=20)
+    assert state.record_best(0.5, 2, lower=True) and not state.record_best(float("nan"), 2, lower=True)
+    assert not state.record_best(0.5, 4, lower=True) and state.best_epoch == 2
+    ends = [TrainState(epoch=epoch, update=epoch, best_epoch=2).stopped_by(config) for epoch in (4, 5, 6, 20)]
+    assert ends == [None, None, "patience", "epochs"]  # after 5 epochs nothing was evaluated
+    assert TrainState(epoch=5, epoch_samples=3, wall_seconds=1e6).stopped_by(config) is None  # in the middle of one
+    assert TrainState(epoch=5, wall_seconds=3600.0).stopped_by(config) == "hours"
+
+    # Older checkpoints: the patience begins where they end.
+    path = tmp_path / "update-00000030"
+    older = {"epoch": 3, "update": 30, "best_accuracy": 0.9, "best_update": 10}
+    state = TrainState.from_saved(dict(older), path)
+    assert (state.best_figure, state.best_epoch, state.wall_seconds) == (0.9, None, 0.0)
+    assert not state.record_best(0.8, 4, lower=False) and state.best_epoch == 4
+    assert older.items() <= TrainState.from_saved(dict(older), path).to_saved().items()
