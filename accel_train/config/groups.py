@@ -159,7 +159,7 @@ class Schedule:
     power: float = 1.0
     """poly: exponent; 1 is a straight line to schedule.min-lr."""
     patience_epochs: int = 10
-    """plateau: decay after more than this many epochs without a better best-metric."""
+    """plateau: decay after more than this many epochs without a better value of best-metric."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Ema:
 @dataclass(frozen=True)
 class Stop:
     patience_epochs: int | None = None
-    """End the run after this many epochs without a better best-metric (early stopping); default: never."""
+    """End the run after this many epochs without a better value of best-metric (early stopping); default: never."""
     hours: float | None = None
     """End the run after the epoch in which it has lasted so many hours, all starts together; default: never."""
 
@@ -203,6 +203,6 @@ class Checkpoint:
     every_seconds: float = 600.0
     """Save after every N seconds too; 0: never by time."""
     keep: int = 2
-    """Number of newest checkpoints to keep, besides the one with the best best-metric."""
+    """Number of newest checkpoints to keep, besides the best one by best-metric."""
     milestone_epochs: int | None = None
     """Never delete the checkpoint of every N-th epoch."""

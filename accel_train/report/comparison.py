@@ -54,7 +54,7 @@ def _names(runs: Sequence[RunRecords]) -> list[str]:
 
 
 RESULTS = ("test_accuracy", "test_map", "test_f1", "test_loss", "ema_test_accuracy", "ema_test_map", "ema_test_loss",
-           "best_val_accuracy", "epochs", "updates", "world_size", "images_per_second", "train_seconds")  # fmt: skip
+           "best_val_accuracy", "best_value", "stopped_by", "epochs", "updates", "world_size", "images_per_second", "train_seconds")  # fmt: skip
 
 
 def _results(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
@@ -66,9 +66,9 @@ def _results(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
     }
 
 
-def _shown(key: str, value: float | None) -> str:
-    if value is None:
-        return ""
+def _shown(key: str, value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
     if key.endswith(("accuracy", "map", "f1")):
         return f"{value:.2%}"
     return f"{value:,.4f}" if key.endswith("loss") else f"{value:,.6g}"
