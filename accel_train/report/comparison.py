@@ -54,7 +54,8 @@ def _names(runs: Sequence[RunRecords]) -> list[str]:
 
 
 RESULTS = ("test_accuracy", "test_map", "test_f1", "test_loss", "ema_test_accuracy", "ema_test_map", "ema_test_loss",
-           "best_val_accuracy", "best_value", "stopped_by", "epochs", "updates", "world_size", "images_per_second", "train_seconds")  # fmt: skip
+           "best_val_accuracy", "best_value",
+           "stopped_by", "epochs", "updates", "world_size", "images_per_second", "train_seconds")  # fmt: skip
 
 
 def _results(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
