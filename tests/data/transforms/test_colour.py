@@ -93,7 +93,7 @@ class TestPixels:
 
 class TestPurity:
     @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-    def test_an_image_looks_the_same_in_any_batch(self, layout: torch.memory_format) -> None:
+    def test_an_image_has_the_same_bits_in_any_batch(self, layout: torch.memory_format) -> None:
         whole = changed(**ALL)
         images = IMAGES.contiguous(memory_format=layout)
         order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1))
