@@ -20,7 +20,8 @@ class Preprocessing:
         if native is None:
             self._image = ImageTransform(augment, info.image_size, training=False)
         else:  # images of the dataset's size stay as they are here; `to_input` treats them as in evaluation
-            self._image = ImageTransform(Augment(resize=native), native, training=False)
+            unchanged = Augment(resize=native, interpolation=augment.interpolation)
+            self._image = ImageTransform(unchanged, native, training=False)
         self._batch = BatchTransform(
             augment,
             size=info.image_size,

@@ -25,7 +25,8 @@ NOT_NEGATIVE = (
     "checkpoint.every-seconds", "schedule.power", "start-timeout-seconds", "hang-timeout-seconds",
 )  # fmt: skip
 FRACTIONS = (  # probabilities and fractions: 0 <= x <= 1
-    "augment.flip", "augment.erase", "augment.mix-probability", "optim.momentum", "optim.layer-decay",
+    "augment.flip", "augment.vertical-flip", "augment.color-jitter-probability", "augment.grey", "augment.blur",
+    "augment.erase", "augment.mix-probability", "optim.momentum", "optim.layer-decay",
     "loss.label-smoothing", "ema.decay", "model.dropout", "model.drop-path", "schedule.decay",
 )  # fmt: skip
 BOUNDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
@@ -34,6 +35,11 @@ BOUNDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
     (FRACTIONS, "a number from 0 to 1", lambda x: 0 <= x <= 1),
     (("data.val-fraction", "data.test-fraction"), "a number of at least 0 and below 1", lambda x: 0 <= x < 1),
     (("augment.randaugment-magnitude",), "a number from 0 to 30", lambda x: 0 <= x <= 30),
+    (
+        ("augment.color-jitter",),
+        "one number, or three or four: brightness, contrast, saturation, hue; none negative, hue at most 0.5",
+        lambda x: len(x) in (0, 1, 3, 4) and min(x, default=0) >= 0 and max(x[3:], default=0) <= 0.5,
+    ),
     (("data.channels",), "1 or 3", lambda x: x in (1, 3)),
     (("data.classes",), "at least 2", lambda x: x >= 2),
     (("augment.scale", "augment.ratio"), "two numbers, 0 < smallest <= largest", lambda x: 0 < x[0] <= x[1]),

@@ -69,14 +69,28 @@ class Augment:
     """crop=resized: smallest and largest fraction of the image's area."""
     ratio: tuple[float, float] = (0.75, 4 / 3)
     """crop=resized: smallest and largest width / height."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How images are resized, in training and evaluation; both with antialiasing."""
     flip: float = 0.0
     """Probability of a horizontal flip."""
-    policy: Literal["none", "randaugment", "trivialaugment"] = "none"
-    """A torchvision policy that changes the colours and geometry of each image."""
+    vertical_flip: float = 0.0
+    """Probability of a vertical flip."""
+    policy: Literal[
+        "none", "randaugment", "trivialaugment", "augmix", "autoaugment", "autoaugment_cifar10", "autoaugment_svhn"
+    ] = "none"
+    """A torchvision policy that changes the colours and geometry of each image. autoaugment: the one for ImageNet."""
     randaugment_ops: int = 2
     """randaugment: number of operations on each image."""
     randaugment_magnitude: int = 9
     """randaugment: strength of each operation, 0 to 30."""
+    color_jitter: tuple[float, ...] = ()
+    """Colour jitter: strength of brightness, contrast, saturation and hue. One number sets the first three."""
+    color_jitter_probability: float = 1.0
+    """Probability of colour jitter, if augment.color-jitter is set."""
+    grey: float = 0.0
+    """Probability of making an image grey."""
+    blur: float = 0.0
+    """Probability of a Gaussian blur; its sigma is between 0.1 and 2 pixels, drawn at random."""
     erase: float = 0.0
     """Probability of erasing a random rectangle (random erasing)."""
     mixup: float = 0.0

@@ -25,6 +25,7 @@ from accel_train.data.sources.load import IN_MEMORY
 from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
 from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.transforms.colour import check_channels
 from accel_train.data.transforms.device_decoding import DeviceDecoder, EncodedBatch, JpegReader, check_device_decoding
 from accel_train.data.transforms.image import ImageTransform, resize_default
 from accel_train.data.transforms.parameters import AugmentParameters
@@ -167,7 +168,7 @@ def create_input_pipeline(
     Raises UserError if the settings of `config.augment` do not fit the images or the input, or if the images cannot be
     kept where `config.data.placement` says.
     """
-    _check_images(config.augment, source, size, splits.full_scale, training=training)
+    _check_images(config.augment, splits, source, size, training=training)
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
     per_image = transforms_each_image(has_one_size(source), config.augment, training=training)
@@ -178,7 +179,7 @@ def create_input_pipeline(
     decoder = None
     if config.data.decode_on == "device":
         check_device_decoding(source, config.augment, device, training=training)
-        decoder = DeviceDecoder(source, size=size, channels=splits.channels, device=device)
+        decoder = DeviceDecoder(source, config.augment, size=size, channels=splits.channels, device=device)
     transform = BatchTransform(
         config.augment,
         size=size,
@@ -227,13 +228,10 @@ def create_input_pipeline(
     return InputPipeline(loader, transform, len(source), placement, decoder, side, splits.multi_label)
 
 
-def _check_images(augment: Augment, source: Source, size: int, full_scale: int, *, training: bool) -> None:
-    """Raise UserError if the images do not fit what `augment` asks for."""
-    if full_scale != 255 and training and augment.policy != "none":
-        raise UserError(
-            f"--augment.policy {augment.policy}: needs images of uint8; the data has float tensors. Return "
-            "uint8 tensors or PIL images from the Dataset, or use none."
-        )
+def _check_images(augment: Augment, splits: Splits, source: Source, size: int, *, training: bool) -> None:
+    """Raise UserError if the images of `source`, one of `splits`, do not fit what `augment` asks for."""
+    if training:
+        check_channels(augment, splits.channels, splits.full_scale)
     if augment.resize is not None and augment.resize < size:
         raise UserError(
             f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."

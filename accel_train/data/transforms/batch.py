@@ -1,4 +1,4 @@
-"""Transforms of a whole batch on the device: resize, crop, flip, normalise, erase, mix.
+"""Transforms of a whole batch on the device: resize, crop, flip, change colours, normalise, erase, mix.
 
 The random parameters of each sample come with the batch (see parameters.py): a pure function of (seed, epoch, sample),
 whichever process, accumulation step or restart computes it. torchvision's transforms would give all samples of a
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config.schema import Augment
+from accel_train.data.transforms.colour import change_colours
 from accel_train.data.transforms.parameters import AugmentParameters, Column
 
 
@@ -59,11 +60,12 @@ class BatchTransform:
         )
         self.steps = torch.arange(size, dtype=torch.int32).to(device)
         self.classes = torch.arange(num_classes).to(device)
+        self.clamps = augment.interpolation == "bicubic" and full_scale == 255  # it overshoots
         self.planes = torch.arange(len(mean))[:, None, None].to(device)
         if self.draw_parameters is not None:
-            # The image's rows and columns in each window, int64 [windows, size]; then those of mirrored windows.
+            # The image's rows or columns in each window, int64 [windows, size]; then those of flipped windows.
             indices = window_indices(self.draw_parameters, reflects=augment.pad_mode == "reflect")
-            self.rows, self.columns = indices.to(device), torch.cat([indices, indices.flip(1)]).to(device)
+            self.places = torch.cat([indices, indices.flip(1)]).to(device)
 
     @property
     def mixes(self) -> bool:
@@ -80,11 +82,16 @@ class BatchTransform:
         images, labels = batch["images"], batch["labels"]
         resize = self.augment.resize or self.size
         if not self.per_image and images.shape[-1] != resize:
-            images = F.interpolate(images.float(), (resize, resize), mode="bilinear", antialias=True)
+            images = F.interpolate(images.float(), (resize, resize), mode=self.augment.interpolation, antialias=True)
+            if self.clamps:
+                images = images.clamp_(0, 255)
         if self.draw_parameters is None:
             return self._normalise(self._center(images)), self._targets(labels)
         parameters = batch["parameters"]
-        images = self._normalise(self._crop_and_flip(images, parameters))
+        images = self._crop_and_flip(images, parameters)
+        if self.draw_parameters.changes_colours:
+            images = change_colours(images, parameters, self.augment)
+        images = self._normalise(images)
         erases, cuts = self.augment.erase > 0, self.augment.cutmix > 0
         boxes = self._boxes(parameters, 0 if erases else 1, 2 if cuts else 1) if erases or cuts else None
         if boxes is not None and erases:
@@ -101,21 +108,22 @@ class BatchTransform:
         return images[:, :, top : top + self.size, left : left + self.size]
 
     def _crop_and_flip(self, images: Tensor, parameters: Tensor) -> Tensor:
-        """One window of size x size pixels of each image, random or central, and mirrored at random."""
+        """One window of size x size pixels of each image, random or central, and flipped at random."""
         draw = self.draw_parameters
         if draw is None or not (draw.crops or draw.flips):
             return self._center(images)
         tops, lefts = parameters[:, Column.TOP], parameters[:, Column.LEFT]
         reflects = self.augment.pad_mode == "reflect"
         if images.device.type == "cpu":
-            mirrored = lefts >= draw.windows
-            return _windows(images, draw.pad, tops, lefts % draw.windows, mirrored, self.size, reflects=reflects)
+            flips = (tops >= draw.windows) if self.augment.vertical_flip else None, lefts >= draw.windows
+            tops, lefts = tops % draw.windows, lefts % draw.windows
+            return _windows(images, draw.pad, tops, lefts, *flips, self.size, reflects=reflects)
 
         # A GPU gains nothing from copying contiguous runs: index each pixel, with 5 kernels instead of about 20.
         if draw.pad and not reflects:
             images = F.pad(images, (draw.pad,) * 4)
         samples = torch.arange(len(images), device=images.device)
-        rows, columns = self.rows.index_select(0, tops), self.columns.index_select(0, lefts)
+        rows, columns = self.places.index_select(0, tops), self.places.index_select(0, lefts)
         if self.memory_format == torch.channels_last:
             windows = images.permute(0, 2, 3, 1)[samples[:, None, None], rows[:, :, None], columns[:, None, :]]
             return windows.permute(0, 3, 1, 2)
@@ -173,13 +181,22 @@ def window_indices(draw: AugmentParameters, *, reflects: bool) -> Tensor:
 
 
 def _windows(
-    images: Tensor, pad: int, tops: Tensor, lefts: Tensor, mirrored: Tensor, size: int, *, reflects: bool
+    images: Tensor,
+    pad: int,
+    tops: Tensor,
+    lefts: Tensor,
+    upended: Tensor | None,
+    mirrored: Tensor,
+    size: int,
+    *,
+    reflects: bool,
 ) -> Tensor:
     """The window of size x size pixels of each image that begins at `tops` and `lefts` (int32 [b]), on the CPU.
 
     Images are first padded by `pad` pixels, black or (`reflects`) reflected at the edge. Windows are flipped left to
-    right where `mirrored` (bool [b]) is true. A row of a window is contiguous in memory, so one index_select fetches
-    all rows: from the images, or from flipped copies that follow the images in the same tensor.
+    right where `mirrored` (bool [b]) is true, and upside down where `upended` is. A row of a window is contiguous in
+    memory, so one index_select fetches all rows: from the images, or from flipped copies that follow the images in the
+    same tensor.
     """
     channels_last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
     planes = images.permute(0, 2, 3, 1)[:, None] if channels_last else images[..., None]
@@ -201,6 +218,8 @@ def _windows(
         (number * (count * height) + tops) * width + lefts
     ) * values  # index in `flat` of each window's first value
     rows = torch.arange(count * height).view(count, height)[:, :size] * (width * values)
+    if upended is not None:
+        rows = torch.where(upended[:, None, None], rows.flip(1), rows)
     windows = runs.index_select(0, (first[:, None, None] + rows).view(-1)).view(len(planes), count, size, size, values)
     return windows[:, 0].permute(0, 3, 1, 2) if channels_last else windows[..., 0]
 

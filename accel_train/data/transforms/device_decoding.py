@@ -35,7 +35,7 @@ class CropSpec(NamedTuple):
     width: int
     box: tuple[int, ...]  # top, left, height, width of the crop
     resized: tuple[int, int]  # height and width of the resized crop; its centre becomes the model's input
-    mirrored: bool
+    flips: tuple[int, ...]  # dimensions of [C, H, W] along which the crop is flipped
     orientation: int = 1  # the file's EXIF orientation; the box refers to the image after applying it
 
 
@@ -59,7 +59,7 @@ class JpegReader:
 
     def __call__(self, images: Sequence[LazyImage], keys: Tensor) -> EncodedBatch:
         """`keys`: int64 [b]. Draws the same random parameters as an ImageTransform. Raises UserError."""
-        mirrored = drawn_flips(keys, self.augment, training=self.training)
+        flips = drawn_flips(keys, self.augment, training=self.training)
         if self.training and self.augment.crop == "resized":
             boxes = drawn_boxes(images, keys, self.augment)
             targets = [(self.size, self.size)] * len(images)
@@ -68,11 +68,11 @@ class JpegReader:
             targets = [sides(image.height, image.width, self.short_side) for image in images]
         pieces: list[Tensor] = []
         cuts: list[CropSpec] = []
-        for image, box, target, mirror in zip(images, boxes, targets, mirrored, strict=True):
+        for image, box, target, dimensions in zip(images, boxes, targets, flips, strict=True):
             file = image.whole_jpeg()
             pieces.append(image.pixels().flatten() if file is None else bytes_to_tensor(file))
             turn = 1 if file is None else image.orientation  # pixels() has already applied the orientation
-            cuts.append(CropSpec(file is not None, image.height, image.width, tuple(box), target, mirror, turn))
+            cuts.append(CropSpec(file is not None, image.height, image.width, tuple(box), target, dimensions, turn))
         ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0).tolist()
         return EncodedBatch(torch.cat(pieces), ends, cuts)
 
@@ -80,7 +80,7 @@ class JpegReader:
 class DeviceDecoder:
     """Decodes, on the device, the images that a JpegReader has read."""
 
-    def __init__(self, source: Source, *, size: int, channels: int, device: torch.device) -> None:
+    def __init__(self, source: Source, augment: Augment, *, size: int, channels: int, device: torch.device) -> None:
         """`size`: of the model's input, in pixels; `channels`: 3 (RGB) or 1 (grey).
 
         Raises UserError if torchvision has no decoder: it is to leave it for TorchCodec some day.
@@ -93,6 +93,7 @@ class DeviceDecoder:
         self.decode_jpeg = partial(decode_jpeg, mode=mode, device=device)
         self.source = source
         self.size, self.channels, self.device = size, channels, device
+        self.interpolation = augment.interpolation
         # torchvision's CUDA decoder writes on its own stream, into memory that kernels queued on the current stream may
         # still be reading (https://github.com/pytorch/vision/pull/9606). This is safe if only decoding uses the memory
         # of the current stream, and if that stream's kernels have ended before each call.
@@ -150,10 +151,10 @@ class DeviceDecoder:
         top, left, height, width = cut.box
         image = pixels[:, top : top + height, left : left + width]
         if image.shape[1:] != cut.resized:
-            image = resized(image, *cut.resized)
+            image = resized(image, *cut.resized, self.interpolation)
         top, left = (round((side - self.size) / 2) for side in cut.resized)  # as torchvision's CenterCrop
         image = image[:, top : top + self.size, left : left + self.size]
-        return image.flip(2) if cut.mirrored else image
+        return image.flip(cut.flips) if cut.flips else image
 
 
 def check_device_decoding(source: Source, augment: Augment, device: torch.device, *, training: bool) -> None:

@@ -19,6 +19,11 @@ from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.transforms.parameters import Stream
 from accel_train.keyed import uniform, uniforms
 
+AUTOAUGMENT = {
+    "autoaugment": v2.AutoAugmentPolicy.IMAGENET,
+    "autoaugment_cifar10": v2.AutoAugmentPolicy.CIFAR10,
+    "autoaugment_svhn": v2.AutoAugmentPolicy.SVHN,
+}
 TRIES = 10  # attempts to draw a box inside the image, as in torchvision
 
 
@@ -51,6 +56,10 @@ class ImageTransform:
             steps.append(v2.RandAugment(augment.randaugment_ops, augment.randaugment_magnitude))
         elif training and augment.policy == "trivialaugment":
             steps.append(v2.TrivialAugmentWide())
+        elif training and augment.policy == "augmix":
+            steps.append(v2.AugMix())
+        elif training and augment.policy in AUTOAUGMENT:
+            steps.append(v2.AutoAugment(AUTOAUGMENT[augment.policy]))
         self.steps = torch.nn.Sequential(*steps)
         self.is_random = training and (augment.policy != "none" or augment.crop == "random")
 
@@ -61,7 +70,7 @@ class ImageTransform:
             decoded = (self._resized_crop(image, *box) for image, box in zip(images, boxes, strict=True))
         else:
             decoded = (self._whole(image) for image in images)
-        mirrored = drawn_flips(keys, self.augment, training=self.training)
+        flips = drawn_flips(keys, self.augment, training=self.training)
         batch: Tensor | None = None
         # torchvision's transforms draw from torch's CPU generator: seed it with each image's key, and restore it after
         # the batch.
@@ -72,7 +81,7 @@ class ImageTransform:
                 image = self.steps(image)
                 if batch is None:
                     batch = image.new_empty((len(images), self.size, self.size, len(image)))
-                batch[index] = (image.flip(2) if mirrored[index] else image).permute(1, 2, 0)
+                batch[index] = (image.flip(flips[index]) if flips[index] else image).permute(1, 2, 0)
         assert batch is not None
         return batch.permute(0, 3, 1, 2)
 
@@ -82,21 +91,23 @@ class ImageTransform:
             reduction = self._reduction(image, min(image.height, image.width), self.short_side)
             if reduction > 1:
                 box = 0, 0, image.height, image.width
-                return image.reduced(box, *sides(image.height, image.width, self.short_side), reduction)
+                target = sides(image.height, image.width, self.short_side)
+                return image.reduced(box, *target, reduction, self.augment.interpolation)
             image = image.pixels()
-        return resized_to_short_side(image, self.short_side)
+        return resized_to_short_side(image, self.short_side, self.augment.interpolation)
 
     def _resized_crop(self, image: Tensor | LazyImage, top: int, left: int, height: int, width: int) -> Tensor:
         """The box of the image, resized to size x size. It is cropped first, so that only its pixels are resized."""
         if isinstance(image, LazyImage):
             reduction = self._reduction(image, min(height, width), self.size)
             if reduction > 1:
-                return image.reduced((top, left, height, width), self.size, self.size, reduction)
+                box = top, left, height, width
+                return image.reduced(box, self.size, self.size, reduction, self.augment.interpolation)
             image = image.pixels()
-        box = image[:, top : top + height, left : left + width]
-        if box.shape[1:] == (self.size, self.size):
-            return box
-        return resized(box, self.size, self.size)
+        crop = image[:, top : top + height, left : left + width]
+        if crop.shape[1:] == (self.size, self.size):
+            return crop
+        return resized(crop, self.size, self.size, self.augment.interpolation)
 
     def _reduction(self, image: LazyImage, side: int, needed: int) -> int:
         """The largest JPEG scale factor at which `side` pixels of the image still give `needed` pixels."""
@@ -112,11 +123,16 @@ def drawn_boxes(images: Sequence[Tensor | LazyImage], keys: Tensor, augment: Aug
     return boxes
 
 
-def drawn_flips(keys: Tensor, augment: Augment, *, training: bool) -> list[bool]:
-    """Whether each image is mirrored, drawn from the keys (int64 [b])."""
-    if not (training and augment.flip):
-        return [False] * len(keys)
-    flips: list[bool] = (uniform(keys, Stream.FLIP) < augment.flip).tolist()
+def drawn_flips(keys: Tensor, augment: Augment, *, training: bool) -> list[tuple[int, ...]]:
+    """The dimensions along which each image [C, H, W] is flipped, drawn from the keys (int64 [b])."""
+    flips: list[tuple[int, ...]] = [()] * len(keys)
+    for dimension, stream, probability in (
+        (1, Stream.VERTICAL_FLIP, augment.vertical_flip),
+        (2, Stream.FLIP, augment.flip),
+    ):
+        if training and probability:
+            flipped = (uniform(keys, stream) < probability).tolist()
+            flips = [(*before, dimension) if flip else before for before, flip in zip(flips, flipped, strict=True)]
     return flips
 
 
@@ -160,20 +176,20 @@ def sides(height: int, width: int, short_side: int) -> tuple[int, int]:
     return int(short_side * height / short), int(short_side * width / short)
 
 
-def resized_to_short_side(image: Tensor, short_side: int) -> Tensor:
+def resized_to_short_side(image: Tensor, short_side: int, interpolation: str = "bilinear") -> Tensor:
     """`image`, uint8 [C, H, W], resized so that the shorter of its sides has `short_side` pixels.
 
     The pixels are those of torchvision's Resize in 0.29. Older versions of it computed in float32 on some CPUs, so that
     pixels differed by 1, also from those of images that the device decodes.
     """
     height, width = sides(image.shape[1], image.shape[2], short_side)
-    return image if image.shape[1:] == (height, width) else resized(image, height, width)
+    return image if image.shape[1:] == (height, width) else resized(image, height, width, interpolation)
 
 
-def resized(image: Tensor, height: int, width: int) -> Tensor:
-    """`image`, uint8 [C, H, W], resized to uint8 [C, height, width]: bilinear, with antialiasing."""
+def resized(image: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
+    """`image`, uint8 [C, H, W], resized to uint8 [C, height, width] with antialiasing."""
     # image[None] would not count as channels last, and interpolate would copy the pixels twice.
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     on_cpu = image.device.type == "cpu"  # only the CPU resizes uint8
-    result = F.interpolate(batch if on_cpu else batch.float(), (height, width), mode="bilinear", antialias=True)[0]
-    return result if on_cpu else result.round_().to(torch.uint8)
+    result = F.interpolate(batch if on_cpu else batch.float(), (height, width), mode=interpolation, antialias=True)[0]
+    return result if on_cpu else result.round_().clamp_(0, 255).to(torch.uint8)  # bicubic overshoots

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.keyed import uniforms
+from accel_train.keyed import uniform, uniforms
 
 
 class Stream(IntEnum):
@@ -35,22 +35,55 @@ class Stream(IntEnum):
     MIX_LEFT = auto()
     RESIZED_TOP = auto()
     RESIZED_LEFT = auto()
+    VERTICAL_FLIP = auto()
+    JITTER = auto()
+    GREY = auto()
+    BLUR = auto()
+    BLUR_SIGMA = auto()
+    JITTER_ORDER = 100  # and following: one of each Jitter
+    JITTER_FACTOR = 110  # and following: one of each Jitter
     RESIZED = 1000  # and following: area and ratio of each try
 
 
 class Column(IntEnum):
     """The column of each parameter in a sample's row. All are int32, so that one copy sends them all to the device."""
 
-    TOP = 0  # of the crop
-    LEFT = 1  # of the crop; plus the number of possible windows if the image is mirrored
+    TOP = 0  # of the crop; plus the number of possible windows if the image is flipped vertically
+    LEFT = 1  # of the crop; plus the number of possible windows if the image is flipped horizontally
     FIRST = 2  # 4 columns: first row and column of the erased box, then of the pasted box
     LAST = 6  # 4 columns: last row and column, which are inside the box; -1 if the box is empty
     CUT = 10  # 1 for CutMix, 0 for mixup
     SHARE = 11  # of the sample itself in the mixture: the bits of a float32
     REST = 12  # 1 - share, the neighbour's: the bits of a float32
+    # These exist only with colour jitter, grey or blur.
+    GREY = 13  # 1 if the image becomes grey
+    HUE = 14  # shift of the hue in sixths of the colour wheel: the bits of a float32
+    KIND = 15  # 6 columns, SLOTS: the Jitter of each blend; the first three come before the shift of the hue
+    FACTOR = 21  # 6 columns: the factor of each blend, 1 if it is left out: the bits of a float32
+    KERNEL = 27  # 12 columns: half of the blur's kernel, from its centre outwards; 1, 0, … if none: bits of float32
 
 
 COLUMNS = Column.REST + 1
+
+
+class Jitter(IntEnum):
+    """The parts of colour jitter, in the order of `augment.color_jitter`."""
+
+    BRIGHTNESS = 0
+    CONTRAST = 1
+    SATURATION = 2
+    HUE = 3
+
+
+SLOTS = 6
+BLUR_RADIUS = 11  # timm's kernel has 23 pixels
+COLOUR_COLUMNS = Column.KERNEL + BLUR_RADIUS + 1
+
+
+def jitter_strengths(augment: Augment) -> tuple[float, ...]:
+    """The strength of each Jitter."""
+    numbers = augment.color_jitter * (3 if len(augment.color_jitter) == 1 else 1)
+    return (*numbers, 0.0, 0.0, 0.0, 0.0)[: len(Jitter)]
 
 
 class AugmentParameters:
@@ -60,7 +93,9 @@ class AugmentParameters:
         """`size`: of the model's input, in pixels; `per_image`: workers have already cropped and flipped the images."""
         self.augment, self.size = augment, size
         self.crops = augment.crop == "random" and not per_image
-        self.flips = augment.flip > 0 and not per_image
+        self.flips = (augment.flip > 0 or augment.vertical_flip > 0) and not per_image
+        self.jitter = jitter_strengths(augment)
+        self.changes_colours = any(self.jitter) or augment.grey > 0 or augment.blur > 0
         self.mixes = augment.mixup > 0 or augment.cutmix > 0
         self.pad = augment.pad if self.crops else 0
         self.windows = (augment.resize or size) + 2 * self.pad - size + 1  # possible positions in each direction
@@ -71,16 +106,21 @@ class AugmentParameters:
     @property
     def any(self) -> bool:
         """Whether the augmentation has any random part."""
-        return self.crops or self.flips or self.mixes or self.augment.erase > 0
+        return self.crops or self.flips or self.changes_colours or self.mixes or self.augment.erase > 0
 
     def __call__(self, keys: Tensor, weights: Tensor) -> Tensor:
         """The parameters, int32 [b, columns], of samples with these keys (int64 [b]) and weights (float32 [b]).
 
         All on the CPU. With mixing, `b` is even, and samples 2k and 2k+1 are neighbours in their update.
         """
-        parameters = torch.zeros((len(keys), COLUMNS), dtype=torch.int32)
+        columns = COLOUR_COLUMNS if self.changes_colours else COLUMNS
+        parameters = torch.zeros((len(keys), columns), dtype=torch.int32)
         if self.crops or self.flips:
             self._draw_windows(parameters, keys)
+        if self.changes_colours:
+            self._draw_jitter(parameters, keys)
+            self._draw_blur(parameters, keys)
+            parameters[:, Column.GREY] = uniform(keys, Stream.GREY) < self.augment.grey
         if self.augment.erase:
             self._draw_erased(parameters, keys)
         if self.mixes:
@@ -89,14 +129,51 @@ class AugmentParameters:
 
     def _draw_windows(self, parameters: Tensor, keys: Tensor) -> None:
         """Crops and flips."""
-        draws = uniforms(keys, (Stream.FLIP, Stream.TOP, Stream.LEFT))
+        draws = uniforms(keys, (Stream.VERTICAL_FLIP, Stream.FLIP, Stream.TOP, Stream.LEFT))
         if self.crops:
-            corners = (draws[1:] * self.windows).int()
+            corners = (draws[2:] * self.windows).int()
         else:
             corners = torch.full((2, len(keys)), (self.windows - 1) // 2, dtype=torch.int32)
         if self.flips:
-            corners[1].add_(draws[0] < self.augment.flip, alpha=self.windows)
+            for axis, probability in enumerate((self.augment.vertical_flip, self.augment.flip)):
+                corners[axis].add_(draws[axis] < probability, alpha=self.windows)
         parameters[:, Column.TOP : Column.LEFT + 1] = corners.T
+
+    def _draw_jitter(self, parameters: Tensor, keys: Tensor) -> None:
+        """Torchvision's ColorJitter: a factor around 1 for each part, a shift of the hue around 0, in random order."""
+        ranks = uniforms(keys, [Stream.JITTER_ORDER + part for part in Jitter]).T
+        if not self.jitter[Jitter.HUE]:
+            ranks[:, Jitter.HUE] = 1.0  # last, so that the first three slots have all the rest
+        orders = ranks.argsort(stable=True, dim=1)
+        draws = uniforms(keys, [Stream.JITTER_FACTOR + part for part in Jitter]).T
+        strengths = torch.tensor(self.jitter)
+        least = (1 - strengths).clamp(min=0)
+        least[Jitter.HUE], most = -strengths[Jitter.HUE], 1 + strengths
+        most[Jitter.HUE] = strengths[Jitter.HUE]
+        values = least + draws * (most - least)
+        jittered = (uniform(keys, Stream.JITTER) < self.augment.color_jitter_probability)[:, None]
+        # Of the four places in the order, those before the hue's have the first three slots, those after it the rest.
+        hue = (orders == Jitter.HUE).int().argmax(1, keepdim=True)
+        places = torch.arange(len(Jitter))
+        used = torch.cat([(places < hue)[:, :-1], (places > hue)[:, 1:]], 1) & jittered
+        kinds = torch.cat([orders[:, :-1], orders[:, 1:]], 1).clamp(max=Jitter.SATURATION)
+        parameters[:, Column.KIND : Column.KIND + SLOTS] = kinds
+        factors = torch.where(used, values.gather(1, kinds), 1.0)
+        parameters[:, Column.FACTOR : Column.FACTOR + SLOTS] = factors.view(torch.int32)
+        shifts = torch.where(jittered, values[:, Jitter.HUE :] * 6, 0.0)
+        parameters[:, Column.HUE : Column.HUE + 1] = shifts.view(torch.int32)
+
+    def _draw_blur(self, parameters: Tensor, keys: Tensor) -> None:
+        """Gaussian blur with torchvision's and timm's default sigma, and timm's kernel where the image is as large."""
+        draws = uniforms(keys, (Stream.BLUR, Stream.BLUR_SIGMA)).double()
+        sigma = 0.1 + draws[1] * (2.0 - 0.1)
+        distances = torch.arange(BLUR_RADIUS + 1, dtype=torch.float64)
+        # In float64, because a processor may round an exp() differently at other positions of a tensor.
+        kernels = torch.exp(-0.5 * (distances / sigma[:, None]) ** 2) * (distances < self.size)
+        kernels = kernels / (2 * kernels[:, 1:].sum(1, keepdim=True) + 1)
+        none = (distances == 0).double()
+        kernels = torch.where((draws[0] < self.augment.blur)[:, None], kernels, none).float()
+        parameters[:, Column.KERNEL :] = kernels.view(torch.int32)
 
     def _draw_erased(self, parameters: Tensor, keys: Tensor) -> None:
         """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896)."""

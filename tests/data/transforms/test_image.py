@@ -37,6 +37,10 @@ POLICIES = {
     "reflected": Augment(crop="random", pad=3, pad_mode="reflect", resize=28),
     "randaugment": Augment(crop="resized", policy="randaugment"),
     "trivialaugment": Augment(crop="random", policy="trivialaugment"),
+    "autoaugment": Augment(crop="resized", policy="autoaugment"),
+    "autoaugment_svhn": Augment(crop="resized", policy="autoaugment_svhn"),
+    "augmix": Augment(crop="resized", policy="augmix"),
+    "upended": Augment(crop="resized", flip=0.5, vertical_flip=0.5),
 }
 
 
@@ -243,7 +247,7 @@ class TestLoader:
                 assert found.setdefault(number, pixels) == pixels  # padding repeats samples
         return found
 
-    @pytest.mark.parametrize("policy", ["trivialaugment", "none"])
+    @pytest.mark.parametrize("policy", ["trivialaugment", "augmix", "none"])
     def test_any_batch_size_any_worker_any_restart(self, policy: str) -> None:
         source = load_splits(Data(train_limit=100), 0).train
         augment = Augment(crop="random", pad=1, policy=policy)
@@ -290,3 +294,23 @@ class TestLoader:
             UserError, match=r"--augment\.resize: found 7, but the model's input has 8 pixels; use 8 or more"
         ):
             create_input_pipeline(config, splits, splits.train, order, accelerator, training=training, size=8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "theirs"),
+    [
+        ("augmix", v2.AugMix()),
+        ("autoaugment", v2.AutoAugment()),
+        ("autoaugment_cifar10", v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
+        ("autoaugment_svhn", v2.AutoAugment(v2.AutoAugmentPolicy.SVHN)),
+    ],
+)
+def test_a_policy_is_torchvisions_with_the_images_key_as_its_seed(policy: str, theirs: v2.Transform) -> None:
+    images = [image[:, :20, :20].contiguous() for image in IMAGES]
+    for channels in (3, 1):
+        some = [image[:channels] for image in images]
+        found = ImageTransform(Augment(policy=policy, resize=20), 20, training=True)(some, KEYS)
+        for image, word, ours in zip(some, KEYS.tolist(), found, strict=True):
+            with torch.random.fork_rng():
+                torch.manual_seed(word)
+                assert torch.equal(ours, theirs(image))

@@ -71,9 +71,11 @@ class _SourceImage(LazyImage):
         except ImageError as error:
             raise self.source.unreadable(self.id, error) from error
 
-    def reduced(self, box: Box, height: int, width: int, reduction: int) -> torch.Tensor:
+    def reduced(
+        self, box: Box, height: int, width: int, reduction: int, interpolation: str = "bilinear"
+    ) -> torch.Tensor:
         try:
-            return super().reduced(box, height, width, reduction)
+            return super().reduced(box, height, width, reduction, interpolation)
         except ImageError as error:
             raise self.source.unreadable(self.id, error) from error
 

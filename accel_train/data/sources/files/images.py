@@ -92,7 +92,9 @@ class LazyImage:
             pixels = _decode_jpeg(self.data, self.channels) if self.reducible else None
             return apply_orientation(to_tensor(image, self.channels) if pixels is None else pixels, self.orientation)
 
-    def reduced(self, box: Box, height: int, width: int, reduction: int) -> torch.Tensor:
+    def reduced(
+        self, box: Box, height: int, width: int, reduction: int, interpolation: str = "bilinear"
+    ) -> torch.Tensor:
         """The box of a `reducible` image, resized to uint8 [channels, height, width]. Raises ImageError.
 
         To save work, the JPEG is decoded `reduction` (2, 4 or 8) times smaller: the decoder skips high frequencies.
@@ -107,7 +109,7 @@ class LazyImage:
             from PIL import Image
 
             whole = image.convert("L" if self.channels == 1 else "RGB")
-            resized = np.array(whole.resize((width, height), Image.Resampling.BILINEAR, box=corners))
+            resized = np.array(whole.resize((width, height), Image.Resampling[interpolation.upper()], box=corners))
         return apply_orientation(_as_tensor(resized), self.orientation)
 
     def _stored(self, box: Box) -> Box:
