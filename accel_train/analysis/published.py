@@ -53,9 +53,9 @@ def evaluate_published(
 ) -> int:
     """Evaluate the published model that `overrides` name (--model.KEY, --data.KEY, --augment.KEY) on a split.
 
-    Its images are prepared as its publisher evaluates it, unless --augment.resize, --model.image-size or another option
-    says otherwise. `predictions`, `output`: files for the logits and the figures. Returns the exit code. Raises
-    UserError, also if a class of the data is none of the model's.
+    Its images are prepared as its publisher evaluates it, unless --augment.resize, --augment.mean, --augment.std or
+    --model.image-size says otherwise. `predictions`, `output`: files for the logits and the figures. Returns the exit
+    code. Raises UserError, also if a class of the data is none of the model's.
     """
     config = parse_settings({}, overrides)
     accelerator = create_accelerator(launch)
@@ -215,6 +215,7 @@ def _prepared(config: Config, published: Published) -> tuple[Config, int]:
     augment, given = config.augment, config.model.image_size is not None
     changes: dict[str, Any] = {
         "resize": augment.resize or (None if given else published.resize),
+        "interpolation": published.interpolation if published.interpolation == "bicubic" else augment.interpolation,
         "mean": augment.mean or published.mean,
         "std": augment.std or published.std,
     }

@@ -25,13 +25,14 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 CLASSES = ["zebra", "cat", "Irish setter", "dog", "cow"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["bilinear", "bicubic"])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A small model of timm's with random weights, as its save_for_hf writes it."""
+    interpolation = request.param
     folder = tmp_path_factory.mktemp("published") / "net"
     torch.manual_seed(0)
     net = timm.create_model("test_resnet", num_classes=len(CLASSES))
-    config = {"label_names": CLASSES, "crop_pct": 0.8, "input_size": [3, 96, 96], "interpolation": "bilinear"}
+    config = {"label_names": CLASSES, "crop_pct": 0.8, "input_size": [3, 96, 96], "interpolation": interpolation}
     save_for_hf(net, folder, model_config=config | {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]})
     return folder
 
