@@ -29,7 +29,6 @@ from contextlib import ExitStack
 from itertools import chain, islice
 
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 
 from accel_train import models
 from accel_train.config.compatibility import learning_fingerprint
@@ -54,7 +53,7 @@ from accel_train.records.code import code_hashes
 from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.metrics import LOWER_IS_BETTER, best_metric, check_best_metric
 from accel_train.records.summary import plan_text
-from accel_train.records.trackers import check_trackers
+from accel_train.records.trackers.sending import check_trackers
 from accel_train.run.finished import find_finished_run
 from accel_train.run.run import Run
 from accel_train.run.start import find_start
@@ -82,7 +81,6 @@ def train(config: Config, launch: Launch) -> int:
         at_end.callback(lease.release)
         directory = lease.directory
         config = dataclasses.replace(config, output_dir=directory)
-        accelerator.project_configuration = ProjectConfiguration(project_dir=str(directory))  # where trackers write
         if accelerator.is_main_process:
             remove_requeue_marker(directory)
         finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,8 +127,6 @@ def connect(config: Config, launch: Launch) -> Accelerator:
     divide_batch(config, launch.world_size, batchnorm=False)
     accelerator = create_accelerator(
         launch,
-        log_with=config.trackers,
-        project_dir=config.output_dir or Path("runs"),
         rendezvous_seconds=config.rendezvous_timeout_seconds,
         collective_seconds=collective_seconds(config.start_timeout_seconds),
         share_gpus=config.share_gpus,

@@ -41,9 +41,11 @@ OTHER_PROGRAMS = {
     "git",
     "head",
     "hf",
+    "pip",
     "python3",
     "source",
     "tail",
+    "tensorboard",
     "trap",
     ".venv/bin/pip",
 }

@@ -79,7 +79,7 @@ class Config:
     share_gpus: bool = False
     """Let several processes of a node share one GPU: slow (gloo instead of NCCL), for tests."""
     trackers: tuple[str, ...] = ()
-    """Accelerate's trackers to log to: tensorboard, wandb, mlflow, …"""
+    """Where to send the curves: tensorboard, wandb, mlflow, … (docs/trackers.md)."""
     config_only: bool = False
     """Print the resolved configuration and the resulting plan, then stop."""
     traceback: bool = False

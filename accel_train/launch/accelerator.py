@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ def create_accelerator(
     launch: Launch,
     *,
     gradient_accumulation_steps: int = 1,
-    log_with: Iterable[Any] = (),
-    project_dir: Path | None = None,
     kwargs_handlers: Iterable[Any] = (),
     rendezvous_seconds: float = 600.0,
     collective_seconds: float = 1800.0,
@@ -67,8 +64,6 @@ def create_accelerator(
             dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
             # A plugin, because ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides a plain number.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
-            log_with=list(log_with) or None,
-            project_dir=project_dir,
             kwargs_handlers=[
                 InitProcessGroupKwargs(**group),
                 # The buffers are equal on all processes (models/batchnorm.py): DDP need not broadcast them.

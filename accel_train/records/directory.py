@@ -80,12 +80,13 @@ class RunDirectory:
         self._try(FOLDER, lambda: (self.path / FOLDER).mkdir(exist_ok=True))
         return keep_code(config, self.path, self._replace, update)
 
-    def log(self, kind: str, **values: Any) -> None:
-        """Append {"kind": kind, "time": seconds since 1970, **values} to metrics.jsonl.
+    def log(self, kind: str, **values: Any) -> dict[str, Any]:
+        """Append {"kind": kind, "time": seconds since 1970, **values} to metrics.jsonl; return these values.
 
         Values may be plain Python, NumPy's or tensors. JSON has no NaN and no infinity: they become null.
         """
-        line = _json({"kind": kind, "time": round(time.time(), 3), **values}) + "\n"
+        plain: dict[str, Any] = _plain({"kind": kind, "time": round(time.time(), 3), **values})
+        line = _json(plain) + "\n"
 
         def append() -> None:
             if self.failures:  # an earlier write may have left half a line
@@ -94,6 +95,7 @@ class RunDirectory:
                 file.write(line.encode())
 
         self._try("metrics.jsonl", append)
+        return plain
 
     def event(self, text: str, **values: Any) -> None:
         """Log an event, such as a resume, a quarantined checkpoint or a skipped update."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +21,9 @@ from accel_train.optim.micro_batch import searches
 from accel_train.records.console import Console
 from accel_train.records.directory import DAMAGED, MARKER, RunDirectory
 from accel_train.records.meter import Stopwatch, Sums
-from accel_train.records.metrics import Evaluation, best_metric, headlines, training_metrics
-from accel_train.records.summary import describe, example_image, next_steps, result_of
-from accel_train.records.trackers import track
+from accel_train.records.metrics import Evaluation, headlines, training_metrics
+from accel_train.records.summary import describe, example_image, next_steps, result_of, stopped_text
+from accel_train.records.trackers.sending import Trackers
 
 
 class RunLog:
@@ -44,6 +44,7 @@ class RunLog:
         self._first_update = 0  # updates done before this start of the run
         self._splits: Splits | None = None
         self._multi_label = False
+        self.trackers = Trackers(config, directory.path, config.trackers if directory.writes else ())
 
     def begin(
         self,
@@ -75,6 +76,7 @@ class RunLog:
         ended = state.stopped_by(self.config) is not None
         if damaged := self.directory.rewind(state.update, state.epoch, tests_again=ended):
             self.warn(f"metrics.jsonl: {damaged} damaged line{'s' * (damaged > 1)} moved to {DAMAGED}")
+        self.trackers.begin(state.update, resumed=resumed)
         if searches(self.config, self.accelerator):
             self.directory.event(
                 "micro-batch found", micro_batch=self.plan.micro_batch, accumulation=self.plan.accumulation
@@ -105,11 +107,22 @@ class RunLog:
         self.console.warn(text)
         self.directory.event(text)
 
+    def _log(self, kind: str, **values: Any) -> None:
+        self.trackers.add(self.directory.log(kind, **values))
+
+    def end_trackers(self, result: Mapping[str, Any] | None = None) -> None:
+        """End the trackers, if they are not ended. `result`: of a finished run."""
+        for warning in self.trackers.end(result):
+            self.warn(warning)
+
     def on_update(self, state: TrainState, last_checkpoint: int | None) -> None:
         """Show that an update is done: on the console, and in status.json if that is older than 2 seconds."""
         self.console.advance(state.update)
         eta = self.console.eta_seconds
         self.directory.status("training", update=state.update, eta_seconds=eta, last_checkpoint=last_checkpoint)
+        self.trackers.settle(last_checkpoint)
+        for warning in self.trackers.warnings():
+            self.warn(warning)
 
     def log_updates(self, state: TrainState, sums: Sums, lr: float, watch: Stopwatch) -> None:
         """Log the updates since the last train line. `sums`: of their metrics; `lr`: of the last update."""
@@ -126,11 +139,10 @@ class RunLog:
         }
         epoch = self._epoch(state)
         self.console.show_training(state.update, epoch, figures)
-        self.directory.log("train", epoch=epoch, update=state.update, seconds=seconds, **figures)
+        self._log("train", epoch=epoch, update=state.update, seconds=seconds, **figures)
         self.directory.status(
             "training", epoch=epoch, update=state.update, eta_seconds=self.console.eta_seconds, **figures
         )
-        track(self.accelerator, "train", figures, state.update)
 
     def log_epoch(self, state: TrainState) -> None:
         """Log the training metrics of the whole epoch, which were counted while the weights changed."""
@@ -147,7 +159,7 @@ class RunLog:
         epoch, now = self._epoch(state), time.monotonic()
         seconds, self._last_eval = now - self._last_eval, now
         self.console.show_evaluation(name, epoch, figures, seconds)
-        self.directory.log(
+        self._log(
             "eval",
             split=split,
             weights=weights,
@@ -157,14 +169,13 @@ class RunLog:
             count=count,
             seconds=seconds,
         )
-        track(self.accelerator, name, figures, state.update)
 
     def log_checkpoint(self, state: TrainState, checkpoints: Checkpoints) -> None:
         """Log that a save has begun, which is written in the background, and warn of earlier saves that failed."""
         stalled = checkpoints.stalled_seconds
         seconds = checkpoints.last_seconds  # of the last complete save: of this one only if the run waited for it
         epoch = self._epoch(state)
-        self.directory.log("checkpoint", epoch=epoch, update=state.update, stalled_seconds=stalled, seconds=seconds)
+        self._log("checkpoint", epoch=epoch, update=state.update, stalled_seconds=stalled, seconds=seconds)
         self.warn_of_failed_saves(checkpoints)
         self.directory.status("training", last_checkpoint=checkpoints.last_saved, failed_checkpoints=self._failures)
 
@@ -186,6 +197,7 @@ class RunLog:
     def log_rewind(self, state: TrainState) -> None:
         """Log that the run went back to its last checkpoint, whose position is `state`."""
         self.directory.rewind(state.update, state.epoch)
+        self.trackers.rewind(state.update)
         self.directory.event("rewound", update=state.update)
         self.console.say(f"going back to the checkpoint of update {state.update}")
         self.console.advance(state.update)
@@ -196,6 +208,7 @@ class RunLog:
         Returns the exit code: 1 if the save or another write has failed.
         """
         self.directory.event("interrupted", update=state.update, reason=reason)
+        self.trackers.settle(checkpoints.last_saved)
         by = "Ctrl-C" if reason == "SIGINT" else reason
         stopped = f"Stopped by {by} after update {state.update} of {self._updates}"
         newest, figures = checkpoints.newest(), {"run": str(self.directory.path)}
@@ -255,6 +268,7 @@ class RunLog:
         }
         run.result(result)
         run.status("finished", force=True, epoch=state.epoch, update=state.update, eta_seconds=0)
+        self.end_trackers(result)
         figures = {
             f"{name} {metric}": shown
             for name, evaluation in last.items()
@@ -268,7 +282,7 @@ class RunLog:
         if state.left_out:
             figures["skipped"] = f"{len(state.left_out)} updates that were not finite"
         figures["run"] = str(run.path)
-        if (stopped := self._stopped(state)) is not None:
+        if (stopped := stopped_text(self.config, state, multi_label=self._multi_label)) is not None:
             figures["stopped"] = stopped
             run.event(f"stopped: {stopped}", update=state.update)
         epochs = f"{state.epoch} of " * (state.epoch < config.epochs)
@@ -276,15 +290,3 @@ class RunLog:
         title = f"{config.recipe}: {epochs}, {state.update} updates"
         image = example_image(self._splits, run.path) if run.writes and self._splits else None
         self.console.finish(title, figures, next_steps(run.path, image))
-
-    def _stopped(self, state: TrainState) -> str | None:
-        """Why the run has ended before its last epoch, for the user; None if it has not."""
-        stop, reason = self.config.stop, state.stopped_by(self.config)
-        if reason == "hours":
-            return f"by --stop.hours {stop.hours:g}, after {state.wall_seconds / 3600:.2g} hours"
-        if reason != "patience":
-            return None
-        metric = best_metric(self.config, multi_label=self._multi_label)
-        best = "none" if state.best_figure is None else f"{state.best_figure:.4f} after update {state.best_update}"
-        epochs = f"{stop.patience_epochs} epochs" if stop.patience_epochs != 1 else "an epoch"
-        return f"by --stop.patience-epochs, after {epochs} without a better val {metric} (best: {best})"

@@ -180,6 +180,19 @@ def result_of(
     return result | {"settings": learning_settings(config)}
 
 
+def stopped_text(config: Config, state: TrainState, *, multi_label: bool) -> str | None:
+    """Why the run has ended before its last epoch, for the user; None if it has not."""
+    stop, reason = config.stop, state.stopped_by(config)
+    if reason == "hours":
+        return f"by --stop.hours {stop.hours:g}, after {state.wall_seconds / 3600:.2g} hours"
+    if reason != "patience":
+        return None
+    metric = best_metric(config, multi_label=multi_label)
+    best = "none" if state.best_figure is None else f"{state.best_figure:.4f} after update {state.best_update}"
+    epochs = f"{stop.patience_epochs} epochs" if stop.patience_epochs != 1 else "an epoch"
+    return f"by --stop.patience-epochs, after {epochs} without a better val {metric} (best: {best})"
+
+
 def next_steps(run: Path, image: Path | None) -> dict[str, str]:
     """Return commands to try after a run, by what they do. `image`: a file to try the model on."""
     program, folder = typed_program(), shlex.quote(str(run))

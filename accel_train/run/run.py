@@ -29,7 +29,6 @@ from accel_train.records.meter import Meter, Stopwatch
 from accel_train.records.metrics import Evaluation
 from accel_train.records.model_info import ModelInfo
 from accel_train.records.run_log import RunLog
-from accel_train.records.trackers import end_trackers, start_trackers
 from accel_train.run.finished import FinishedRun
 from accel_train.run.nonfinite import Guard
 from accel_train.run.relaunch import resume_command
@@ -120,7 +119,7 @@ class Run:
         return state, restored is not None
 
     def _describe(self) -> None:
-        """Write the run's settings, its model's input and classes, and its devices; start the trackers."""
+        """Write the run's settings, its model's input and classes, and its devices."""
         setup, splits = self.setup, self.setup.splits
         native = splits.image_size if has_one_size(splits.train) else None
         mean, std = resolve_mean_std(self.config, splits)
@@ -147,13 +146,13 @@ class Run:
         self.checkpoints.notes += broadcast_from_main(
             self.accelerator, lambda: self.directory.keep_code(self.config, self.state.update)
         )
-        start_trackers(self.config, self.accelerator)
 
     def __enter__(self) -> Run:
         with ExitStack() as around:
             around.callback(self.checkpoints.wait)  # before the ownership is released
             around.enter_context(self.watchdog)
             around.enter_context(self.console)
+            around.callback(self.log.end_trackers)
             around.enter_context(self.log.last_words(self.checkpoints, self.resume_command))
             self._begin()
             self._around = around.pop_all()
@@ -289,7 +288,6 @@ class Run:
     def finished(self) -> int:
         """End a run that is trained and tested; return the exit code."""
         self.stop_requests.end()
-        end_trackers(self.accelerator)
         self.log.warn_of_failed_saves(self.checkpoints)
         if self.is_main and self.checkpoints.last_saved != self.state.update:
             return self.log.log_unsaved_end(self.checkpoints, self.resume_command)

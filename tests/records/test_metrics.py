@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ from accelerate.state import AcceleratorState, GradientState
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, f1_score
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accel_train import cli
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.records import run_log
 from accel_train.records.metrics import (
     METRICS,
     Metric,
@@ -55,21 +54,16 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("added")
-def test_a_metric_that_is_added_to_the_table_is_everywhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracked: dict[str, set[str]] = {}
-
-    def track(_accelerator: Any, prefix: str, values: dict[str, Any], _update: int) -> None:
-        tracked.setdefault(prefix, set()).update(values)
-
-    monkeypatch.setattr(run_log, "track", track)
+def test_a_metric_that_is_added_to_the_table_is_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    words = ["--epochs", "2", "--ema.enabled", "true", "--output-dir", str(run)]
+    words = ["--epochs", "2", "--ema.enabled", "true", "--trackers", "tensorboard", "--output-dir", str(run)]
     assert cli.main(["train", "digits", *words]) == 0
     printed = capsys.readouterr().out.splitlines()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     result = json.loads((run / "result.json").read_text())
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    curves = set(events.Tags()["scalars"])
 
     trained = [line for line in lines if line["kind"] == "train"]
     assert trained and all(0 < line["probability"] < 1 and "top4_accuracy" not in line for line in trained)
@@ -82,8 +76,8 @@ def test_a_metric_that_is_added_to_the_table_is_everywhere(
     for name in ("probability", "top4_accuracy"):
         assert result[f"test_{name}"] == test[name]
         assert result[f"ema_test_{name}"] == ema[name]
-        assert name in tracked["test"] and name in tracked["test (ema)"]
-    assert "probability" in tracked["train"] and "top4_accuracy" not in tracked["train"]
+        assert {f"test/{name}", f"test_ema/{name}"} <= curves
+    assert "train/probability" in curves and "train/top4_accuracy" not in curves
 
     shown = f"probability {test['probability']:.3f}  top4_accuracy {test['top4_accuracy']:.2%}"
     assert any(" test  loss" in line and shown in line for line in printed)

@@ -1,0 +1,39 @@
+"""`accel-train track`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from accel_train.cli.common import importing, not_a_run
+from accel_train.config.options import CommandOptions, parse_command
+
+
+@dataclass(frozen=True)
+class Track(CommandOptions):
+    """Send a run's curves, settings and result to a tracker, for example if the run trained without a network.
+
+    A step is never sent twice: start it again at any time, also while the run trains, to send what is new. A page of
+    `accel-train report` is sent too, if it is in the folder of the run.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    to: Literal["tensorboard", "wandb", "mlflow"] | None = None
+    """The tracker."""
+
+    def mistakes(self) -> list[str]:
+        missing = ["--to: name the tracker: tensorboard, wandb or mlflow."] if self.to is None else []
+        return [*not_a_run(self.run), *missing]
+
+
+def track(arguments: Sequence[str]) -> int:
+    """Run `accel-train track`; return the exit code."""
+    options, _ = parse_command(Track, arguments, "accel-train track", positional=("run",))
+    with importing(str(options.run)):
+        from accel_train.records.trackers.replay import track
+    return track(options.run, str(options.to))

@@ -1,0 +1,95 @@
+"""The curves of a run: which curve each value of metrics.jsonl belongs to. Each curve has one meaning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OF_THE_LINE = ("kind", "time", "epoch", "update", "seconds", "count")  # no curves
+NAMES = {
+    "lr": "lr",
+    "images_per_second": "speed/images_per_second",
+    "data_wait_fraction": "speed/data_wait_fraction",
+}  # other values of a train line are train/NAME
+
+
+@dataclass(frozen=True)
+class Point:
+    """The values of the curves at one update."""
+
+    step: int
+    epoch: int
+    time: float
+    """In seconds since 1970."""
+    values: dict[str, float]
+
+    def is_final(self, checkpoint: tuple[int, int]) -> bool:
+        """Whether a run that resumes from `checkpoint` (its update, and the epoch that goes on) keeps this point.
+
+        All lines of the step are written then: the evaluations of an epoch are, once the next epoch begins.
+        """
+        update, epoch = checkpoint
+        return self.step < update or (self.step == update and self.epoch < epoch)
+
+
+def point_of(line: Mapping[str, Any]) -> Point | None:
+    """The point of a line of metrics.jsonl; None if the line has no curves."""
+    if line.get("kind") not in ("train", "eval") or not isinstance(line.get("update"), int):
+        return None
+    numbers = {name: value for name, value in numbers_in(line).items() if name not in OF_THE_LINE}
+    if line["kind"] == "train":
+        values = {NAMES.get(name, f"train/{name}"): value for name, value in numbers.items()}
+    else:
+        split = "train_epoch" if line.get("split") == "train" else line.get("split")
+        weights = "_ema" if line.get("weights") == "ema" else ""
+        values = {f"{split}{weights}/{name}": value for name, value in numbers.items()}
+    return Point(line["update"], line.get("epoch", 0), float(line.get("time", 0.0)), values)
+
+
+def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among some values: neither null, as which JSON keeps NaN, nor true and false."""
+    return {
+        name: value for name, value in values.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def points_of(lines: Iterable[Mapping[str, Any]]) -> list[Point]:
+    """The points of lines of metrics.jsonl, one for each update."""
+    found: dict[int, Point] = {}
+    for line in lines:
+        if (point := point_of(line)) is not None:
+            add_point(found, point)
+    return [found[step] for step in sorted(found)]
+
+
+def add_point(points: dict[int, Point], point: Point) -> None:
+    """Add `point` to `points`, which are by their steps; lines of the same update become one point."""
+    before = points.get(point.step)
+    values = point.values if before is None else before.values | point.values
+    points[point.step] = Point(point.step, point.epoch, point.time, values)
+
+
+def read_lines(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, without damaged ones and one that is being written."""
+    path = run / "metrics.jsonl"
+    found = []
+    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found
+
+
+def saves_in(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """The checkpoints that metrics.jsonl names: update -> the epoch that goes on after it."""
+    return {
+        line["update"]: line["epoch"]
+        for line in lines
+        if line.get("kind") == "checkpoint" and isinstance(line.get("update"), int) and "epoch" in line
+    }

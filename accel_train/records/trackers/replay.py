@@ -1,0 +1,80 @@
+"""`accel-train track RUN --to NAME`: sends what a run has written to a tracker, from a computer with a network."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from filelock import FileLock, Timeout
+
+from accel_train.checkpoint.directory import list_updates
+from accel_train.config.options import parse
+from accel_train.config.schema import Config
+from accel_train.errors import UserError, print_line
+from accel_train.ownership.lease import FILE, STALE_SECONDS, read_owner
+from accel_train.records.trackers.curves import points_of, read_lines, saves_in
+from accel_train.records.trackers.sending import check_trackers, reason_of
+from accel_train.records.trackers.services import create_service
+
+
+def track(run: Path, name: str) -> int:
+    """Send what is new of the run in the folder `run` to the tracker `name`. Returns the exit code.
+
+    Raises UserError if the run, while it trains, sends to this tracker itself.
+    """
+    config = parse([str(run / "config.yaml")], checks_code=False)
+    check_trackers([name], "--to")
+    if name in config.trackers and _trains(run):
+        raise UserError(f"{run} is training, and sends its curves to {name} itself.")
+    try:
+        with FileLock(run / ".trackers.lock", timeout=0):
+            return _send(config, run, name)
+    except Timeout:
+        raise UserError(f"Another process sends the curves of {run} right now; wait for its end.") from None
+    except OSError as error:
+        raise UserError(f"{run}: cannot be written to ({error.strerror}).") from error
+
+
+def _send(config: Config, run: Path, name: str) -> int:
+    PartialState(cpu=True)  # Accelerate's trackers ask it which process they are on
+    # The checkpoints and the result first: what they make final is in the lines that are read after them.
+    result, updates = _result(run), list_updates(run / "checkpoints")
+    lines = read_lines(run)
+    points, saves = points_of(lines), saves_in(lines)
+    position = (updates[-1], saves.get(updates[-1], 0)) if updates else (0, 0)
+    final = [point for point in points if result is not None or point.is_final(position)]
+    service = create_service(name, config, run)
+    try:
+        service.open(0, points)
+        service.settle(final)
+        if result is not None:
+            service.finish(result, (run / "result.json").stat().st_mtime)
+        service.close()
+    except Exception as error:  # of the tracker's package
+        print_line(f"accel-train: error: {name}: {reason_of(error)}. Start it again to send the rest.", sys.stderr)
+        return 1
+    rest = len(points) - len(final)
+    waits = f"; {rest} later ones wait for the next checkpoint" if rest else ""
+    print(f"{name}: the curves of {run} are sent, {len(final)} updates{waits}")
+    return 0
+
+
+def _result(run: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads((run / "result.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("updates"), int) else None
+
+
+def _trains(run: Path) -> bool:
+    try:
+        owner = read_owner(run / FILE).owner
+        lives = owner.lives() if owner else None
+        return time.time() - (run / FILE).stat().st_mtime < STALE_SECONDS if lives is None else lives
+    except OSError:
+        return False

@@ -1,0 +1,106 @@
+"""Stand-ins for the packages wandb and mlflow: servers in memory that keep what these really keep.
+
+W&B drops a step that is not after the last one. MLflow appends every value, also of a step that it has.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class FakeWandB:
+    """The module `wandb`. A second `init` with the same id goes on with the run."""
+
+    def __init__(self, *, offline: bool = False) -> None:
+        self.offline = offline
+        self.runs: dict[str, SimpleNamespace] = {}
+        self.calls: list[dict[str, Any]] = []
+        self.config = self  # of the current run: `wandb.config.update`
+
+    def init(self, **options: Any) -> Any:
+        self.calls.append(options)
+        rows: list[dict[str, Any]] = []
+        new = SimpleNamespace(rows=rows, config={}, summary={}, files=[], offline=self.offline, finished=0)
+        self.run = run = self.runs.setdefault(options["id"], new)
+        run.starting_step = 0 if self.offline or not run.rows else run.rows[-1]["_step"] + 1
+        run.log, run.log_artifact, run.finish = self.log, lambda page: run.files.extend(page.files), self.finish
+        return run
+
+    def update(self, values: dict[str, Any], allow_val_change: bool) -> None:
+        self.run.config.update(values)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if self.offline or not self.run.rows or step > self.run.rows[-1]["_step"]:
+            self.run.rows.append(values | {"_step": step})
+
+    def finish(self) -> None:
+        self.run.finished += 1
+
+    class Artifact:
+        def __init__(self, name: str, type: str) -> None:
+            self.files: list[str] = []
+
+        def add_file(self, path: str) -> None:
+            self.files.append(path)
+
+
+class MlflowException(Exception):  # noqa: N818 -- its name in mlflow
+    error_code = "RESOURCE_DOES_NOT_EXIST"
+
+
+class FakeMLflow:
+    """The module `mlflow`."""
+
+    MlflowException = MlflowException
+    utils = SimpleNamespace(validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100))
+
+    def __init__(self) -> None:
+        self.experiments: list[str] = []
+        self.runs: dict[str, SimpleNamespace] = {}
+        self.active: Any = None
+
+    def search_experiments(self, filter_string: str) -> list[Any]:
+        return [SimpleNamespace(experiment_id=name) for name in self.experiments if filter_string == f"name = '{name}'"]
+
+    def create_experiment(self, name: str, artifact_location: Any, tags: Any) -> str:
+        self.experiments.append(name)
+        return name
+
+    def start_run(self, run_id: str | None, experiment_id: str, run_name: str, **_: Any) -> Any:
+        if run_id is None:
+            run_id = f"run-{len(self.runs)}"
+            self.runs[run_id] = SimpleNamespace(
+                info=SimpleNamespace(run_id=run_id, lifecycle_stage="active", run_name=run_name),
+                data=SimpleNamespace(params={}, metrics={}),
+                values=[],
+                files=[],
+            )
+        self.active = self.runs[run_id]
+        return self.active
+
+    def end_run(self) -> None:
+        self.active = None
+
+    def log_params(self, values: dict[str, Any]) -> None:
+        assert not values.keys() & self.active.data.params.keys(), "parameters cannot be changed"
+        self.active.data.params.update(values)
+
+    def log_metrics(self, values: dict[str, float], step: int, timestamp: int) -> None:
+        for key, value in values.items():
+            self.active.data.metrics[key] = value
+            self.active.values.append(SimpleNamespace(key=key, value=value, step=step, timestamp=timestamp))
+
+    def log_artifact(self, path: str) -> None:
+        self.active.files.append(path)
+
+    def MlflowClient(self) -> FakeMLflow:  # noqa: N802
+        return self
+
+    def get_run(self, id: str) -> Any:
+        if id not in self.runs:
+            raise MlflowException(f"there is no run {id}")
+        return self.runs[id]
+
+    def get_metric_history(self, id: str, key: str) -> list[Any]:
+        return [value for value in self.runs[id].values if value.key == key]
