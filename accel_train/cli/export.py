@@ -1,0 +1,64 @@
+"""`accel-train export`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from accel_train.cli.common import importing, not_a_run
+from accel_train.config.options import CommandOptions, parse_command
+from accel_train.errors import UserError
+from accel_train.launch.environment import prepare_environment
+
+
+@dataclass(frozen=True)
+class Export(CommandOptions):
+    """Write a run's model for other programs: weights, class names and preprocessing, in one folder.
+
+    The export is loaded again and compared with the run on images of its data, also from files by preprocess.json. If
+    it does not agree, the exit code is 1. docs/export.md has a script that needs only onnxruntime, NumPy and Pillow.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    format: Literal["timm", "onnx", "pt2"] | None = None
+    """timm: a directory for timm.create_model; onnx: ONNX; pt2: torch.export. It must be given."""
+    output: Path | None = None
+    """Folder to write; default: RUN/export-FORMAT. It may hold an earlier export, which is replaced."""
+    weights: Literal["model", "ema"] | None = None
+    """Which weights; default: the EMA if the run has one."""
+    push_to_hub: str | None = None
+    """Also upload the folder to this repository of the Hugging Face hub, ORG/NAME."""
+    trust_code: bool = False
+    """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
+
+    def mistakes(self) -> list[str]:
+        mistakes = not_a_run(self.run)
+        if self.push_to_hub is not None and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", self.push_to_hub):
+            mistakes.append(f"--push-to-hub: expected ORG/NAME, found {self.push_to_hub!r}.")
+        return mistakes
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Run `accel-train export`; return the exit code."""
+    options, _ = parse_command(Export, arguments, "accel-train export", positional=("run",))
+    if options.format is None:
+        raise UserError("--format is missing; choose timm, onnx or pt2.")
+    launch = prepare_environment()
+    with importing(str(options.run)):
+        from accel_train.export.export import export
+
+    return export(
+        launch,
+        options.run,
+        options.format,
+        output=options.output,
+        weights=options.weights,
+        push_to_hub=options.push_to_hub,
+        trust_code=options.trust_code,
+    )

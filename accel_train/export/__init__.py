@@ -1,0 +1,1 @@
+"""A run's model for other programs: its formats, and the preprocessing that belongs to it."""

@@ -1,0 +1,117 @@
+"""`accel-train export RUN --format timm|onnx|pt2`: the run's model for other programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accel_train.analysis.load_run import find_weights, load_model, read_config
+from accel_train.config.schema import Config
+from accel_train.errors import UserError
+from accel_train.export.card import model_card
+from accel_train.export.folder import check_free, new_folder, put_in_place
+from accel_train.export.formats import Loaded, check_installed, load_onnx, load_pt2, write_onnx, write_pt2
+from accel_train.export.images import real_images
+from accel_train.export.preprocess import FILE, rules_of
+from accel_train.export.push import check_login, push
+from accel_train.export.timm_directory import load_timm, timm_architecture, write_timm
+from accel_train.export.verify import check
+from accel_train.launch.environment import Launch
+from accel_train.records.model_info import ModelInfo, read_model_info
+from accel_train.user_code.reference import short_name
+
+
+def export(
+    launch: Launch,
+    run: Path,
+    format: str,
+    *,
+    output: Path | None = None,
+    weights: str | None = None,
+    push_to_hub: str | None = None,
+    trust_code: bool = False,
+) -> int:
+    """Write the model of the run in the folder `run` as "timm", "onnx" or "pt2", and compare it with the run.
+
+    `output`: a folder; default RUN/export-FORMAT. `weights`: "model" or "ema"; default: the EMA if there is one.
+    `push_to_hub`: a repository of the hub that gets the folder, too. Returns the exit code: 1 if the export is not
+    what the run's model is (it is left in a folder whose name ends in -failed), or if it cannot be pushed. Raises
+    UserError; then nothing has been written.
+    """
+    if launch.world_size > 1:
+        raise UserError(
+            f"accel-train export runs in one process, but {launch.world_size} were started; use no launcher."
+        )
+    check_installed(format)
+    output = (output or run / f"export-{format}").absolute()
+    check_free(output)
+    config = read_config(run, uses=("model.name",), trust_code=trust_code)
+    # What only training has: the exported model computes everything once.
+    settings = dataclasses.replace(config.model, gradient_checkpointing=False, freeze_body=False)
+    info = read_model_info(run)
+    if format == "timm":
+        timm_architecture(settings, info)
+    name, file = _chosen(run, weights)
+    if push_to_hub is not None:
+        check_login()
+    model = load_model(settings, info, file)
+    kind = " (EMA)" if name == "ema" else ""
+    print(f"{short_name('model.name', settings.name)}, weights: {file}{kind}", flush=True)
+
+    rules = rules_of(info, config.augment)
+    with new_folder(output) as folder, tempfile.TemporaryDirectory() as temporary:
+        images = real_images(run, config, info, Path(temporary), trust_code=trust_code)
+        try:
+            (folder / FILE).write_text(json.dumps(rules, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            loaded = _write(format, model, config, info, rules, folder)
+            found = check(model, loaded, config, info, rules, images)
+            card = model_card(run, config, info, format, name, file, found.lines)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            place = output.with_name(f"{output.name}-failed") if found.failures else output
+            put_in_place(folder, place)
+        except OSError as error:
+            raise UserError(
+                f"--output: {output} cannot be written ({error.strerror or error}); name another folder."
+            ) from error
+    for line in found.lines:
+        print(line)
+    if found.failures:
+        print(f"accel-train: {'; '.join(found.failures)}. Do not use this export; it is in {place}", file=sys.stderr)
+        return 1
+    print(f"export: {output}")
+    if push_to_hub is not None:
+        try:
+            print(f"pushed: {push(output, push_to_hub)}")
+        except UserError as error:
+            print(f"accel-train: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _chosen(run: Path, weights: str | None) -> tuple[str, Path]:
+    """ "model" or "ema", and the file of these weights. Raises UserError if the run does not have them."""
+    files = find_weights(run)
+    name = weights or list(files)[-1]  # the EMA's if there is one
+    if name not in files:
+        raise UserError(f"--weights {name}: {run} has no EMA; use --weights model.")
+    return name, files[name]
+
+
+def _write(
+    format: str, model: nn.Module, config: Config, info: ModelInfo, rules: dict[str, Any], folder: Path
+) -> Loaded:
+    """Write the model in a format, and return it as it is loaded from there."""
+    if format == "timm":
+        write_timm(model, config.model, info, rules, folder)
+        return load_timm(folder)
+    if format == "onnx":
+        write_onnx(model, info, rules, folder)
+        return load_onnx(folder)
+    write_pt2(model, info, rules, folder)
+    return load_pt2(folder)

@@ -1,0 +1,92 @@
+"""Real images of a run's data, with which an export is compared with the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from accel_train.analysis.load_run import read_config
+from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.config.schema import Config
+from accel_train.data.sources.files.images import ImageError, decode
+from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Source
+from accel_train.errors import UserError
+from accel_train.export.preprocess import takes_files
+from accel_train.records.model_info import ModelInfo
+from accel_train.records.summary import FOLDER
+from accel_train.user_code.reference import short_name
+
+COUNT = 64
+
+
+@dataclass(frozen=True)
+class Images:
+    """Some images, as the model's input and as files."""
+
+    described: str
+    inputs: Tensor
+    """float32 [n, channels, size, size], as in the run's evaluation."""
+    files: tuple[Path, ...]
+    """The same images; none if image files cannot be prepared for the model, or if the inputs are random."""
+
+
+def real_images(run: Path, config: Config, info: ModelInfo, folder: Path, *, trust_code: bool) -> Images:
+    """Up to 64 images, spread over the test split, or else the validation or training split.
+
+    Without the data here, those of RUN/examples; without these, random inputs. Images that are not in files of their
+    own are written into `folder`.
+    """
+    preprocessing = Preprocessing(info, config.augment)
+    try:
+        data = read_config(run, uses=("data.name",), trust_code=trust_code)
+        splits = load_splits(data.data, data.seed, download=False, record=run)
+        chosen = {"test": splits.test, "validation": splits.validation, "training": splits.to_train_on}
+        split, source = next((split, source) for split, source in chosen.items() if source)
+        name = f"{short_name('data.name', config.data.name)} ({split} split)"
+        found = _of_source(name, source, info, preprocessing, folder)
+    except UserError as error:
+        found = _of_examples(run, info, preprocessing, str(error).partition(";")[0].rstrip("."))
+    return found
+
+
+def _of_source(name: str, source: Source, info: ModelInfo, preprocessing: Preprocessing, folder: Path) -> Images:
+    """Raises UserError if no image can be read."""
+    inputs, files = [], []
+    mistake: UserError | None = None
+    for id in np.unique(np.linspace(0, len(source) - 1, COUNT).round().astype(int)).tolist():
+        try:
+            pixels = torch.as_tensor(source.fetch([id])[0]).cpu()
+        except UserError as error:
+            mistake = error
+            continue
+        inputs.append(preprocessing.to_input(preprocessing.resize(pixels)))
+        file = Path(source.name(id))
+        if takes_files(info) and not file.is_file():
+            file = folder / f"{id}.png"
+            Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).contiguous().numpy()).save(file)
+        files.append(file)
+    if not inputs:
+        raise mistake or UserError("the data has no images.")
+    described = f"{len(inputs)} images of {name}"
+    return Images(described, torch.cat(inputs), tuple(files) if takes_files(info) else ())
+
+
+def _of_examples(run: Path, info: ModelInfo, preprocessing: Preprocessing, reason: str) -> Images:
+    files, inputs = [], []
+    for file in sorted((run / FOLDER).glob("*.png")) if takes_files(info) else ():
+        try:
+            pixels = decode(file.read_bytes(), info.channels)
+        except (ImageError, OSError):
+            continue
+        files.append(file)
+        inputs.append(preprocessing.to_input(preprocessing.resize(pixels)))
+    if files:
+        return Images(f"{len(files)} images of {run / FOLDER} ({reason})", torch.cat(inputs), tuple(files))
+    random = torch.randn(8, info.channels, info.image_size, info.image_size, generator=torch.Generator().manual_seed(0))
+    return Images(f"8 random inputs ({reason})", random, ())
