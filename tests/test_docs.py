@@ -359,6 +359,43 @@ def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path)
     assert row[2:5] == [f"{record[name]:.2f}" for name in ("precision", "recall", "f1")]
 
 
+def test_the_page_on_export_works_as_it_is(digits_run: Path, tmp_path: Path) -> None:
+    """But for the push. The script runs where nothing but onnxruntime, NumPy and Pillow can be imported."""
+    page = text_of("docs/export.md")
+    run = tmp_path / "runs" / "mine"
+    shutil.copytree(digits_run, run)
+    for code in blocks(page, "python"):
+        (tmp_path / code.splitlines()[0].removeprefix("# ")).write_text(code)
+    for block in blocks(page, "bash")[:2]:
+        for program, *words in commands_in(block):
+            if program == "accel-train":
+                done = helpers.python("-m", "accel_train", *words, cwd=tmp_path)
+                assert done.returncode == 0, done.stderr
+            else:
+                assert words == ["classify.py", "runs/mine/export-onnx", "runs/mine/examples/test-0-is-6.png"]
+    images = sorted((run / "examples").iterdir())
+    predicted = helpers.python("-m", "accel_train", "predict", run, *images, "--output", tmp_path / "p.jsonl")
+    assert predicted.returncode == 0, predicted.stderr
+    expected = [json.loads(line)["predictions"][0]["class"] for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    without = (
+        "import runpy, sys; from importlib.metadata import packages_distributions; "
+        "allowed = {'numpy', 'onnxruntime', 'PIL', 'flatbuffers', 'google'}; "
+        "sys.modules.update({name: None for name in packages_distributions() if name not in allowed}); "
+        "sys.argv[1:2] = []; assert sys.modules['torch'] is None; runpy.run_path('classify.py', run_name='__main__')"
+    )
+    found = []
+    for image in images:
+        line = [sys.executable, "-c", without, "-", "runs/mine/export-onnx", str(image)]
+        ran = subprocess.run(line, cwd=tmp_path, env=helpers.environment(PYTHONPATH=""), capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        found.append(ran.stdout.strip())
+    assert found == expected and len(found) == 5
+
+    assert helpers.python("-m", "accel_train", "export", run, "--format", "pt2").returncode == 0
+    done = helpers.python("classify_pt2.py", cwd=tmp_path)
+    assert done.stdout.strip() in list("0123456789"), done.stderr
+
+
 def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> None:
     codes = run_commands(tmp_path)
     assert {words[0] for words, _ in codes} == {
@@ -407,4 +444,4 @@ def test_the_commands_of_fine_tune_run(tmp_path: Path) -> None:
 
 def test_each_snippet_is_tried() -> None:
     """They are above; the snippet of another page needs a test of its own."""
-    assert {page for page in PAGES if blocks(text_of(page), "python")} == {*OWN, "docs/evaluate.md"}
+    assert {page for page in PAGES if blocks(text_of(page), "python")} == {*OWN, "docs/evaluate.md", "docs/export.md"}

@@ -49,7 +49,8 @@ def export(
             f"accel-train export runs in one process, but {launch.world_size} were started; use no launcher."
         )
     check_installed(format)
-    output = (output or run / f"export-{format}").absolute()
+    shown = output or run / f"export-{format}"
+    output = shown.resolve()
     check_free(output)
     config = read_config(run, uses=("model.name",), trust_code=trust_code)
     # What only training has: the exported model computes everything once.
@@ -73,21 +74,23 @@ def export(
             found = check(model, loaded, config, info, rules, images)
             card = model_card(run, config, info, format, name, file, found.lines)
             (folder / "README.md").write_text(card, encoding="utf-8")
-            place = output.with_name(f"{output.name}-failed") if found.failures else output
-            put_in_place(folder, place)
+            put_in_place(folder, output.with_name(f"{output.name}-failed") if found.failures else output)
         except OSError as error:
             raise UserError(
-                f"--output: {output} cannot be written ({error.strerror or error}); name another folder."
+                f"--output: {shown} cannot be written ({error.strerror or error}); name another folder."
             ) from error
     for line in found.lines:
         print(line)
     if found.failures:
-        print(f"accel-train: {'; '.join(found.failures)}. Do not use this export; it is in {place}", file=sys.stderr)
+        print(
+            f"accel-train: {'; '.join(found.failures)}. Do not use this export; it is in {shown}-failed",
+            file=sys.stderr,
+        )
         return 1
-    print(f"export: {output}")
+    print(f"export: {shown}")
     if push_to_hub is not None:
         try:
-            print(f"pushed: {push(output, push_to_hub)}")
+            print(f"pushed: {push(shown, push_to_hub)}")
         except UserError as error:
             print(f"accel-train: {error}", file=sys.stderr)
             return 1

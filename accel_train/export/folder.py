@@ -52,7 +52,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 def put_in_place(folder: Path, output: Path) -> None:
     """Rename the complete `folder` to `output`; an earlier export there is removed after that. Raises UserError."""
     check_free(output)
-    for path in folder.iterdir():
+    for path in list(folder.iterdir()):
         set_default_permissions(path)
         fsync(path)
     fsync(folder)
