@@ -152,10 +152,10 @@ def _recipe(run: RunRecords) -> list[str]:
 
 def _public(key: str, value: Any) -> Any:
     """A setting without the folders of the machine of the training."""
-    if key not in PREFIXES:
-        return value
-    name = short_name(key, str(value))
-    return f"local-dir:{Path(name).name}" if name.startswith("local-dir:") else name
+    if key in PREFIXES:
+        name = short_name(key, str(value))
+        return f"local-dir:{Path(name).name}" if name.startswith("local-dir:") else name
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def _limits(info: ModelInfo) -> list[str]:

@@ -44,7 +44,7 @@ def check_installed(format: str) -> None:
 
 def write_onnx(model: nn.Module, info: ModelInfo, rules: dict[str, Any], folder: Path) -> None:
     """Write model.onnx; its metadata has the content of preprocess.json."""
-    with _quietly("onnx"):
+    with quietly("onnx"):
         program: Any = torch.onnx.export(
             model,
             (_example(info),),
@@ -62,19 +62,20 @@ def write_onnx(model: nn.Module, info: ModelInfo, rules: dict[str, Any], folder:
 def load_onnx(folder: Path) -> Loaded:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    with quietly("onnx"):
+        session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
     return lambda inputs: torch.from_numpy(session.run([OUTPUT], {INPUT: inputs.numpy()})[0])
 
 
 def write_pt2(model: nn.Module, info: ModelInfo, rules: dict[str, Any], folder: Path) -> None:
     """Write model.pt2; its extra files have preprocess.json."""
-    with _quietly("pt2"):
+    with quietly("pt2"):
         program = torch.export.export(model, (_example(info),), dynamic_shapes=_dynamic_batch())
         torch.export.save(program, folder / "model.pt2", extra_files={FILE: json.dumps(rules)})
 
 
 def load_pt2(folder: Path) -> Loaded:
-    with _quietly("pt2"):
+    with quietly("pt2"):
         module = torch.export.load(folder / "model.pt2").module()
     return lambda inputs: torch.as_tensor(module(inputs))
 
@@ -92,20 +93,20 @@ def _bytes(model: nn.Module) -> int:
 
 
 @contextmanager
-def _quietly(format: str) -> Iterator[None]:
-    """Without what torch prints. Whatever it raises about a model becomes a UserError."""
+def quietly(format: str) -> Iterator[None]:
+    """Without what libraries print. Whatever they raise about a model becomes a UserError."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
-    except OSError:
+    except (OSError, UserError):
         raise
-    except Exception as error:  # torch raises dozens of types, of which most are not public
+    except Exception as error:  # of dozens of types, of which most are not public
         reason = one_line(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__))
         raise UserError(
-            f"--format {format}: torch cannot export this model ({reason[:200]}); --traceback shows where."
+            f"--format {format}: this model cannot be exported so ({reason[:200]}); --traceback shows where."
         ) from error
     finally:
         logging.disable(disabled)

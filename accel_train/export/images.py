@@ -66,15 +66,22 @@ def _of_source(name: str, source: Source, info: ModelInfo, preprocessing: Prepro
             mistake = error
             continue
         inputs.append(preprocessing.to_input(preprocessing.resize(pixels)))
-        file = Path(source.name(id))
-        if takes_files(info) and not file.is_file():
-            file = folder / f"{id}.png"
-            Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).contiguous().numpy()).save(file)
-        files.append(file)
+        if takes_files(info):
+            files.append(_as_file(Path(source.name(id)), pixels, folder / f"{id}.png"))
     if not inputs:
         raise mistake or UserError("the data has no images.")
     described = f"{len(inputs)} images of {name}"
-    return Images(described, torch.cat(inputs), tuple(files) if takes_files(info) else ())
+    return Images(described, torch.cat(inputs), tuple(files))
+
+
+def _as_file(file: Path, pixels: Tensor, new: Path) -> Path:
+    """The image's own file; or `new`, written, if it has none, or one of 16 bits, which must be converted first."""
+    if file.is_file():
+        with Image.open(file) as opened:
+            if not opened.mode.startswith("I"):
+                return file
+    Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).contiguous().numpy()).save(new)
+    return new
 
 
 def _of_examples(run: Path, info: ModelInfo, preprocessing: Preprocessing, reason: str) -> Images:

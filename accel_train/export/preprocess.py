@@ -20,11 +20,6 @@ FILE = "preprocess.json"
 VERSION = 1
 
 
-def interpolation_of(augment: Augment) -> str:
-    """The interpolation of every resize, by Pillow's name in lower case. It is antialiased."""
-    return "bilinear"
-
-
 def takes_files(info: ModelInfo) -> bool:
     """Whether image files can be prepared: not if the user's own data returned tensors of another kind."""
     return info.full_scale == 255 and info.channels in (1, 3)
@@ -37,7 +32,7 @@ def rules_of(info: ModelInfo, augment: Augment) -> dict[str, Any]:
         "version": VERSION,
         "mode": {1: "L", 3: "RGB"}[info.channels] if files else None,
         "steps": _steps(info, augment) if files else None,
-        "interpolation": interpolation_of(augment),
+        "interpolation": augment.interpolation,  # the name is Pillow's, too
         "channels": info.channels,
         "size": info.image_size,
         "full_scale": info.full_scale,

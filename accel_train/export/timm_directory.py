@@ -13,7 +13,7 @@ from torch import nn
 
 from accel_train.config.schema import Model
 from accel_train.errors import UserError
-from accel_train.export.formats import Loaded
+from accel_train.export.formats import Loaded, quietly
 from accel_train.models.factory import more_arguments
 from accel_train.models.nets import NETS
 from accel_train.models.torchvision_models import PREFIX, torchvision_names
@@ -113,5 +113,6 @@ def _crop_pct(size: int, side: int) -> float:
 def load_timm(folder: Path) -> Loaded:
     import timm
 
-    model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    with quietly("timm"):
+        model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     return model

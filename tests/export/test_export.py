@@ -290,7 +290,7 @@ def test_a_model_that_torch_cannot_export(photos: Path, tmp_path: Path, capsys: 
     assert exported(run, "pt2") == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
-    assert "--format pt2: torch cannot export this model (" in errors[0]
+    assert "--format pt2: this model cannot be exported so (" in errors[0]
     assert not (run / "export-pt2").exists()
 
 
@@ -310,6 +310,19 @@ def test_without_the_data(digits: Path, photos: Path, tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert "8 random inputs (" in said
     assert "from files: not compared" in said
+
+
+def test_images_of_16_bits_are_compared_with_8(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep = tmp_path / "deep"
+    for file in photos.rglob("*.jpg"):
+        pixels = np.asarray(Image.open(file).convert("L")).astype(np.uint16) * 257
+        (deep / file.parent.name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(deep / file.parent.name / f"{file.stem}.png")
+    run = run_of(tmp_path / "other", deep, "test_resnet", 32, channels=1)
+    assert exported(run, "timm") == 0
+    assert "the class of predict for 6 of 6 images; pixels differ by at most 1.0 of 255" in capsys.readouterr().out
 
 
 def test_missing_packages_and_options(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ def levels_apart(file: Path, info: ModelInfo, augment: Augment) -> Tensor:
     return (ours - wanted).abs() * torch.tensor(info.std)[:, None, None] * 255
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(
     ("native", "resize", "size"),
     [
@@ -47,12 +48,16 @@ def levels_apart(file: Path, info: ModelInfo, augment: Augment) -> Tensor:
         *[(32, resize, size) for resize, size in ((40, 32), (32, 29), (35, 32))],
     ],
 )
-def test_the_pixels_are_those_of_evaluation(native: int | None, resize: int | None, size: int, tmp_path: Path) -> None:
+def test_the_pixels_are_those_of_evaluation(
+    native: int | None, resize: int | None, size: int, interpolation: str, tmp_path: Path
+) -> None:
+    augment = Augment(resize=resize, interpolation=interpolation)
     for number, (width, height) in enumerate([(100, 75), (75, 101), (33, 200), (64, 64), (40, 30), (32, 32), (8, 8)]):
         file = tmp_path / f"{number}.png"
         picture(width, height, number).save(file)
-        apart = levels_apart(file, info_of(size, native), Augment(resize=resize))
-        assert apart.max() <= (1.01 if native is None else 2.6), (width, height)
+        apart = levels_apart(file, info_of(size, native), augment)
+        limit = 2.01 if interpolation == "bicubic" else 1.01
+        assert apart.max() <= (limit if native is None else 2.6), (width, height)
         assert apart.mean() <= 0.5, (width, height)
 
 
