@@ -15,9 +15,9 @@ from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_pr
 COMMANDS = {  # name -> (its file in this folder, what it does); its function has the name of the command, with "_"
     "train": ("train", "train a model with a recipe, or resume a run"),
     "evaluate": ("evaluate", "evaluate a run's model on a split"),
-    "predict": ("predict", "classify images with a run's model"),
+    "predict": ("of_run.predict", "classify images with a run's model"),
     "report": ("report", "write a page about a run, or compare runs"),
-    "export": ("export", "write a run's model for timm, ONNX or torch.export"),
+    "export": ("of_run.export", "write a run's model for timm, ONNX or torch.export"),
     "track": ("track", "send a run's curves to TensorBoard, W&B or MLflow"),
     "bench": ("bench", "measure how close the trainer comes to the device's limit"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),

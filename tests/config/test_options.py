@@ -245,7 +245,7 @@ def test_what_is_proposed_exists() -> None:
 
 
 def test_only_options_of_the_command_are_proposed() -> None:
-    from accel_train.cli.predict import Predict
+    from accel_train.cli.of_run.predict import Predict
 
     def told_by_predict(word: str) -> str:
         with pytest.raises(UserError) as caught:
