@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from accel_train import __version__
-from accel_train.errors import UserError, nearest, one_line
+from accel_train.errors import UserError, nearest, one_line, print_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process
 
 COMMANDS = {  # name -> (its file in this folder, what it does); its function has the name of the command, with "_"
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if is_first_process() or not error.every_process:
             for message in error.messages:
-                print(f"accel-train: error: {one_line(message)}", file=sys.stderr)
+                print_line(f"accel-train: error: {one_line(message)}", sys.stderr)
         return 2
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 1
@@ -73,7 +73,7 @@ def _run(words: list[str]) -> int:
 
 
 def _print_help() -> None:
-    print("usage: accel-train COMMAND …\n\nTrain image classifiers: the same run on any number of processes.\n")
+    print_line("usage: accel-train COMMAND …\n\nTrain image classifiers: the same run on any number of processes.\n")
     for name, (_, summary) in COMMANDS.items():
-        print(f"  {name:<12}{summary}")
-    print("\n`accel-train COMMAND --help` shows its options. To begin: accel-train train digits")
+        print_line(f"  {name:<12}{summary}")
+    print_line("\n`accel-train COMMAND --help` shows its options. To begin: accel-train train digits")
