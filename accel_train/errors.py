@@ -72,7 +72,7 @@ def _wrapped(line: str, width: int) -> str:
     if len(line) <= width:
         return line
     label = re.match(r" *(?:\S+ )*?\S+ {2,}", line)
-    indent = label.end() if label and label.end() <= width // 3 else len(line) - len(line.lstrip()) + 2
+    indent = label.end() if label and label.end() <= width // 2 else len(line) - len(line.lstrip()) + 2
     return textwrap.fill(
         line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
     )

@@ -12,11 +12,12 @@ from accel_train import __version__
 from accel_train.errors import UserError, nearest, one_line, print_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process
 
-COMMANDS = {  # name -> (its file in this folder, what it does); its function has the name of the command, with "_"
+COMMANDS = {  # name -> (its module in this folder, what it does); its function has the name of the command, with "_"
     "train": ("train", "train a model with a recipe, or resume a run"),
     "evaluate": ("evaluate", "evaluate a run's model on a split"),
     "predict": ("predict", "classify images with a run's model"),
     "report": ("report", "write a page about a run, or compare runs"),
+    "runs": ("info.runs", "list runs: state, epoch, accuracy, age, owner"),
     "bench": ("bench", "measure how close the trainer comes to the device's limit"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("recipes", "list the recipes, or print one"),
