@@ -11,6 +11,7 @@ import difflib
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from functools import cache
 from typing import TextIO
@@ -50,11 +51,41 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
     return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 
 
+def columns(stream: TextIO) -> int | None:
+    """Return the width of the terminal behind `stream`; None if it is not a terminal, or does not say its width."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """Return the text with lines of at most `width` characters, broken between words; None: as it is.
+
+    A longer word, such as a path, stays whole, so that it can be copied. The rest of a line "label   text" begins under
+    its text.
+    """
+    return text if width is None else "\n".join(_wrapped(line, width) for line in text.split("\n"))
+
+
+def _wrapped(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    label = re.match(r" *(?:\S+ )*?\S+ {2,}", line)
+    indent = label.end() if label and label.end() <= width // 2 else len(line) - len(line.lstrip()) + 2
+    return textwrap.fill(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+    )
+
+
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print a line to `stream` (default: stdout). A closed pipe or a full disk does not raise an error."""
+    """Print a line to `stream` (default: stdout), wrapped between words if that is a terminal.
+
+    A closed pipe or a full disk does not raise an error.
+    """
     stream = stream or sys.stdout
     try:
-        print(text, file=stream, flush=True)
+        print(wrapped(text, columns(stream)), file=stream, flush=True)
     except BrokenPipeError:
         _redirect_to_devnull(stream)
     except OSError:  # a disk may have space again for the next line

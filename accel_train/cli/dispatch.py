@@ -9,16 +9,17 @@ import traceback
 from collections.abc import Sequence
 
 from accel_train import __version__
-from accel_train.errors import UserError, nearest, one_line
+from accel_train.errors import UserError, nearest, one_line, print_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process
 
-COMMANDS = {  # name -> (its file in this folder, what it does); its function has the name of the command, with "_"
+COMMANDS = {  # name -> (its module in this folder, what it does); its function has the name of the command, with "_"
     "train": ("train", "train a model with a recipe, or resume a run"),
-    "evaluate": ("evaluate", "evaluate a run's model on a split"),
+    "evaluate": ("of_run.evaluate", "evaluate a run's model on a split"),
     "predict": ("of_run.predict", "classify images with a run's model"),
-    "report": ("report", "write a page about a run, or compare runs"),
+    "report": ("of_run.report", "write a page about a run, or compare runs"),
     "export": ("of_run.export", "write a run's model for timm, ONNX or torch.export"),
-    "track": ("track", "send a run's curves to TensorBoard, W&B or MLflow"),
+    "track": ("of_run.track", "send a run's curves to TensorBoard, W&B or MLflow"),
+    "runs": ("of_run.runs", "list runs: state, epoch, accuracy, age, owner"),
     "bench": ("bench", "measure how close the trainer comes to the device's limit"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("recipes", "list the recipes, or print one"),
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if is_first_process() or not error.every_process:
             for message in error.messages:
-                print(f"accel-train: error: {one_line(message)}", file=sys.stderr)
+                print_line(f"accel-train: error: {one_line(message)}", sys.stderr)
         return 2
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 1
@@ -75,7 +76,7 @@ def _run(words: list[str]) -> int:
 
 
 def _print_help() -> None:
-    print("usage: accel-train COMMAND …\n\nTrain image classifiers: the same run on any number of processes.\n")
+    print_line("usage: accel-train COMMAND …\n\nTrain image classifiers: the same run on any number of processes.\n")
     for name, (_, summary) in COMMANDS.items():
-        print(f"  {name:<12}{summary}")
-    print("\n`accel-train COMMAND --help` shows its options. To begin: accel-train train digits")
+        print_line(f"  {name:<12}{summary}")
+    print_line("\n`accel-train COMMAND --help` shows its options. To begin: accel-train train digits")

@@ -17,10 +17,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from accel_train.errors import print_line
+from accel_train.errors import columns, print_line, wrapped
 from accel_train.records.metrics import headlines
+from accel_train.records.terminal.display import Display, EpochRow, command_lines, line_of
 
 REDRAWS_PER_SECOND = 4
+WIDEST = 100  # characters of the bars, on wider terminals too
 
 
 class Console:
@@ -44,6 +46,9 @@ class Console:
         self._rich = RichConsole(highlight=False)
         self.is_live = prints and self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._live: Live | None = None
+        self._drawn: list[int] = []  # the lengths of the lines of the display, as they are on the terminal
+        self._row: EpochRow | None = None  # of the epoch that has just ended
+        self._named: bool | None = None  # whether the lines of epochs have the names of metrics; None: not decided
 
     def __enter__(self) -> Console:
         if self.is_live:
@@ -60,6 +65,8 @@ class Console:
 
     def advance(self, update: int) -> None:
         """Store that `update` updates of the run are done."""
+        if self._row is not None and update > self._row.update:
+            self._print_row()
         self._update = update
 
     @property
@@ -90,24 +97,38 @@ class Console:
             "data wait": f"{figures['data_wait_fraction']:.0%}",
         }
         if self.prints and not self.is_live:
-            position = f"epoch {epoch}/{self.epochs}  update {update}/{self.total_updates}"
-            print_line(f"{position}  {_line(self._figures)}  eta {_duration(self.eta_seconds)}")
+            position = f"{self._epoch(epoch)}  update {_of(update, self.total_updates)}"
+            print_line(f"{position}  {line_of(self._figures)}  eta {_duration(self.eta_seconds)}")
 
     def show_evaluation(self, split: str, epoch: int, figures: Mapping[str, float], seconds: float) -> None:
-        """Print a line with the metrics of an evaluation at the end of `epoch`, which counts from 1."""
-        self.say(f"epoch {epoch}/{self.epochs}  {split}  {_line(headlines(figures))}  ({seconds:.1f} s)")
+        """Show the metrics of an evaluation at the end of `epoch`, which counts from 1.
+
+        A log has a line for each evaluation. On a terminal, those of an epoch share a line: the display shows it until
+        training goes on.
+        """
+        shown = {name: _aligned(value) for name, value in headlines(figures).items()}
+        if not self.is_live:
+            self.say(f"{self._epoch(epoch)}  {split:<5}  {line_of(shown)}  ({seconds:.1f} s)")
+            return
+        row = self._row
+        if row is None or row.epoch != epoch:
+            self._print_row()
+            row = EpochRow(epoch, self._update, {}, 0.0)
+        self._row = EpochRow(epoch, row.update, {**row.splits, split: shown}, row.seconds + seconds)
 
     def say(self, text: str) -> None:
         """Print a line, above the display if there is one."""
         if self.is_live:
-            self._rich.print(Text(text), soft_wrap=True)
+            self._print_row()
+            self._print(Text(text))
         elif self.prints:
             print_line(text)
 
     def warn(self, text: str) -> None:
         """Print a warning: above the display if there is one, else on stderr."""
         if self.is_live:
-            self._rich.print(Text(f"warning: {text}", style="bold yellow"), soft_wrap=True)
+            self._print_row()
+            self._print(Text(f"warning: {text}", style="bold yellow"))
         elif self.prints:
             print_line(f"accel-train: warning: {text}", sys.stderr)
 
@@ -120,50 +141,101 @@ class Console:
         self._close()
         if not self.prints:
             return
-        width = max(map(len, [*figures, *commands]), default=0)
+        names = max(map(len, [*figures, *commands]), default=0)
+        width = self._rich.width if self.is_live else columns(sys.stdout)
+        indent = "" if self.is_live else "  "
+        steps = [
+            line
+            for name, command in commands.items()
+            for line in command_lines(f"{indent}{name:<{names}}  ", command, width)
+        ]
         if not self.is_live:
-            lines = [f"  {name:<{width}}  {text}" for name, text in [*figures.items(), *commands.items()]]
-            print_line("\n".join([title, *lines]))
+            print_line("\n".join([title, *(f"  {name:<{names}}  {value}" for name, value in figures.items()), *steps]))
             return
         table = Table.grid(padding=(0, 2))
         for name, value in figures.items():
-            table.add_row(Text(name, style="dim"), Text(value, style="bold", overflow="fold"))
-        self._rich.print(Panel(table, title=Text(title), title_align="left", expand=False, border_style="green"))
-        for name, command in commands.items():
-            self._rich.print(Text.assemble((f"{name:<{width}}  ", "dim"), command), soft_wrap=True)
+            table.add_row(Text(name, style="dim"), Text(value, style="bold"))
+        panel = Panel(table, title=Text(title), title_align="left", expand=False, border_style="green")
+        if self._rich.measure(panel, options=self._rich.options.update(width=1000)).maximum <= self._rich.width:
+            self._rich.print(panel)
+        else:  # a frame would break words
+            self._print(Text(title, style="bold green"))
+            for name, value in figures.items():
+                self._print(Text(f"{name:<{names}}  {value}"))
+        for line in steps:
+            self._rich.print(Text(line), soft_wrap=True)
 
     def _close(self) -> None:
         if self._live is not None:
+            self._print_row()
             self._live.stop()
             self._live = None
 
-    def _display(self) -> Group:
+    def _print_row(self) -> None:
+        """Print the line of the epoch that has ended, if it is not printed yet."""
+        row, self._row = self._row, None
+        if row is None:
+            return
+        if self._named is None:  # the first line decides, so that all look the same
+            self._named = len(row.lines(self._epoch(row.epoch), width=None)) <= self._rich.width
+        self._print(Text(self._row_text(row)))
+
+    def _row_text(self, row: EpochRow) -> str:
+        return row.lines(self._epoch(row.epoch), width=self._rich.width, named=self._named is not False)
+
+    def _print(self, text: Text) -> None:
+        """Print on the terminal, broken between words."""
+        self._rich.print(Text(wrapped(text.plain, self._rich.width), style=text.style), soft_wrap=True)
+
+    def _epoch(self, epoch: int) -> str:
+        return f"epoch {_of(epoch, self.epochs)}"
+
+    def _display(self) -> Display:
         """Return the current display. The thread that redraws it calls this."""
+        return Display(self._draw, self._drawn)
+
+    def _draw(self, width: int) -> Group:
+        """Return the display for a terminal of this width."""
         update = self._update
         extra = (
             self.total_updates - self.epochs * self.updates_per_epoch
         )  # not 0 if the run began with another batch size
         epoch = min((update - extra) // self.updates_per_epoch, self.epochs - 1)
         done = update - extra - epoch * self.updates_per_epoch
-        bars = Table.grid(padding=(0, 1), expand=True)
+        bars = Table.grid(padding=(0, 1))
+        bars.width = min(width, WIDEST)
         bars.add_column(no_wrap=True)
         bars.add_column(ratio=1)
         bars.add_column(justify="right", no_wrap=True)
-        bars.add_column(no_wrap=True)
+        eta = f"eta {_duration(self.eta_seconds)}"
+        is_narrow = width < 60  # no room for bars beside it
         for name, completed, total, note in (
-            (f"epoch {epoch + 1}/{self.epochs}", done, self.updates_per_epoch, ""),
-            ("total", update, self.total_updates, f"eta {_duration(self.eta_seconds)}"),
+            (self._epoch(epoch + 1), done, self.updates_per_epoch, ""),
+            ("total", update, self.total_updates, "" if is_narrow else f"{eta}  "),
         ):
             bar = ProgressBar(total=max(total, 1), completed=completed)
-            bars.add_row(name, bar, f"{completed}/{total} {completed / max(total, 1):4.0%}", note)
-        figures = Text()
-        for name, value in self._figures.items():
-            figures.append(f"{name} ", style="dim").append(f"{value}   ", style="bold")
-        return Group(bars, figures)
+            bars.add_row(name, bar, f"{note}{completed}/{total} {completed / max(total, 1):4.0%}")
+        shown = [*([tuple(eta.split())] if is_narrow else []), *self._figures.items()]
+        figures, column = Text(), 0
+        for name, value in shown:
+            if column and column + 3 + len(name) + 1 + len(value) > width:
+                figures.append("\n")
+                column = 0
+            gap = "   " if column else ""
+            figures.append(f"{gap}{name} ", style="dim").append(value, style="bold")
+            column += len(gap) + len(name) + 1 + len(value)
+        row = self._row
+        return Group(*([] if row is None else [Text(self._row_text(row))]), bars, figures)
 
 
-def _line(figures: Mapping[str, str]) -> str:
-    return "  ".join(f"{name} {value}" for name, value in figures.items())
+def _of(number: int, total: int) -> str:
+    """Return " 9/30", as wide as "30/30"."""
+    return f"{number:>{len(str(total))}}/{total}"
+
+
+def _aligned(value: str) -> str:
+    """Return a metric as wide as "100.00%", or as "0.0123"."""
+    return f"{value:>{7 if value.endswith('%') else 6}}"
 
 
 def _duration(seconds: float | None) -> str:

@@ -309,7 +309,7 @@ def test_a_mistake_causes_no_second_one(recipe: str) -> None:
 def test_the_mistakes_of_other_commands_are_told_at_once(tmp_path: Path, recipe: str) -> None:
     from accel_train.cli.bench import Bench
     from accel_train.cli.data import CacheData
-    from accel_train.cli.evaluate import Evaluate
+    from accel_train.cli.of_run.evaluate import Evaluate
 
     def told_by(cls: type[Any], *words: str, **settings: Any) -> list[str]:
         with pytest.raises(UserError) as caught:

@@ -92,7 +92,7 @@ def test_the_lines_of_a_run_name_epochs_and_rates_that_exist(
     tests = [(line["epoch"], line["weights"], line["loss"]) for line in lines if line.get("split") == "test"]
     assert [test[:2] for test in tests] == [(2, "model"), (2, "ema")]
     shown = capsys.readouterr().out
-    assert "epoch 2/2  test  loss" in shown and "epoch 3" not in shown
+    assert "epoch 2/2  test   loss" in shown and "epoch 3" not in shown
 
     (tmp_path / "result.json").unlink()  # stopped within the final test: it is done once more, and written down once
     helpers.forget_accelerate()

@@ -6,13 +6,20 @@ import fcntl
 import os
 import pty
 import re
+import shlex
+import shutil
 import struct
 import subprocess
 import sys
 import termios
+import time
+import uuid
 from pathlib import Path
 
 import pytest
+
+from accel_train.errors import wrapped
+from accel_train.records.terminal.display import command_lines
 
 RUN = """
 import os, sys, time
@@ -45,7 +52,7 @@ def in_a_pipe(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True)
 
 
-def on_a_terminal(*words: str, columns: int = 80, **variables: str) -> str:
+def on_a_terminal(*words: str, columns: int = 80, program: str = RUN, **variables: str) -> str:
     """Return the program's output on its terminal, with escape codes."""
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -53,7 +60,7 @@ def on_a_terminal(*words: str, columns: int = 80, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in plain}
     environment |= {"TERM": "xterm-256color", **variables}
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, *words], stdin=side, stdout=side, stderr=side, env=environment
+        [sys.executable, "-c", program, *words], stdin=side, stdout=side, stderr=side, env=environment
     )
     os.close(side)
     content = b""
@@ -82,10 +89,10 @@ def test_a_log_has_plain_dense_lines() -> None:
     assert lines[0] == "a [bold]line[/bold]"
     figures = r"loss 0\.5000  accuracy 25\.00%  images/s 1234  lr 0\.001  data wait 3%"
     for line, (epoch, update) in zip(lines[1:5], [(1, 5), (1, 10), (2, 15), (2, 20)], strict=True):
-        assert re.fullmatch(rf"epoch {epoch}/2  update {update}/20  {figures}  eta [-\d]:[-\d]+:[-\d]+", line)
+        assert re.fullmatch(rf"epoch {epoch}/2  update {update:>2}/20  {figures}  eta [-\d]:[-\d]+:[-\d]+", line)
     assert lines[1].endswith("eta -:--:--")  # no pace is known yet
     assert lines[4].endswith("eta 0:00:00")
-    assert lines[5] == "epoch 2/2  test  loss 0.2500  accuracy 99.02%  (1.2 s)"
+    assert lines[5] == "epoch 2/2  test   loss 0.2500  accuracy  99.02%  (1.2 s)"
     assert lines[6] == "finished"
     assert lines[-1] == "  next           accel-train predict runs/" + "x" * 70  # one line, to be copied
     assert done.stderr == "accel-train: warning: careful\n"
@@ -115,12 +122,14 @@ def test_a_terminal_has_one_live_display(columns: int) -> None:
     assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
     assert "a [bold]line[/bold]" in text
     assert re.search(r"epoch 1/2 +━+.* 5/10 +50%", text)
-    assert re.search(r"total +━+.* 20/20 +100% eta 0:00:00", text)
+    assert re.search(r"total +━+.* eta 0:00:00 +20/20 +100%", text)
     assert "loss 0.5000   accuracy 25.00%   images/s 1234   lr 0.001   data wait 3%" in text
-    assert "update 5/20" not in text  # no lines of the log
+    assert "update" not in text  # no lines of the log
+    assert "epoch 2/2  test loss 0.2500 accuracy  99.02%  1.2 s" in text
     assert "warning: careful" in text
-    assert "─ finished ─" in text
-    assert "accel-train predict runs/" + "x" * 70 in text.replace("\r\n", "\n")
+    assert ("─ finished ─" in text) == (columns == 120)  # else it has no room for a frame
+    command = text.replace("\r\n", "\n").rpartition("\nnext")[2].strip()
+    assert shlex.split(command.replace("\\\n", "")) == ["accel-train", "predict", "runs/" + "x" * 70]
     drawn = [line for line in text.splitlines() if "━" in line or "│" in line]
     assert max(len(line.split("\r")[-1]) for line in drawn) <= columns
 
@@ -141,7 +150,7 @@ def test_no_color_is_respected() -> None:
 def test_a_dumb_terminal_gets_lines() -> None:
     raw = on_a_terminal(TERM="dumb")
     assert "\x1b" not in raw
-    assert "update 5/20" in raw
+    assert "update  5/20" in raw
 
 
 def test_the_cursor_comes_back_after_an_interrupt() -> None:
@@ -151,3 +160,95 @@ def test_the_cursor_comes_back_after_an_interrupt() -> None:
 
 def test_a_forked_worker_does_not_print_through_the_display() -> None:
     assert "child: True" in on_a_terminal("fork")
+
+
+EPOCHS = """
+import time
+from accel_train.records.console import Console
+with Console(prints=True, total_updates=100, updates_per_epoch=10, epochs=10) as console:
+    for line in range({lines}):
+        console.say("")
+    for epoch in range(1, 11):
+        for update in range(epoch * 10 - 9, epoch * 10 + 1):
+            console.advance(update)
+        figures = dict(loss=2.0 / epoch, accuracy=epoch / 10)
+        console.show_training(update, epoch, dict(figures, lr=1e-3, images_per_second=1234.4, data_wait_fraction=0.031))
+        for split in ("train", "val"):
+            console.show_evaluation(split, epoch, figures, seconds=1.0)
+        time.sleep({pause})
+    console.finish("finished", {{"test (ema) accuracy": "99.02 %",
+                                "speed": "1,234 images/s, 12.3 s of training"}}, {{}})
+"""
+
+
+def shown_epochs(columns: int) -> list[str]:
+    """Return the lines that stay on a terminal, without the live display."""
+    text = without_codes(on_a_terminal(columns=columns, program=EPOCHS.format(pause=0, lines=0)).replace("\r\n", "\n"))
+    lines = [line.rpartition("\r")[2].rstrip() for line in text.splitlines()]
+    # The last update moves the finished line above the display, which is drawn again under it.
+    return list(dict.fromkeys(line for line in lines if re.match(r"epoch +\d+/10  | {11}", line)))
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_an_epoch_is_one_line_and_the_lines_align(columns: int) -> None:
+    lines = shown_epochs(columns)
+    assert [line.split("/")[0] for line in lines] == [f"epoch {epoch:>2}" for epoch in range(1, 11)]
+    assert {len(line) for line in lines} == {len(lines[0])}
+    assert len({tuple(match.start() for match in re.finditer("train|val|%", line)) for line in lines}) == 1
+    assert ("loss 0.2000 accuracy 100.00%" in lines[-1]) == (columns == 120)  # else only the values
+
+
+def test_a_narrow_terminal_breaks_no_word() -> None:
+    lines = shown_epochs(40)
+    assert lines[:2] == ["epoch  1/10  train 2.0000  10.00%", "             val 2.0000  10.00%  2.0 s"]
+    text = without_codes(on_a_terminal(columns=40, program=EPOCHS.format(pause=0, lines=0))).replace("\r\n", "\n")
+    drawn = [line.rpartition("\r")[2] for line in text.splitlines()]
+    assert max(map(len, drawn)) <= 40
+    assert "│" not in text  # a frame would have no room for the words
+    words = "epoch train val total eta loss accuracy images/s lr data wait finished test ema speed of training"
+    assert set(re.findall(r"[a-z/]{2,}", " ".join(drawn))) == {*words.split()}
+
+
+def test_lines_are_broken_between_words_and_paths_stay_whole() -> None:
+    assert wrapped("data    a lot of words here", 24) == "data    a lot of words\n        here"
+    assert wrapped("warning: /a/path/of/many/letters is bad", 20) == "warning:\n  /a/path/of/many/letters\n  is bad"
+    assert wrapped("never broken", None) == "never broken"
+    command = "accel-train predict 'a folder/run' image.png"
+    lines = command_lines("predict  ", command, 30)
+    assert lines == ["predict", "  accel-train predict \\", "    'a folder/run' image.png"]
+    assert shlex.split("\n".join(lines[1:]).replace("\\\n", "")) == shlex.split(command)
+    assert command_lines("predict  ", command, None) == [f"predict  {command}"]
+
+
+@pytest.mark.skipif(
+    shutil.which("tmux") is None, reason="tmux, a terminal that breaks its lines anew, is not installed"
+)
+def test_resizing_leaves_no_debris(tmp_path: Path) -> None:
+    # On a full screen: of a screen with space left, tmux moves lines out of reach when it breaks them anew.
+    (tmp_path / "epochs.py").write_text(EPOCHS.format(pause=0.7, lines=30))
+    name = f"console-{uuid.uuid4().hex}"
+
+    def tmux(*words: str) -> str:
+        done = subprocess.run(["tmux", "-L", name, "-f", "/dev/null", *words], capture_output=True, text=True)
+        return done.stdout
+
+    python = shlex.join([sys.executable, str(tmp_path / "epochs.py")])
+    environment = (
+        f"env -u COLUMNS -u LINES PYTHONPATH={shlex.quote(os.environ.get('PYTHONPATH', ''))} TERM=screen-256color"
+    )
+    tmux("new-session", "-d", "-x", "120", "-y", "30", f"{environment} {python}; sleep 60")
+    try:
+        deadline = time.monotonic() + 30
+        while "epoch  3/10" not in tmux("capture-pane", "-p") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for columns in (70, 45, 110, 60):
+            tmux("resize-window", "-x", str(columns), "-y", "30")
+            time.sleep(0.8)
+        while "finished" not in (screen := tmux("capture-pane", "-p", "-S", "-")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        tmux("kill-server")
+    assert len(re.findall("━", screen)) < 2 * 60, screen  # two bars, of the last display
+    assert len(re.findall("^total", screen, re.MULTILINE)) == 1, screen
+    assert len(re.findall("eta ", screen)) == 1, screen
+    assert len(re.findall("^epoch", screen, re.MULTILINE)) == 10 + 1, screen

@@ -1,1 +1,1 @@
-"""Commands that use a trained model."""
+"""Commands about runs: use a trained model, look at it, list them."""

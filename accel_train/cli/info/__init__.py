@@ -1,0 +1,1 @@
+"""Commands that only tell something: what runs there are, what can be typed."""

@@ -1,0 +1,153 @@
+"""`accel-train runs`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from accel_train.config.options import CommandOptions, parse_command
+from accel_train.errors import print_line
+from accel_train.ownership.lease import FILE, STALE_SECONDS, age_text, read_owner
+from accel_train.records.table import print_table
+
+
+@dataclass(frozen=True)
+class Runs(CommandOptions):
+    """List the runs in a folder and the folders in it, those that changed last at the top. Nothing is changed.
+
+    A run is "running", "finished", "interrupted" (saved; the same command continues it), "failed", or "stale": it
+    has not ended by itself, but its owner is dead, or has shown no sign of life for two minutes. The next start takes a
+    stale run over.
+    """
+
+    dir: Annotated[Positional[Path], arg(metavar="[DIR]")] = Path("runs")
+    """The folder to look in."""
+
+    def mistakes(self) -> list[str]:
+        return [] if self.dir.is_dir() else [f"{self.dir}: no such folder; give the one in which the runs are."]
+
+
+def runs(arguments: Sequence[str]) -> int:
+    """Run `accel-train runs`; return the exit code."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `runs | head` ends quietly
+    options, _ = parse_command(Runs, arguments, "accel-train runs", positional=())
+    found = sorted(map(_read_run, _run_folders(options.dir)), key=lambda run: run.changed, reverse=True)
+    if not found:
+        print_line(f"There are no runs in {options.dir}.")
+        return 0
+    print_table(
+        ["run", "state", "epoch", "accuracy", "age", "owner"],
+        [[str(run.path), run.state, run.epoch, run.accuracy, _age(run.changed), run.owner] for run in found],
+        numbers=("epoch", "accuracy", "age"),
+    )
+    return 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A line of the list."""
+
+    path: Path
+    state: str
+    epoch: str
+    accuracy: str
+    changed: float
+    """When its status was written last, in seconds since 1970."""
+    owner: str
+
+
+def _run_folders(top: Path) -> Iterator[Path]:
+    """Return the folders of runs, which have a config.yaml and a status.json or an owner. No run is inside of a run."""
+    for folder, folders, files in os.walk(top):
+        if "config.yaml" in files and ("status.json" in files or FILE in files):
+            folders.clear()
+            yield Path(folder)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def _read_run(path: Path) -> Run:
+    status, result = _read_json(path / "status.json"), _read_json(path / "result.json")
+    changed = status.get("time")
+    if not isinstance(changed, (int, float)):
+        changed = (path / "config.yaml").stat().st_mtime
+    lives, owner = _owner(path)
+    state = status.get("state")
+    if lives:
+        state = "running"
+    elif state not in ("finished", "interrupted", "failed"):  # it ended without a word
+        state = "stale"
+    return Run(path, str(state), _epoch(path, status), _accuracy(path, result), changed, owner)
+
+
+def _owner(run: Path) -> tuple[bool | None, str]:
+    """Return (whether the owner is alive, who it is); (None, "") without an owner."""
+    try:
+        seen = read_owner(run / FILE)
+    except OSError:
+        return None, ""
+    lives = seen.owner.lives() if seen.owner is not None else None
+    if lives is None:  # on another host: its signs of life are the times of its file, if the clocks agree
+        lives = time.time() - seen.changed / 1e9 < STALE_SECONDS
+    if seen.owner is None:
+        return lives, "unknown"
+    job = f", job {seen.owner.job}" if seen.owner.job else ""
+    return lives, f"{seen.owner.host} {seen.owner.pid}{job}"
+
+
+def _epoch(run: Path, status: Mapping[str, Any]) -> str:
+    import yaml
+
+    try:
+        epochs = yaml.load((run / "config.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))["epochs"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        epochs = "?"
+    return f"{status.get('epoch', '?')}/{epochs}"
+
+
+def _accuracy(run: Path, result: Mapping[str, Any]) -> str:
+    """Return the newest accuracy on the test split; else the best one on the validation split; else ""."""
+    test, best = result.get("test_accuracy"), result.get("best_val_accuracy")
+    if not result:
+        validation = [line["accuracy"] for line in _evaluations(run) if line.get("split") == "val"]
+        best = max(validation, default=None)
+    if isinstance(test, (int, float)):
+        return f"test {test:.2%}"
+    return f"val {best:.2%}" if isinstance(best, (int, float)) else ""
+
+
+def _evaluations(run: Path) -> Iterator[dict[str, Any]]:
+    """Return the eval lines of metrics.jsonl that have an accuracy."""
+    try:
+        with (run / "metrics.jsonl").open("rb") as file:
+            for line in file:
+                if b'"kind": "eval"' in line:
+                    try:
+                        values = json.loads(line)
+                    except ValueError:  # a line that is being written
+                        continue
+                    if isinstance(values, dict) and isinstance(values.get("accuracy"), (int, float)):
+                        yield values
+    except OSError:
+        return
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the values of a JSON file; {} if there are none."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _age(changed: float) -> str:
+    seconds = max(0.0, time.time() - changed)
+    return age_text(seconds) if seconds < 172800 else f"{seconds / 86400:.0f} days"
