@@ -144,13 +144,8 @@ def check_accel_train(rest: list[str]) -> None:
 
 
 def options_of(command: str) -> set[str]:
-<<<<<<< HEAD
     """The options of a command, which are the fields of its class; evaluate takes those of data and model, too."""
-    if command == "recipes":
-=======
-    """The options of a command, which are the fields of its class; evaluate takes those of the data, too."""
     if command in ("recipes", "completion"):
->>>>>>> b5b68cc (Group the help of train with the commonest options first, and complete words with Tab)
         return set()
     name = "".join(part.capitalize() for part in command.split("-"))
     fields = option_types(getattr(importlib.import_module(f"accel_train.cli.{COMMANDS[command][0]}"), name), without=())
