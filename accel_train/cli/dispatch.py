@@ -23,6 +23,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "bench": ("bench", "measure how close the trainer comes to the device's limit"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("recipes", "list the recipes, or print one"),
+    "completion": ("info.completion", "complete commands and options with Tab in your shell"),
     "check-data": ("data", "find the unreadable images of a dataset"),
     "cache-data": ("data", "preprocess a dataset's images into a single cache file"),
     "scaling": ("bench", "compare the speed of finished runs on different numbers of processes"),

@@ -12,6 +12,11 @@ from accel_train.launch.signals import recording_stop_signals
 
 def train(arguments: Sequence[str]) -> int:
     """Run `accel-train train`; return the exit code."""
+    if "-h" in arguments or "--help" in arguments:
+        from accel_train.cli.info.help import train_help
+
+        train_help(arguments)
+        return 0
     with recording_stop_signals():
         from accel_train.config.options import parse
 

@@ -27,8 +27,7 @@ from accel_train.config.option_types import (
     option_types,
     unknown_option,
 )
-from accel_train.config.origin import Origin
-from accel_train.config.recipe import Option, Recipe, read_recipe, read_settings, recipe_names
+from accel_train.config.recipe import Option, Recipe, read_recipe, read_settings
 from accel_train.config.schema import Config, value
 from accel_train.errors import UserError, nearest, raise_mistakes
 from accel_train.user_code.reference import PREFIXES, resolve
@@ -52,18 +51,8 @@ def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_c
 
     `checks_code=False`: the user's own model, data and loss need not exist here, as for the config.yaml of a run.
 
-    `--help` prints the options (the defaults are the recipe's, if one is named) and raises SystemExit(0).
     Raises one UserError with all mistakes of the recipe and of the options.
     """
-    if "-h" in arguments or "--help" in arguments:
-        named = [argument for argument in arguments[:1] if not argument.startswith("-")]
-        _help(
-            Config,
-            f"{prog} RECIPE",
-            "Train an image classifier. Each option changes one value of the recipe.\n\n"
-            f"RECIPE is the path of a YAML file, or one of {', '.join(recipe_names())}.",
-            default=parse(named, prog) if named else Config(),
-        )
     if not arguments:
         raise UserError(f"no recipe: {prog} RECIPE [--key value …]; `accel-train recipes` lists the recipes.")
     if arguments[0].startswith("-"):
@@ -264,23 +253,12 @@ def _tyro(cls: type[T], words: Sequence[str]) -> T | None:
             return None
 
 
-def _help(cls: type[T], prog: str, description: str, default: T | None = None) -> NoReturn:
-    """Print the help of the options in `cls`, with the defaults of `default`, and raise SystemExit(0)."""
+def _help(cls: type[T], prog: str, description: str) -> NoReturn:
+    """Print the help of the options in `cls`, and raise SystemExit(0)."""
     import signal
 
     import tyro
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-    defaults: dict[str, Any] = {}
-    shown: Any = cls
-    if isinstance(default, Config):
-        # Hide what the program sets: in a subclass, because tyro in schema.py would slow every start.
-        hidden = (
-            ("recipe", tyro.conf.Suppress[str], dataclasses.field(default="")),
-            ("origin", tyro.conf.Suppress[Origin], dataclasses.field(default_factory=Origin)),
-        )
-        shown = dataclasses.make_dataclass(cls.__name__, hidden, bases=(cls,), frozen=True)
-        defaults["default"] = shown(**vars(default))
-    flags = (tyro.conf.FlagConversionOff,)
-    tyro.cli(shown, prog=prog, description=description, args=["--help"], config=flags, **defaults)
+    tyro.cli(cls, prog=prog, description=description, args=["--help"], config=(tyro.conf.FlagConversionOff,))
     raise AssertionError("--help has returned")

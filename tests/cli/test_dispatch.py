@@ -36,7 +36,8 @@ def accel_train(
     "words",
     [
         ["--help"], ["train", "--help"], ["evaluate", "--help"], ["predict", "-h"], ["recipes", "--help"],
-        ["check-data", "--help"], ["init", "--help"], ["bench", "--help"], ["recipes"],
+        ["check-data", "--help"], ["init", "--help"], ["bench", "--help"], ["recipes"], ["runs", "--help"],
+        ["completion", "--help"],
     ],
 )  # fmt: skip
 def test_help_exits_0_and_does_not_import_torch(words: list[str]) -> None:

@@ -372,17 +372,6 @@ def test_packaged_recipes_are_named_and_described() -> None:
     assert f"Did you mean '{names[0]}'?" in told(names[0] + "x")
 
 
-def test_help_names_the_recipe_and_shows_its_values(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, default in (["--help"], "(default: 1)"), ([recipe, "-h"], "(default: 3)"):
-        with pytest.raises(SystemExit) as stop:
-            parse(arguments)
-        assert stop.value.code == 0
-        text = capsys.readouterr().out
-        assert text.startswith("usage: accel-train train RECIPE")
-        epochs = text[text.index("--epochs INT") :]
-        assert default in epochs[: epochs.index("--batch-size")]
-
-
 def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
     """Values of an option's type that are within its bounds."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -1,1 +1,1 @@
-"""Commands that only tell something: what runs there are, what can be typed."""
+"""What can be typed: the help of train, completion in a shell."""

@@ -32,7 +32,9 @@ class Runs(CommandOptions):
     """The folder to look in."""
 
     def mistakes(self) -> list[str]:
-        return [] if self.dir.is_dir() else [f"{self.dir}: no such folder; give the one in which the runs are."]
+        if self.dir.is_dir() or self.dir == Path("runs"):  # the default exists from the first run on
+            return []
+        return [f"{self.dir}: no such folder; give the one in which the runs are."]
 
 
 def runs(arguments: Sequence[str]) -> int:
@@ -115,7 +117,7 @@ def _epoch(run: Path, status: Mapping[str, Any]) -> str:
 def _accuracy(run: Path, result: Mapping[str, Any]) -> str:
     """Return the newest accuracy on the test split; else the best one on the validation split; else ""."""
     test, best = result.get("test_accuracy"), result.get("best_val_accuracy")
-    if not result:
+    if best is None and not isinstance(test, (int, float)):  # not ended, or another metric decides what is best
         validation = [line["accuracy"] for line in _evaluations(run) if line.get("split") == "val"]
         best = max(validation, default=None)
     if isinstance(test, (int, float)):

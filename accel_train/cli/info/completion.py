@@ -1,0 +1,135 @@
+"""`accel-train completion`: what Tab offers in a shell.
+
+tyro completes the options of one parser. This program chooses among its commands itself, and reads options in its own
+way. So the words are listed here, from the same types.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_train.config.option_types import choices, option_types
+from accel_train.config.recipe import recipe_names
+from accel_train.errors import UserError
+
+SHELLS = ("bash", "zsh", "fish")
+OPTIONS_OF_TRAIN = {"train": ("",), "bench": ("",), "evaluate": ("data.", "model.")}
+"""The commands that take options of train -> the beginnings of those options' names."""
+WITH_RECIPE = ("train", "bench", "recipes")
+HELP = """usage: accel-train completion bash|zsh|fish
+
+Print what makes Tab complete commands, recipes, options and values. To set it up:
+
+  bash   echo 'eval "$(accel-train completion bash)"' >> ~/.bashrc
+  zsh    echo 'eval "$(accel-train completion zsh)"' >> ~/.zshrc
+  fish   accel-train completion fish > ~/.config/fish/completions/accel-train.fish"""
+
+BASH = """_accel_train() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{commands}"
+    else
+        case "${{COMP_WORDS[1]}} $before" in
+{values}
+            *)
+                case "$current" in
+                    -*) case "${{COMP_WORDS[1]}}" in
+{options}
+                    esac ;;
+                esac ;;
+        esac
+    fi
+    COMPREPLY=( $(compgen -W "$words" -- "$current") )
+}}
+complete -o default -F _accel_train accel-train
+"""
+
+
+def completion(arguments: Sequence[str]) -> int:
+    """Run `accel-train completion`: print the script for a shell. Return the exit code."""
+    if "-h" in arguments or "--help" in arguments:
+        print(HELP)
+        return 0
+    if len(arguments) != 1 or arguments[0] not in SHELLS:
+        found = f"found {' '.join(arguments)!r}" if arguments else "found nothing"
+        raise UserError(f"accel-train completion: expected one of {', '.join(SHELLS)}, {found}.")
+    print(_fish() if arguments[0] == "fish" else _bash(arguments[0]), end="")
+    return 0
+
+
+def _options() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return command -> option -> the values it accepts; () if it accepts others too."""
+    from accel_train.cli.dispatch import COMMANDS
+
+    found = {}
+    for command, (file, _) in COMMANDS.items():
+        types: Mapping[str, Any] = {}
+        module = importlib.import_module(f"accel_train.cli.{file}")
+        own = getattr(module, "".join(part.capitalize() for part in command.split("-")), None)
+        if own is not None:
+            types = option_types(own, without=())
+        if command in OPTIONS_OF_TRAIN:
+            shared = {key: kind for key, kind in option_types().items() if key.startswith(OPTIONS_OF_TRAIN[command])}
+            types = {**types, **shared}
+        words = [name for name in types if not _is_word(own, name)]
+        found[command] = {key: ("true", "false") if types[key] is bool else choices(types[key]) for key in words}
+    return found
+
+
+def _is_word(cls: type[Any] | None, name: str) -> bool:
+    """Whether a field of a command is a word of the command line, not an option."""
+    return "Positional" in str(getattr(cls, "__annotations__", {}).get(name.replace("-", "_"), ""))
+
+
+def _first_words(command: str) -> tuple[str, ...]:
+    """Return what Tab offers after the name of a command."""
+    return tuple(recipe_names()) if command in WITH_RECIPE else SHELLS if command == "completion" else ()
+
+
+def _bash(shell: str) -> str:
+    from accel_train.cli.info.help import groups
+
+    options = _options()
+    values: dict[str, list[str]] = {" ".join(groups()): ["train --help"]}
+    for command, keys in options.items():
+        if words := _first_words(command):
+            # The word before is the command itself.
+            values.setdefault(" ".join(words), []).append(f"{command} {command}")
+        for key, accepted in keys.items():
+            if accepted:
+                values.setdefault(" ".join(accepted), []).append(f"{command} --{key}")
+    cases = (
+        f"            {'|'.join(_quoted(pattern) for pattern in patterns)}) words={_quoted(words)} ;;"
+        for words, patterns in values.items()
+    )
+    lists = (
+        f"                        {command}) words={_quoted(' '.join(f'--{key}' for key in [*keys, 'help']))} ;;"
+        for command, keys in options.items()
+    )
+    script = BASH.format(commands=" ".join(options), values="\n".join(cases), options="\n".join(lists))
+    begin = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else ""
+    return begin + script
+
+
+def _fish() -> str:
+    from accel_train.cli.dispatch import COMMANDS
+    from accel_train.cli.info.help import groups
+
+    lines = []
+    for command, (_, summary) in COMMANDS.items():
+        lines.append(f"complete -c accel-train -n __fish_use_subcommand -f -a {command} -d {_quoted(summary)}")
+    for command, keys in _options().items():
+        begin = f"complete -c accel-train -n '__fish_seen_subcommand_from {command}'"
+        if words := _first_words(command):
+            lines.append(f"{begin} -a {_quoted(' '.join(words))}")
+        for key, accepted in keys.items():
+            lines.append(f"{begin} -l {key} -r" + (f" -f -a {_quoted(' '.join(accepted))}" if accepted else ""))
+        lines.append(f"{begin} -l help" + (f" -f -a {_quoted(' '.join(groups()))}" if command == "train" else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("'", "'\\''")
+    return f"'{escaped}'"
