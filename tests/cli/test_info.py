@@ -71,7 +71,7 @@ def test_tab_in_bash() -> None:
     script, _, last = out.rstrip().rpartition("\n")
     assert (code, err, json.loads(last)) == (0, "", [0, []])  # without torch
     assert offered(script, "accel-train", "") == set(COMMANDS)
-    assert offered(script, "accel-train", "tr") == {"train"}
+    assert offered(script, "accel-train", "tra") == {"train", "track"}
     assert offered(script, "accel-train", "train", "") == set(recipe_names())
     assert offered(script, "accel-train", "train", "digits", "--optim.l") == {"--optim.lr", "--optim.layer-decay"}
     assert offered(script, "accel-train", "train", "digits", "--optim.clip-mode", "") == {"norm", "value", "agc"}

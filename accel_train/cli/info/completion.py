@@ -15,8 +15,8 @@ from accel_train.config.recipe import recipe_names
 from accel_train.errors import UserError
 
 SHELLS = ("bash", "zsh", "fish")
-OPTIONS_OF_TRAIN = {"train": "", "bench": "", "evaluate": "data."}
-"""The commands that take options of train -> the beginning of those options' names."""
+OPTIONS_OF_TRAIN = {"train": ("",), "bench": ("",), "evaluate": ("data.", "model.")}
+"""The commands that take options of train -> the beginnings of those options' names."""
 WITH_RECIPE = ("train", "bench", "recipes")
 HELP = """usage: accel-train completion bash|zsh|fish
 

@@ -32,7 +32,9 @@ class Runs(CommandOptions):
     """The folder to look in."""
 
     def mistakes(self) -> list[str]:
-        return [] if self.dir.is_dir() else [f"{self.dir}: no such folder; give the one in which the runs are."]
+        if self.dir.is_dir() or self.dir == Path("runs"):  # the default exists from the first run on
+            return []
+        return [f"{self.dir}: no such folder; give the one in which the runs are."]
 
 
 def runs(arguments: Sequence[str]) -> int:
@@ -113,24 +115,18 @@ def _epoch(run: Path, status: Mapping[str, Any]) -> str:
 
 
 def _accuracy(run: Path, result: Mapping[str, Any]) -> str:
-    """Return the newest accuracy on the test split; else the best one on the validation split; else "".
-
-    If images have several labels, the mean average precision stands for it.
-    """
-    for name, shown in (("accuracy", ""), ("map", "map ")):
-        test, best = result.get(f"test_{name}"), result.get(f"best_val_{name}")
-        if not result:
-            validation = [line[name] for line in _evaluations(run, name) if line.get("split") == "val"]
-            best = max(validation, default=None)
-        if isinstance(test, (int, float)):
-            return f"test {shown}{test:.2%}"
-        if isinstance(best, (int, float)):
-            return f"val {shown}{best:.2%}"
-    return ""
+    """Return the newest accuracy on the test split; else the best one on the validation split; else ""."""
+    test, best = result.get("test_accuracy"), result.get("best_val_accuracy")
+    if best is None and not isinstance(test, (int, float)):  # not ended, or another metric decides what is best
+        validation = [line["accuracy"] for line in _evaluations(run) if line.get("split") == "val"]
+        best = max(validation, default=None)
+    if isinstance(test, (int, float)):
+        return f"test {test:.2%}"
+    return f"val {best:.2%}" if isinstance(best, (int, float)) else ""
 
 
-def _evaluations(run: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Return the eval lines of metrics.jsonl that have the figure `name`."""
+def _evaluations(run: Path) -> Iterator[dict[str, Any]]:
+    """Return the eval lines of metrics.jsonl that have an accuracy."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             for line in file:
@@ -139,7 +135,7 @@ def _evaluations(run: Path, name: str) -> Iterator[dict[str, Any]]:
                         values = json.loads(line)
                     except ValueError:  # a line that is being written
                         continue
-                    if isinstance(values, dict) and isinstance(values.get(name), (int, float)):
+                    if isinstance(values, dict) and isinstance(values.get("accuracy"), (int, float)):
                         yield values
     except OSError:
         return
