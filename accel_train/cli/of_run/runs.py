@@ -115,18 +115,23 @@ def _epoch(run: Path, status: Mapping[str, Any]) -> str:
 
 
 def _accuracy(run: Path, result: Mapping[str, Any]) -> str:
-    """Return the newest accuracy on the test split; else the best one on the validation split; else ""."""
-    test, best = result.get("test_accuracy"), result.get("best_val_accuracy")
-    if best is None and not isinstance(test, (int, float)):  # not ended, or another metric decides what is best
-        validation = [line["accuracy"] for line in _evaluations(run) if line.get("split") == "val"]
-        best = max(validation, default=None)
-    if isinstance(test, (int, float)):
-        return f"test {test:.2%}"
-    return f"val {best:.2%}" if isinstance(best, (int, float)) else ""
+    """Return the newest accuracy on the test split; else the best one on the validation split; else "".
+
+    If images have several labels, the mean average precision stands for it.
+    """
+    for name, shown in (("accuracy", ""), ("map", "map ")):
+        test, best = result.get(f"test_{name}"), result.get(f"best_val_{name}")
+        if isinstance(test, (int, float)):
+            return f"test {shown}{test:.2%}"
+        if best is None:  # not ended, or another metric decides what is best
+            best = max((line[name] for line in _evaluations(run, name) if line.get("split") == "val"), default=None)
+        if isinstance(best, (int, float)):
+            return f"val {shown}{best:.2%}"
+    return ""
 
 
-def _evaluations(run: Path) -> Iterator[dict[str, Any]]:
-    """Return the eval lines of metrics.jsonl that have an accuracy."""
+def _evaluations(run: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Return the eval lines of metrics.jsonl that have the figure `name`."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             for line in file:
@@ -135,7 +140,7 @@ def _evaluations(run: Path) -> Iterator[dict[str, Any]]:
                         values = json.loads(line)
                     except ValueError:  # a line that is being written
                         continue
-                    if isinstance(values, dict) and isinstance(values.get("accuracy"), (int, float)):
+                    if isinstance(values, dict) and isinstance(values.get(name), (int, float)):
                         yield values
     except OSError:
         return
