@@ -8,7 +8,8 @@ import helpers
 import pytest
 import torch
 
-from accel_train.config.options import parse, recipe_names
+from accel_train.config.options import parse
+from accel_train.config.recipe import recipe_names
 
 WORKER = Path(__file__).parent.parent / "update_worker.py"
 SPLITS = {1: "1,4", 2: "2", 4: "1"}  # processes -> accumulations
