@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,39 @@ def read_regular_file(path: Path, most: int = MAX_JSON_BYTES, *, follow: bool = 
     if (size := require_regular_file(path, follow=follow).st_size) > most:
         raise ValueError(f"{path} has {size:,} bytes, more than such a file can have")
     return path.read_bytes()
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a text; None if the text is not one."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if there is no such file, or if it is damaged."""
+    try:
+        return json_object(read_regular_file(path, follow=True)) or {}
+    except (OSError, ValueError):
+        return {}
+
+
+def read_json_lines(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the lines of a file, without damaged lines and one that is being written.
+
+    With `kind` only those whose "kind" it is. A file that is not there has no lines. Raises OSError.
+    """
+    wanted = b"" if kind is None else f'"kind": "{kind}"'.encode()  # parsing each line of many runs would take long
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                values = json_object(line) if wanted in line else None
+                if values is not None and (kind is None or values.get("kind") == kind):
+                    yield values
+    except FileNotFoundError:
+        return
 
 
 def is_number(value: Any, least: float = 0.0, most: float = LARGEST) -> bool:

@@ -19,6 +19,7 @@ from accel_train.config.schema import Config
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.errors import UserError
 from accel_train.records.model_info import ModelInfo, read_model_info
+from accel_train.untrusted import read_json_lines
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,7 @@ class LoadedRun:
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind: "train", "eval", "checkpoint" or "event". A torn line is left out."""
-        path = self.path / "metrics.jsonl"
-        found = []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-            try:
-                values = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(values, dict) and values.get("kind") == kind:
-                found.append(values)
-        return found
+        return list(read_json_lines(self.path / "metrics.jsonl", kind))
 
     @property
     def result(self) -> dict[str, Any] | None:

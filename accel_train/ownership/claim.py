@@ -92,7 +92,7 @@ class Claim:
         if self._last_look != seen:
             self._last_look, self._last_change = seen, now
         silent = now - self._last_change
-        lives = seen.owner.lives() if seen.owner is not None else None
+        lives = seen.lives()
         dead = lives is False or (lives is None and max(age, silent) >= STALE_SECONDS and silent >= CONFIRM_SECONDS)
         if dead or self.config.take_over:
             if not dead:

@@ -181,6 +181,16 @@ class OwnerFile:
         """The owner, for messages."""
         return f"a start that {FILE} does not name" if self.owner is None else str(self.owner)
 
+    def lives(self) -> bool | None:
+        """Whether the owner is alive; None if it is on another machine, or not named."""
+        return None if self.owner is None else self.owner.lives()
+
+    def seems_alive(self) -> bool:
+        """Whether the owner is alive. On another machine: by the time of its file and this machine's clock, which is
+        good enough to tell a user, and not to take a run over."""
+        lives = self.lives()
+        return time.time() - self.changed / 1e9 < STALE_SECONDS if lives is None else lives
+
 
 def write_private(directory: Path, owner: Owner) -> Path:
     """Write the contents of owner.json under a name that only this start uses; return the path. Raises OSError."""

@@ -21,6 +21,7 @@ from accel_train.ownership.lease import Lease
 from accel_train.records.code import FOLDER, keep_code, references
 from accel_train.records.environment import environment
 from accel_train.records.model_info import FILE, ModelInfo
+from accel_train.untrusted import json_object
 
 DAMAGED = "metrics.damaged.jsonl"
 MARKER = "REQUEUE"  # a file that asks the job script to start the run again
@@ -149,7 +150,7 @@ class RunDirectory:
             return
         path = self.path / "status.json"
         with contextlib.suppress(OSError):
-            status = _parsed(path.read_bytes()) if path.exists() else None
+            status = json_object(path.read_bytes()) if path.exists() else None
             status = (status or {}) | {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
             atomic_write(path, _json(status, indent=2) + "\n", durable=False)
 
@@ -204,24 +205,15 @@ def _cut_torn_lines(path: Path) -> None:
         end = len(content)
         while end:
             start = content.rfind(b"\n", 0, end - 1) + 1
-            if content[end - 1 : end] == b"\n" and _parsed(content[start:end]) is not None:
+            if content[end - 1 : end] == b"\n" and json_object(content[start:end]) is not None:
                 break
             end = start
         file.truncate(end)
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a text, or None if it is not one."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
 def _values(line: bytes) -> dict[str, Any] | None:
     """Return the values of a line of metrics.jsonl, or None if this program cannot have written it."""
-    values = _parsed(line)
+    values = json_object(line)
     if values is None or not line.endswith(b"\n") or not isinstance(values.get("kind"), str):
         return None
     return values if all(isinstance(values.get(name, 0), int) for name in ("epoch", "update")) else None

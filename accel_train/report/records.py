@@ -14,7 +14,7 @@ from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.untrusted import read_regular_file
+from accel_train.untrusted import read_json_lines, read_json_object
 
 Row = dict[str, Any]
 
@@ -76,33 +76,20 @@ class RunRecords:
 def read_run(path: Path) -> RunRecords:
     """Read the files of the run in the folder `path`. None of its code is run. Raises UserError."""
     config = parse([str(path / "config.yaml")], checks_code=False)
-    lines = []
-    metrics = path / "metrics.jsonl"
-    for text in metrics.read_text(errors="replace").splitlines() if metrics.is_file() else ():
-        line = _parsed(text)
-        if isinstance(line.get("kind"), str) and isinstance(line.get("time", 0.0), (int, float)):
-            lines.append(line)
+    lines = [
+        line
+        for line in read_json_lines(path / "metrics.jsonl")
+        if isinstance(line.get("kind"), str) and isinstance(line.get("time", 0.0), (int, float))
+    ]
     return RunRecords(
         path,
         config,
         read_model_info(path),
-        _read(path / "result.json"),
-        _read(path / "status.json"),
-        _read(path / "environment.json"),
+        read_json_object(path / "result.json"),
+        read_json_object(path / "status.json"),
+        read_json_object(path / "environment.json"),
         lines,
     )
-
-
-def _read(path: Path) -> Row:
-    return _parsed(read_regular_file(path, follow=True)) if path.is_file() else {}
-
-
-def _parsed(text: str | bytes) -> Row:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def differences_from_recipe(run: RunRecords) -> tuple[str, dict[str, tuple[Any, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from accel_train.report.page import check_library, page_of_run
 from accel_train.report.pictures import Picture, worst_pictures
 from accel_train.report.plots import import_pyplot
 from accel_train.report.records import RunRecords, check_runs
+from accel_train.untrusted import read_json_object
 
 
 def report(
@@ -92,7 +92,7 @@ def _kept(run: Path, weights: Path, splits: Sequence[str]) -> tuple[dict[str, An
         file, figures = run / f"predictions-{split}.npz", run / f"evaluation-{split}.json"
         if not (file.is_file() and figures.is_file()):
             continue
-        predictions, record = read_predictions(file), json.loads(figures.read_text())
+        predictions, record = read_predictions(file), read_json_object(figures)
         # A later evaluation, of other data or of another checkpoint, may have replaced the figures.
         if predictions.about.get("sha256") == digest and predictions.about.get("time") == record.get("time"):
             return record, predictions

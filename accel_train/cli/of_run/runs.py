@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -15,8 +14,9 @@ from tyro.conf import Positional, arg
 
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import print_line
-from accel_train.ownership.lease import FILE, STALE_SECONDS, age_text, read_owner
+from accel_train.ownership.lease import FILE, age_text, read_owner
 from accel_train.records.table import print_table
+from accel_train.untrusted import read_json_lines, read_json_object
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _run_folders(top: Path) -> Iterator[Path]:
 
 
 def _read_run(path: Path) -> Run:
-    status, result = _read_json(path / "status.json"), _read_json(path / "result.json")
+    status, result = read_json_object(path / "status.json"), read_json_object(path / "result.json")
     changed = status.get("time")
     if not isinstance(changed, (int, float)):
         changed = (path / "config.yaml").stat().st_mtime
@@ -89,19 +89,16 @@ def _read_run(path: Path) -> Run:
     return Run(path, str(state), _epoch(path, status), _accuracy(path, result), changed, owner)
 
 
-def _owner(run: Path) -> tuple[bool | None, str]:
-    """Return (whether the owner is alive, who it is); (None, "") without an owner."""
+def _owner(run: Path) -> tuple[bool, str]:
+    """Return (whether the owner is alive, who it is); (False, "") without an owner."""
     try:
         seen = read_owner(run / FILE)
     except OSError:
-        return None, ""
-    lives = seen.owner.lives() if seen.owner is not None else None
-    if lives is None:  # on another host: its signs of life are the times of its file, if the clocks agree
-        lives = time.time() - seen.changed / 1e9 < STALE_SECONDS
+        return False, ""
     if seen.owner is None:
-        return lives, "unknown"
+        return seen.seems_alive(), "unknown"
     job = f", job {seen.owner.job}" if seen.owner.job else ""
-    return lives, f"{seen.owner.host} {seen.owner.pid}{job}"
+    return seen.seems_alive(), f"{seen.owner.host} {seen.owner.pid}{job}"
 
 
 def _epoch(run: Path, status: Mapping[str, Any]) -> str:
@@ -124,35 +121,19 @@ def _accuracy(run: Path, result: Mapping[str, Any]) -> str:
         if isinstance(test, (int, float)):
             return f"test {shown}{test:.2%}"
         if best is None:  # not ended, or another metric decides what is best
-            best = max((line[name] for line in _evaluations(run, name) if line.get("split") == "val"), default=None)
+            best = max(_evaluations(run, name), default=None)
         if isinstance(best, (int, float)):
             return f"val {shown}{best:.2%}"
     return ""
 
 
-def _evaluations(run: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Return the eval lines of metrics.jsonl that have the figure `name`."""
+def _evaluations(run: Path, name: str) -> list[float]:
+    """Return the figure `name` of all evaluations of the validation split in metrics.jsonl."""
     try:
-        with (run / "metrics.jsonl").open("rb") as file:
-            for line in file:
-                if b'"kind": "eval"' in line:
-                    try:
-                        values = json.loads(line)
-                    except ValueError:  # a line that is being written
-                        continue
-                    if isinstance(values, dict) and isinstance(values.get(name), (int, float)):
-                        yield values
+        lines = [line for line in read_json_lines(run / "metrics.jsonl", "eval") if line.get("split") == "val"]
     except OSError:
-        return
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the values of a JSON file; {} if there are none."""
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+        return []
+    return [line[name] for line in lines if isinstance(line.get(name), (int, float))]
 
 
 def _age(changed: float) -> str:

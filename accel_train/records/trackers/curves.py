@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from accel_train.untrusted import read_json_lines
 
 OF_THE_LINE = ("kind", "time", "epoch", "update", "seconds", "count")  # no curves
 NAMES = {
@@ -74,16 +75,7 @@ def add_point(points: dict[int, Point], point: Point) -> None:
 
 def read_lines(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, without damaged ones and one that is being written."""
-    path = run / "metrics.jsonl"
-    found = []
-    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            found.append(line)
-    return found
+    return list(read_json_lines(run / "metrics.jsonl"))
 
 
 def saves_in(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,11 @@ from accel_train.checkpoint.directory import list_updates
 from accel_train.config.options import parse
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, print_line
-from accel_train.ownership.lease import FILE, STALE_SECONDS, read_owner
+from accel_train.ownership.lease import FILE, read_owner
 from accel_train.records.trackers.curves import points_of, read_lines, saves_in
 from accel_train.records.trackers.sending import check_trackers, reason_of
 from accel_train.records.trackers.services import create_service
+from accel_train.untrusted import read_json_object
 
 
 def track(run: Path, name: str) -> int:
@@ -64,17 +63,12 @@ def _send(config: Config, run: Path, name: str) -> int:
 
 
 def _result(run: Path) -> dict[str, Any] | None:
-    try:
-        values = json.loads((run / "result.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) and isinstance(values.get("updates"), int) else None
+    values = read_json_object(run / "result.json")
+    return values if isinstance(values.get("updates"), int) else None
 
 
 def _trains(run: Path) -> bool:
     try:
-        owner = read_owner(run / FILE).owner
-        lives = owner.lives() if owner else None
-        return time.time() - (run / FILE).stat().st_mtime < STALE_SECONDS if lives is None else lives
+        return read_owner(run / FILE).seems_alive()
     except OSError:
         return False

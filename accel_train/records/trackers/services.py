@@ -18,6 +18,7 @@ from accel_train.config.compatibility import START_KEYS, flatten, is_under
 from accel_train.config.schema import Config, as_dict
 from accel_train.files import atomic_write
 from accel_train.records.trackers.curves import Point, numbers_in
+from accel_train.untrusted import read_json_object
 
 FILE = "trackers.json"
 REPORT = "report.html"
@@ -34,11 +35,7 @@ class Memory:
         self.values: dict[str, Any] = self._read().get(name, {})
 
     def _read(self) -> dict[str, Any]:
-        try:
-            content = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return {key: value for key, value in content.items() if isinstance(value, dict)}
+        return {key: value for key, value in read_json_object(self.path).items() if isinstance(value, dict)}
 
     @property
     def sent(self) -> int:
