@@ -20,6 +20,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "export": ("of_run.export", "write a run's model for timm, ONNX or torch.export"),
     "track": ("of_run.track", "send a run's curves to TensorBoard, W&B or MLflow"),
     "runs": ("of_run.runs", "list runs: state, epoch, accuracy, age, owner"),
+    "doctor": ("doctor", "look for what will go wrong in the next twenty hours"),
     "bench": ("bench", "measure how close the trainer comes to the device's limit"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("recipes", "list the recipes, or print one"),

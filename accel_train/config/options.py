@@ -132,7 +132,7 @@ def _read_command(
     given = read_arguments(rest, known, mistakes)
     options = {key: option for key, option in given.items() if key in own}
     rest_options = {key: option for key, option in given.items() if key not in own}
-    if len(words) < len(positional):
+    if len(words) < len([name for name in positional if not hasattr(cls, name)]):  # a field with a default is one
         usage = " ".join([prog, *(name.upper() for name in positional)])
         mistakes.append(f"{prog}: {positional[len(words)].upper()} is missing; {usage} [--key value …]")
         # Other values stand in for the missing words, so that the options are checked all the same.

@@ -1,0 +1,54 @@
+"""`accel-train doctor`: what will go wrong in the next twenty hours of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from accel_train.cli.common import importing
+from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.launch.environment import prepare_environment
+
+
+@dataclass(frozen=True)
+class Doctor(CommandOptions):
+    """Look for what will go wrong in the next twenty hours: processes, scheduler, GPUs, network, disks, the recipe.
+
+    Start it as the training: accelerate launch … -m accel_train doctor RECIPE, with the training's options. Each check
+    says PASS, WARN, FAIL or n/a, what was measured and what is expected. The exit code is 1 if a check fails.
+    """
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
+    """A recipe, as for train."""
+    quick: bool = False
+    """Only the checks that take some seconds together."""
+    seconds: float = 60.0
+    """What is not done within this time is n/a."""
+    skip: tuple[str, ...] = ()
+    """Names of checks to leave out."""
+    json: Path | None = None
+    """Write the findings to this file, too."""
+
+    def mistakes(self) -> list[str]:
+        mistakes = [] if self.seconds > 0 else [f"--seconds: expected more than 0, found {self.seconds}."]
+        if self.json is not None and self.json.is_dir():
+            mistakes.append(f"--json: {self.json} is a folder; name a file in it.")
+        return mistakes
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Run `accel-train doctor`; return the exit code."""
+    options, config = parse_command_of_recipe(Doctor, arguments, "accel-train doctor")
+    launch = prepare_environment()
+    with importing(config.recipe):
+        from accel_train.doctor.doctor import doctor
+        from accel_train.launch.accelerator import end_world
+
+    seconds = min(options.seconds, 10.0) if options.quick else options.seconds
+    code = doctor(config, launch, seconds=seconds, quick=options.quick, skip=options.skip, json_file=options.json)
+    end_world()
+    return code

@@ -1,0 +1,1 @@
+"""`accel-train doctor`: what will go wrong in the next twenty hours of a training."""
