@@ -59,7 +59,7 @@ def evaluate(
         of_all = logits if multi_label else predicted[outcome][:, 0]
         # In the last batch of a loader that Accelerate prepared this also drops the padding.
         batches.append(accelerator.gather_for_metrics((ids, labels, of_all, *scores)))
-        if keep_logits:
+        if keep_logits and not multi_label:  # with several labels they are in `of_all`
             of_everyone = accelerator.gather_for_metrics(logits)
             if accelerator.is_main_process:
                 kept.append(of_everyone.cpu())
@@ -80,19 +80,20 @@ def evaluate(
     table = metrics_for(multi_label=multi_label)
     figures |= {metric.name: metric.compute(predictions, labels) for metric in table if isinstance(metric, SplitMetric)}
     figures = {metric.name: figures[metric.name] for metric in table}
-    all_logits = torch.cat(kept)[order] if kept else None
     if multi_label:
         of_classes = {
             "average_precision": average_precision_of_classes(predictions, labels),
             "f1": f1_of_classes(predictions, labels),
         }
         images = labels.sum(0).tolist()
+        all_logits = predictions if keep_logits and accelerator.is_main_process else None
         return Evaluation(figures, pipeline.samples, of_classes, images, labels=labels, logits=all_logits)
     classes = pipeline.transform.num_classes
     confusion = torch.bincount(labels * classes + predictions, minlength=classes * classes).view(classes, classes)
     images, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
     accuracy = [hits / count if count else None for hits, count in zip(right, images, strict=True)]
     of_classes = {"accuracy": accuracy}
+    all_logits = torch.cat(kept)[order] if kept else None
     return Evaluation(figures, pipeline.samples, of_classes, images, confusion.tolist(), labels, all_logits)
 
 

@@ -54,7 +54,9 @@ def evaluate_run(
     splits = load_splits(config.data, config.seed, record=run)
     names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in weights.items()}
     last = list(weights)[-1]
-    about = {"run": str(run), "weights": names[last], "sha256": sha256(weights[last])}
+    about = {"run": str(run), "weights": names[last]}
+    if predictions is not None and accelerator.is_main_process:
+        about["sha256"] = sha256(weights[last])
     models = {name: load_model(config.model, info, file) for name, file in weights.items()}
     subject = Subject(config, splits, split, info.image_size, info.classes, models, names, str(run), about)
     _check_fit(splits, info, run)

@@ -108,16 +108,12 @@ def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path],
     if fitted is not None:
         records[subject.last]["temperature"] = _temperature(fitted, last)
     about = {"split": subject.split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
-    kept = Predictions(
-        ids=np.arange(len(source)),
-        labels=_array(last.labels),
-        logits=_array(last.logits),
-        paths=[source.name(id) for id in range(len(source))] if Path(source.name(0)).is_file() else None,
-        classes=subject.classes,
-        about={**subject.about, **about},
-    )
     record = {**about, "processes": processes, "classes": subject.classes, **records}
-    failures = _write(record, outputs, kept, predictions)
+    text = json.dumps(record) + "\n"
+    failures = _try_to_write({path: lambda path: atomic_write(path, text) for path in outputs})
+    if predictions is not None:
+        kept = _predictions(subject, source, last, about)
+        failures += _try_to_write({predictions: kept.save})
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
     print_figures(records, subject.classes, multi_label=splits.multi_label)
     print_classes(records[subject.last], subject.classes)
@@ -135,13 +131,19 @@ def _array(values: Tensor | None) -> npt.NDArray[Any]:
     return array
 
 
-def _write(record: dict[str, Any], outputs: Sequence[Path], kept: Predictions, predictions: Path | None) -> list[Path]:
-    """Write the record to `outputs`, and the predictions. Warns of those that cannot be written, and returns
-    them."""
-    text = json.dumps(record) + "\n"
-    writers: dict[Path, Callable[[Path], None]] = {path: lambda path: atomic_write(path, text) for path in outputs}
-    if predictions is not None:
-        writers[predictions] = kept.save
+def _predictions(subject: Subject, source: Source, evaluation: Evaluation, about: Mapping[str, Any]) -> Predictions:
+    return Predictions(
+        ids=np.arange(len(source)),
+        labels=_array(evaluation.labels),
+        logits=_array(evaluation.logits),
+        paths=[source.name(id) for id in range(len(source))] if Path(source.name(0)).is_file() else None,
+        classes=subject.classes,
+        about={**subject.about, **about},
+    )
+
+
+def _try_to_write(writers: Mapping[Path, Callable[[Path], None]]) -> list[Path]:
+    """Write files. Warns of those that cannot be written, and returns them."""
     failures = []
     for path, write in writers.items():
         try:
