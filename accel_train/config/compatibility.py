@@ -81,6 +81,11 @@ def affects_learning(key: str, schedule: str) -> bool:
     return not is_under(key, (*START_KEYS, *FREE_KEYS))
 
 
+def settings_of_run(config: Config) -> dict[str, Any]:
+    """Return the settings by the command line's keys, without those of a single start."""
+    return {k: value for k, value in flatten(as_dict(config)).items() if not is_under(k, (*START_KEYS, "origin"))}
+
+
 def learning_settings(config: Config) -> dict[str, Any]:
     """Return the settings that affect what is learned or when the run ends, by the command line's keys."""
     settings = flatten(as_dict(config)).items()

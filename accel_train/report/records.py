@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from accel_train.config.compatibility import flatten
+from accel_train.config.compatibility import flatten, settings_of_run
 from accel_train.config.options import parse
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, as_dict
@@ -17,8 +18,6 @@ from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines, read_json_object
 
 Row = dict[str, Any]
-
-OF_A_START = ("recipe", "output-dir", "resume", "allow-change", "take-over", "config-only", "traceback", "origin")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RunRecords:
         found = self.of_kind("eval")
         return [line for line in found if (line.get("split"), line.get("weights")) == (split, weights)]
 
-    @property
+    @cached_property
     def updates_per_epoch(self) -> float:
         """Updates of an epoch, from the first epoch that is complete; else from the status."""
         for line in self.evaluations("train", "model"):
@@ -55,7 +54,7 @@ class RunRecords:
         total = self.status.get("updates")
         return total / self.config.epochs if total else 1.0
 
-    @property
+    @cached_property
     def events(self) -> list[tuple[str, float, str]]:
         """(kind, at which epoch, text) of each restart, rewind and skipped update."""
         found = []
@@ -66,11 +65,10 @@ class RunRecords:
                 found.append((kind, line["update"] / self.updates_per_epoch, text))
         return found
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings by their names on the command line, without those of a single start."""
-        settings = flatten(as_dict(self.config))
-        return {key: value for key, value in settings.items() if key.split(".")[0] not in OF_A_START}
+        return settings_of_run(self.config)
 
 
 def read_run(path: Path) -> RunRecords:

@@ -14,8 +14,8 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from accel_train.config.compatibility import START_KEYS, flatten, is_under
-from accel_train.config.schema import Config, as_dict
+from accel_train.config.compatibility import settings_of_run
+from accel_train.config.schema import Config
 from accel_train.files import atomic_write
 from accel_train.records.trackers.curves import Point, numbers_in
 from accel_train.untrusted import read_json_object
@@ -64,9 +64,7 @@ class Service:
     def __init__(self, name: str, config: Config, run: Path) -> None:
         self.name, self.run = name, run.resolve()
         self.project = config.recipe or "accel-train"
-        settings = flatten(as_dict(config))
-        self.settings = {key: value for key, value in settings.items() if not is_under(key, (*START_KEYS, "origin"))}
-        self.settings["recipe"] = config.recipe
+        self.settings = {**settings_of_run(config), "recipe": config.recipe}
         self.memory = Memory(run, name)
         self.tracker: GeneralTracker
 
