@@ -7,13 +7,15 @@ nobody reads it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import difflib
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TextIO
 
 
@@ -49,6 +51,21 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
     """Return a hint with the `count` known names most similar to `name`, " Did you mean …?", or "" if none is."""
     matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Return the first `most` names and how many more there are: "a, b, c and 4 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@contextlib.contextmanager
+def writing(option: str, path: Path, instead: str = "another file") -> Iterator[None]:
+    """Turn an OSError within it into a UserError: the `path` that the `option` names cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{option}: {path} cannot be written ({reason}); name {instead}.") from error
 
 
 def columns(stream: TextIO) -> int | None:

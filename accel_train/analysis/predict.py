@@ -25,7 +25,7 @@ from accel_train.analysis.load_run import find_weights, load_model, read_config
 from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.data.sources.files.folder import find_images
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode
-from accel_train.errors import UserError
+from accel_train.errors import UserError, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
@@ -68,10 +68,7 @@ def predict(
     that has more than `max_pixels` (None: as in training), gets a row without a class and a message on stderr. Returns
     the exit code: 1 if there was such an image. Raises UserError.
     """
-    if launch.world_size > 1:
-        raise UserError(
-            f"accel-train predict runs in one process, but {launch.world_size} were started; use no launcher."
-        )
+    launch.check_alone("predict")
     configuration = read_config(run, uses=("model.name",), trust_code=trust_code)
     info = read_model_info(run)
     check_takes_files(info)
@@ -80,10 +77,8 @@ def predict(
         top_k = 1 if output is None else 5
     paths = [path for image in images for path in _image_files(image)]
     if output is not None:
-        try:
+        with writing("--output", output):
             check_writable(output)
-        except OSError as error:
-            raise _cannot_write(output, error) from error
 
     accelerator = create_accelerator(launch)
     name, weights = list(find_weights(run).items())[-1]  # the EMA if there is one
@@ -115,18 +110,12 @@ def predict(
     if output is None:
         _print(predictions)
     else:
-        try:
+        with writing("--output", output):
             atomic_write(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
-        except OSError as error:
-            raise _cannot_write(output, error) from error
         print(f"{len(predictions)} image{'s' * (len(predictions) != 1)}: {output}")
     if unreadable:
         console.print(f"{unreadable} of {len(paths)} images cannot be read.")
     return 1 if unreadable else 0
-
-
-def _cannot_write(output: Path, error: OSError) -> UserError:
-    return UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.")
 
 
 def classify_files(
@@ -190,7 +179,7 @@ def check_threshold(threshold: float | None, info: ModelInfo) -> None:
 
 def check_takes_files(info: ModelInfo) -> None:
     """Raise UserError if image files cannot be prepared for the model as its data was."""
-    if info.full_scale != 255 or info.channels not in (1, 3):
+    if not info.takes_files:
         raise UserError(
             "the model was trained on tensors that the user's own data prepares, so image files cannot be prepared in "
             "the same way. `accel-train evaluate` measures it on that data."

@@ -20,7 +20,7 @@ from accel_train.config.options import parse_settings
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Config, Model
 from accel_train.data.sources.load import load_splits
-from accel_train.errors import UserError, nearest
+from accel_train.errors import UserError, first_of, nearest
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -189,8 +189,7 @@ def match_classes(data: Sequence[str], model: Sequence[frozenset[str]], shown: S
     numbers = [found.get(_plain(label), []) for label in data]
     missing = [label for label, matches in zip(data, numbers, strict=True) if not matches]
     if missing:
-        listed = ", ".join(map(repr, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        hint = nearest(_plain(missing[0]), found)
+        listed, hint = first_of([*map(repr, missing)], 5), nearest(_plain(missing[0]), found)
         raise UserError(
             f"{len(missing)} of the data's {len(data)} classes are none of the {len(model):,} of {name}, such as "
             f"{shown[0]!r}: {listed}.{hint} Give the folders the model's names (for ImageNet, WordNet IDs such as "

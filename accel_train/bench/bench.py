@@ -35,7 +35,7 @@ from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.data.transforms.image import resize_default
-from accel_train.errors import UserError
+from accel_train.errors import UserError, writing
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.environment import environment
@@ -226,10 +226,6 @@ def _clear(accelerator: Accelerator) -> None:
 
 def temporary_folder(output: Path) -> Path:
     """Create a temporary folder beside the file `output`: on the disk that the user chose and all nodes share."""
-    try:
+    with writing("--output", output.parent):
         output.parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".bench-", dir=output.parent))
-    except OSError as error:
-        raise UserError(
-            f"--output: {output.parent} cannot be written ({error.strerror}); name another file."
-        ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from accel_train.config.schema import Config
 from accel_train.doctor import world
 from accel_train.doctor.check import FAIL, NOT_CHECKED, STATUSES, WARN, Check, Examination, Finding
-from accel_train.errors import UserError, nearest, one_line
+from accel_train.errors import UserError, nearest, one_line, writing
 from accel_train.files import atomic_write
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -88,8 +88,6 @@ def _print(found: dict[str, Finding], seconds: float) -> None:
 
 def _write(file: Path, found: dict[str, Finding]) -> Path:
     checks = [{"name": name, **asdict(finding)} for name, finding in found.items()]
-    try:
+    with writing("--json", file):
         atomic_write(file, json.dumps({"checks": checks}, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--json: {file} cannot be written ({error.strerror}); name another file.") from error
     return file

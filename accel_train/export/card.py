@@ -13,7 +13,7 @@ from accel_train.analysis.figures import accuracy_interval
 from accel_train.config.compatibility import affects_learning
 from accel_train.config.schema import Config
 from accel_train.export.formats import OPSET
-from accel_train.export.preprocess import FILE, takes_files
+from accel_train.export.preprocess import FILE
 from accel_train.records.metrics import metrics_for
 from accel_train.records.model_info import ModelInfo
 from accel_train.report.records import RunRecords, differences_from_recipe, read_run
@@ -165,7 +165,7 @@ def _limits(info: ModelInfo) -> list[str]:
         "- The figures are of images like those of the training. Others, such as of another camera, must be measured.",
         f"- It sees {info.image_size} x {info.image_size} pixels of the centre of an image.",
     ]
-    if not takes_files(info):
+    if not info.takes_files:
         lines.append(
             "- Its inputs were tensors that the user's own code prepared; image files cannot be prepared alike."
         )

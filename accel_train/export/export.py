@@ -13,7 +13,7 @@ from torch import nn
 
 from accel_train.analysis.load_run import find_weights, load_model, read_config
 from accel_train.config.schema import Config
-from accel_train.errors import UserError
+from accel_train.errors import UserError, writing
 from accel_train.export.card import model_card
 from accel_train.export.folder import check_free, new_folder, put_in_place
 from accel_train.export.formats import Loaded, check_installed, load_onnx, load_pt2, write_onnx, write_pt2
@@ -44,10 +44,7 @@ def export(
     what the run's model is (it is left in a folder whose name ends in -failed), or if it cannot be pushed. Raises
     UserError; then nothing has been written.
     """
-    if launch.world_size > 1:
-        raise UserError(
-            f"accel-train export runs in one process, but {launch.world_size} were started; use no launcher."
-        )
+    launch.check_alone("export")
     check_installed(format)
     shown = output or run / f"export-{format}"
     output = shown.resolve()
@@ -68,17 +65,13 @@ def export(
     rules = rules_of(info, config.augment)
     with new_folder(output) as folder, tempfile.TemporaryDirectory() as temporary:
         images = real_images(run, config, info, Path(temporary), trust_code=trust_code)
-        try:
+        with writing("--output", shown, "another folder"):
             (folder / FILE).write_text(json.dumps(rules, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             loaded = _write(format, model, config, info, rules, folder)
             found = check(model, loaded, config, info, rules, images)
             card = model_card(run, config, info, format, name, file, found.lines)
             (folder / "README.md").write_text(card, encoding="utf-8")
             put_in_place(folder, output.with_name(f"{output.name}-failed") if found.failures else output)
-        except OSError as error:
-            raise UserError(
-                f"--output: {shown} cannot be written ({error.strerror or error}); name another folder."
-            ) from error
     for line in found.lines:
         print(line)
     if found.failures:

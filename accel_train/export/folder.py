@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, writing
 from accel_train.export.preprocess import FILE
 from accel_train.files import fsync, set_default_permissions
 
@@ -38,11 +38,9 @@ def new_folder(output: Path) -> Iterator[Path]:
     Raises UserError if it cannot be created.
     """
     folder = _beside(output, "tmp")
-    try:
+    with writing("--output", output, "another folder"):
         output.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another folder.") from error
     try:
         yield folder
     finally:

@@ -17,7 +17,6 @@ from accel_train.data.sources.files.images import ImageError, decode
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
-from accel_train.export.preprocess import takes_files
 from accel_train.records.model_info import ModelInfo
 from accel_train.records.summary import FOLDER
 from accel_train.user_code.reference import short_name
@@ -66,7 +65,7 @@ def _of_source(name: str, source: Source, info: ModelInfo, preprocessing: Prepro
             mistake = error
             continue
         inputs.append(preprocessing.to_input(preprocessing.resize(pixels)))
-        if takes_files(info):
+        if info.takes_files:
             files.append(_as_file(Path(source.name(id)), pixels, folder / f"{id}.png"))
     if not inputs:
         raise mistake or UserError("the data has no images.")
@@ -86,7 +85,7 @@ def _as_file(file: Path, pixels: Tensor, new: Path) -> Path:
 
 def _of_examples(run: Path, info: ModelInfo, preprocessing: Preprocessing, reason: str) -> Images:
     files, inputs = [], []
-    for file in sorted((run / FOLDER).glob("*.png")) if takes_files(info) else ():
+    for file in sorted((run / FOLDER).glob("*.png")) if info.takes_files else ():
         try:
             pixels = decode(file.read_bytes(), info.channels)
         except (ImageError, OSError):

@@ -20,14 +20,9 @@ FILE = "preprocess.json"
 VERSION = 1
 
 
-def takes_files(info: ModelInfo) -> bool:
-    """Whether image files can be prepared: not if the user's own data returned tensors of another kind."""
-    return info.full_scale == 255 and info.channels in (1, 3)
-
-
 def rules_of(info: ModelInfo, augment: Augment) -> dict[str, Any]:
     """The content of preprocess.json: what `Preprocessing` does."""
-    files = takes_files(info)
+    files = info.takes_files
     return {
         "version": VERSION,
         "mode": {1: "L", 3: "RGB"}[info.channels] if files else None,

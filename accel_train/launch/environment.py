@@ -51,6 +51,13 @@ class Launch:
     agent: tuple[int, str] | None = field(default=None, compare=False, kw_only=True)
     """The process of accelerate launch or torchrun that started this one: its number and start time (`process`)."""
 
+    def check_alone(self, command: str) -> None:
+        """Raise UserError if there are several processes: the command `accel-train COMMAND` works in one."""
+        if self.world_size > 1:
+            raise UserError(
+                f"accel-train {command} runs in one process, but {self.world_size} were started; use no launcher."
+            )
+
 
 def is_first_process() -> bool:
     """Whether this process prints messages for all. Inside a Slurm task, the rank of a launcher counts."""

@@ -44,6 +44,11 @@ class ModelInfo:
     multi_label: bool = False
     """Whether an image may have several labels or none: each logit by itself is a class's, by the sigmoid."""
 
+    @property
+    def takes_files(self) -> bool:
+        """Whether image files can be prepared for the model: not if a user's own data made tensors of another kind."""
+        return self.full_scale == 255 and self.channels in (1, 3)
+
     def to_json(self) -> str:
         values = dataclasses.asdict(self)
         if not self.multi_label:

@@ -10,7 +10,7 @@ from accel_train.analysis.evaluate_run import evaluate_run
 from accel_train.analysis.load_run import find_weights, read_config
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.data.sources.load import load_splits
-from accel_train.errors import UserError
+from accel_train.errors import UserError, writing
 from accel_train.files import atomic_write, check_writable, sha256
 from accel_train.launch.environment import Launch
 from accel_train.report.comparison import page_of_runs
@@ -29,28 +29,21 @@ def report(
     `output`: default report.html in the folder of the first run. `evaluates`: if there are no predictions of the run's
     weights, evaluate them once; else leave out what needs them. `trust_code`: see `read_config`. Raises UserError.
     """
-    if launch.world_size > 1:
-        raise UserError(
-            f"accel-train report runs in one process, but {launch.world_size} were started; use no launcher."
-        )
+    launch.check_alone("report")
     import_pyplot()  # their absence is told before the work
     check_library()
     runs = check_runs(paths)
     output = output or paths[0] / "report.html"
-    try:
+    with writing("--output", output):
         check_writable(output)
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
     if len(runs) > 1:
         page = page_of_runs(runs, [])
     else:
         notes: list[str] = []
         evaluation, pictures = _evaluated(launch, runs[0], notes, evaluates=evaluates, trust_code=trust_code)
         page = page_of_run(runs[0], evaluation, pictures, notes)
-    try:
+    with writing("--output", output):
         atomic_write(output, page)
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written ({error.strerror}); name another one.") from error
     print(f"report: {output}")
     return 0
 

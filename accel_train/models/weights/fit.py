@@ -9,7 +9,7 @@ from typing import Any
 import timm
 from torch import Tensor, nn
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, first_of
 from accel_train.models.freezing import classifier_names, input_names
 from accel_train.models.weights.files import Weights, read_state
 
@@ -43,10 +43,10 @@ def load_into(model: nn.Module, weights: Weights, classes: Sequence[str], channe
     left_out = [name for name in state if name not in loaded and name not in head]
     parts = [
         f"body loaded, {sum(name in loaded for name in body)} of {len(body)} tensors",
-        f"adapted to this size or these channels: {_some(adapted)}" if adapted else "",
+        f"adapted to this size or these channels: {first_of(adapted)}" if adapted else "",
         head_text,
-        f"new: {_some(new)}" if new else "",
-        f"left out: {_some(left_out)}" if left_out else "",
+        f"new: {first_of(new)}" if new else "",
+        f"left out: {first_of(left_out)}" if left_out else "",
     ]
     return f"{weights.shown}: {'; '.join(filter(None, parts))}"
 
@@ -155,7 +155,3 @@ def _check_enough(
 
 def _first(names: Iterable[str]) -> str:
     return ", ".join(list(names)[:3])
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

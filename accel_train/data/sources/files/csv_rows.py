@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from accel_train.errors import UserError, raise_mistakes
+from accel_train.errors import UserError, first_of, raise_mistakes
 from accel_train.untrusted import NotRegularFileError, require_regular_file
 
 DELIMITERS = ",\t;"
@@ -76,7 +76,7 @@ def _text(path: Path) -> str:
         content = path.read_bytes()
     except NotRegularFileError as error:
         tables = sorted(file.name for file in path.glob("*.csv")) if path.is_dir() else []
-        there = f" {_some(tables)} {'is' if len(tables) == 1 else 'are'} in it." if tables else ""
+        there = f" {first_of(tables)} {'is' if len(tables) == 1 else 'are'} in it." if tables else ""
         raise UserError(f"--data.root {path} is {error.strerror}; name a CSV file.{there}") from error
     except OSError as error:
         raise UserError(f"--data.root {path} cannot be read ({error.strerror}); name a CSV file.") from error
@@ -91,7 +91,3 @@ def _text(path: Path) -> str:
         number = text.count("\n", 0, text.index("\0")) + 1
         raise UserError(f"{path}, row {number}: it has a NUL byte, so this is not a text file or it is damaged.")
     return text
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -15,7 +15,7 @@ from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.files.encoded import FileImages
 from accel_train.data.sources.files.images import default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
-from accel_train.errors import UserError
+from accel_train.errors import UserError, first_of
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The same as torchvision's ImageFolder; other files (Thumbs.db, notes) do not count as images."""
@@ -217,7 +217,7 @@ def _difference(folders: set[str], classes: tuple[str, ...]) -> str:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return first_of([repr(name) for name in names], 5)
 
 
 def _samples(images: Iterable[str], prefix: str, classes: tuple[str, ...]) -> Samples:

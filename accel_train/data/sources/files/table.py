@@ -29,7 +29,7 @@ from accel_train.data.sources.files.encoded import FileImages
 from accel_train.data.sources.files.images import default_mean_std
 from accel_train.data.sources.files.missing import missing_files, similar_file
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
-from accel_train.errors import UserError, nearest
+from accel_train.errors import UserError, first_of, nearest
 
 COLUMNS = {
     "path": ("path", "file", "filename", "filepath", "image"),
@@ -266,4 +266,4 @@ def _check_training_classes(
 
 
 def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name[:50]}'" for name in names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return first_of([f"'{name[:50]}'" for name in names], 8)
