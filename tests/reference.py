@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accel_train.config.option_types import SET_BY_PROGRAM, choices, in_words, option_types
+from accel_train.cli.info.help import help_texts, written
+from accel_train.config.option_types import choices, in_words, option_types
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config, value
 
@@ -126,37 +123,11 @@ def example(key: str, kind: Any, default: Any) -> str:
     if kind is bool:
         return f"--{key} true"
     others = [choice for choice in choices(kind) if choice != default]
-    return f"--{key} {others[0] if others else shown(default)}"
-
-
-def shown(default: Any) -> str:
-    if isinstance(default, tuple):
-        return " ".join(map(str, default))
-    return str(default).lower() if isinstance(default, bool) else str(default)
-
-
-def help_texts(cls: type[Any]) -> dict[str, str]:
-    """The string under each field of a dataclass."""
-    (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    texts = {}
-    for field, following in zip(tree.body, tree.body[1:], strict=False):
-        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            texts[field.target.id.replace("_", "-")] = " ".join(str(following.value.value).split())
-    return texts
-
-
-def helps() -> dict[str, str]:
-    texts = help_texts(Config)
-    for name, kind in typing.get_type_hints(Config).items():
-        if dataclasses.is_dataclass(kind) and name not in SET_BY_PROGRAM:
-            texts |= {f"{name}.{key}": text for key, text in help_texts(kind).items()}
-    return texts
+    return f"--{key} {others[0] if others else written(default)}"
 
 
 def options_page() -> str:
-    kinds, texts, defaults = option_types(), helps(), Config()
+    kinds, texts, defaults = option_types(), help_texts(), Config()
     lines = [
         "# Options",
         "",
@@ -173,7 +144,7 @@ def options_page() -> str:
                 continue
             default = value(defaults, key)
             words = in_words(kind).replace("one of ", "")
-            without = "none" if default is None or default == () else shown(default)
+            without = "none" if default is None else written(default)
             code = example(key, kind, default)
             lines += [f"### `--{key}`", "", texts[key].replace("|", "\\|"), ""]
             lines += [f"- Value: {words}", f"- Default: {without}", f"- Example: `{code}`", ""]

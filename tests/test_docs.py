@@ -340,6 +340,72 @@ def test_the_tutorial_works_as_it_is(tmp_path: Path) -> None:
         assert (tmp_path / page).is_file()
 
 
+def test_the_page_on_several_gpus_works_on_the_cpu(tmp_path: Path) -> None:
+    """Its launch line, with the config file for CPUs, half as many processes and digits; then its further options."""
+    (line,) = (words for block in blocks(text_of("docs/several_gpus.md"), "bash") for words in commands_in(block))
+    assert line[2:6] == ["--config_file", "accelerate_configs/multi_gpu.yaml", "--num_processes", "4"]
+    line[3], line[5], line[-1] = str(helpers.MULTI_CPU), "2", "digits"
+    # Each of 2 processes takes half of a batch.
+    options = {"": "2 processes x 1 accumulation x 24", "--micro-batch-size 32": "2 processes x 1 accumulation x 24",
+               "--batch-size 1024": "2 processes x 1 accumulation x 512"}  # fmt: skip
+    codes = inline_code(text_of("docs/several_gpus.md"))
+    for number, (given, plan) in enumerate(options.items()):
+        assert not given or given in codes
+        words = [*line[line.index("-m") :], *given.split(), "--epochs", "1", "--output-dir", tmp_path / str(number)]
+        if number == 0:
+            launched = [sys.executable, "-m", "accelerate.commands.launch", *line[2:], *map(str, words[3:])]
+            done = subprocess.run(
+                launched, cwd=ROOT, env=helpers.environment(), capture_output=True, text=True, timeout=120
+            )
+        else:
+            done = helpers.python(*words, processes=2)
+        assert done.returncode == 0, done.stderr
+        assert plan in done.stdout
+
+
+def test_the_page_on_resuming_works(tmp_path: Path) -> None:
+    """What its table says, on digits with 2 epochs: stop, save, continue, refuse, change, train for longer."""
+    page = text_of("docs/resume.md")
+    ((_, *words),) = (words for block in blocks(page, "bash") for words in commands_in(block))
+    assert words[-2:] == ["--output-dir", "runs/long"]
+    words[words.index("--epochs") + 1] = "2"
+
+    def train(given: str = "", **replaced: str) -> subprocess.CompletedProcess[str]:
+        assert not given or f"`{given}`" in page
+        for old, new in replaced.items():
+            given = given.replace(old, new)
+        return helpers.python("-m", "accel_train", *words, *given.split(), cwd=tmp_path)
+
+    refused = train("--resume must")
+    assert refused.returncode == 2 and "--resume is must" in refused.stderr
+    run = tmp_path / "runs" / "long"
+    run.mkdir(parents=True)
+    for name in ("STOP", "SAVE"):
+        assert f"a file `{name}` in the run's directory" in page
+    (run / "STOP").touch()
+    stopped = train()
+    assert stopped.returncode == 0 and not (run / "result.json").exists(), stopped.stdout
+    done = train("--resume must")
+    assert done.returncode == 0 and json.loads((run / "result.json").read_text())["updates"] == 60, done.stderr
+    before = (run / "result.json").read_bytes()
+    again = train()
+    assert again.returncode == 0 and "Nothing is left to do" in again.stdout
+    assert (run / "result.json").read_bytes() == before
+    changed = train("--allow-change optim.lr")
+    assert changed.returncode == 0
+    longer = train("--epochs 40 --allow-change epochs", **{"40": "3"})
+    assert longer.returncode == 0 and json.loads((run / "result.json").read_text())["updates"] == 90, longer.stderr
+    newest = max((run / "checkpoints").glob("update-*")).relative_to(tmp_path)
+    words[-1] = "runs/branch"
+    other = "--resume runs/other/checkpoints/update-00001234"
+    branch = train(other, **{other: f"--resume {newest} --epochs 4 --allow-change epochs"})
+    assert branch.returncode == 0, branch.stderr
+    assert json.loads((tmp_path / "runs/branch/result.json").read_text())["updates"] == 120
+    words[-1] = "runs/kept"
+    assert train("--checkpoint.keep 5").returncode == 0
+    assert train("--checkpoint.every-seconds 120").returncode == 0
+
+
 def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path) -> None:
     page = text_of("docs/evaluate.md")
     (tmp_path / "runs").mkdir()

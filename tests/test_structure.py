@@ -9,8 +9,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "accel_train"
 # From the top to the bottom: a file imports from rooms further down, and from its own.
 ROOMS = """
-__main__ preflight cli api doctor bench export report analysis train run training_setup evaluate records checkpoint ownership
-optim data models launch config user_code starter untrusted keyed exact_sum files errors __init__
+__main__ preflight cli api doctor bench export report analysis train run training_setup evaluate records
+checkpoint ownership optim data models launch config user_code starter untrusted keyed exact_sum files errors __init__
 """.split()  # noqa: SIM905
 # Within the data: the same.
 DATA = "loading held_out workers side_stream placement memory tools transforms sources order __init__".split()  # noqa: SIM905

@@ -28,7 +28,7 @@ def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path
         raise UserError(f"{folder} has checkpoints, and --resume is never. Give another --output-dir.")
     own = _newest_of_this_run(folder, notes)
     if resume == "must" and own is None:
-        raise UserError(f"{folder} has no complete checkpoint, and --resume is must.")
+        raise UserError(f"{folder} has no complete checkpoint, and --resume is must. Leave it out to begin a new run.")
     if resume in ("auto", "must", "never"):
         return own
     requested, resolved = Path(resume), folder.resolve()

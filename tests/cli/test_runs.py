@@ -87,6 +87,21 @@ def test_it_lists_each_run_with_its_state(digits_run: Path, tmp_path: Path) -> N
     assert {path: path.stat().st_mtime_ns for path in top.rglob("*")} == before
 
 
+def test_several_labels_are_listed_by_their_mean_average_precision(digits_run: Path, tmp_path: Path) -> None:
+    for name in ("finished", "trains"):
+        shutil.copytree(digits_run, tmp_path / name)
+    result = json.loads((tmp_path / "finished" / "result.json").read_text())
+    others = {key: value for key, value in result.items() if not key.endswith("accuracy")}
+    (tmp_path / "finished" / "result.json").write_text(json.dumps(others | {"test_map": 0.75}))
+    state_of(tmp_path / "trains", "training", epoch=1)
+    lines = [{"kind": "eval", "split": "val", "weights": "model", "map": map} for map in (0.25, 0.5, 0.125)]
+    for name in ("finished", "trains"):
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, _ = accel_train("runs", str(tmp_path))
+    shown = {Path(line.split()[0]).name: " ".join(line.split()[3:6]) for line in out.splitlines()[1:]}
+    assert code == 0 and shown == {"finished": "test map 75.00%", "trains": "val map 50.00%"}
+
+
 def test_a_folder_without_runs(tmp_path: Path) -> None:
     assert accel_train("runs", str(tmp_path)) == (0, f"There are no runs in {tmp_path}.\n", "")
     missing = tmp_path / "none"

@@ -111,7 +111,7 @@ def _lines(key: str, config: Config, width: int) -> Iterator[str]:
     default = value(config, key)
     text = help_texts()[key]
     if default is not None:
-        text += f" (default: {_written(default)})"
+        text += f" (default: {written(default)})"
     name = f"  --{key} {form(option_types()[key])}"
     column = COLUMN if width >= 2 * COLUMN else 6
     if len(name) + 2 > column:
@@ -121,10 +121,10 @@ def _lines(key: str, config: Config, width: int) -> Iterator[str]:
         yield f"{name if number == 0 else '':<{column}}{line.strip()}"
 
 
-def _written(default: Any) -> str:
+def written(default: Any) -> str:
     """Return a value as one types it."""
     if isinstance(default, tuple):
-        return " ".join(map(_written, default)) or "none"
+        return " ".join(map(written, default)) or "none"
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
