@@ -24,6 +24,7 @@ from PIL import Image
 
 from accel_train.cli.bench import Bench
 from accel_train.cli.dispatch import COMMANDS
+from accel_train.cli.doctor import Doctor
 from accel_train.config.option_types import option_types
 from accel_train.config.options import parse, parse_command_of_recipe
 from accel_train.errors import UserError
@@ -137,8 +138,8 @@ def check_accel_train(rest: list[str]) -> None:
     assert command in COMMANDS, command
     if command == "train":
         parse(words, checks_code=False)
-    elif command == "bench":
-        parse_command_of_recipe(Bench, words, "accel-train bench")
+    elif command in ("bench", "doctor"):
+        parse_command_of_recipe({"bench": Bench, "doctor": Doctor}[command], words, f"accel-train {command}")
     else:  # those of the README run, below
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options_of(command), rest
 

@@ -73,6 +73,8 @@ def test_tab_in_bash() -> None:
     assert offered(script, "accel-train", "") == set(COMMANDS)
     assert offered(script, "accel-train", "tra") == {"train", "track"}
     assert offered(script, "accel-train", "train", "") == set(recipe_names())
+    assert offered(script, "accel-train", "doctor", "dig") == {"digits"}
+    assert offered(script, "accel-train", "doctor", "digits", "--optim.l") == {"--optim.lr", "--optim.layer-decay"}
     assert offered(script, "accel-train", "train", "digits", "--optim.l") == {"--optim.lr", "--optim.layer-decay"}
     assert offered(script, "accel-train", "train", "digits", "--optim.clip-mode", "") == {"norm", "value", "agc"}
     assert offered(script, "accel-train", "train", "digits", "--bitwise", "t") == {"true"}

@@ -15,9 +15,9 @@ from accel_train.config.recipe import recipe_names
 from accel_train.errors import UserError
 
 SHELLS = ("bash", "zsh", "fish")
-OPTIONS_OF_TRAIN = {"train": ("",), "bench": ("",), "evaluate": ("data.", "model.")}
+OPTIONS_OF_TRAIN = {"train": ("",), "doctor": ("",), "bench": ("",), "evaluate": ("data.", "model.")}
 """The commands that take options of train -> the beginnings of those options' names."""
-WITH_RECIPE = ("train", "bench", "recipes")
+WITH_RECIPE = ("train", "doctor", "bench", "recipes")
 HELP = """usage: accel-train completion bash|zsh|fish
 
 Print what makes Tab complete commands, recipes, options and values. To set it up:
