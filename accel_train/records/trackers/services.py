@@ -236,7 +236,9 @@ class MLflow(Service):
     def _log(self, point: Point) -> None:
         new = {key: value for key, value in point.values.items() if point.step > self.last.get(key, NOTHING)}
         if new:
-            self.tracker.log(new, step=point.step, timestamp=int(point.time * 1000))
+            import mlflow  # not through the tracker: that of older versions of Accelerate takes no time
+
+            mlflow.log_metrics(new, step=point.step, timestamp=int(point.time * 1000))
             self.last |= dict.fromkeys(new, point.step)
 
     def finish(self, result: Mapping[str, Any], when: float) -> None:
