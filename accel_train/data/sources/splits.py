@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.config.semantics import IN_MEMORY
+from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
+from accel_train.data.sources.files.images import default_mean_std
 
 
 class Source(Protocol):
@@ -140,3 +141,11 @@ def subset(source: Source, chosen: npt.NDArray[np.bool_]) -> Source:
     """The samples of `source` for which `chosen` (bool [n]) is true, in their order."""
     ids = torch.from_numpy(np.flatnonzero(chosen))
     return Subset(source.source, source.ids[ids]) if isinstance(source, Subset) else Subset(source, ids)
+
+
+def splits_of_files(data: Data, classes: tuple[str, ...], sources: Mapping[str, Source], **more: Any) -> Splits:
+    """The splits of image files. `sources`: "train" and, if there are any, "validation" and "test"; `more`: further
+    fields of `Splits`."""
+    mean, std = default_mean_std(data.channels)
+    train, validation, test = sources["train"], sources.get("validation"), sources.get("test")
+    return Splits(classes, data.channels, None, mean, std, train, validation, test, semantics=IMAGE_FILES, **more)

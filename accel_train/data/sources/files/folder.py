@@ -11,10 +11,8 @@ from pathlib import Path, PurePath
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.files.encoded import FileImages
-from accel_train.data.sources.files.images import default_mean_std
-from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
+from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError, first_of
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -116,17 +114,10 @@ def folder(data: Data) -> Splits:
         split: FileImages(root, paths, labels, data.channels, check_command, data.max_pixels)
         for split, (paths, labels) in splits.items()
     }
-    mean, std = default_mean_std(data.channels)
-    return Splits(
+    return splits_of_files(
+        data,
         classes,
-        data.channels,
-        None,
-        mean,
-        std,
-        sources["train"],
-        sources.get("validation"),
-        sources.get("test"),
-        semantics=IMAGE_FILES,
+        sources,
         ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
         notes=tuple(notes),
     )

@@ -23,12 +23,10 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.files.csv_rows import Mistakes, csv_rows
 from accel_train.data.sources.files.encoded import FileImages
-from accel_train.data.sources.files.images import default_mean_std
 from accel_train.data.sources.files.missing import missing_files, similar_file
-from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
+from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError, first_of, nearest
 
 COLUMNS = {
@@ -98,21 +96,14 @@ def table(data: Data) -> Splits:
         if split == "train" and rows.weights:
             weights = torch.tensor(rows.weights, dtype=torch.float64)[ids]
             digest.update(weights.numpy().tobytes())
-    mean, std = default_mean_std(data.channels)
-    return Splits(
+    return splits_of_files(
+        data,
         classes,
-        data.channels,
-        None,
-        mean,
-        std,
-        sources["train"],
-        sources.get("validation"),
-        sources.get("test"),
+        sources,
         ignored=rows.ignored,
         notes=rows.notes,
         train_weights=weights,
         table=digest.hexdigest(),
-        semantics=IMAGE_FILES,
     )
 
 

@@ -21,11 +21,9 @@ import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, file_state
 from accel_train.data.sources.files.folder import arrange, ignored_text, is_image
-from accel_train.data.sources.files.images import default_mean_std
-from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
+from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError
 from accel_train.untrusted import require_regular_file
 
@@ -280,6 +278,4 @@ def _splits(
         split: TarImages(root or data.root, members, labels, data.channels, check_command, data.max_pixels)
         for split, (members, labels) in samples.items()
     }
-    mean, std = default_mean_std(data.channels)
-    validation, test = sources.get("validation"), sources.get("test")
-    return Splits(classes, data.channels, None, mean, std, sources["train"], validation, test, semantics=IMAGE_FILES)
+    return splits_of_files(data, classes, sources)
