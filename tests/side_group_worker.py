@@ -11,6 +11,8 @@ from accel_train.launch.environment import prepare_environment
 
 launch = prepare_environment()
 
+import torch  # noqa: E402
+
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
 from accel_train.run.stopping import StopRequests  # noqa: E402
 
@@ -21,6 +23,7 @@ if launch.rank == int(sys.argv[1]):
 try:
     with StopRequests() as stopping:
         stopping.begin(None, 0, float(sys.argv[3]))
+    torch.distributed.barrier()  # rank 0 serves the store in which the other one may still be reading
     print("connected")
 except UserError as error:
     print(f"rank {launch.rank}: {error}")
