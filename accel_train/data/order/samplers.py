@@ -14,6 +14,13 @@ from accel_train.data.order.drawing import Draws
 from accel_train.data.order.plan import Plan
 from accel_train.keyed import hashed, key, permuted
 
+BLOCK = 1 << 15  # positions of one call: large enough to hide the overhead, small enough for memory
+
+
+def block_size(batch_size: int) -> int:
+    """The samples of a block: whole batches."""
+    return max(1, BLOCK // batch_size) * batch_size
+
 
 @dataclass(frozen=True)
 class IndexBatch:
@@ -58,8 +65,6 @@ class TrainingSampler(Sampler[IndexBatch]):
     Accelerate gives each process its slice of each batch. `seek` sets the position. A loader's own epoch number is not
     used: Accelerate does not pass it on for every number of processes, and it says nothing of samples already done.
     """
-
-    BLOCK = 1 << 15  # positions permuted in one call: large enough to hide the overhead, small enough for memory
 
     def __init__(self, plan: Plan, seed: int, unreadable: Tensor | None = None, draws: Draws | None = None) -> None:
         """`unreadable`: bool [plan.samples], the samples to skip. All others keep their places. `draws`: which samples
@@ -107,7 +112,7 @@ class TrainingSampler(Sampler[IndexBatch]):
         """Yields many whole global micro-batches at once, one after the other."""
         plan, epoch = self.plan, self.epoch
         first, last = self.position, self.position + plan.updates_from(self.position) * plan.batch_size
-        step = max(1, self.BLOCK // self.batch_size) * self.batch_size
+        step = block_size(self.batch_size)
         for start in range(first, last, step):
             positions = torch.arange(start, min(start + step, last))
             weights = (positions < plan.samples).to(torch.float32)
@@ -136,9 +141,11 @@ class EvaluationSampler(Sampler[IndexBatch]):
         return -(-self.samples // self.batch_size)
 
     def blocks(self) -> Iterator[IndexBatch]:
-        """Yields all batches as one block."""
-        positions = torch.arange(len(self) * self.batch_size)
-        yield IndexBatch(0, positions % self.samples, (positions < self.samples).to(torch.float32))
+        """Yields many whole batches at once, one after the other."""
+        last, step = len(self) * self.batch_size, block_size(self.batch_size)
+        for start in range(0, last, step):
+            positions = torch.arange(start, min(start + step, last))
+            yield IndexBatch(0, positions % self.samples, (positions < self.samples).to(torch.float32))
 
     def __iter__(self) -> Iterator[IndexBatch]:
         for block in self.blocks():
