@@ -1,65 +1,41 @@
 """Check the processes of a launcher before a long run: `accelerate launch … -m accel_train.preflight [DIRECTORY]`.
 
-Can they connect, do they have the same versions, do they share DIRECTORY, and how fast do they add up their gradients?
+The quick part of `accel-train doctor`, with the recipe digits: can the processes connect, do they run the same program,
+do they share DIRECTORY, how fast do they add up their gradients? The exit code is 2 if a check fails.
 """
 
 from __future__ import annotations
 
-import platform
 import sys
-import time
-from pathlib import Path
 
+from accel_train.config.options import parse
 from accel_train.errors import UserError
 from accel_train.launch.environment import prepare_environment
 
-MEBIBYTES, REPEATS = 100, 5  # about the size of the gradients of a ResNet-50 in float32
+SECONDS = 60.0
 
 
 def main(arguments: list[str]) -> int:
-    """Print a line for each process and the speed of all; return the exit code, which is 2 if a check fails."""
+    """Print what the checks find; return the exit code, which is 2 if one fails."""
     try:
         launch = prepare_environment()  # before torch is imported, because torch reads some of these variables
-        from accel_train.launch.accelerator import create_accelerator
+        batch = launch.world_size * max(1, 64 // launch.world_size)
+        words = ["digits", "--batch-size", str(batch), "--rendezvous-timeout-seconds", "120"]
+        config = parse([*words, *(["--output-dir", arguments[0]] if arguments else [])])
+        from accel_train.doctor.doctor import doctor
 
-        accelerator = create_accelerator(launch, rendezvous_seconds=120, collective_seconds=120)
-        import accelerate
-        import torch
-        from accelerate.utils import gather_object
-
-        from accel_train.launch.process import hostname
-        from accel_train.launch.rendezvous import check_agreement, check_shared_directory
-
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        versions |= {"accelerate": accelerate.__version__, "cuda": str(torch.version.cuda)}
-        check_agreement(accelerator, **versions)
-        for directory in arguments:
-            check_shared_directory(accelerator, Path(directory))
-        device = accelerator.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        line = f"{hostname()}  {device} ({name})  {torch.get_num_threads()} threads"
-        lines = gather_object([line])
-        gradients = torch.ones(MEBIBYTES * 2**18, device=device)
-        seconds = []
-        for _ in range(1 + REPEATS):  # the first sum includes the time to connect
-            accelerator.wait_for_everyone()
-            start = time.perf_counter()
-            total = accelerator.reduce(gradients, "sum")[-1].item()
-            seconds.append(time.perf_counter() - start)
-        if total != launch.world_size:
-            raise UserError(f"The sum over {launch.world_size} processes is {total}: the network or a GPU is broken.")
-        if accelerator.is_main_process:
-            best = min(seconds[1:])
-            print(*(f"rank {rank}: {line}" for rank, line in enumerate(lines)), sep="\n")
-            print(", ".join(f"{key} {version}" for key, version in versions.items()))
-            print(f"{launch.world_size} processes ({launch.launcher}); adding up {MEBIBYTES} MiB takes {best:.4f} s")
-            print("preflight passed", flush=True)
-        accelerator.end_training()
-        return 0
+        code = doctor(config, launch, seconds=SECONDS, quick=True)
     except UserError as error:
         print(f"preflight failed: {error}", file=sys.stderr)
         return 2
+    if launch.rank == 0:
+        print("preflight failed" if code else "preflight passed", flush=True)
+    return 2 if code else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    from accel_train.launch.accelerator import end_world
+
+    end_world()
+    sys.exit(code)

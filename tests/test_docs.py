@@ -52,7 +52,7 @@ OTHER_PROGRAMS = {
 }
 SBATCH = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--mem", "--signal"}
 # Options of programs that have no parser here (Slurm, mpirun, apptainer), and the word for any option.
-FOREIGN = SBATCH | {"--time", "--bind-to", "--nv", "--pty", "--key"}
+FOREIGN = SBATCH | {"--time", "--requeue", "--cpu-bind", "--bind-to", "--nv", "--pty", "--key"}
 
 
 def text_of(page: str) -> str:
@@ -113,8 +113,9 @@ def check(words: list[str]) -> None:
         script = next(at for at, word in enumerate(rest) if not word.startswith("-"))
         assert {option.partition("=")[0] for option in rest[:script]} <= SBATCH, words
         assert (ROOT / rest[script]).is_file(), words
-        if rest[script] != "slurm/preflight.sbatch":
-            check_accel_train(["train", *rest[script + 1 :]])
+        command = "doctor" if rest[script] == "slurm/preflight.sbatch" else "train"
+        if rest[script + 1 :] or command == "train":
+            check_accel_train([command, *rest[script + 1 :]])
     elif program == "qsub":
         assert (ROOT / rest[-1]).is_file(), words
     elif program == "make":
@@ -474,6 +475,7 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
         "runs",
         "check-data",
         "cache-data",
+        "doctor",
     }
     assert [words for words, code in codes if code != 0] == []
     for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable.txt"):

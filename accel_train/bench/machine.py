@@ -34,6 +34,17 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for products in bfloat16: they are faster there, not only smaller."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return False
+    with contextlib.suppress(OSError):
+        return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(Path("/proc/cpuinfo").read_text().split()))  # bf16: Arm
+    return False
+
+
 def device_name(device: torch.device) -> str:
     """Return the name of the device ("NVIDIA A100-SXM4-80GB"), or its type ("cpu") if torch knows no name."""
     module = torch.get_device_module(device)

@@ -22,6 +22,7 @@ from accel_train.config.schema import Config
 from accel_train.data.sources.load import Splits
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
+from accel_train.optim.micro_batch import as_in_training
 from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
@@ -70,6 +71,18 @@ class Workload:
                 clock.start()
             self.setup.training.transform(batch)
         return clock.stop()
+
+    def backward_alone(self) -> None:
+        """Forward and backward of one micro-batch, with the memory of an update but without a sum over the processes.
+
+        Raises the device's error if it has too little memory.
+        """
+        model = self.setup.bare_model
+        with as_in_training(model, self.setup.optimizer, self.setup.device):
+            inputs, targets = self.examples[0]
+            losses: Tensor = self.setup.criterion(model(inputs), targets)
+            with models.preserve_buffers(self.setup.recomputed_buffers):
+                self.accelerator.backward(losses.mean())
 
     def bare_seconds(self, updates: int, warm_up: int) -> float:
         """Measure `updates` updates of the bare loop: forward, backward and step on tensors on the device."""

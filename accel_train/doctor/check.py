@@ -15,8 +15,11 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from accel_train.bench.workload import Workload
 from accel_train.config.schema import Config
+from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError, one_line
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import hostname
 
@@ -54,7 +57,11 @@ class Examination:
     hosts: list[str] = field(default_factory=list)
     """The host of each rank."""
     measured: dict[str, float] = field(default_factory=dict)
-    """What later checks use, on every rank: "update_seconds", "save_seconds", "checkpoint_bytes" and so on."""
+    """What later checks use, equal on all ranks: "update_seconds", "save_seconds", "checkpoint_bytes" and so on."""
+    splits: Splits | None = None
+    """The data, if it could be loaded."""
+    workload: Workload | None = None
+    """Model, optimizer and input, if an update fits."""
 
     def __post_init__(self) -> None:
         self.hosts = self.gather(hostname())
@@ -67,6 +74,14 @@ class Examination:
     def gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank, on every rank. Collective."""
         return list(gather_object([value]))
+
+    def slowest(self, seconds: float) -> float:
+        """The longest time of all ranks. Collective."""
+        return float(max(self.gather(seconds)))
+
+    def agreed(self, number: int) -> int:
+        """The main process's number: how often all ranks do something together. Collective."""
+        return broadcast_from_main(self.accelerator, lambda: number)
 
     def names(self, ranks: Sequence[int]) -> str:
         """Return "rank 3 (node7), rank 4 (node8)" for a message; "every rank" if it is all of several."""
@@ -85,7 +100,7 @@ class Check:
     quick: bool = False
     """Whether --quick does it."""
     seconds: float = 1.0
-    """How long it takes at most on a usual machine: it is left out if less time is left."""
+    """How long it takes at most on a usual machine: it is left out if less time is left. With --quick: at most 1 s."""
 
 
 def worst_of(exam: Examination, look: Callable[[], Finding]) -> Finding:

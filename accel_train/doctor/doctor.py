@@ -8,9 +8,12 @@ from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
+from accel_train.bench.machine import device_name
 from accel_train.config.schema import Config
-from accel_train.doctor import world
+from accel_train.doctor import data, devices, forecast, network, recipe, scheduler, storage, world
 from accel_train.doctor.check import FAIL, NOT_CHECKED, STATUSES, WARN, Check, Examination, Finding
+from accel_train.doctor.rehearsal import signals
+from accel_train.doctor.rehearsal.drill import DRILL
 from accel_train.errors import UserError, nearest, one_line, writing
 from accel_train.files import atomic_write
 from accel_train.launch.consensus import broadcast_from_main
@@ -18,7 +21,19 @@ from accel_train.launch.environment import Launch
 from accel_train.records.table import print_table
 from accel_train.training_setup import connect
 
-CHECKS: tuple[Check, ...] = (*world.CHECKS,)  # cheap ones first: they explain why a later one fails
+CHECKS: tuple[Check, ...] = (  # cheap ones first: they explain why a later one fails
+    *world.CHECKS,
+    *scheduler.RECEIVED,
+    *devices.CHECKS,
+    *network.CHECKS,
+    *data.CHECKS,
+    *recipe.CHECKS,
+    *storage.CHECKS,
+    *forecast.CHECKS,
+    *scheduler.LIMITS,  # need what was measured
+    *signals.CHECKS,  # takes long
+)
+MOST_LISTED = 64  # ranks
 
 
 def doctor(
@@ -28,19 +43,26 @@ def doctor(
     seconds: float = 60.0,
     quick: bool = False,
     skip: Collection[str] = (),
+    with_drill: bool = False,
     json_file: Path | None = None,
 ) -> int:
     """Examine the machines, the launcher and the recipe; print a table. Collective: every process calls it.
 
-    `seconds`: checks that have no time left are n/a. `skip`: names of checks to leave out. `json_file`: also written.
+    `seconds`: checks that have no time left are n/a. `skip`: names of checks to leave out. `with_drill`: also kill and
+    continue a training, however long that takes. `json_file`: also written.
     Returns the exit code: 0, or 1 if a check fails. Raises UserError if the examination cannot begin.
     """
     began = time.monotonic()
     check_names(skip)
+    network.listen_to_nccl()
     accelerator = connect(config, launch)
     exam = Examination(config, launch, accelerator, _existing_folder(config), quick, began + seconds)
+    if launch.world_size <= MOST_LISTED:
+        ranks = exam.gather(f"{accelerator.device} ({device_name(accelerator.device)})")
+        if accelerator.is_main_process:
+            print(*(f"rank {rank}: {exam.hosts[rank]}  {device}" for rank, device in enumerate(ranks)), sep="\n")
     found: dict[str, Finding] = {}
-    for check in CHECKS:
+    for check in (*CHECKS, *([DRILL] if with_drill else [])):
         if check.name in skip or (quick and not check.quick):
             continue
         found[check.name] = _look(exam, check)
@@ -62,8 +84,9 @@ def check_names(skip: Collection[str]) -> None:
 
 def _look(exam: Examination, check: Check) -> Finding:
     """Call a check on all ranks, if there is time for it."""
-    if not broadcast_from_main(exam.accelerator, lambda: exam.seconds_left >= check.seconds):
-        return Finding(NOT_CHECKED, "not enough time", f"about {check.seconds:.0f} s", "Give more: --seconds 300")
+    needed = 0.0 if check is DRILL else min(check.seconds, 1.0) if exam.quick else check.seconds
+    if not broadcast_from_main(exam.accelerator, lambda: needed == 0 or exam.seconds_left >= needed):
+        return Finding(NOT_CHECKED, "not enough time", f"about {needed:.0f} s", "Give more: --seconds 300")
     try:
         return check.look(exam)
     except RuntimeError as error:  # a collective that failed has failed on every rank

@@ -1,0 +1,209 @@
+"""The network: how fast do the processes add up their gradients, and is the sum right?"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import distributed
+
+from accel_train.bench.machine import device_name
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
+
+BUCKET, LARGE, REPEATS = 25 * 2**20, 2**30, 5  # bytes: DDP's bucket, and the size that nccl-tests judges by
+# https://github.com/stas00/ml-engineering, network/benchmarks; H200 has the links of H100
+NVLINK = {"H100": 460e9, "H200": 460e9, "A100": 228e9}
+SLOW_PAIR, MOST_IN_PAIRS = 0.5, 32
+INFINIBAND = Path("/sys/class/infiniband")
+NCCL_LOG = "accel-train-doctor-nccl"
+SLOW_BUS = 0.5e9  # bytes a second: half of a 10-Gigabit network
+
+
+def all_reduce(exam: Examination) -> Finding:
+    """The sum of DDP's bucket over all ranks; without --quick also of 1 GiB, if there is memory for it."""
+    ranks, device = exam.launch.world_size, exam.accelerator.device
+    if ranks == 1:
+        return Finding(NOT_CHECKED, "a single process")
+    sizes = [BUCKET]
+    free = min(exam.gather(psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info()[0]))
+    needed = 4 * LARGE * (exam.hosts.count(exam.hosts[0]) if device.type == "cpu" else 1)
+    if not exam.quick and free > needed and exam.agreed(int(exam.seconds_left > 40)):
+        sizes.append(LARGE)
+    found, wrong, bus = [], False, 0.0
+    for size in sizes:
+        seconds, right = _all_reduce_seconds(exam, size, None)
+        wrong |= not right
+        bus = bus_bandwidth(size, seconds, ranks)
+        found.append(f"{size / 2**20:.0f} MiB in {seconds * 1000:.3g} ms")
+    if bad := [rank for rank, each in enumerate(exam.gather(wrong)) if each]:
+        return Finding(FAIL, f"{exam.names(bad)} gets a wrong sum", "the right sum", "A device is broken: drain it.")
+    measured = f"{', '.join(found)}: {bus / 1e9:.2g} GB/s of bus bandwidth, the slowest of {REPEATS}"
+    members = [[rank for rank, other in enumerate(exam.hosts) if other == host] for host in dict.fromkeys(exam.hosts)]
+    if len(members) > 1 and len({len(each) for each in members}) == 1 < len(members[0]):
+        group, _ = distributed.new_subgroups_by_enumeration(members)
+        within = bus_bandwidth(sizes[-1], _all_reduce_seconds(exam, sizes[-1], group)[0], len(members[0]))
+        measured += f"; {within / 1e9:.2g} GB/s within a host"
+    if len(members) == 1:
+        name = device_name(device) if device.type == "cuda" and sizes[-1] == LARGE else ""
+        return judged_bus(measured, bus, name)
+    if bus < SLOW_BUS:
+        advice = "Compare NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME with the names of the fast interfaces (ip link)."
+        return Finding(WARN, measured, f"{SLOW_BUS / 1e9} GB/s between nodes", advice)
+    return Finding(PASS, measured, f"{SLOW_BUS / 1e9} GB/s between nodes")
+
+
+def _all_reduce_seconds(exam: Examination, size: int, group: Any) -> tuple[float, bool]:
+    """The longest time of all ranks and repeats for `size` bytes, and whether this rank's sums are right."""
+    world, seconds, right = distributed.get_world_size(group), 0.0, True
+    for repeat in range(REPEATS + 1):  # the first one connects
+        values = torch.ones(size // 4, device=exam.accelerator.device)
+        exam.accelerator.wait_for_everyone()
+        began = time.perf_counter()
+        distributed.all_reduce(values, group=group)
+        right &= values[-1].item() == world
+        seconds = max(seconds, time.perf_counter() - began) if repeat else 0.0
+    return exam.slowest(seconds), right
+
+
+def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
+    """Bytes a second through the slowest link of an all-reduce (nccl-tests, PERFORMANCE.md)."""
+    return size / seconds * 2 * (ranks - 1) / ranks
+
+
+def judged_bus(measured: str, bus: float, device_name: str) -> Finding:
+    """Judge the bus bandwidth within a host by what its GPUs reach where they are connected by NVLink."""
+    full = next((each for name, each in NVLINK.items() if name in device_name and "PCIe" not in device_name), None)
+    if full is None or bus >= 0.8 * full:
+        return Finding(PASS, measured, "the right sum" if full is None else f"{full / 1e9:.0f} GB/s")
+    advice = "Look at nvidia-smi topo -m and nvlink --status: a link may be down, or the GPUs have none."
+    return Finding(FAIL if bus < 0.5 * full else WARN, measured, f"{full / 1e9:.0f} GB/s through NVLink", advice)
+
+
+def interface(exam: Examination) -> Finding:
+    """The address at which each process listens for the others (gloo)."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        address = f"unknown ({error})"
+    everyone = exam.gather((name, address))
+    expected = "an address that the other hosts can reach"
+    if len(set(exam.hosts)) == 1:
+        return Finding(NOT_CHECKED, "one host", expected)
+    if bad := [rank for rank, (given, found) in enumerate(everyone) if not given and not _reachable(found)]:
+        measured = f"{exam.names(bad)} listens at {everyone[bad[0]][1]}"
+        return Finding(WARN, measured, expected, "export GLOO_SOCKET_IFNAME=the interface that all nodes share")
+    return Finding(PASS, ", ".join(sorted({given or found for given, found in everyone})[:4]), expected)
+
+
+def _reachable(address: str) -> bool:
+    return not address.startswith(("127.", "unknown"))
+
+
+def slowest_pair(exam: Examination) -> Finding:
+    """25 MiB from one host to another, between all pairs of hosts; of ranks, if there is one host."""
+    ranks = [exam.hosts.index(host) for host in dict.fromkeys(exam.hosts)]
+    if len(ranks) == 1:
+        ranks = list(range(len(exam.hosts)))
+    expected = f"at least {SLOW_PAIR:.0%} of the median pair's speed"
+    if not 3 <= len(ranks) <= MOST_IN_PAIRS:
+        return Finding(NOT_CHECKED, f"{len(ranks)} hosts or ranks: looked at from 3 to {MOST_IN_PAIRS}", expected)
+    values = torch.zeros(BUCKET // 4, device=exam.accelerator.device)
+    mine: dict[tuple[int, int], float] = {}
+    for turn, (first, second) in enumerate(pair for _ in range(2) for pair in _pairs(ranks)):
+        if exam.launch.rank not in (first, second):
+            continue
+        began = time.perf_counter()
+        if exam.launch.rank == first:
+            distributed.send(values, second)
+            distributed.recv(values, second)
+        else:
+            distributed.recv(values, first)
+            distributed.send(values, first)
+        values[-1].item()
+        if turn >= len(ranks) * (len(ranks) - 1) // 2:  # the first turn connects
+            mine[first, second] = time.perf_counter() - began
+    seconds: dict[tuple[int, int], float] = {}
+    for each in exam.gather(mine):
+        for pair, took in each.items():
+            seconds[pair] = max(took, seconds.get(pair, 0.0))
+    slowest = max(seconds, key=lambda pair: seconds[pair])
+    speed, median = 2 * BUCKET / seconds[slowest], 2 * BUCKET / statistics.median(seconds.values())
+    measured = f"{exam.names(slowest)}: {speed / 1e9:.2g} GB/s, median {median / 1e9:.2g} GB/s"
+    if len(set(exam.hosts)) > 1 and speed < SLOW_PAIR * median:
+        return Finding(WARN, measured, expected, f"Look at both cables; or --exclude={exam.hosts[slowest[1]]}")
+    return Finding(PASS, measured, expected)
+
+
+def _pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """All pairs, in rounds in which each rank is in one pair at most: the circle method of tournaments."""
+    circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    pairs = []
+    for _ in range(len(circle) - 1):
+        for one, other in zip(circle, reversed(circle[len(circle) // 2 :]), strict=False):
+            if one is not None and other is not None:
+                pairs.append((min(one, other), max(one, other)))
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return pairs
+
+
+def listen_to_nccl() -> None:
+    """Let NCCL write what it chooses to a file of this process; not if the user has asked NCCL for messages.
+
+    Call it before the processes connect: NCCL reads the variables once.
+    """
+    if torch.cuda.is_available() and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
+        os.environ["NCCL_DEBUG"] = "INFO"
+        os.environ["NCCL_DEBUG_FILE"] = f"{tempfile.gettempdir()}/{NCCL_LOG}-{os.getpid()}"
+
+
+def transport(exam: Examination) -> Finding:
+    """Through what NCCL connects the GPUs."""
+    file = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
+    if not file.name.startswith(NCCL_LOG):
+        return Finding(NOT_CHECKED, "no NCCL, or you have set NCCL_DEBUG yourself")
+
+    def look() -> Finding:
+        text = file.read_text(errors="replace") if file.exists() else ""
+        file.unlink(missing_ok=True)
+        return transport_of(text, has_infiniband())
+
+    return worst_of(exam, look)
+
+
+def transport_of(log: str, infiniband: bool) -> Finding:
+    """Judge what NCCL has written with NCCL_DEBUG=INFO."""
+    ways = sorted(set(re.findall(r"via ((?:P2P|SHM|NET)/\S+)", log)))
+    network = "".join(re.findall(r"Using network (\S+)", log)[-1:])
+    expected = "InfiniBand, if the nodes have it"
+    if not ways and not network:
+        return Finding(NOT_CHECKED, "NCCL has connected nothing", expected)
+    measured = ", ".join([*([f"network {network}"] if network else []), *ways][:4])
+    if infiniband and (network == "Socket" or any(way.startswith("NET/Socket") for way in ways)):
+        advice = (
+            "NCCL does not find its InfiniBand: look at NCCL_IB_DISABLE, NCCL_IB_HCA, and libibverbs in a container"
+        )
+        return Finding(FAIL, measured, expected, f"{advice}.")
+    return Finding(PASS, measured, expected)
+
+
+def has_infiniband() -> bool:
+    """Whether this host has an adapter of InfiniBand."""
+    return INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
+
+
+CHECKS = (
+    Check("interface", interface, quick=True),
+    Check("all-reduce", all_reduce, quick=True, seconds=4),
+    Check("slowest-pair", slowest_pair, seconds=4),
+    Check("transport", transport, quick=True),
+)

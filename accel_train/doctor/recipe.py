@@ -1,0 +1,121 @@
+"""The recipe on this machine: does an update fit, how fast is it, and does it wait for its data?"""
+
+from __future__ import annotations
+
+import math
+
+import psutil
+import torch
+
+from accel_train.bench.machine import device_peak_bytes, reset_peaks
+from accel_train.bench.workload import Clock, Workload
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding
+from accel_train.errors import UserError
+from accel_train.evaluate import evaluation_batch_size
+from accel_train.optim.micro_batch import LESS_MEMORY, is_out_of_memory, training_advice
+
+ENOUGH_UPDATES, SECONDS = 3, 3.0  # of a measurement: so many updates, and as many as take so long
+
+
+def update(exam: Examination) -> Finding:
+    """One update fits into memory; the time that an update takes."""
+    if exam.splits is None:
+        return Finding(NOT_CHECKED, "the data could not be loaded")
+    device, expected = exam.accelerator.device, "a forward, a backward pass and a step fit into memory"
+    reset_peaks(device)
+    try:
+        workload = Workload(exam.config, exam.launch, exam.splits)
+        # Asked before the first update: its sums would wait for a rank that has no memory.
+        if full := [rank for rank, fits in enumerate(exam.gather(_fits(workload))) if not fits]:
+            return Finding(FAIL, f"{exam.names(full)}: out of memory", expected, training_advice(workload.plan))
+        exam.workload = workload
+        first = workload.bare_seconds(1, warm_up=2)
+        enough = max(ENOUGH_UPDATES, math.ceil((0.5 if exam.quick else SECONDS) / max(first, 1e-6)))
+        count = exam.agreed(min(enough, workload.plan.updates_per_epoch))
+        seconds = workload.bare_seconds(count, warm_up=0)
+    except torch.OutOfMemoryError:
+        exam.workload = None
+        return Finding(FAIL, "out of memory", expected, f"Make it smaller: {LESS_MEMORY}")
+    except UserError as error:
+        return Finding(FAIL, str(error), expected, "Mend the recipe; see accel-train train --help.")
+    exam.measured["update_seconds"] = exam.slowest(seconds / count)
+    setup = workload.setup
+    tensors = [*setup.model.state_dict().values(), *([] if setup.ema is None else setup.ema.state_dict().values())]
+    tensors += [v for state in setup.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    exam.measured["checkpoint_bytes"] = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    took, plan = exam.measured["update_seconds"], workload.plan
+    found = f"{took * 1000:.3g} ms an update, {exam.config.batch_size / took:,.0f} images/s"
+    found += f"; {plan.processes} x {plan.accumulation} x {plan.micro_batch} images; {_left(exam, device)}"
+    return Finding(PASS, found, expected)
+
+
+def _fits(workload: Workload) -> bool:
+    try:
+        workload.backward_alone()
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+
+
+def _left(exam: Examination, device: torch.device) -> str:
+    peak = device_peak_bytes(device)
+    if peak is None or device.type == "cpu":
+        return f"{psutil.virtual_memory().available / 2**30:.1f} GiB of the host's memory are free"
+    total = torch.get_device_module(device).get_device_properties(device).total_memory
+    return f"{max(exam.gather(peak)) / 2**30:.1f} of {total / 2**30:.1f} GiB of the device"
+
+
+def evaluation(exam: Examination) -> Finding:
+    """One batch of evaluation fits into memory; the time that it takes."""
+    workload = exam.workload
+    if workload is None:
+        return Finding(NOT_CHECKED, "there is no update")
+    setup, expected = workload.setup, "a batch of evaluation fits into memory"
+    pipeline = next(iter(setup.evaluations.values()), None)
+    if pipeline is None:
+        return Finding(NOT_CHECKED, "the data has neither a validation nor a test split")
+    clock = Clock(setup.device, exam.accelerator.wait_for_everyone)
+    try:
+        setup.model.eval()
+        with torch.inference_mode(), exam.accelerator.autocast():
+            clock.start()
+            inputs, _ = pipeline.transform(next(iter(pipeline.batches)))
+            setup.model(inputs)
+            seconds = clock.stop()
+    except torch.OutOfMemoryError:
+        size = evaluation_batch_size(exam.config, workload.plan.micro_batch)
+        return Finding(FAIL, f"out of memory with {size} images", expected, f"--eval-batch-size {max(1, size // 4)}")
+    batches = pipeline.samples / (len(inputs) * len(exam.hosts))
+    exam.measured["evaluation_seconds"] = exam.slowest(seconds) * batches
+    found = f"{len(inputs)} images of each rank in {seconds:.2g} s, the start of loading included"
+    return Finding(PASS, found, expected)
+
+
+def input_speed(exam: Examination) -> Finding:
+    """The input alone is faster than the model."""
+    workload = exam.workload
+    if workload is None:
+        return Finding(NOT_CHECKED, "there is no update")
+    most = min(workload.plan.updates_per_epoch, math.ceil(2.0 / exam.measured["update_seconds"]))
+    count = exam.agreed(max(1, most))
+    images = exam.config.batch_size * count
+    alone = images / exam.slowest(workload.input_seconds(count, warm_up=1))
+    model = exam.config.batch_size / exam.measured["update_seconds"]
+    exam.measured["input_images_per_second"] = alone
+    found = f"input {alone:,.0f} images/s, model {model:,.0f}"
+    expected = "the input is faster than the model, so that the device never waits"
+    if alone >= model:
+        return Finding(PASS, found, expected)
+    advice = "Give each process more cores (--cpus-per-task)."
+    if exam.splits is not None and not exam.splits.train.in_memory:
+        advice += " Or decode less: accel-train cache-data, --data.reduced-decode true."
+    return Finding(WARN, found, expected, advice)
+
+
+CHECKS = (
+    Check("update", update, seconds=15),
+    Check("evaluation", evaluation, seconds=5),
+    Check("input", input_speed, seconds=8),
+)

@@ -1,0 +1,172 @@
+"""The disks: is there room, and how long does a save take?"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
+from accel_train.doctor.network import has_infiniband
+from accel_train.errors import UserError
+from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.rendezvous import check_shared_directory
+
+# https://github.com/stas00/ml-engineering, storage: a disk that is more than 80 % full is slow, and soon full.
+UNSEEN_SECONDS = 5.0  # a network file system may show a new file late
+FULL, SHM_BYTES, IMPORT_SECONDS, FILES = 0.8, 2**30, 10.0, 1024
+MOST_WRITTEN = 2**30  # bytes of a trial save; a larger one is extrapolated
+ASKED, ASKED_SECONDS = 16 * 2**20, 0.02  # bytes that a disk which can reserve room reserves in no time
+INODES = 1000  # files of a run with its checkpoints, generously
+
+
+def shared_folder(exam: Examination) -> Finding:
+    """All nodes see the folder of the run."""
+    expected = "what rank 0 writes is seen on all nodes"
+    if exam.launch.world_size == 1:
+        return Finding(NOT_CHECKED, "a single process", expected)
+    try:
+        check_shared_directory(exam.accelerator, exam.folder, UNSEEN_SECONDS)
+    except UserError as error:
+        return Finding(FAIL, str(error), expected, "Choose an --output-dir on a file system that all nodes share.")
+    return Finding(PASS, f"{exam.folder}", expected)
+
+
+def room(exam: Examination) -> Finding:
+    """The disk has room for the checkpoints."""
+    return broadcast_from_main(exam.accelerator, lambda: _room(exam))
+
+
+def _room(exam: Examination) -> Finding:
+    usage, keep = shutil.disk_usage(exam.folder), exam.config.checkpoint.keep + 2
+    used, size = 1 - usage.free / usage.total, exam.measured.get("checkpoint_bytes")
+    found = f"{usage.free / 2**30:.1f} GiB free in {exam.folder}, {used:.0%} full"
+    inodes = os.statvfs(exam.folder)
+    if inodes.f_files and inodes.f_favail < INODES:
+        return Finding(FAIL, f"{inodes.f_favail} inodes free", f"{INODES}", "Delete files, or choose another disk.")
+    expected = "" if size is None else f"{keep} checkpoints of {size / 2**20:,.1f} MiB"
+    if size is not None and usage.free < size * keep:
+        return Finding(FAIL, found, expected, "Free room, choose another --output-dir, or a smaller --checkpoint.keep.")
+    if size is not None and (reason := _refused(exam.folder, int(size * keep))):
+        return Finding(FAIL, f"{found}, but: {reason}", expected, "Look at your quota (quota -s, lfs quota).")
+    if used > FULL:
+        return Finding(WARN, found, expected or "less than 80 % full", "Free room: others will write there, too.")
+    return Finding(PASS if size is not None else NOT_CHECKED, found, expected)
+
+
+def _refused(folder: Path, size: int) -> str:
+    """Why the disk does not give `size` bytes to this user, who may have a quota; "" if it does, or cannot be asked."""
+    if not hasattr(os, "posix_fallocate"):
+        return ""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            began = time.perf_counter()
+            os.posix_fallocate(file.fileno(), 0, min(size, ASKED))
+            if time.perf_counter() - began < ASKED_SECONDS:  # otherwise glibc writes to each block, which takes long
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            return str(error.strerror) if error.errno in (errno.EDQUOT, errno.ENOSPC, errno.EFBIG) else ""
+    return ""
+
+
+def save(exam: Examination) -> Finding:
+    """A save of this recipe's size, down to the disk, and its rename."""
+    finding, seconds = broadcast_from_main(exam.accelerator, lambda: _save(exam))
+    if seconds is not None and "checkpoint_bytes" in exam.measured:  # otherwise it was not a save of this recipe's size
+        exam.measured["save_seconds"] = seconds
+    return finding
+
+
+def _save(exam: Examination) -> tuple[Finding, float | None]:
+    size = int(exam.measured.get("checkpoint_bytes", 2**20))
+    expected = "it can be written, synchronised and renamed"
+    written = min(size, MOST_WRITTEN)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=exam.folder) as place:
+            began, block = time.perf_counter(), os.urandom(2**20)
+            with Path(place, "new").open("wb") as file:
+                for start in range(0, written, len(block)):
+                    file.write(block[: written - start])
+                file.flush()
+                os.fsync(file.fileno())
+            Path(place, "new").rename(Path(place, "checkpoint"))
+            seconds = (time.perf_counter() - began) * size / max(1, written)
+    except OSError as error:
+        advice = "Choose another --output-dir."
+        return Finding(FAIL, f"{exam.folder} cannot be written ({error.strerror})", expected, advice), None
+    return Finding(PASS, f"{size / 2**20:.1f} MiB in {seconds:.2g} s", expected), seconds
+
+
+def shared_memory(exam: Examination) -> Finding:
+    """/dev/shm, through which data workers pass their batches."""
+
+    def look() -> Finding:
+        if not Path("/dev/shm").is_dir():
+            return Finding(NOT_CHECKED, "there is no /dev/shm")
+        free = shutil.disk_usage("/dev/shm").free
+        found, expected = f"{free / 2**30:.1f} GiB free", "1 GiB: data workers pass their batches through it"
+        if free < SHM_BYTES:
+            return Finding(WARN, found, expected, "In a container: --shm-size=8g, or --ipc=host.")
+        return Finding(PASS, found, expected)
+
+    return worst_of(exam, look)
+
+
+def open_files(exam: Examination) -> Finding:
+    """How many files a process may open."""
+
+    def look() -> Finding:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and limit < FILES:
+            return Finding(WARN, f"{limit}", f"{FILES}", "ulimit -n 4096 in the job script")
+        return Finding(PASS, f"{limit}", f"{FILES}")
+
+    return worst_of(exam, look)
+
+
+def locked_memory(exam: Examination) -> Finding:
+    """How much memory a process may lock: InfiniBand needs it."""
+
+    def look() -> Finding:
+        if not has_infiniband():
+            return Finding(NOT_CHECKED, "there is no InfiniBand")
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        if limit != resource.RLIM_INFINITY:
+            advice = "Ask the administrators for LimitMEMLOCK=infinity of Slurm's daemon."
+            return Finding(WARN, f"{limit / 2**10:,.0f} KiB", "unlimited", advice)
+        return Finding(PASS, "unlimited", "unlimited")
+
+    return worst_of(exam, look)
+
+
+def import_time(exam: Examination) -> Finding:
+    """How long a new process takes to import torch: each start and each data worker waits for it."""
+
+    def look() -> Finding:
+        began = time.perf_counter()
+        if exam.launch.local_rank == 0:  # one of each node
+            subprocess.run([sys.executable, "-c", "import torch"], check=False, capture_output=True, timeout=120)
+        seconds = time.perf_counter() - began
+        found, expected = f"{seconds:.1f} s", f"less than {IMPORT_SECONDS:.0f} s"
+        if seconds > IMPORT_SECONDS:
+            return Finding(WARN, found, expected, "Keep the environment on a local disk, or in a container image.")
+        return Finding(PASS, found, expected)
+
+    return worst_of(exam, look)
+
+
+CHECKS = (
+    Check("room", room, quick=True),
+    Check("save", save, quick=True, seconds=3),
+    Check("shared-memory", shared_memory, quick=True),
+    Check("open-files", open_files, quick=True),
+    Check("locked-memory", locked_memory, quick=True),
+    Check("import", import_time, seconds=8),
+    Check("shared-folder", shared_folder, quick=True, seconds=5),
+)

@@ -1,0 +1,239 @@
+"""How the checks of `accel-train doctor` judge what they have measured."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import helpers
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_train.bench.machine import computes_bf16
+from accel_train.config.options import parse
+from accel_train.doctor import data, network, scheduler, storage
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN
+from accel_train.doctor.devices import QUERY, judged
+from accel_train.doctor.forecast import duration
+from accel_train.launch.environment import Launch
+
+
+def test_a_disk_without_room(tmp_path: Path) -> None:
+    with helpers.small_disk(tmp_path / "disk", "200k") as disk:
+        exam: Any = SimpleNamespace(folder=disk, config=parse(["digits"]), measured={"checkpoint_bytes": 1e6})
+        room = storage._room(exam)
+        assert (
+            room.status == FAIL and "4 checkpoints of 1.0 MiB" in room.expected and "--checkpoint.keep" in room.advice
+        )
+        finding, seconds = storage._save(exam)
+        assert finding.status == FAIL and seconds is None and "No space left" in finding.measured
+        assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "status", "words"),
+    [
+        (("0", "No", "Not Active"), PASS, "1 GPU"),
+        (("2", "No", "Not Active"), FAIL, "uncorrected memory errors (2)"),
+        (("0", "Yes", "Not Active"), FAIL, "wait to be remapped"),
+        (("0", "No", "Active"), WARN, "slows down"),
+        (("[N/A]", "[N/A]", "[N/A]"), NOT_CHECKED, "nothing"),
+    ],
+)
+def test_what_the_driver_says_is_judged(values: tuple[str, ...], status: str, words: str) -> None:
+    finding = judged(f"{', '.join(QUERY)}\n{', '.join(values)}\n")
+    assert (finding.status, words in finding.measured) == (status, True), finding
+
+
+def test_the_rest_of_the_jobs_time() -> None:
+    in_an_hour = time.time() + 3600
+    assert scheduler.judged_time(None, 10).status == NOT_CHECKED
+    assert scheduler.judged_time(in_an_hour, None).status == NOT_CHECKED
+    assert scheduler.judged_time(in_an_hour, 1800).status == PASS
+    short = scheduler.judged_time(in_an_hour, 3 * 3600)
+    assert short.status == WARN and "3 requeues" in short.advice
+
+
+def test_the_times_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    assert scheduler.job_times() == (None, None)
+    fake = tmp_path / "scontrol"
+    fake.write_text("#!/bin/sh\necho JobId=7 StartTime=2026-01-02T03:04:05 EndTime=2026-01-02T05:04:05 Requeue=1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    began, ends = scheduler.job_times()
+    assert began is not None and ends is not None and ends - began == 7200
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "100")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "200")
+    assert scheduler.job_times() == (100, 200)
+
+
+@pytest.mark.parametrize(
+    ("option", "save", "status", "words"),
+    [
+        ("", 1.0, NOT_CHECKED, "neither"),
+        ("USR1@60", None, NOT_CHECKED, "not measured"),
+        ("USR1@60", 29.0, PASS, "60 s, a save takes 29 s"),
+        ("SIGUSR1@60", 29.0, PASS, "60 s"),
+        ("10", 31.0, FAIL, "60 s, a save takes 31 s"),
+        ("R:TERM@600", 31.0, PASS, "600 s"),
+        ("B:USR1@600", 1.0, FAIL, "only the batch script"),
+        ("RB:USR1@600", 1.0, FAIL, "only the batch script"),
+        ("USR2@600", 1.0, FAIL, "does not listen"),
+    ],
+)
+def test_a_signal_that_comes_too_late_or_not_to_the_training(
+    option: str, save: float | None, status: str, words: str
+) -> None:
+    finding = scheduler.judged_lead(option, save)
+    assert (finding.status, words in finding.measured) == (status, True), finding
+    if status == FAIL:
+        again = finding.advice.removeprefix("sbatch --signal=")
+        assert scheduler.judged_lead(again, save).status == PASS  # the advice helps
+
+
+def test_the_signal_is_read_from_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "scontrol"
+    fake.write_text("#!/bin/sh\necho '#!/bin/bash'\necho '#SBATCH --signal=USR1@90  # seconds'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("SBATCH_SIGNAL", raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert scheduler.signal_option() == ""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert scheduler.signal_option() == "USR1@90"
+    monkeypatch.setenv("SBATCH_SIGNAL", "USR1@30")
+    assert scheduler.signal_option() == "USR1@30"
+
+
+def test_limits_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert scheduler.cpu_quota(tmp_path / "cpu.max") == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert scheduler.cpu_quota(tmp_path / "cpu.max") is None is scheduler.cpu_quota(tmp_path / "none")
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    monkeypatch.setattr(scheduler, "CGROUPS", (tmp_path / "memory.max",))
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "512")
+    assert scheduler.memory_limit() == 512 * 2**20
+
+
+def test_too_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch("Slurm", 0, 1, 0, 1)
+    exam: Any = SimpleNamespace(launch=launch, hosts=["here"], gather=lambda value: [value], names=str)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4096")
+    found = scheduler.cores(exam)
+    assert found.status == FAIL and "4096" in found.expected and "--cpu-bind=none" in found.advice
+    exam.launch = replace(launch, launcher="accelerate")
+    assert scheduler.cores(exam).status == PASS
+
+
+def test_times_in_words() -> None:
+    assert [duration(each) for each in (3.21, 600, 9000)] == ["3.2 s", "10 min", "2.5 h"]
+
+
+def test_gpus_that_are_given_but_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    launch = Launch("Slurm", 0, 1, 0, 1)
+    exam: Any = SimpleNamespace(
+        launch=launch, hosts=["here"], gather=lambda value: [value], names=str, accelerator=accelerator
+    )
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    assert scheduler.gpus(exam).status == NOT_CHECKED
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    found = scheduler.gpus(exam)
+    assert found.status == FAIL and "4 GPUs" in found.expected and "torch.cuda.is_available" in found.advice
+    accelerator.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    found = scheduler.gpus(exam)
+    assert found.status == WARN and found.measured == "1 of 4 GPUs are used" and "Start 4 processes" in found.advice
+    exam.hosts = ["here"] * 4
+    assert scheduler.gpus(exam).status == PASS
+
+
+SOCKETS = """node1:71:90 [0] NCCL INFO NET/IB : No device found.
+node1:71:90 [0] NCCL INFO Using network Socket
+node1:71:90 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+node1:71:90 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+"""
+INFINIBAND = """node1:71:90 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+node1:71:90 [0] NCCL INFO Using network IB
+node1:71:90 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "has_infiniband", "status", "words"),
+    [
+        (SOCKETS, True, FAIL, "network Socket, NET/Socket/0, P2P/CUMEM/read"),
+        (SOCKETS, False, PASS, "network Socket"),
+        (INFINIBAND, True, PASS, "network IB, NET/IB/0/GDRDMA"),
+        ("", True, NOT_CHECKED, "nothing"),
+    ],
+)
+def test_what_nccl_has_chosen(log: str, has_infiniband: bool, status: str, words: str) -> None:
+    finding = network.transport_of(log, has_infiniband)
+    assert (finding.status, words in finding.measured) == (status, True), finding
+
+
+def test_the_bus_within_a_host_is_judged_by_its_gpus() -> None:
+    assert network.judged_bus("", 1e9, "").status == PASS  # nothing is known of it
+    assert network.judged_bus("", 1e9, "NVIDIA A100-PCIE-40GB".replace("PCIE", "PCIe")).status == PASS
+    statuses = [network.judged_bus("", speed, "NVIDIA H100 80GB HBM3").status for speed in (450e9, 300e9, 100e9)]
+    assert statuses == [PASS, WARN, FAIL]
+    # 1 GiB over 8 ranks in 4 ms: 7/4 of it goes through each link (nccl-tests, PERFORMANCE.md)
+    assert network.bus_bandwidth(2**30, 0.004, 8) == pytest.approx(2**30 * 1.75 / 0.004)
+
+
+@given(st.integers(2, 33))
+def test_each_pair_is_measured_once_and_each_round_at_the_same_time(count: int) -> None:
+    ranks = list(range(0, 3 * count, 3))
+    pairs = network._pairs(ranks)
+    assert sorted(pairs) == list(itertools.combinations(ranks, 2))
+    a_round = count // 2
+    for start in range(0, len(pairs), a_round):
+        together = [rank for pair in pairs[start : start + a_round] for rank in pair]
+        assert len(set(together)) == len(together)  # nobody is in two pairs of a round
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with helpers.small_disk(tmp_path / "disk", "200k") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        exam: Any = SimpleNamespace(folder=disk, config=parse(["digits"]), measured={})
+        finding, seconds = storage._save(exam)
+        assert finding.status == FAIL and seconds is None and "Read-only file system" in finding.measured
+        assert "--output-dir" in finding.advice
+
+
+def test_a_disk_that_refuses_the_room_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a quota: the file system is large and almost empty, and this user gets nothing."""
+    with helpers.small_disk(tmp_path / "disk", "20m") as disk:
+        usage = storage.shutil.disk_usage(disk)._replace(total=2**40, free=2**40)
+        monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: usage)
+        exam: Any = SimpleNamespace(folder=disk, config=parse(["digits"]), measured={"checkpoint_bytes": 8 * 2**20})
+        finding = storage._room(exam)
+        assert finding.status == FAIL and "No space left on device" in finding.measured and "quota" in finding.advice
+        exam.measured["checkpoint_bytes"] = 2**20
+        assert storage._room(exam).status == PASS
+        assert list(disk.iterdir()) == []
+
+
+def test_the_kind_of_a_file_system(tmp_path: Path) -> None:
+    with helpers.small_disk(tmp_path / "disk", "200k") as disk:
+        assert data.file_system(disk / "below") == "tmpfs"
+        assert data.file_system(tmp_path) != "tmpfs" or data.file_system(Path("/")) == "tmpfs"
+
+
+def test_instructions_for_bfloat16_are_those_that_torch_finds() -> None:
+    cpu = torch.backends.cpu.get_cpu_capability()
+    if cpu != "AVX512":
+        pytest.skip(f"torch says nothing of bfloat16 on {cpu}")
+    assert computes_bf16(torch.device("cpu")) == torch.cpu._is_avx512_bf16_supported()
