@@ -10,13 +10,15 @@
 #   MASTER_ADDR          default: the job's first node
 #   MASTER_PORT          default: computed from the job's number and how often it was started
 #   MAX_REQUEUES         how many requeues in a row are allowed without any progress; default 3
+#   DOCTOR               print (default): accel-train doctor looks at the nodes before the training and only prints;
+#                        strict: if a check fails, the job ends; off: without it
 set -euo pipefail
 
 JOB=${SLURM_JOB_ID:-${PBS_JOBID:-0}}
 START=${ACCEL_TRAIN_START:-} # set in a task; in the batch script begin_run sets it
 script=${script:-$0}
 given='' # the variables that the user has set, as the beginning of a command line
-for name in ACCEL_TRAIN_ROOT ACCEL_TRAIN_SITE ACCELERATE_CONFIG PROCESSES_PER_NODE MAX_REQUEUES; do
+for name in ACCEL_TRAIN_ROOT ACCEL_TRAIN_SITE ACCELERATE_CONFIG PROCESSES_PER_NODE MAX_REQUEUES DOCTOR; do
     if [[ -n ${!name:-} ]]; then given+="$name=$(printf %q "${!name}") "; fi
 done
 # Slurm and PBS run a copy of the batch script, so $0 does not show where the repository is. Submit from the repository,
@@ -161,6 +163,25 @@ start_tasks() {
     # shellcheck disable=SC2016 # expanded in the task, not here
     env "${for_tasks[@]}" srun "${options[@]}" bash -c \
         'source "$ACCEL_TRAIN_ROOT/slurm/common.sh"; stand_by "$@"; exit "$code"' "$script" "$function" "$@" || code=$?
+}
+
+# examine START...: before the training, accel-train doctor looks at the nodes for some seconds, with the same launchers
+# and processes. START is the function that starts them, with its arguments. A job that is requeued must not end by it.
+examine() {
+    local options=(--quick)
+    case ${DOCTOR:-print} in
+        off) return ;;
+        strict) ;;
+        print) options+=(--exit-zero) ;;
+        *) fail "DOCTOR is $DOCTOR; expected print, strict or off" ;;
+    esac
+    say "accel-train doctor looks at the nodes first (DOCTOR=off: without it)"
+    SLURM_TIMELIMIT=5 "$@" -m accel_train doctor "${arguments[@]}" "${options[@]}" # minutes, of this step
+    rm -f "$START/exit-code" # it speaks of the training
+    if ((terminated)); then end_run "$code"; fi
+    if ((code != 0)) && [[ $DOCTOR == strict ]]; then
+        fail "DOCTOR=strict and a check of accel-train doctor failed (see above): the training was not started"
+    fi
 }
 
 # stand_by FUNCTION ARGUMENT...: run a function in a child process and wait for it; sets $code. Each task uses it,

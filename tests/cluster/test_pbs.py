@@ -78,7 +78,7 @@ def train(
         PBS_O_QUEUE="entry", LOG=str(directory / "log"), WALLTIME=walltime,
         SPOOL=str(directory), **variables,
     )  # fmt: skip
-    ours = {"ACCEL_TRAIN_SITE": str(directory / "site"), "ACCEL_TRAIN_ROOT": str(ROOT)}
+    ours = {"ACCEL_TRAIN_SITE": str(directory / "site"), "ACCEL_TRAIN_ROOT": str(ROOT), "DOCTOR": "off"}
     environment = ours | environment
     site = directory / "site"
     if not site.exists():
@@ -110,8 +110,9 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     assert log[2:] == [f"qsub -v CONTINUE {options} {ROOT}/pbs/train.pbs CONTINUE={run}"]
     assert not (run / "result.json").exists()
     # what qsub starts: nothing but CONTINUE and what PBS sets; another file may still be named by hand
-    second = train(tmp_path, CONTINUE=str(run), LEAD_SECONDS="12")
+    second = train(tmp_path, CONTINUE=str(run), LEAD_SECONDS="12", DOCTOR="strict")
     assert second.returncode == 0, second.stdout + second.stderr
+    assert "PASS    processes" in second.stdout
     result = json.loads((run / "result.json").read_text())
     assert (result["world_size"], result["updates"]) == (2, 60)
     assert "continuing after update" in second.stdout
@@ -119,7 +120,7 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
     assert sorted(logs) == ["rank-0.log", "rank-1.log"]
     assert "Stopped by the file STOP" in logs["rank-0.log"] and "continuing after update" in logs["rank-0.log"]
-    assert logs["rank-1.log"].count("rank 1 on ") == 2
+    assert logs["rank-1.log"].count("rank 1 on ") == 3  # the second job's doctor, too
     # once more: nothing is left to do
     assert "my run holds a finished run" in train(tmp_path, TRAIN=words, **CPU).stdout
 

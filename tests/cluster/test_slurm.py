@@ -47,6 +47,7 @@ class Cluster:
             "ACCELERATE_CONFIG": str(ROOT / "accelerate_configs" / "multi_cpu.yaml"),
             "ACCELERATE_USE_CPU": "true",
             "OMP_NUM_THREADS": "1",
+            "DOCTOR": "off",  # the tests of the training need not wait for it
             "LOCAL_SLURM_CONF": "MinJobAge=3600",  # remember ended jobs until the last test
         }
         script = str(Path(__file__).with_name("local_slurm.sh"))
@@ -253,6 +254,60 @@ def test_preflight_and_scaling(cluster: Cluster) -> None:
     table = (folder / "scaling.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in table] == ["processes", "1", "2"]
     assert (folder / "scaling.svg").exists() and "speed-up" in second.log()
+
+
+def test_the_doctor_on_two_nodes(cluster: Cluster) -> None:
+    """All checks, on nodes that are well and through a launcher that a signal would end."""
+    words = ["digits", "--seconds", "300", "--skip", "matmul", "matmul-bf16"]
+    well = cluster.submit("preflight.sbatch", *words, "--json", "well.json", options="--nodes=2 --gpus-per-node=2")
+    well.ended()
+    found = {each["name"]: each for each in json.loads((cluster.directory / "well.json").read_text())["checks"]}
+    passed = ("processes", "clocks", "time-left", "requeue", "signal-path", "shared-folder")
+    assert {found[name]["status"] for name in passed} == {"PASS"}
+    assert found["processes"]["measured"] == "4 on 2 hosts (accelerate)" and "within a host" in str(found["all-reduce"])
+    assert found["signal-path"]["measured"] == "2 of 2 processes of a second launcher"
+    # GPUs were given, but ACCELERATE_USE_CPU asks for the CPU; the script says nothing of a signal
+    assert (found["gpus"]["status"], found["signal-lead"]["status"]) == ("WARN", "n/a")
+    assert "rank 3: 127.0.0.12" in well.log() and well.field("ExitCode") == "0:0", well.log()
+
+    script = cluster.directory / "by-hand-doctor.sh"
+    config, python = f"{ROOT}/accelerate_configs/multi_cpu.yaml", Path(sys.executable).parent
+    script.write_text(f"""#!/bin/bash
+#SBATCH --signal=B:USR1@60
+srun bash -c '((SLURM_NODEID == 0)) || export NCCL_IB_DISABLE=1
+exec {python}/accelerate launch --config_file {config} --num_machines 2 --num_processes 2 \\
+    --machine_rank $SLURM_NODEID \\
+    --main_process_ip 127.0.0.11 --main_process_port 27111 \\
+    -m accel_train doctor {" ".join(words)} --skip import update all-reduce --json ill.json'
+""")
+    line = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--output=%x-%j.log", str(script)]
+    ill = Job(cluster, cluster.command(*line), ())
+    ill.ended()
+    found = {each["name"]: each for each in json.loads((cluster.directory / "ill.json").read_text())["checks"]}
+    assert {name for name, each in found.items() if each["status"] == "FAIL"} == {
+        "variables", "signal-lead", "signal-path",
+    }, ill.log()  # fmt: skip
+    assert found["variables"]["measured"] == "NCCL_IB_DISABLE is 1 on rank 1 (127.0.0.12), not set on rank 0"
+    assert "only the batch script" in found["signal-lead"]["measured"]
+    assert "SIGUSR1 ends the launcher" in found["signal-path"]["measured"]
+
+
+def test_the_doctor_before_a_training(cluster: Cluster) -> None:
+    """It prints, and the training begins; with DOCTOR=strict a check that fails ends the job, without a requeue."""
+    site = cluster.directory / "unlike.sh"
+    site.write_text("site_environment() { if [[ $SLURM_NODEID == 1 ]]; then export NCCL_IB_DISABLE=1; fi; }\n")
+    short = ("digits", "--epochs", "1")
+    printed, strict = (
+        cluster.submit("multi_node.sbatch", *short, options="--nodes=2 --gpus-per-node=1", DOCTOR=how,
+                       ACCEL_TRAIN_SITE=str(site))
+        for how in ("print", "strict")
+    )  # fmt: skip
+    tasks = cluster.submit("tasks.sbatch", *short, options=TWO_NODES, DOCTOR="strict")
+    assert printed.result()["world_size"] == 2
+    assert re.search(r"FAIL +variables", printed.log()) and "Traceback" not in printed.log()
+    assert (strict.ended(), strict.field("ExitCode")) == ("FAILED", "2:0"), strict.log()
+    assert "the training was not started" in strict.log() and not (strict.run / "metrics.jsonl").exists()
+    assert tasks.result()["world_size"] == 2 and "PASS" in tasks.log(), tasks.log()
 
 
 def test_a_warning_while_the_launcher_imports_is_kept(cluster: Cluster) -> None:
