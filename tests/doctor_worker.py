@@ -1,7 +1,8 @@
 """`python doctor_worker.py FOLDER WORDS…`: `accel-train doctor WORDS`, where rank 1 has what users' nodes had.
 
 Its clock is slow, its products of matrices are slow, and one of its images is another one; it has another NCCL_DEBUG
-and writes to a folder that rank 0 does not see. With FAULT=memory it has only too little memory for an update.
+and another driver, and writes to a folder that rank 0 does not see. With FAULT=memory it has only too little memory for
+an update.
 """
 
 import os
@@ -23,7 +24,7 @@ if fault == "node":
     product = torch.Tensor.__matmul__
 
     def slow(self: torch.Tensor, other: Any) -> torch.Tensor:
-        time.sleep(0.02)
+        time.sleep(0.1)
         return product(self, other)
 
     torch.Tensor.__matmul__ = slow  # type: ignore[method-assign]
@@ -40,5 +41,8 @@ elif "--data.name" in words:
     words += ["--data.root", str(folder), "--output-dir", str(folder / "runs" / "a")]
 
 from accel_train.cli import main  # noqa: E402
+from accel_train.doctor import world  # noqa: E402
 
+if fault == "node":
+    world._driver = lambda: "NVRM version: 535.183.01"
 sys.exit(main(["doctor", *words]))

@@ -58,9 +58,10 @@ def test_what_is_wrong_on_one_process_is_found_and_said_of_it(tmp_path: Path) ->
     assert done.returncode == 1, done.stdout + done.stderr
     found = findings(tmp_path / "found.json")
     of = {name: each["status"] for name, each in found.items()}
-    assert of["variables"] == of["shared-folder"] == of["data-contents"] == FAIL
+    assert of["versions"] == of["variables"] == of["shared-folder"] == of["data-contents"] == FAIL
     assert of["clocks"] == of["matmul"] == WARN
-    assert of["versions"] == of["data"] == of["images"] == of["all-reduce"] == PASS
+    assert of["data"] == of["images"] == of["all-reduce"] == PASS
+    assert found["versions"]["measured"].startswith("driver is NVRM version: 535.183.01 on rank 1 (")
     assert "NCCL_DEBUG is INFO on rank 1" in found["variables"]["measured"]
     assert "the sizes and images of rank 1" in found["data-contents"]["measured"]
     assert found["data-contents"]["measured"].endswith("dog/2.png")
@@ -81,6 +82,14 @@ def test_an_image_that_cannot_be_read(tmp_path: Path) -> None:
     found = findings(tmp_path / "found.json")
     assert found["images"]["status"] == FAIL and "dog/1.png" in found["images"]["measured"]
     assert "check-data" in found["images"]["advice"]
+
+
+def test_a_port_on_which_nobody_listens(tmp_path: Path) -> None:
+    words = ["doctor", "--quick", "--batch-size", "64", "--rendezvous-timeout-seconds", "2"]
+    world = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    port = helpers.free_port()
+    done = helpers.python("-m", "accel_train", *words, cwd=tmp_path, MASTER_PORT=port, **world)
+    assert done.returncode == 2 and f"127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_names_and_options_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

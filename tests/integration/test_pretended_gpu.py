@@ -451,6 +451,16 @@ def test_preflight(gpu: Pretended, tmp_path: Path) -> None:
     assert "cuda:0 (Pretended GPU)" in done.output
 
 
+def test_doctor(gpu: Pretended, tmp_path: Path) -> None:
+    """All checks; what the device does not say is not called good."""
+    file = tmp_path / "found.json"
+    skip = ("--skip", "import", "room", "input")  # speed and room of this host are not the question
+    succeeded(gpu("doctor", "--seconds", 300, *skip, "--json", file, "--output-dir", tmp_path / "run"))
+    found = {each["name"]: each["status"] for each in json.loads(file.read_text())["checks"]}
+    assert found["gpu-health"] == "n/a"
+    assert {found[name] for name in ("gpus", "matmul", "update", "evaluation", "save", "forecast")} == {"PASS"}
+
+
 def test_bench(gpu: Pretended, tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     succeeded(gpu("bench", "digits", "--synthetic", "--rounds", 1, "--updates", 4, "--output", output))
