@@ -55,6 +55,10 @@ def all_reduce(exam: Examination) -> Finding:
     if len(members) == 1:
         name = device_name(device) if device.type == "cuda" and sizes[-1] == LARGE else ""
         return judged_bus(measured, bus, name)
+    cards = min(exam.gather(infiniband_speed(len(members[0]))))
+    if device.type == "cuda" and cards and sizes[-1] == LARGE:
+        advice = "Look at ibstat and at transport below; NCCL_IB_HCA names the adapters."
+        return judged_speed(measured, bus, cards, "through InfiniBand", advice)
     if bus < SLOW_BUS:
         advice = "Compare NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME with the names of the fast interfaces (ip link)."
         return Finding(WARN, measured, f"{SLOW_BUS / 1e9} GB/s between nodes", advice)
@@ -82,10 +86,31 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
 def judged_bus(measured: str, bus: float, device_name: str) -> Finding:
     """Judge the bus bandwidth within a host by what its GPUs reach where they are connected by NVLink."""
     full = next((each for name, each in NVLINK.items() if name in device_name and "PCIe" not in device_name), None)
-    if full is None or bus >= 0.8 * full:
-        return Finding(PASS, measured, "the right sum" if full is None else f"{full / 1e9:.0f} GB/s")
+    if full is None:
+        return Finding(PASS, measured, "the right sum")
     advice = "Look at nvidia-smi topo -m and nvlink --status: a link may be down, or the GPUs have none."
-    return Finding(FAIL if bus < 0.5 * full else WARN, measured, f"{full / 1e9:.0f} GB/s through NVLink", advice)
+    return judged_speed(measured, bus, full, "through NVLink", advice)
+
+
+def judged_speed(measured: str, bus: float, full: float, way: str, advice: str) -> Finding:
+    """Judge a bus bandwidth by what such links reach: less than 80 % is a WARN, less than 50 % a FAIL."""
+    expected = f"{full / 1e9:.0f} GB/s {way}"
+    if bus >= 0.8 * full:
+        return Finding(PASS, measured, expected)
+    return Finding(FAIL if bus < 0.5 * full else WARN, measured, expected, advice)
+
+
+def infiniband_speed(most: int, folder: Path = INFINIBAND) -> float:
+    """What an all-reduce through this host's adapters of InfiniBand reaches, in bytes a second; `most` are used.
+
+    40 GB/s of an adapter of 400 Gb/s (stas00, ml-engineering); 0 without one.
+    """
+    speeds = []
+    for file in folder.glob("*/ports/*/rate"):  # "400 Gb/sec (4X NDR)"
+        state = file.with_name("state").read_text() if file.with_name("state").exists() else "ACTIVE"
+        if "ACTIVE" in state:
+            speeds.append(float(file.read_text().split()[0]) * 1e8)
+    return sum(sorted(speeds, reverse=True)[:most])
 
 
 def interface(exam: Examination) -> Finding:

@@ -193,6 +193,20 @@ def test_the_bus_within_a_host_is_judged_by_its_gpus() -> None:
     assert network.bus_bandwidth(2**30, 0.004, 8) == pytest.approx(2**30 * 1.75 / 0.004)
 
 
+def test_the_speed_of_infiniband_is_that_of_its_cards(tmp_path: Path) -> None:
+    for card, rate, state in (
+        ("mlx5_0", "400", "4: ACTIVE"),
+        ("mlx5_1", "200", "4: ACTIVE"),
+        ("mlx5_2", "400", "1: DOWN"),
+    ):
+        (tmp_path / card / "ports" / "1").mkdir(parents=True)
+        (tmp_path / card / "ports" / "1" / "rate").write_text(f"{rate} Gb/sec (4X NDR)\n")
+        (tmp_path / card / "ports" / "1" / "state").write_text(f"{state}\n")
+    assert network.infiniband_speed(8, tmp_path) == 60e9
+    assert network.infiniband_speed(1, tmp_path) == 40e9  # one GPU a node uses one card
+    assert network.infiniband_speed(8, tmp_path / "none") == 0
+
+
 @given(st.integers(2, 33))
 def test_each_pair_is_measured_once_and_each_round_at_the_same_time(count: int) -> None:
     ranks = list(range(0, 3 * count, 3))
