@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import subprocess
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,8 @@ class Launch:
     local_world_size: int = 1
     agent: tuple[int, str] | None = field(default=None, compare=False, kw_only=True)
     """The process of accelerate launch or torchrun that started this one: its number and start time (`process`)."""
+    began: float = field(default_factory=time.time, compare=False, kw_only=True)
+    """When this process asked how it was started, which it does before it imports torch; seconds since 1970."""
 
     def check_alone(self, command: str) -> None:
         """Raise UserError if there are several processes: the command `accel-train COMMAND` works in one."""

@@ -29,7 +29,7 @@ STATUS_SECONDS = 2.0  # status.json is not rewritten more often than this
 
 
 class RunDirectory:
-    """Writes config.yaml, model.json, environment.json, metrics.jsonl, status.json and result.json.
+    """Writes config.yaml, model.json, environment.json, metrics.jsonl, status.json, starts.json and result.json.
 
     Before each write it checks that this start still owns the run, and raises LostError if not. A failed write (disk
     full, mount gone) does not end the run: it is counted in `failures`, and the first one is printed on stderr.
@@ -143,6 +143,10 @@ class RunDirectory:
         if self.failures:
             self._status["failed_writes"] = self.failures
         self._replace("status.json", _json(self._status, indent=2) + "\n")
+
+    def starts(self, values: Mapping[str, Any]) -> None:
+        """Rewrite starts.json, where the time of the run went."""
+        self._replace("starts.json", _json(values) + "\n")
 
     def fail(self, reason: str) -> None:
         """Write into status.json that the run has failed. Any process and thread may call it, also if not `writes`."""

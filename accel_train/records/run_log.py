@@ -19,6 +19,7 @@ from accel_train.data.sources.load import Splits
 from accel_train.launch.accelerator import precision
 from accel_train.optim.micro_batch import searches
 from accel_train.records.console import Console
+from accel_train.records.cost.summary import cost_text
 from accel_train.records.directory import DAMAGED, MARKER, RunDirectory
 from accel_train.records.meter import Stopwatch, Sums
 from accel_train.records.metrics import Evaluation, headlines, training_metrics
@@ -258,13 +259,18 @@ class RunLog:
             return "nothing, because there is no checkpoint"
         return f"the checkpoint of update {checkpoints.last_saved}, the newest complete one"
 
-    def log_end(self, state: TrainState, last: dict[str, Evaluation], watch: Stopwatch, wall_seconds: float) -> None:
-        """Write result.json and print the final screen. `last`: the final evaluations, "test", "test (ema)", "val"…"""
+    def log_end(
+        self, state: TrainState, last: dict[str, Evaluation], watch: Stopwatch, times: Mapping[str, Any]
+    ) -> None:
+        """Write result.json and print the final screen. `last`: the final evaluations, "test", "test (ema)", "val"…
+
+        `times`: "wall_seconds" of the last start and "cost" of all, see `cost_of`.
+        """
         config, run = self.config, self.directory
         result = result_of(config, self.plan, self._train_images, state, last, multi_label=self._multi_label) | {
             "precision": precision(self.accelerator),
             "warm_up_seconds": watch.warm_up,  # like wall_seconds, of the last start
-            "wall_seconds": wall_seconds,
+            **times,
         }
         run.result(result)
         run.status("finished", force=True, epoch=state.epoch, update=state.update, eta_seconds=0)
@@ -279,6 +285,7 @@ class RunLog:
             figures["speed"] = f"{result['images_per_second']:,.0f} images/s, {state.train_seconds:.1f} s of training"
             if watch.warm_up is not None and watch.warm_up > 1:  # compilation, say
                 figures["speed"] += f" after {watch.warm_up:.1f} s of the first update"
+        figures["time"] = cost_text(times["cost"])
         if state.left_out:
             figures["skipped"] = f"{len(state.left_out)} updates that were not finite"
         figures["run"] = str(run.path)

@@ -9,6 +9,8 @@ from typing import Any
 from accel_train import __version__
 from accel_train.analysis.evaluation_tables import FIGURES
 from accel_train.errors import UserError
+from accel_train.records.cost.ledger import read_starts
+from accel_train.records.cost.summary import cost_of, cost_rows
 from accel_train.records.metrics import metrics_for
 from accel_train.report.charts import Chart, Line, draw, draw_calibration
 from accel_train.report.pictures import Picture
@@ -238,31 +240,10 @@ def _machine(run: RunRecords) -> list[tuple[str, str]]:
 
 
 def _costs(run: RunRecords) -> list[tuple[str, str]]:
-    """How long the run took, and what its interruptions cost."""
-    times = [line["time"] for line in run.lines if "time" in line]
-    if not times:
-        return []
-    rows = [("from the first line of the log to the last", duration(times[-1] - times[0]))]
-    seconds = run.result.get("train_seconds")
-    if seconds is not None:
-        rows.append(("training, without the first update of each start", duration(seconds)))
-        devices = run.environment.get("devices") or []
-        if devices and all(str(name).startswith("cuda") for name in devices):
-            rows.append(("GPU-hours of training", f"{seconds * len(devices) / 3600:.2f}"))
-    restarts = [number for number, line in enumerate(run.lines) if line.get("text") == "resumed" and number]
-    rows.append(("starts", str(1 + len(restarts))))
-    if restarts:
-        # Lines of work that was lost are gone from the log: the last one before a restart is of work that was kept.
-        lost = sum(max(0.0, run.lines[number]["time"] - run.lines[number - 1]["time"]) for number in restarts)
-        rows.append(("lost by interruptions: from the last work that was kept to the restart", duration(lost)))
+    """What the run cost: of a run of an older version only how many starts it had."""
+    if cost := cost_of(read_starts(run.path)):
+        rows = cost_rows(cost)
+    else:
+        rows = [("starts", str(1 + sum(event[0] == "restart" for event in run.events)))]
     counts = {kind: sum(event[0] == kind for event in run.events) for kind in ("rewind", "skipped")}
-    rows += [(f"events: {kind}", str(count)) for kind, count in counts.items() if count]
-    return rows
-
-
-def duration(seconds: float) -> str:
-    """A time in words: "2 h 05 min", "3 min 10 s" or "4.2 s"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return rows + [(f"events: {kind}", str(count)) for kind, count in counts.items() if count]

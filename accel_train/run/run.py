@@ -12,9 +12,6 @@ from accelerate.utils import gather_object
 
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.semantics import SEMANTICS
-from accel_train.data.loading import resolve_mean_std
-from accel_train.data.sources.splits import has_one_size
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.consensus import broadcast_from_main
@@ -24,6 +21,9 @@ from accel_train.optim.ema import broadcast_buffers
 from accel_train.optim.micro_batch import evaluation_advice, memory_advice
 from accel_train.ownership.lease import Lease
 from accel_train.records.console import Console
+from accel_train.records.cost.ledger import Ledger
+from accel_train.records.cost.summary import cost_of
+from accel_train.records.cost.usage import Usage, sum_of
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter, Stopwatch
 from accel_train.records.metrics import Evaluation
@@ -69,6 +69,14 @@ class Run:
             table=setup.splits.table,
         )
         self.state, self.resumed = self._restore(finished)
+        self.ledger = Ledger(
+            self.directory,
+            launch=setup.launch,
+            on_cpu=setup.device.type == "cpu",
+            update=self.state.update,
+            anew=self.config.resume == "never",
+        )
+        self.usage = Usage(setup.device)
         self._first_began = began - self.state.wall_seconds  # as if all starts had followed each other at once
         # Updates done beyond those of a run that had these settings from its start (after a change of the batch size,
         # say). They are subtracted so that the schedule's epochs are epochs of the data.
@@ -120,25 +128,10 @@ class Run:
 
     def _describe(self) -> None:
         """Write the run's settings, its model's input and classes, and its devices."""
-        setup, splits = self.setup, self.setup.splits
-        native = splits.image_size if has_one_size(splits.train) else None
-        mean, std = resolve_mean_std(self.config, splits)
-        origin = self.config.origin
-        model_info = ModelInfo(
-            splits.classes,
-            splits.channels,
-            setup.image_size,
-            native,
-            mean,
-            std,
-            splits.full_scale,
-            SEMANTICS,
-            origin,
-            splits.multi_label,
-        )
+        setup = self.setup
         self.directory.begin(
             self.config,
-            model_info,
+            ModelInfo.of(self.config, setup.splits, setup.image_size),
             world_size=setup.launch.world_size,
             devices=gather_object([str(setup.device)]),
             precision=precision(self.accelerator),
@@ -213,6 +206,8 @@ class Run:
             self.meter.discard()
             state.epoch_left_out += window
         self.stopwatch.trained(samples)
+        self.ledger.updated(state.update, self.stopwatch.waiting)
+        self.usage.look()
         self.log.on_update(state, self.checkpoints.last_saved)
         self.watchdog.advance(state.update)
         stop, save = self.stop_requests.poll()
@@ -232,6 +227,7 @@ class Run:
 
     def count_time(self) -> None:
         """Count at an epoch's end how long the run has lasted: the same on all processes, which may end by it."""
+        self.ledger.start.usage = sum_of(gather_object([self.usage.used()]))
         self.state.wall_seconds = broadcast_from_main(self.accelerator, lambda: time.monotonic() - self._first_began)
 
     def save(self, *, wait: bool = False) -> None:
@@ -240,7 +236,9 @@ class Run:
         self.state.train_seconds, self.state.timed_samples = self.stopwatch.lap(), self.stopwatch.samples
         if self.state.epoch_samples:  # at an epoch's end it is counted already
             self.state.wall_seconds = time.monotonic() - self._first_began
-        self.checkpoints.save(self.state, wait=wait)
+        self.ledger.saved(self.state.update)
+        with self.ledger.during("saving"):
+            self.checkpoints.save(self.state, wait=wait)
         self.stop_requests.saved()
         self.log.log_checkpoint(self.state, self.checkpoints)
 
@@ -249,11 +247,13 @@ class Run:
         self.setup.training.loader.end()  # the loop has left it in its middle
         self.stopwatch.stop()
         self.checkpoints.wait()
+        self.ledger.enter("starting")
         position = self.checkpoints.restore("must", self.config.allow_change) or TrainState()
         position.left_out = self.state.left_out
         self.setup.schedule.step_update(position.update - self.extra_updates)
         self.meter.reduce()  # those since the last log line are trained again
         self.guard.reset()
+        self.ledger.rewound(position.update)
         self.log.log_rewind(position)
         self.state = position
 
@@ -264,11 +264,12 @@ class Run:
         names = {split: self.setup.model} | ({} if ema is None else {f"{split} (ema)": ema.module})
 
         def through(batches: Iterator[Batch]) -> Iterator[Batch]:
-            return self.stop_requests.interruptible(self.watchdog.monitored(batches, f"evaluating {split}"))
+            watched = self.watchdog.monitored(batches, f"evaluating {split}")
+            return self.stop_requests.interruptible(self.ledger.ticking(watched))
 
         for name, model in names.items():
             broadcast_buffers(model)
-            with memory_advice(evaluation_advice(self.setup.evaluation_batch)):
+            with memory_advice(evaluation_advice(self.setup.evaluation_batch)), self.ledger.during("evaluating"):
                 self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
             self.log.log_evaluation(name, self.state, self.evaluations[name])
         return self.evaluations[name]
@@ -277,6 +278,7 @@ class Run:
         """Save and end a run that was asked to stop; return the exit code."""
         self.save(wait=True)
         self.stop_requests.end()
+        self.ledger.end(finished=False)
         reason = self.stop_requests.reason or "another process's signal"
         code = broadcast_from_main(
             self.accelerator,
@@ -291,5 +293,7 @@ class Run:
         self.log.warn_of_failed_saves(self.checkpoints)
         if self.is_main and self.checkpoints.last_saved != self.state.update:
             return self.log.log_unsaved_end(self.checkpoints, self.resume_command)
-        self.log.log_end(self.state, self.evaluations, self.stopwatch, time.monotonic() - self.began)
+        self.ledger.end(finished=True)
+        times = {"wall_seconds": time.monotonic() - self.began, "cost": cost_of(self.ledger.starts)}
+        self.log.log_end(self.state, self.evaluations, self.stopwatch, times)
         return 1 if self.checkpoints.failures or self.directory.failures else 0
