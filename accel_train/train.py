@@ -39,9 +39,9 @@ from accel_train.data.order.drawing import digest, sample_weights
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.evaluate import Batch
 from accel_train.keyed import key
+from accel_train.launch.agreement import check_agreement
 from accel_train.launch.consensus import broadcast_from_main, fail_together
 from accel_train.launch.environment import Launch
-from accel_train.launch.rendezvous import check_agreement
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.clipping import clip_gradients
 from accel_train.optim.ema import update_ema

@@ -15,8 +15,8 @@ from pathlib import Path
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
 from accel_train.doctor.network import has_infiniband
 from accel_train.errors import UserError
+from accel_train.launch.agreement import check_shared_directory
 from accel_train.launch.consensus import broadcast_from_main
-from accel_train.launch.rendezvous import check_shared_directory
 
 # https://github.com/stas00/ml-engineering, storage: a disk that is more than 80 % full is slow, and soon full.
 UNSEEN_SECONDS = 5.0  # a network file system may show a new file late

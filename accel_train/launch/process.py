@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,17 @@ def share_of_cores(mine: set[int], everyone: Sequence[set[int]]) -> int:
     """How many cores of `mine` are this process's part, where each is divided among those of `everyone` (the processes
     of this host, this one among them) that may use it: all of them where each process is bound to cores of its own."""
     return max(1, int(sum(1 / sum(core in each for each in everyone) for core in mine) + 1e-6))
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Numbers for a message: 0-3,7."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def hostname() -> str:

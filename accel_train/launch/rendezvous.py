@@ -1,4 +1,4 @@
-"""Checks before training that all processes of the run exist and agree.
+"""The meeting of all processes before training: do they all exist?
 
 If a process group cannot be created, torch's errors name neither the missing hosts nor the reason. So all processes
 first meet in the group's store, where each one writes who it is.
@@ -11,24 +11,21 @@ import json
 import os
 import socket
 import time
-import uuid
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import distributed
 
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch, allocated_hosts
-from accel_train.launch.process import hostname
+from accel_train.launch.process import hostname, ranges
 from accel_train.launch.signals import recorded_stop_signal
 
 AFTER_SIGTERM_SECONDS = 15.0  # launchers send SIGKILL 30 s after it
+VERDICT_SECONDS = 5.0  # for rank 0 to write whether all is well
+MOST_PAUSE, READ_SECONDS = 1.0, 2.0  # between two questions of a rank that waits; for all to read the answer
 RESOLVE_SECONDS = 20.0  # for a name service that is slow to know a new host
 
 
@@ -55,52 +52,95 @@ def meet_all_ranks(launch: Launch, device_id: str, seconds: float) -> Any:
 
 
 def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float) -> None:
-    """Write who this process is, wait for all others, and compare. Raises UserError."""
+    """Write who this process is, wait for all others, and compare. Raises UserError.
+
+    Rank 0 alone reads what all others have written, and writes its verdict: if each rank read all others, a thousand
+    ranks would ask for a million records. The others compare their world size with rank 0's at once.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun --max-restarts keeps the store
     if store.add(f"accel_train/{attempt}/started/{launch.rank}", 1) > 1:
         raise UserError(
             f"Rank {launch.rank} exists twice; the second is on {hostname()}. Give each node its own ranks.",
             every_process=False,
         )
-    keys = [f"accel_train/{attempt}/{rank}" for rank in range(launch.world_size)]
-    store.set(keys[launch.rank], json.dumps([hostname(), device_id, launch.world_size]))
-    _wait_for_keys(store, keys, seconds)
+    keys, verdict = [f"accel_train/{attempt}/{rank}" for rank in range(launch.world_size)], f"accel_train/{attempt}/met"
+    mine = [hostname(), device_id, launch.world_size]
+    store.set(keys[launch.rank], json.dumps(mine))
+    began = time.monotonic()
+    found, is_first = "", launch.rank == 0
+    try:
+        if is_first:
+            _wait_for(store, keys, verdict, began + seconds)
+            if not store.check([verdict]):
+                found = _judge(store.multi_get(keys))
+        else:  # rank 0 gives up first, and says who is missing
+            _wait_for(store, [keys[0]], verdict, began + seconds + VERDICT_SECONDS)
+            if not store.check([verdict]):
+                found = _other_world_size({0: json.loads(store.get(keys[0])), launch.rank: mine})
+            if not found:
+                _wait_for(store, [verdict], verdict, began + seconds + VERDICT_SECONDS)
+    except TimeoutError:
+        is_first = is_first or store.add(f"{verdict}/late", 1) == 1  # one of those that wait for rank 0 in vain
+        if not is_first:
+            raise UserError("Rank 0 does not answer.") from None  # that one says more
+        found = _missing(store, keys, time.monotonic() - began)
+    if found or is_first:
+        found = json.loads(store.compare_set(verdict, "", json.dumps(found)))  # the first verdict counts
+    else:
+        found = json.loads(store.get(verdict))
+    if found:
+        if launch.rank == 0:
+            time.sleep(READ_SECONDS)  # rank 0 may serve the store
+        raise UserError(found, every_process=launch.rank == 0 or not is_first)
+
+
+def _judge(written: list[bytes]) -> str:
+    """What is wrong with the records of all ranks; "" if nothing."""
+    records = {rank: json.loads(record) for rank, record in enumerate(written)}
+    if found := _other_world_size(records):
+        return found
     users = defaultdict(list)
-    for rank, record in enumerate(store.multi_get(keys)):
-        host, device, world_size = json.loads(record)
-        if world_size != launch.world_size:
-            raise UserError(
-                f"Rank {launch.rank} on {hostname()} expects {launch.world_size} processes, but rank {rank} "
-                f"on {host} expects {world_size}. Give all launchers the same number.",
-                every_process=False,
-            )
+    for rank, (host, device, _) in records.items():
         users[host, device].append(rank)
     for (host, device), ranks in users.items():
         if device and len(ranks) > 1:
-            raise UserError(
-                f"Ranks {_ranges(ranks)} on {host} share one GPU ({device}). Start one process for each GPU; each "
+            return (
+                f"Ranks {ranges(ranks)} on {host} share one GPU ({device}). Start one process for each GPU; each "
                 "may see its own GPU only, or all GPUs. NCCL cannot connect MIG slices of one GPU. "
                 "--share-gpus true allows sharing, which is slow; "
                 "ACCELERATE_USE_CPU=true trains on the CPU."
             )
+    return ""
 
 
-def _wait_for_keys(store: Any, keys: list[str], seconds: float) -> None:
-    """Wait until the store has all `keys`. Raises UserError after `seconds`, or AFTER_SIGTERM_SECONDS after SIGTERM.
+def _other_world_size(records: Mapping[int, Any]) -> str:
+    """Says which rank expects another number of processes than rank 0; "" if none does."""
+    first_host, _, expected = records[0]
+    for rank, (host, _, world_size) in records.items():
+        if world_size != expected:
+            return (
+                f"Rank 0 on {first_host} expects {expected} processes, but rank {rank} on {host} expects {world_size}. "
+                "Give all launchers the same number."
+            )
+    return ""
+
+
+def _wait_for(store: Any, keys: list[str], verdict: str, deadline: float) -> None:
+    """Wait until the store has all `keys`, or a verdict. Raises TimeoutError, AFTER_SIGTERM_SECONDS after SIGTERM, too.
 
     A launcher sends SIGTERM to the other processes when one has failed. (`store.wait` cannot be interrupted, and prints
     a warning for each time-out.)
     """
-    began = time.monotonic()
-    deadline = began + seconds
-    for first in range(0, len(keys), 64):  # so that a thousand processes do not ask for a thousand keys each time
-        while not store.check(keys[first : first + 64]):
+    pause = 0.05
+    for first in range(0, len(keys), 64):  # so that it does not ask for a thousand keys each time
+        while not store.check(keys[first : first + 64]) and not store.check([verdict]):
             now = time.monotonic()
             if recorded_stop_signal() == "SIGTERM":
                 deadline = min(deadline, now + AFTER_SIGTERM_SECONDS)
             if now > deadline:
-                raise UserError(_missing(store, keys, now - began))
-            time.sleep(0.1)
+                raise TimeoutError
+            time.sleep(pause)
+            pause = min(MOST_PAUSE, pause * 1.2)  # a thousand ranks that wait for a late one must not keep rank 0 busy
 
 
 def _connect(launch: Launch, seconds: float) -> Any:
@@ -159,66 +199,10 @@ def _missing(store: Any, keys: list[str], seconds: float) -> str:
     by_sigterm = recorded_stop_signal() == "SIGTERM"
     return (
         f"{len(present)} of {len(keys)} processes met within {seconds:.0f} s, on {', '.join(sorted(hosts))}. "
-        f"Missing: ranks {_ranges(set(range(len(keys))) - present)}"
+        f"Missing: ranks {ranges(set(range(len(keys))) - present)}"
         + (f", and every process of the nodes {', '.join(silent)}." if silent else ".")
         + (" SIGTERM came meanwhile. Has a process failed? See its message." if by_sigterm else "")
     )
-
-
-def check_agreement(accelerator: Accelerator, **facts: str) -> None:
-    """Check that a fact (configuration, a version, the data's length, the classes) is the same on all processes.
-
-    Collective: every process must call it with the same names. Raises UserError that names the facts, ranks and hosts.
-    """
-
-    def short(fact: str) -> str:
-        return fact if len(fact) <= 40 else f"{len(fact)} characters with CRC {zlib.crc32(fact.encode()):08x}"
-
-    if accelerator.num_processes == 1:
-        return
-    everyone = gather_object([(hostname(), {name: short(fact) for name, fact in facts.items()})])
-    first_host, first = everyone[0]
-    differences = []
-    for name, expected in first.items():
-        others = defaultdict(list)
-        for rank, (host, its_facts) in enumerate(everyone):
-            if its_facts[name] != expected:
-                others[host, its_facts[name]].append(rank)
-        differences += [
-            f"{name} is {value!r} on ranks {_ranges(ranks)} ({host}), {expected!r} on rank 0 ({first_host})"
-            for (host, value), ranks in others.items()
-        ]
-    if differences:
-        raise UserError(
-            f"The processes do not agree: {'; '.join(differences)}. Start all of them with the same program, options "
-            "and data."
-        )
-
-
-def check_shared_directory(accelerator: Accelerator, directory: Path, seconds: float = 10.0) -> None:
-    """Check that `directory`, which must exist on rank 0, is the same directory on all nodes.
-
-    Collective. `seconds` is how long a network file system may take to show a new file. Raises UserError.
-    """
-    if accelerator.num_processes == 1:
-        return
-    name = [f".shared-{uuid.uuid4().hex}"]
-    broadcast_object_list(name)
-    probe = directory / name[0]
-    if accelerator.is_main_process:
-        probe.touch()
-    accelerator.wait_for_everyone()
-    deadline = time.monotonic() + seconds
-    while not (seen := probe.exists()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    blind = sorted({host for host, saw in gather_object([(hostname(), seen)]) if not saw})
-    if accelerator.is_main_process:
-        probe.unlink()
-    if blind:
-        raise UserError(
-            f"{directory} is not shared by all nodes: what rank 0 writes there is not visible on {', '.join(blind)}. "
-            "Choose an --output-dir on a file system that all nodes share."
-        )
 
 
 @contextlib.contextmanager
@@ -254,17 +238,6 @@ def connecting() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:200]
-
-
-def _ranges(ranks: Iterable[int]) -> str:
-    """Numbers for a message: 0-3,7."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def collective_seconds(limit: float) -> float:

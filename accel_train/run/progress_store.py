@@ -66,6 +66,10 @@ class ProgressStore:
             return None
         return Progress(*json.loads(self._store.get(f"rank/{rank}")))
 
+    def searches_first(self) -> bool:
+        """Whether this process is the first that asks, and has to search for the lost ones."""
+        return bool(self._store.add("search", 1) == 1)
+
     def end(self) -> End | None:
         """Why the run ends, or None if it does not."""
         return End(*json.loads(self._store.get("end"))) if self._store.check(["end"]) else None

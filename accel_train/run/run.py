@@ -14,9 +14,9 @@ from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
+from accel_train.launch.agreement import check_shared_directory
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import INTERRUPTED, at_terminal
-from accel_train.launch.rendezvous import check_shared_directory
 from accel_train.optim.ema import broadcast_buffers
 from accel_train.optim.micro_batch import evaluation_advice, memory_advice
 from accel_train.ownership.lease import Lease

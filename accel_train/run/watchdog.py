@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import NoReturn, TypeVar
@@ -274,7 +275,15 @@ class Watchdog:
             raise UserError(lost, every_process=False) from error
 
     def _find_lost(self, store: ProgressStore) -> str:
-        """After a failed collective: a message that names the processes without a sign of life, or ""."""
+        """After a failed collective: a message that names the processes without a sign of life, or "".
+
+        It fails on all processes at once. One of them asks the store about all others, and these wait for what it says.
+        """
+        if not store.searches_first():
+            deadline = time.monotonic() + 3 * self.tick + 1
+            while store.end() is None and time.monotonic() < deadline and not self._leaving.wait(0.5):
+                pass
+            return ""
 
         def beats() -> dict[int, int]:
             published = {rank: store.progress(rank) for rank in store.others}

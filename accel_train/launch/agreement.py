@@ -1,0 +1,71 @@
+"""Checks before training that all processes, which have met, agree on what they do and see the same folder."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import zlib
+from collections import defaultdict
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from accel_train.errors import UserError
+from accel_train.launch.process import hostname, ranges
+
+
+def check_agreement(accelerator: Accelerator, **facts: str) -> None:
+    """Check that a fact (configuration, a version, the data's length, the classes) is the same on all processes.
+
+    Collective: every process must call it with the same names. Raises UserError that names the facts, ranks and hosts.
+    """
+
+    def short(fact: str) -> str:
+        return fact if len(fact) <= 40 else f"{len(fact)} characters with CRC {zlib.crc32(fact.encode()):08x}"
+
+    if accelerator.num_processes == 1:
+        return
+    everyone = gather_object([(hostname(), {name: short(fact) for name, fact in facts.items()})])
+    first_host, first = everyone[0]
+    differences = []
+    for name, expected in first.items():
+        others = defaultdict(list)
+        for rank, (host, its_facts) in enumerate(everyone):
+            if its_facts[name] != expected:
+                others[host, its_facts[name]].append(rank)
+        differences += [
+            f"{name} is {value!r} on ranks {ranges(ranks)} ({host}), {expected!r} on rank 0 ({first_host})"
+            for (host, value), ranks in others.items()
+        ]
+    if differences:
+        raise UserError(
+            f"The processes do not agree: {'; '.join(differences)}. Start all of them with the same program, options "
+            "and data."
+        )
+
+
+def check_shared_directory(accelerator: Accelerator, directory: Path, seconds: float = 10.0) -> None:
+    """Check that `directory`, which must exist on rank 0, is the same directory on all nodes.
+
+    Collective. `seconds` is how long a network file system may take to show a new file. Raises UserError.
+    """
+    if accelerator.num_processes == 1:
+        return
+    name = [f".shared-{uuid.uuid4().hex}"]
+    broadcast_object_list(name)
+    probe = directory / name[0]
+    if accelerator.is_main_process:
+        probe.touch()
+    accelerator.wait_for_everyone()
+    deadline = time.monotonic() + seconds
+    while not (seen := probe.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = sorted({host for host, saw in gather_object([(hostname(), seen)]) if not saw})
+    if accelerator.is_main_process:
+        probe.unlink()
+    if blind:
+        raise UserError(
+            f"{directory} is not shared by all nodes: what rank 0 writes there is not visible on {', '.join(blind)}. "
+            "Choose an --output-dir on a file system that all nodes share."
+        )

@@ -1,0 +1,191 @@
+"""Count what the control plane asks of the store that all ranks share: 16 to 1024 simulated ranks, one real store.
+
+    python benchmarks/ranks.py                   # writes the table and the plot in docs/
+    python benchmarks/ranks.py --ranks 16 64 --no-write
+
+The ranks are threads. Each has a connection of its own to a real TCPStore, calls the functions of the trainer, and its
+requests and their bytes are counted. A rank that waits asks again and again; each question is counted once.
+
+meeting         launch/rendezvous.py: all ranks exist once, have the same world size, and a GPU each
+heartbeats      run/watchdog.py: each rank's thread says that it lives, every two seconds; rank 0 looks at all
+failure search  run/watchdog.py: a collective has failed on all ranks, and one rank does not answer: which one is it?
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import document
+from torch import distributed
+
+from accel_train.errors import UserError
+from accel_train.launch import rendezvous
+from accel_train.launch.environment import Launch
+from accel_train.records.table import print_table
+from accel_train.run.progress_store import ProgressStore
+from accel_train.run.watchdog import Watchdog
+
+RANKS = [16, 64, 256, 1024]
+
+
+class Counted:
+    """A rank's connection to the store, which counts each question once, and the bytes of it and of its answer."""
+
+    def __init__(self, port: int) -> None:
+        self._store: Any = distributed.TCPStore("127.0.0.1", port, is_master=False)
+        self._asked: dict[tuple[str, str], int] = {}
+
+    def _count(self, kind: str, key: str, size: int) -> None:
+        self._asked[kind, key] = len(key) + size
+
+    def set(self, key: str, value: str) -> None:
+        self._count("set", key, len(value))
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        self._count("get", key, len(value))
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values: list[bytes] = self._store.multi_get(keys)
+        self._count("multi_get", " ".join(keys), sum(map(len, values)))
+        return values
+
+    def check(self, keys: list[str]) -> bool:
+        self._count("check", " ".join(keys), 1)
+        return bool(self._store.check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        self._count("add", key, 8)
+        return int(self._store.add(key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        value: bytes = self._store.compare_set(key, expected, desired)
+        self._count("compare_set", key, len(expected) + len(desired) + len(value))
+        return value
+
+    def taken(self) -> tuple[int, int]:
+        """The requests and the bytes since the last call."""
+        found = len(self._asked), sum(self._asked.values())
+        self._asked.clear()
+        return found
+
+
+def measure(ranks: int) -> dict[str, list[tuple[int, int]]]:
+    """(requests, bytes) of each rank in each part of the control plane."""
+    server: Any = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [Counted(server.port) for _ in range(ranks)]
+    watchdogs = [_watchdog(rank, stores) for rank in range(ranks)]
+    found = {}
+
+    def everyone(name: str, act: Callable[[int], object]) -> None:
+        with ThreadPoolExecutor(ranks) as pool:
+            for done in [pool.submit(act, rank) for rank in range(ranks)]:
+                with suppress(UserError):
+                    done.result()
+        found[name] = [store.taken() for store in stores]
+
+    def meet(rank: int) -> None:
+        launch = Launch("simulated", rank, ranks, rank % 8, 8)
+        rendezvous._check_ranks(stores[rank], launch, f"GPU-{rank}", 600.0)
+
+    def beat(rank: int) -> None:
+        watchdogs[rank]._beat += 1
+        watchdogs[rank]._check_others()
+
+    def fail(rank: int) -> None:
+        if rank == ranks - 1:
+            return  # this one was killed
+        stop = threading.Event()
+        watchdogs[rank]._leaving = SimpleNamespace(wait=stop.wait)  # type: ignore[assignment]
+        beating = threading.Thread(target=_beat_until, args=(watchdogs[rank], stop))
+        beating.start()
+        try:
+            watchdogs[rank]._announce_error(RuntimeError("Connection closed by peer"))
+        finally:
+            stop.set()
+            beating.join()
+
+    everyone("meeting", meet)
+    everyone("begin", lambda rank: watchdogs[rank]._publish())
+    everyone("heartbeats", beat)
+    del found["begin"]
+    everyone("failure search", fail)
+    return found
+
+
+def _watchdog(rank: int, stores: Sequence[Counted]) -> Watchdog:
+    accelerator: Any = SimpleNamespace(process_index=rank, num_processes=len(stores))
+    run: Any = SimpleNamespace(fail=lambda text: None)
+    watchdog = Watchdog(accelerator, run, SimpleNamespace(reason=""), 0, 0)  # type: ignore[arg-type]
+    watchdog._store = store = ProgressStore.__new__(ProgressStore)
+    store.rank, store.world_size, store._store = rank, len(stores), stores[rank]
+    return watchdog
+
+
+def _beat_until(watchdog: Watchdog, stop: threading.Event) -> None:
+    """The watchdog's thread, of which the search needs that it publishes."""
+    while not stop.wait(watchdog.tick):
+        watchdog._beat += 1
+        watchdog._publish()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args()
+    rows: list[list[str]] = []
+    curves: dict[str, list[int]] = {}
+    words = "" if options.ranks == RANKS else f" --ranks {' '.join(map(str, options.ranks))}"
+    known = document.caption(document.circumstances(f"python benchmarks/ranks.py{words}"))
+    for ranks in options.ranks:
+        began = time.monotonic()
+        for name, found in measure(ranks).items():
+            others = found[1:-1]
+            all_requests, all_bytes = sum(requests for requests, _ in found), sum(size for _, size in found)
+            rows.append([
+                name, f"{ranks:,}",
+                f"{max(requests for requests, _ in others):,}", f"{max(size for _, size in others):,}",
+                f"{found[0][0]:,}", f"{all_requests:,}", f"{all_bytes / 1000:,.1f} kB",
+            ])  # fmt: skip
+            curves.setdefault(name, []).append(all_requests)
+        print(f"{ranks} ranks: {time.monotonic() - began:.0f} s", flush=True)
+    rows.sort(key=lambda row: list(curves).index(row[0]))
+    head = ["part", "ranks", "requests of a rank", "its bytes", "requests of rank 0", "all requests", "all bytes"]
+    print_table(head, rows, numbers=head[1:])
+    if not options.no_write:
+        plot(options.ranks, curves, document.DOCS / "ranks.svg")
+        picture = "![Requests to the store, of all ranks](ranks.svg)"
+        part = "\n".join([*document.table(head, rows), "", known, "", picture])
+        figures = {name: dict(zip(map(str, options.ranks), counts, strict=True)) for name, counts in curves.items()}
+        document.tell("ranks", document.write("ranks", part, figures))
+
+
+def plot(ranks: Sequence[int], curves: dict[str, list[int]], path: Path) -> None:
+    """Draw all requests over the number of ranks, and a line that grows as the ranks do."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, requests in curves.items():
+        axes.plot(ranks, requests, marker="o", label=name)
+    axes.plot(ranks, [10 * count for count in ranks], color="grey", linestyle=":", label="10 a rank")
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="requests to the store, of all ranks")
+    axes.set_xticks(ranks, [str(count) for count in ranks])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
