@@ -17,13 +17,17 @@ from accel_train.launch.process import available_cores
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return the names of the processor and of `device`, cores, threads, and the host's memory in bytes."""
+    """Return the names of the processor and of `device`, cores, threads, and the host's memory in bytes.
+
+    "computes_bf16": whether the device has instructions for it.
+    """
     return {
         "processor": processor_name(),
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "device": device_name(device),
+        "computes_bf16": computes_bf16(device),
     }
 
 

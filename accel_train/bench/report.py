@@ -139,6 +139,8 @@ def print_figures(figures: dict[str, Any]) -> None:
         "measured": f"{figures['rounds']} rounds of {figures['updates']} updates, in turns; the first "
         f"{figures['warm_up_updates']} updates of each were left out as warm-up",
     }
+    if host["computes_bf16"] and figures["precision"] == "fp32":
+        lines["bf16"] = "the device has instructions for it: measure accelerate launch --mixed_precision bf16, too"
     print("\n".join(f"{name:<12}{text}" for name, text in lines.items()))
 
 
