@@ -45,7 +45,8 @@ def room(exam: Examination) -> Finding:
 
 def _room(exam: Examination) -> Finding:
     usage, keep = shutil.disk_usage(exam.folder), exam.config.checkpoint.keep + 2
-    used, size = 1 - usage.free / usage.total, exam.measured.get("checkpoint_bytes")
+    # As df: what is kept for root is neither used nor free.
+    used, size = usage.used / (usage.used + usage.free), exam.measured.get("checkpoint_bytes")
     found = f"{usage.free / 2**30:.1f} GiB free in {exam.folder}, {used:.0%} full"
     inodes = os.statvfs(exam.folder)
     if inodes.f_files and inodes.f_favail < INODES:

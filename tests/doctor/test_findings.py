@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_the_room_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a quota: the file system is large and almost empty, and this user gets nothing."""
     with helpers.small_disk(tmp_path / "disk", "20m") as disk:
-        usage = storage.shutil.disk_usage(disk)._replace(total=2**40, free=2**40)
+        usage = storage.shutil.disk_usage(disk)._replace(total=2**40, used=0, free=2**40)
         monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: usage)
         exam: Any = SimpleNamespace(folder=disk, config=parse(["digits"]), measured={"checkpoint_bytes": 8 * 2**20})
         finding = storage._room(exam)
@@ -238,6 +238,15 @@ def test_a_disk_that_refuses_the_room_it_shows(tmp_path: Path, monkeypatch: pyte
         exam.measured["checkpoint_bytes"] = 2**20
         assert storage._room(exam).status == PASS
         assert list(disk.iterdir()) == []
+
+
+def test_what_is_kept_for_root_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = storage.shutil.disk_usage(tmp_path)._replace(total=1000 * 2**30, used=400 * 2**30, free=120 * 2**30)
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: usage)
+    exam: Any = SimpleNamespace(folder=tmp_path, config=parse(["digits"]), measured={"checkpoint_bytes": 2**20})
+    assert storage._room(exam).status == PASS and "77% full" in storage._room(exam).measured
+    usage = usage._replace(used=500 * 2**30)
+    assert storage._room(exam).status == WARN
 
 
 def test_the_kind_of_a_file_system(tmp_path: Path) -> None:
