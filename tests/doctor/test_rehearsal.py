@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from accel_train.config.options import parse
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS
 from accel_train.doctor.rehearsal import child
 from accel_train.doctor.rehearsal.child import child_command
+from accel_train.doctor.rehearsal.drill import rehearsed
 from accel_train.doctor.rehearsal.signals import rehearse
 
 ACCELERATE = [sys.executable, str(Path(sys.executable).with_name("accelerate")), "launch"]
@@ -54,6 +56,13 @@ def test_without_a_launcher_and_with_a_strange_one(monkeypatch: pytest.MonkeyPat
     launched_by(monkeypatch, [*TORCHRUN, "--an-option-of-the-future", "1", "-m", "accel_train"])
     with pytest.raises(ValueError, match="an-option-of-the-future"):
         child_command(1, "some.module")
+
+
+def test_the_drill_tells_no_tracker_and_has_enough_updates() -> None:
+    config = parse(["digits", "--epochs", "1", "--trackers", "wandb", "--optim.lr", "0.5"])
+    found = rehearsed(config)
+    assert (found.trackers, found.epochs, found.optim.lr) == ((), 9, 0.5)
+    assert rehearsed(parse(["digits", "--epochs", "20"])).epochs == 20
 
 
 def torchrun_script(folder: Path, shell: str) -> list[str]:

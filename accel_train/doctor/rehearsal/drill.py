@@ -7,10 +7,11 @@ import json
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from accel_train.checkpoint.directory import MANIFEST, checkpoint_path, list_updates
-from accel_train.config.schema import to_yaml
+from accel_train.config.schema import Config, to_yaml
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding
 from accel_train.doctor.rehearsal.child import child_command, started
 from accel_train.errors import one_line
@@ -41,7 +42,7 @@ def _drill(exam: Examination) -> Finding:
     deadline = time.monotonic() + SECONDS
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=exam.folder) as name:
         scratch = Path(name)
-        (scratch / "recipe.yaml").write_text(to_yaml(exam.config))
+        (scratch / "recipe.yaml").write_text(to_yaml(rehearsed(exam.config)))
         try:
             _train_until(scratch, "whole", processes, 2 * EVERY, deadline)
             _train_until(scratch, "killed", processes, EVERY, deadline)
@@ -63,6 +64,11 @@ def _drill(exam: Examination) -> Finding:
         advice = "A GPU's kernels may round differently each time; --bitwise true makes them equal (docs/bitwise.md)."
         return Finding(WARN, f"{found}: other weights", expected, advice)
     return Finding(FAIL, f"{found}: other weights", expected, "Please report it with this recipe.")
+
+
+def rehearsed(config: Config) -> Config:
+    """The same training, but nobody else hears of it, and it has enough updates even with few samples."""
+    return replace(config, trackers=(), resume="auto", epochs=max(config.epochs, 2 * EVERY + 1))
 
 
 def _train_until(scratch: Path, run: str, processes: int, update: int, deadline: float) -> None:
