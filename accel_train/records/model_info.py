@@ -12,11 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config.origin import Origin, read_origin
-from accel_train.config.schema import Config
-from accel_train.config.semantics import SEMANTICS
-from accel_train.data.loading import resolve_mean_std
-from accel_train.data.sources.load import Splits
-from accel_train.data.sources.splits import has_one_size
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, read_regular_file
 
@@ -48,21 +43,6 @@ class ModelInfo:
     """Of the weights that the run began from."""
     multi_label: bool = False
     """Whether an image may have several labels or none: each logit by itself is a class's, by the sigmoid."""
-
-    @classmethod
-    def of(cls, config: Config, splits: Splits, image_size: int) -> ModelInfo:
-        """Of a model that takes images of `image_size` x `image_size` pixels of this data."""
-        return cls(
-            splits.classes,
-            splits.channels,
-            image_size,
-            splits.image_size if has_one_size(splits.train) else None,
-            *resolve_mean_std(config, splits),
-            splits.full_scale,
-            SEMANTICS,
-            config.origin,
-            splits.multi_label,
-        )
 
     @property
     def takes_files(self) -> bool:

@@ -17,12 +17,14 @@ from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import learning_settings
 from accel_train.config.schema import Config, to_yaml
+from accel_train.config.semantics import SEMANTICS
+from accel_train.data.loading import resolve_mean_std
 from accel_train.data.order.drawing import create_draws
 from accel_train.data.order.plan import Plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.placement import Placement
 from accel_train.data.sources.load import load_splits
-from accel_train.data.sources.splits import Splits, label_numbers
+from accel_train.data.sources.splits import Splits, has_one_size, label_numbers
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
@@ -30,6 +32,7 @@ from accel_train.optim.loss import check_labels
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.metrics import Evaluation, best_metric, check_best_metric, metrics_for
+from accel_train.records.model_info import ModelInfo
 from accel_train.user_code.reference import parse_reference, short_name
 
 
@@ -136,6 +139,21 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
             f"# updates in all: {plan.updates_per_epoch * config.epochs}",
         ]
     return to_yaml(config) + "\n".join(lines)
+
+
+def model_info_of(config: Config, splits: Splits, image_size: int) -> ModelInfo:
+    """What model.json says of a model that takes images of `image_size` x `image_size` pixels of this data."""
+    return ModelInfo(
+        splits.classes,
+        splits.channels,
+        image_size,
+        splits.image_size if has_one_size(splits.train) else None,
+        *resolve_mean_std(config, splits),
+        splits.full_scale,
+        SEMANTICS,
+        config.origin,
+        splits.multi_label,
+    )
 
 
 def result_of(

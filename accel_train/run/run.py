@@ -27,8 +27,8 @@ from accel_train.records.cost.usage import Usage, sum_of
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter, Stopwatch
 from accel_train.records.metrics import Evaluation
-from accel_train.records.model_info import ModelInfo
 from accel_train.records.run_log import RunLog
+from accel_train.records.summary import model_info_of
 from accel_train.run.finished import FinishedRun
 from accel_train.run.nonfinite import Guard
 from accel_train.run.relaunch import resume_command
@@ -131,7 +131,7 @@ class Run:
         setup = self.setup
         self.directory.begin(
             self.config,
-            ModelInfo.of(self.config, setup.splits, setup.image_size),
+            model_info_of(self.config, setup.splits, setup.image_size),
             world_size=setup.launch.world_size,
             devices=gather_object([str(setup.device)]),
             precision=precision(self.accelerator),
