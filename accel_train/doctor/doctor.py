@@ -84,7 +84,7 @@ def check_names(skip: Collection[str]) -> None:
 
 def _look(exam: Examination, check: Check) -> Finding:
     """Call a check on all ranks, if there is time for it."""
-    needed = 0.0 if check is DRILL else min(check.seconds, 1.0) if exam.quick else check.seconds
+    needed = min(check.seconds, 1.0) if exam.quick else check.seconds
     if not broadcast_from_main(exam.accelerator, lambda: needed == 0 or exam.seconds_left >= needed):
         return Finding(NOT_CHECKED, "not enough time", f"about {needed:.0f} s", "Give more: --seconds 300")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -106,7 +107,7 @@ def job_times() -> tuple[float | None, float | None]:
     names = ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME")
     if all(os.environ.get(name, "").isdigit() for name in names):
         return float(os.environ[names[0]]), float(os.environ[names[1]])
-    record = _scontrol("show", "job", "--oneliner", os.environ["SLURM_JOB_ID"]) if "SLURM_JOB_ID" in os.environ else ""
+    record = _job_record(os.environ["SLURM_JOB_ID"]) if "SLURM_JOB_ID" in os.environ else ""
     times: list[float | None] = []
     for name in ("StartTime", "EndTime"):
         match = re.search(rf"\b{name}=(\S+)", record)
@@ -145,10 +146,9 @@ def requeue(exam: Examination) -> Finding:
     """Slurm may requeue the job."""
 
     def look() -> Finding:
-        if exam.launch.rank != 0 or not os.environ.get("SLURM_JOB_ID"):
+        if not os.environ.get("SLURM_JOB_ID"):
             return Finding(NOT_CHECKED, "not a job of Slurm")
-        shown = _scontrol("show", "job", "--oneliner", os.environ["SLURM_JOB_ID"])
-        allowed = re.search(r"\bRequeue=(\d)", shown)
+        allowed = re.search(r"\bRequeue=(\d)", _job_record(os.environ["SLURM_JOB_ID"]))
         if allowed is None:
             return Finding(NOT_CHECKED, "scontrol does not answer here")
         if allowed[1] == "0":
@@ -191,6 +191,11 @@ def judged_lead(given: str, save: float | None) -> Finding:
     if save > seconds / 2:
         return Finding(FAIL, measured, expected, again)
     return Finding(PASS, measured, expected)
+
+
+@functools.cache
+def _job_record(job: str) -> str:
+    return _scontrol("show", "job", "--oneliner", job)
 
 
 def _scontrol(*words: str) -> str:

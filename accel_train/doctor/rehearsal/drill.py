@@ -95,4 +95,4 @@ def _weights(run: Path, update: int) -> object:
     return {name: entry for name, entry in sorted(manifest["files"].items()) if name.endswith(".safetensors")}
 
 
-DRILL = Check("drill", drill)
+DRILL = Check("drill", drill, seconds=0.0)

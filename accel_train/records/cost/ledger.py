@@ -23,7 +23,8 @@ Item = TypeVar("Item")
 Phase = Literal["starting", "training", "evaluating", "saving"]
 
 FILE = "starts.json"
-KEPT_SAVES = 100  # of a start: older checkpoints are deleted
+KEPT_SAVES = 100  # of this start: older checkpoints are deleted
+KEPT_SAVES_BEFORE = 10  # of each start before it: the file is written anew every two seconds
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Ledger:
         for earlier in self.starts:
             if earlier.last_update >= update and not earlier.finished:  # also of a test that was not finished
                 earlier.go_back(update)
+            earlier.saves = earlier.saves[-KEPT_SAVES_BEFORE:]
         now, processes = time.time(), launch.world_size
         self.start = Start(launch.began, now, processes, 0 if on_cpu else processes, update, update)
         self.starts.append(self.start)
@@ -104,7 +106,7 @@ class Ledger:
         """Surround a phase that is not the training: then the phase before goes on."""
         before = self._phase
         self.enter(phase)
-        self.write(force=True)  # if it is killed within a save, say, it is known that it was in one
+        self.write()
         try:
             yield
         finally:

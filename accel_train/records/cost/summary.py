@@ -28,11 +28,11 @@ def cost_of(starts: Sequence[Start]) -> dict[str, Any]:
         return {}
     between = sum(max(0.0, later.began - each.ended) for each, later in pairwise(starts) if not each.finished)
     seconds = {phase: sum(getattr(start, phase) for start in starts) for phase in PHASES}
-    wall = sum(max(0.0, start.ended - start.began) for start in starts) + between
-    accelerators = sum(start.accelerators * (start.ended - start.began) for start in starts)
+    spans = [max(0.0, start.ended - start.began) for start in starts]
+    wall = sum(spans) + between
+    accelerators = sum(start.accelerators * span for start, span in zip(starts, spans, strict=True))
     joules = _all("device_joules", starts)
     busy = _all("device_utilisation", starts)
-    spans = [start.ended - start.began for start in starts]
     return {
         "starts": len(starts),
         "complete": starts[0].first_update == 0,  # otherwise another run, or an older version, began it
