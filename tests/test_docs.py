@@ -52,7 +52,7 @@ OTHER_PROGRAMS = {
 }
 SBATCH = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--mem", "--signal"}
 # Options of programs that have no parser here (Slurm, mpirun, apptainer), and the word for any option.
-FOREIGN = SBATCH | {"--time", "--requeue", "--cpu-bind", "--bind-to", "--nv", "--pty", "--key"}
+FOREIGN = SBATCH | {"--time", "--requeue", "--cpu-bind", "--bind-to", "--nv", "--pty", "--key", "--recovery-interval"}
 
 
 def text_of(page: str) -> str:
