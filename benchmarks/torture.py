@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -131,7 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, help="folder with MNIST in torchvision's layout; default: digits")
     parser.add_argument("--programs", nargs="+", choices=[each.name for each in PROGRAMS], help="default: all")
-    parser.add_argument("--output", type=Path, help="keep all folders and logs here; default: a temporary folder")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="keep the records here, and go on from those that are there; default: a temporary folder",
+    )
     parser.add_argument("--quick", action="store_true", help="two kills")
     parser.add_argument("--no-write", action="store_true", help="only print the table")
     options = parser.parse_args()
@@ -161,7 +166,10 @@ def is_there(program: Program) -> bool:
 
 
 def race(program: Program, kills: Sequence[tuple[int, int]], folder: Path) -> Outcome:
-    """Run a program without and with the kills, and compare."""
+    """Run a program without and with the kills, and compare. What is finished in the folder is not done again."""
+    finished = folder / "outcome.json"
+    if finished.exists():
+        return Outcome(**json.loads(finished.read_text()))
     whole, _, _ = run(program, [], kills[0][0], folder / "whole")
     starts, killed, failed = run(program, kills, LAST if len(kills) == len(KILLS) else 2, folder / "killed")
     reference, kept = history.kept_steps(whole), history.kept_steps(starts)
@@ -172,7 +180,7 @@ def race(program: Program, kills: Sequence[tuple[int, int]], folder: Path) -> Ou
     final = weights(folder / "killed", "after.pt")
     pairs = list(zip(kept, reference, strict=False))  # a program may end early
     missed, repeated = history.missed_and_repeated(kept, images, observed.BATCH)
-    return Outcome(
+    outcome = Outcome(
         kills=killed,
         failed=failed,
         updates=len(kept),
@@ -182,6 +190,8 @@ def race(program: Program, kills: Sequence[tuple[int, int]], folder: Path) -> Ou
         loss_difference=sum(abs(one.loss - other.loss) for one, other in pairs) / len(pairs),
         weight_distance=float((final - expected).norm() / (expected - initial).norm()),
     )
+    finished.write_text(json.dumps(asdict(outcome)))
+    return outcome
 
 
 def weights(folder: Path, name: str) -> torch.Tensor:

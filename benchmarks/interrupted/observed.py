@@ -12,6 +12,7 @@ a folder with MNIST in torchvision's layout (without it: scikit-learn's digits).
 from __future__ import annotations
 
 import atexit
+import copy
 import hashlib
 import json
 import os
@@ -131,10 +132,8 @@ class Observed(nn.Module):
         self._write(step=self._steps + 1, epoch=epoch, images=numbers, loss=loss)
 
     def _before_step(self) -> None:
-        if self._steps == 0 and self._has_learned and _rank() == 0:
-            torch.save(self.layers.state_dict(), self._folder / "before.pt")
-            self._write(before=self._fingerprint())
-            atexit.register(lambda: torch.save(self.layers.state_dict(), self._folder / "after.pt"))
+        if self._steps == 0 and _rank() == 0:  # a closure, as Lightning's, computes the gradient only after this
+            self._before = (self._fingerprint(), copy.deepcopy(self.layers.state_dict()))
 
     def _after_step(self) -> None:
         if (
@@ -142,8 +141,14 @@ class Observed(nn.Module):
         ):  # torch steps without a gradient, to create the state that a checkpoint is loaded into
             return
         self._steps, self._has_learned = self._steps + 1, False
-        if _rank() == 0:
-            self._write(done=self._steps, after=self._fingerprint())
+        if _rank() != 0:
+            return
+        if self._steps == 1:
+            fingerprint, weights = self._before
+            torch.save(weights, self._folder / "before.pt")
+            self._write(before=fingerprint)
+            atexit.register(lambda: torch.save(self.layers.state_dict(), self._folder / "after.pt"))
+        self._write(done=self._steps, after=self._fingerprint())
 
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()
