@@ -24,7 +24,15 @@ from accel_train.models import (
     set_train_mode,
 )
 
-OWN = {"digits_cnn": 8, "mnist_cnn": 28, "alexnet_bn": 64, "resnet9": 32, "resnet18_cifar": 32, "vit_s16_plain": 32}
+OWN = {
+    "digits_cnn": 8,
+    "mnist_cnn": 28,
+    "lenet": 28,
+    "alexnet_bn": 64,
+    "resnet9": 32,
+    "resnet18_cifar": 32,
+    "vit_s16_plain": 32,
+}
 
 TIMM = {  # a family each, and the smallest image that suits it
     "resnet18": 32,
@@ -149,6 +157,11 @@ def parameter_count(model: nn.Module) -> int:
 def test_mnist_cnn_is_the_net_of_the_example() -> None:
     # 320 + 18 496 + 1 179 776 + 1 290, as the example's print-out has it
     assert parameter_count(make("mnist_cnn", num_classes=10, channels=1, image_size=28)) == 1_199_882
+
+
+def test_lenet_has_the_layers_of_the_paper_with_more_channels() -> None:
+    # Convolutions 16 * 26 and 32 * (16 * 25 + 1); 32 channels of 4x4 to 120, 84 and 10
+    assert parameter_count(make("lenet", num_classes=10, channels=1, image_size=28)) == 416 + 12_832 + 61_560 + 11_014
 
 
 def test_vit_s16_plain_is_the_net_of_the_paper() -> None:

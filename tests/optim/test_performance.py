@@ -43,7 +43,7 @@ def test_gradients_lie_as_their_weights_do(name: str, size: int, batch: int) -> 
         assert weight.grad.stride() == weight.stride(), weight.shape
 
 
-@pytest.mark.parametrize(("name", "size"), [("digits_cnn", 8), ("mnist_cnn", 28), ("alexnet_bn", 64)])
+@pytest.mark.parametrize(("name", "size"), [("digits_cnn", 8), ("mnist_cnn", 28), ("lenet", 28), ("alexnet_bn", 64)])
 def test_the_memory_format_changes_no_result(name: str, size: int) -> None:
     plain, last = make(name, size).eval(), make(name, size).eval().to(memory_format=torch.channels_last)
     images = torch.rand(4, 1, size, size)
