@@ -76,7 +76,7 @@ def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, update
         "limit": partial(_script, ["limit.py"], name, task, root, updates),
         "trainer": partial(trainer, name, root, batch_size=task.batch_size, updates=updates),
     }
-    others = [other for other in OTHERS if other != "Lightning" or _has_lightning()]
+    others = [other for other in OTHERS if other != "Lightning" or has_lightning()]
     for other in others:
         for workers in (0, 2):
             words = [*OTHERS[other], "--workers", workers]
@@ -123,7 +123,7 @@ def _script(
     return turns.Contestant(line, folder / "log", updates=updates, images=task.batch_size)
 
 
-def _has_lightning() -> bool:
+def has_lightning() -> bool:
     if importlib.util.find_spec("lightning"):
         return True
     print("Lightning is not measured, because it is not installed: pip install 'accel-train[bench]'")

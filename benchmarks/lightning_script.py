@@ -11,7 +11,6 @@ import tempfile
 from typing import Any
 
 import tasks
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -34,8 +33,13 @@ class Classifier(lightning.LightningModule):
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return tasks.torch_optimizer(self.name, self)
+    def validation_step(self, batch: tuple[Tensor, Tensor], _number: int) -> None:
+        images, labels = batch
+        self.log("accuracy", (self.net(images).argmax(1) == labels).float().mean(), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = tasks.torch_optimizer(self.name, self)
+        return [optimizer], [tasks.decay(self.name, optimizer)]
 
 
 class Report(lightning.Callback):
@@ -45,14 +49,26 @@ class Report(lightning.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.progress.advance()
 
+    def on_validation_end(self, trainer: lightning.Trainer, _module: lightning.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            tasks.tell_accuracy(trainer.current_epoch + 1, trainer.callback_metrics["accuracy"].item())
+
 
 def main() -> None:
     options, task = tasks.parse(tasks.arguments(__doc__ or ""))
+    if options.seed is not None:
+        lightning.seed_everything(options.seed)
     report = Report(tasks.Progress(task, options.every))
     loader = DataLoader(
-        task.dataset(options.data_root, task.transform()),
+        task.dataset(options.data_root, task.transform(), images=options.images),
         task.batch_size,
         shuffle=True,
+        num_workers=options.workers,
+        persistent_workers=options.workers > 0,
+    )
+    test_loader = DataLoader(
+        task.dataset(options.data_root, task.transform(), train=False),
+        tasks.TEST_BATCH,
         num_workers=options.workers,
         persistent_workers=options.workers > 0,
     )
@@ -60,7 +76,7 @@ def main() -> None:
         trainer = lightning.Trainer(
             max_epochs=-1, max_steps=options.updates or -1, devices=1, default_root_dir=folder, callbacks=[report]
         )
-        trainer.fit(Classifier(options.task), loader)
+        trainer.fit(Classifier(options.task), loader, test_loader if options.evaluate else None)
 
 
 if __name__ == "__main__":

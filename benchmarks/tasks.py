@@ -4,6 +4,7 @@ Every script here takes the same options and prints a line of JSON every few upd
 
     python benchmarks/tutorial.py mnist_cnn --data-root ~/data
     python benchmarks/tutorial.py cifar10_resnet18 --workers 2 --every 4 --updates 16
+    python benchmarks/tutorial.py mnist_cnn --seed 3 --evaluate   # and a line with the test accuracy of each epoch
 
 Without --data-root the images are synthetic, of the same shapes. Each access makes a PIL image, as in torchvision's own
 MNIST and CIFAR10.
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ from torchvision import transforms
 from accel_train.bench.workload import Clock
 from accel_train.config.schema import Data
 from accel_train.data.sources.synthetic import synthetic
+
+TEST_BATCH = 1000  # as in PyTorch's MNIST example
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,13 @@ class Task:
             return None
         return folder
 
-    def dataset(self, root: Path | None, transform: Any) -> Dataset[Any]:
-        if root is None:
-            return Drawn(self, transform)
-        return self.kind(root, train=True, transform=transform)
+    def dataset(
+        self, root: Path | None, transform: Any, *, train: bool = True, images: int | None = None
+    ) -> Dataset[Any]:
+        """Return the training or test split; `images`: only so many, the first."""
+        data: Any = Drawn(self, transform, train) if root is None else self.kind(root, train=train, transform=transform)
+        data.data, data.targets = data.data[:images], data.targets[:images]
+        return data
 
 
 TASKS = {
@@ -73,20 +81,21 @@ TASKS = {
 class Drawn(Dataset[Any]):
     """Synthetic images instead of a published dataset: arrays in memory, a PIL image for each access."""
 
-    def __init__(self, task: Task, transform: Any) -> None:
+    def __init__(self, task: Task, transform: Any, train: bool) -> None:
         data = Data(name="synthetic", channels=task.channels, image_size=task.size, train_images=task.images)
-        source = synthetic(data).train
-        pixels = source.fetch(range(task.images))
+        splits = synthetic(data)
+        source = splits.train if train else splits.test
+        pixels = source.fetch(range(len(source.labels)))
         assert isinstance(pixels, torch.Tensor)
-        self.images = pixels.permute(0, 2, 3, 1).squeeze(-1).contiguous().numpy()
-        self.labels = source.labels.tolist()
+        self.data = pixels.permute(0, 2, 3, 1).squeeze(-1).contiguous().numpy()
+        self.targets = source.labels.tolist()
         self.transform = transform
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
+        return self.transform(Image.fromarray(self.data[index])), self.targets[index]
 
 
 def net(name: str) -> nn.Module:
@@ -115,6 +124,11 @@ def torch_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
+def decay(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
+    """Return the schedule, stepped at the end of each epoch: PyTorch's MNIST example's; for the ResNet a constant."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7 if name == "mnist_cnn" else 1.0)
+
+
 def best_device() -> torch.device:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device or torch.device("cpu")
@@ -137,6 +151,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=0, help="worker processes that load images (default: 0)")
     parser.add_argument("--every", type=int, help="updates between two lines (default: as many as take half a second)")
     parser.add_argument("--updates", type=int, help="stop after so many updates (default: run until stopped)")
+    parser.add_argument("--images", type=int, help="use only the first images of the training data (default: all)")
+    parser.add_argument("--seed", type=int, help="of the weights and the order (default: another one each time)")
+    parser.add_argument("--evaluate", action="store_true", help="measure the test accuracy at the end of each epoch")
     return parser
 
 
@@ -145,6 +162,23 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Task]:
     task = TASKS[options.task]
     options.every = options.every or turn(task)
     return options, task
+
+
+def epochs(length: int, updates: int | None) -> Iterator[tuple[int, int | None]]:
+    """Yield the number of each epoch, from 0, and how many of its `length` batches to train on; None: all.
+
+    It ends when there were `updates` in all; None: never.
+    """
+    for epoch in count():
+        left = None if updates is None else updates - epoch * length
+        if left is not None and left <= 0:
+            return
+        yield epoch, left
+
+
+def tell_accuracy(epoch: int, accuracy: float) -> None:
+    """Print the accuracy on the test images after `epoch` epochs, between 0 and 1, as a line of JSON."""
+    print(json.dumps({"epoch": epoch, "accuracy": round(accuracy, 4)}), flush=True)
 
 
 class Progress:

@@ -6,24 +6,40 @@ tasks have none). Worker processes load images as uint8; timm's PrefetchLoader n
 
 from __future__ import annotations
 
-from itertools import chain, islice, repeat
+from itertools import islice
+from typing import Any
 
 import tasks
+import torch
 from timm.data import create_loader
 from timm.optim import create_optimizer_v2
-from timm.utils import AverageMeter
+from timm.utils import AverageMeter, accuracy, random_seed
 from torch import nn
 
 
 def main() -> None:
     options, task = tasks.parse(tasks.arguments(__doc__ or ""))
+    if options.seed is not None:
+        random_seed(options.seed)
     device = tasks.best_device()
     loader = create_loader(
-        task.dataset(options.data_root, None),  # the loader sets its transform
+        task.dataset(options.data_root, None, images=options.images),  # the loader sets its transform
         input_size=(task.channels, task.size, task.size),
         batch_size=task.batch_size,
         is_training=True,
         no_aug=True,
+        mean=task.mean,
+        std=task.std,
+        num_workers=options.workers,
+        persistent_workers=options.workers > 0,
+        device=device,
+    )
+    test_loader = create_loader(
+        task.dataset(options.data_root, None, train=False),
+        input_size=(task.channels, task.size, task.size),
+        batch_size=tasks.TEST_BATCH,
+        is_training=False,
+        crop_pct=1.0,
         mean=task.mean,
         std=task.std,
         num_workers=options.workers,
@@ -36,16 +52,30 @@ def main() -> None:
     else:
         optimizer = create_optimizer_v2(model, opt="momentum", lr=1e-3, momentum=0.9)
     criterion = nn.CrossEntropyLoss()
+    schedule = tasks.decay(options.task, optimizer)
     progress, losses = tasks.Progress(task, options.every), AverageMeter()
-    model.train()
-    epochs = chain.from_iterable(repeat(loader))
-    for images, labels in islice(epochs, options.updates):
-        loss = criterion(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.update(loss.item(), images.size(0))
-        progress.advance()
+    for epoch, left in tasks.epochs(len(loader), options.updates):
+        model.train()
+        for images, labels in islice(loader, left):
+            loss = criterion(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.update(loss.item(), images.size(0))
+            progress.advance()
+        schedule.step()
+        if options.evaluate:
+            tasks.tell_accuracy(epoch + 1, test_accuracy(model, test_loader))
+
+
+def test_accuracy(model: nn.Module, loader: Any) -> float:
+    """Return the accuracy on the loader's images, as the `validate` of timm's train.py finds it."""
+    model.eval()
+    top1 = AverageMeter()
+    with torch.inference_mode():
+        for images, labels in loader:
+            top1.update(accuracy(model(images), labels)[0].item(), images.size(0))
+    return top1.avg / 100
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Let programs take turns: one runs for half a second while all others are stopped.
+"""Let programs take turns: one runs for a moment while all others are stopped.
 
 The speed of a shared machine can change by 10% within seconds, so programs that are measured one after the other cannot
 be compared. Within a round of turns conditions are nearly the same, so its ratios are valid.
@@ -24,67 +24,40 @@ import tasks
 LOOK_SECONDS = 0.002  # between two checks of a program's progress
 
 
-class Contestant:
-    """A program that writes its progress to a file, as JSON lines with an "update". It is stopped between turns.
+class Program:
+    """A program that runs only while it has its turn. Its data workers and launched processes run and stop with it.
 
-    words: arguments of python; log: file of its output; progress: the file with its progress (None: its output);
-    updates: number in a turn; images: number in an update; variables: added to its environment.
+    words: arguments of python; log: file of its output; variables: added to its environment.
     """
 
-    def __init__(
-        self,
-        words: Sequence[object],
-        log: Path,
-        *,
-        updates: int,
-        images: int,
-        progress: Path | None = None,
-        variables: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, words: Sequence[object], log: Path, variables: Mapping[str, str] = MappingProxyType({})) -> None:
         self.line = [sys.executable, *map(str, words)]
-        self.log, self.progress, self.updates, self.images = log, progress or log, updates, images
-        self.goal = 0
+        self.log = log
         environment = {**tasks.environment(), **variables}
         with log.open("wb") as output:
             self.process = psutil.Popen(
                 self.line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
             )
         self.family: list[psutil.Process] = [self.process]
-        try:
-            self.turn()  # until it has started and is warm
-        except BaseException:
-            self.end()
-            raise
 
-    def turn(self) -> float:
-        """Let the program do the updates of one turn. Returns its images per second."""
-        self.goal += self.updates
+    def run(self, done: Callable[[], bool], look: float) -> float:
+        """Let it run until `done`, asked every `look` seconds; return the seconds. SystemExit if it ends before."""
         start = time.perf_counter()
         self._send("resume")
-        while self._updates() < self.goal:
-            if self.process.poll() is not None:
+        while not done():
+            if self.process.poll() is not None and not done():  # what it wrote last may be what was waited for
                 raise SystemExit(f"{' '.join(self.line)} has ended:\n{self.log.read_text()[-2000:]}")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(look)
         self._send("suspend")
         seconds = time.perf_counter() - start
         self._suspend_new()
-        return self.updates * self.images / seconds
+        return seconds
 
     def end(self) -> None:
         self._send("suspend")
         self._suspend_new()
         self._send("kill")
         self.process.wait()
-
-    def _updates(self) -> int:
-        """Return the last update in the progress file; 0 if there is none."""
-        try:
-            with self.progress.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 10_000))
-                updates = re.findall(rb'"update": (\d+)', file.read())
-        except FileNotFoundError:
-            return 0
-        return int(updates[-1]) if updates else 0
 
     def _suspend_new(self) -> None:
         """Stop data workers and launched processes that are new."""
@@ -97,6 +70,49 @@ class Contestant:
         for each in self.family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 getattr(each, what)()
+
+
+class Contestant(Program):
+    """A program that writes its progress to a file, as JSON lines with an "update". It is stopped between turns.
+
+    words, log, variables: as Program has them; progress: the file with its progress (None: its output); updates: number
+    in a turn; images: number in an update.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[object],
+        log: Path,
+        *,
+        updates: int,
+        images: int,
+        progress: Path | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(words, log, variables)
+        self.progress, self.updates, self.images = progress or log, updates, images
+        self.goal = 0
+        try:
+            self.turn()  # until it has started and is warm
+        except BaseException:
+            self.end()
+            raise
+
+    def turn(self) -> float:
+        """Let the program do the updates of one turn. Returns its images per second."""
+        self.goal += self.updates
+        seconds = self.run(lambda: self._updates() >= self.goal, LOOK_SECONDS)
+        return self.updates * self.images / seconds
+
+    def _updates(self) -> int:
+        """Return the last update in the progress file; 0 if there is none."""
+        try:
+            with self.progress.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 10_000))
+                updates = re.findall(rb'"update": (\d+)', file.read())
+        except FileNotFoundError:
+            return 0
+        return int(updates[-1]) if updates else 0
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Training as tutorials on DistributedDataParallel write it: torchvision's transforms on PIL images, a DataLoader, a
 DistributedSampler, `loss.item()` at each step. Their epochs end with a second pass over the training data for the
-accuracy: --second-pass repeats only that pass. Under torchrun it runs on several processes.
+accuracy: --second-pass repeats only that pass; --evaluate measures on the test images instead. Under torchrun it runs
+on several processes.
 
     python benchmarks/tutorial.py mnist_cnn
     python benchmarks/tutorial.py mnist_cnn --second-pass
@@ -10,8 +11,8 @@ accuracy: --second-pass repeats only that pass. Under torchrun it runs on severa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import tasks
 import torch
@@ -25,6 +26,8 @@ def main() -> None:
     parser = tasks.arguments(__doc__ or "")
     parser.add_argument("--second-pass", action="store_true", help="only evaluate on the training data, do not train")
     options, task = tasks.parse(parser)
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
     device = tasks.best_device()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
@@ -32,8 +35,10 @@ def main() -> None:
         if device.type != "cpu":
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     batch_size = task.batch_size // world_size
-    dataset = task.dataset(options.data_root, task.transform())
-    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=int(os.environ.get("RANK", "0")))
+    dataset = task.dataset(options.data_root, task.transform(), images=options.images)
+    sampler = DistributedSampler(
+        dataset, num_replicas=world_size, rank=int(os.environ.get("RANK", "0")), seed=options.seed or 0
+    )
     loader = DataLoader(
         dataset,
         batch_size,
@@ -41,37 +46,51 @@ def main() -> None:
         num_workers=options.workers,
         pin_memory=device.type == "cuda",
     )
+    test_loader = DataLoader(
+        task.dataset(options.data_root, task.transform(), train=False), tasks.TEST_BATCH, num_workers=options.workers
+    )
     model: nn.Module = tasks.net(options.task).to(device)
     if world_size > 1:
         model = DistributedDataParallel(model)
     optimizer = tasks.torch_optimizer(options.task, model)
     criterion = nn.CrossEntropyLoss()
+    schedule = tasks.decay(options.task, optimizer)
     progress = tasks.Progress(task, options.every) if sampler.rank == 0 else None
 
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        epoch = 0
-        while True:
-            sampler.set_epoch(epoch)
-            yield from loader
-            epoch += 1
-
-    model.train(not options.second_pass)
     running_loss, correct = 0.0, 0.0
-    for images, labels in islice(batches(), options.updates):
-        images, labels = images.to(device), labels.to(device)
-        if options.second_pass:
-            with torch.no_grad():
-                correct += (model(images).argmax(1) == labels).sum().item()
-        else:
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            running_loss += loss.item()
-        if progress is not None:
-            progress.advance()
+    for epoch, left in tasks.epochs(len(loader), options.updates):
+        sampler.set_epoch(epoch)
+        model.train(not options.second_pass)
+        for images, labels in islice(loader, left):
+            images, labels = images.to(device), labels.to(device)
+            if options.second_pass:
+                with torch.no_grad():
+                    correct += (model(images).argmax(1) == labels).sum().item()
+            else:
+                optimizer.zero_grad()
+                loss = criterion(model(images), labels)
+                loss.backward()
+                optimizer.step()
+                running_loss += loss.item()
+            if progress is not None:
+                progress.advance()
+        schedule.step()
+        if options.evaluate and progress is not None:
+            tasks.tell_accuracy(epoch + 1, test_accuracy(model, test_loader, device))
     if world_size > 1:
         dist.destroy_process_group()
+
+
+def test_accuracy(model: nn.Module, loader: DataLoader[Any], device: torch.device) -> float:
+    """Return the share of the loader's images that the model gets right, as PyTorch's example counts them."""
+    model.eval()
+    correct, count = 0.0, 0
+    with torch.no_grad():
+        for images, labels in loader:
+            images, labels = images.to(device), labels.to(device)
+            correct += (model(images).argmax(1) == labels).sum().item()
+            count += len(labels)
+    return correct / count
 
 
 if __name__ == "__main__":
