@@ -18,7 +18,7 @@ from accel_train.data.sources.load import load_splits  # noqa: E402
 
 
 def main() -> None:
-    options, task = tasks.parse(tasks.arguments(__doc__ or ""))
+    options, task = tasks.parse(tasks.arguments(__doc__ or "", tests=False))
     words = ["--batch-size", str(task.batch_size), *data_words(options.task, options.data_root)]
     config = parse([options.task, *words])
     workload = Workload(config, LAUNCH, load_splits(config.data, config.seed))

@@ -144,16 +144,18 @@ def turn(task: Task) -> int:
     return task.every[best_device().type != "cpu"]
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
+def arguments(description: str, *, tests: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of a script; `tests`: it can measure the test accuracy of a training with a seed."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--data-root", type=Path, help="folder of torchvision's dataset; default: synthetic images")
     parser.add_argument("--workers", type=int, default=0, help="worker processes that load images (default: 0)")
     parser.add_argument("--every", type=int, help="updates between two lines (default: as many as take half a second)")
     parser.add_argument("--updates", type=int, help="stop after so many updates (default: run until stopped)")
-    parser.add_argument("--images", type=int, help="use only the first images of the training data (default: all)")
-    parser.add_argument("--seed", type=int, help="of the weights and the order (default: another one each time)")
-    parser.add_argument("--evaluate", action="store_true", help="measure the test accuracy at the end of each epoch")
+    if tests:
+        parser.add_argument("--images", type=int, help="use only the first images of the training data (default: all)")
+        parser.add_argument("--seed", type=int, help="of the weights and the order (default: another one each time)")
+        parser.add_argument("--evaluate", action="store_true", help="measure the test accuracy after each epoch")
     return parser
 
 

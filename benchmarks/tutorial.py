@@ -26,6 +26,8 @@ def main() -> None:
     parser = tasks.arguments(__doc__ or "")
     parser.add_argument("--second-pass", action="store_true", help="only evaluate on the training data, do not train")
     options, task = tasks.parse(parser)
+    if options.second_pass and options.evaluate:
+        parser.error("--second-pass does not train, so --evaluate has nothing to test")
     if options.seed is not None:
         torch.manual_seed(options.seed)
     device = tasks.best_device()

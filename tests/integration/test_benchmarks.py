@@ -111,6 +111,18 @@ def test_each_contestant_tells_how_far_it_is(script: tuple[str, ...]) -> None:
     assert all(line["images_per_second"] > 0 for line in lines)
 
 
+@pytest.mark.parametrize("script", ["tutorial.py", "timm_loader.py", "lightning_script.py"])
+def test_each_trainer_tells_its_test_accuracy_after_each_epoch(script: str) -> None:
+    if script == "lightning_script.py":
+        pytest.importorskip("lightning")
+    words = ["mnist_cnn", "--seed", "1", "--images", "256", "--updates", "8", "--evaluate"]  # four updates an epoch
+    done = helpers.python(BENCHMARKS / script, *words)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(found) for found in re.findall(r'\{"epoch".*\}', done.stdout)]
+    assert [line["epoch"] for line in lines] == [1, 2]
+    assert all(0 < line["accuracy"] <= 1 for line in lines)
+
+
 COUNTER = """
 import json, subprocess, sys, time
 if len(sys.argv) > 1:  # a process that it starts, as data workers are
