@@ -42,9 +42,15 @@ def raise_mistakes(mistakes: Iterable[str]) -> None:
         raise UserError(*messages)
 
 
-def one_line(text: object) -> str:
-    """Return the text with line breaks and other control characters escaped: a file's content may contain them."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], str(text))
+def one_line(text: object, most: int | None = None) -> str:
+    """Return the text with line breaks and other control characters escaped: a file's content may contain them.
+
+    A text of more than `most` characters is cut before the word that passes them, and ends with " …".
+    """
+    line = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], str(text))
+    if most is None or len(line) <= most:
+        return line
+    return (line[: most + 1].rpartition(" ")[0] or line[:most]) + " …"
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from accel_train.bench.machine import computes_bf16
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
+from accel_train.errors import one_line
 from accel_train.launch.process import hostname
 
 SIZES, SECONDS, LEAST_SECONDS = (512, 1024, 2048, 4096, 8192), 3.0, 0.005
@@ -103,7 +104,7 @@ def health(exam: Examination) -> Finding:
         command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         if done.returncode:
-            return Finding(NOT_CHECKED, f"nvidia-smi failed: {done.stdout.strip()[:100]}")
+            return Finding(NOT_CHECKED, f"nvidia-smi failed: {one_line(done.stdout.strip(), 100)}")
         return judged(done.stdout)
 
     return worst_of(exam, look)

@@ -104,9 +104,9 @@ def quietly(format: str) -> Iterator[None]:
     except (OSError, UserError):
         raise
     except Exception as error:  # of dozens of types, of which most are not public
-        reason = one_line(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__))
+        reason = one_line(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__), 200)
         raise UserError(
-            f"--format {format}: this model cannot be exported so ({reason[:200]}); --traceback shows where."
+            f"--format {format}: this model cannot be exported so ({reason}); --traceback shows where."
         ) from error
     finally:
         logging.disable(disabled)

@@ -46,5 +46,5 @@ def _reason(error: Exception) -> str:
         return "the hub does not know who you are; log in with: hf auth login"
     if status == 403:
         return "your token may not write there; give it write access, or name another repository"
-    text = one_line(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__))
-    return f"the hub cannot be used ({text[:200].rstrip('.')})"
+    text = one_line(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__), 200)
+    return f"the hub cannot be used ({text.rstrip('.')})"

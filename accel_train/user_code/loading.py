@@ -118,7 +118,7 @@ def showing_user_lines(option: str, reference: Reference) -> Iterator[None]:
 def described(error: BaseException, reference: Reference) -> str:
     """Return an exception in one line, with the last line of the user's code that led to it."""
     text = " ".join(str(error).split())
-    reason = one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)[:300]
+    reason = one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__, 300)
     path = code_file(reference)
     if isinstance(error, SyntaxError):
         return reason

@@ -15,7 +15,7 @@ import torch
 
 from accel_train.data.sources.divide import stratified_choice
 from accel_train.data.sources.splits import Splits, subset
-from accel_train.errors import UserError
+from accel_train.errors import UserError, one_line
 
 
 @dataclass
@@ -148,9 +148,9 @@ def _download(kind: Any, name: str, root: Path) -> None:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     file.replace(target)
     except (OSError, RuntimeError, AssertionError, ValueError, EOFError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(" ".join(str(error).split()), 200)
         raise UserError(
-            f"the dataset '{name}' is not in {root} and could not be downloaded ({reason[:200]}). "
+            f"the dataset '{name}' is not in {root} and could not be downloaded ({reason}). "
             f"Without a network, put {', '.join(archives)} into {root}, as published."
         ) from error
     finally:

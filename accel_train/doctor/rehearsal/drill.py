@@ -83,7 +83,7 @@ def _train_until(scratch: Path, run: str, processes: int, update: int, deadline:
         while update not in list_updates(checkpoints):
             if child.popen.poll() is not None and update not in list_updates(checkpoints):
                 said = [line for line in child.text().splitlines() if line.strip()]
-                raise DrillError(f"the training ended with exit code {child.popen.poll()}: {one_line(said[-1:])[:200]}")
+                raise DrillError(f"the training ended with exit code {child.popen.poll()}: {one_line(said[-1:], 200)}")
             if time.monotonic() > deadline:
                 raise TimeoutError
             time.sleep(0.01)

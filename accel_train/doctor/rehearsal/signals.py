@@ -9,6 +9,7 @@ from pathlib import Path
 
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, Check, Examination, Finding, worst_of
 from accel_train.doctor.rehearsal.child import child_command, started
+from accel_train.errors import one_line
 from accel_train.launch.environment import in_job
 from accel_train.launch.parent import launcher_command
 
@@ -47,7 +48,7 @@ def rehearse(processes: int, folder: Path, patience: float) -> Finding:
         deadline = time.monotonic() + patience
         while _count(folder, "ready") < processes:
             if time.monotonic() > deadline or child.popen.poll() is not None:
-                said = (child.text().strip().splitlines() or [""])[-1][:100]
+                said = one_line((child.text().strip().splitlines() or [""])[-1], 100)
                 return Finding(NOT_CHECKED, f"a second launcher did not start its processes: {said!r}", expected)
             time.sleep(0.02)
         child.send(signal.SIGUSR1)

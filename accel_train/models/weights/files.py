@@ -44,12 +44,12 @@ def read_state(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # a damaged or hostile file may make its reader raise anything
         raise UserError(f"--model.weights: {file} cannot be read: {_reason(file, error)}.") from error
     if not tensors:
-        raise UserError(f"--model.weights: {file} has no weights: it contains {one_line([*state])[:80]}.")
+        raise UserError(f"--model.weights: {file} has no weights: it contains {one_line([*state], 80)}.")
     return tensors
 
 
 def _reason(file: Path, error: Exception) -> str:
-    text = one_line(str(error).strip().split("\n")[0])[:200].rstrip(".")
+    text = one_line(str(error).strip().split("\n")[0], 200).rstrip(".")
     if "weights_only" in text:
         found = torch.serialization.get_unsafe_globals_in_checkpoint
         try:
@@ -57,7 +57,7 @@ def _reason(file: Path, error: Exception) -> str:
         except Exception:
             names = ""
         if names:
-            return f"loading it would run code ({one_line(names)[:100]}); save its state_dict alone, as safetensors"
+            return f"loading it would run code ({one_line(names, 100)}); save its state_dict alone, as safetensors"
         return "it is not a file of torch.save"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

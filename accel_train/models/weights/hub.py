@@ -178,7 +178,7 @@ def _not_fetched(repository: str, revision: str | None, error: Exception) -> Use
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, HFValidationError):
-        return UserError(f"model.name: {one_line(error)[:200]} A model of the hub is named hf-hub:ORG/NAME.")
+        return UserError(f"model.name: {one_line(error, 200)} A model of the hub is named hf-hub:ORG/NAME.")
     if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)):
         at = f" at revision {revision}" if revision else ""
         return UserError(

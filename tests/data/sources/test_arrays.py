@@ -170,12 +170,13 @@ class TestDownload:
         assert len(load_splits(Data(name="mnist", root=tmp_path / "data"), 0).train) == 20
 
     def test_no_network(self, tmp_path: Path, served: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
+        monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [f"http://127.0.0.1:9/{'mirror/' * 20}"] * 2)
         root = tmp_path / "data"
         with pytest.raises(UserError) as caught:
             load_splits(Data(name="mnist", root=root), 0)
         assert f"'mnist' is not in {root}" in str(caught.value) and "\n" not in str(caught.value)
         assert "put MNIST/raw/train-images-idx3-ubyte.gz, " in str(caught.value)
+        assert " …). Without a network" in str(caught.value), "a long reason ends between two words"
         assert not (root / "MNIST").exists() and not list(root.glob(".download-*"))
         # What the message advises works:
         (root / "MNIST" / "raw").mkdir(parents=True)
