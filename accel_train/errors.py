@@ -53,6 +53,14 @@ def one_line(text: object, most: int | None = None) -> str:
     return (line[: most + 1].rpartition(" ")[0] or line[:most]) + " …"
 
 
+def reason_of(error: BaseException, most: int | None = None) -> str:
+    """Return the first line of what an exception says, without its full stop, or its type if it says nothing.
+
+    `most`: as `one_line` has it.
+    """
+    return one_line((str(error).strip() or type(error).__name__).splitlines()[0], most).rstrip(".")
+
+
 def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
     """Return a hint with the `count` known names most similar to `name`, " Did you mean …?", or "" if none is."""
     matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)

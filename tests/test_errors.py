@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.errors import one_line
+from accel_train.errors import one_line, reason_of
 
 
 def test_a_long_reason_ends_between_two_words() -> None:
@@ -21,3 +21,9 @@ def test_what_is_left_is_one_line_of_the_text(text: str, most: int) -> None:
     assert not set("\r\n") & set(whole)
     assert short == whole if len(whole) <= most else whole.startswith(short[: -len(" …")])
     assert len(short) <= most + len(" …")
+
+
+def test_the_reason_is_the_first_line_that_says_something() -> None:
+    assert reason_of(ValueError("\n  no such file.\nsee the log")) == "no such file"
+    assert reason_of(TimeoutError()) == reason_of(TimeoutError(" \n")) == "TimeoutError"
+    assert reason_of(OSError("could not connect to the server"), 17) == "could not connect …"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accel_train.errors import UserError, nearest
+from accel_train.errors import UserError, nearest, reason_of
 from accel_train.untrusted import is_file_name
 from accel_train.user_code.reference import PREFIXES, resolve
 
@@ -74,7 +74,7 @@ def read_settings(settings: Mapping[str, Any]) -> Recipe:
     try:
         text = yaml.safe_dump(_plain(settings), sort_keys=False)
     except yaml.YAMLError as error:
-        raise UserError(f"the settings: {str(error).splitlines()[0]}; expected words, numbers and lists.") from error
+        raise UserError(f"the settings: {reason_of(error)}; expected words, numbers and lists.") from error
     return _read(Recipe("notebook", text), "the settings", Path(), ())
 
 
@@ -162,7 +162,7 @@ def _compose(text: str, shown: str) -> Any:
         line = f":{mark.line + 1}" if mark else ""
         raise UserError(f"{shown}{line}: not YAML: {error.problem or error.context}.") from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{shown}: not YAML: {str(error).splitlines()[0]}.") from error
+        raise UserError(f"{shown}: not YAML: {reason_of(error)}.") from error
     if root is None:
         raise UserError(f"{shown}: the file is empty; a recipe has lines such as `epochs: 10`.")
     if root.id != "mapping":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.errors import UserError, one_line
+from accel_train.errors import UserError, reason_of
 from accel_train.export.preprocess import FILE
 from accel_train.records.model_info import ModelInfo
 
@@ -104,9 +104,8 @@ def quietly(format: str) -> Iterator[None]:
     except (OSError, UserError):
         raise
     except Exception as error:  # of dozens of types, of which most are not public
-        reason = one_line(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__), 200)
         raise UserError(
-            f"--format {format}: this model cannot be exported so ({reason}); --traceback shows where."
+            f"--format {format}: this model cannot be exported so ({reason_of(error, 200)}); --traceback shows where."
         ) from error
     finally:
         logging.disable(disabled)

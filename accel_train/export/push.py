@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from accel_train.errors import UserError, one_line
+from accel_train.errors import UserError, reason_of
 
 
 def check_login() -> None:
@@ -46,5 +46,4 @@ def _reason(error: Exception) -> str:
         return "the hub does not know who you are; log in with: hf auth login"
     if status == 403:
         return "your token may not write there; give it write access, or name another repository"
-    text = one_line(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__), 200)
-    return f"the hub cannot be used ({text.rstrip('.')})"
+    return f"the hub cannot be used ({reason_of(error, 200)})"

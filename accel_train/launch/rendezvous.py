@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import distributed
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.launch.environment import Launch, allocated_hosts
 from accel_train.launch.process import hostname, ranges
 from accel_train.launch.signals import recorded_stop_signal
@@ -45,7 +45,7 @@ def meet_all_ranks(launch: Launch, device_id: str, seconds: float) -> Any:
     except RuntimeError as error:
         raise UserError(
             f"Rank {launch.rank} on {hostname()} lost the connection to rank 0 before all processes had met "
-            f"({_first_line(error)}). Look for rank 0's own error message.",
+            f"({reason_of(error, 200)}). Look for rank 0's own error message.",
             every_process=False,
         ) from None
     return store
@@ -161,7 +161,7 @@ def _connect(launch: Launch, seconds: float) -> Any:
         if serves and "client socket" in str(error):
             reason = f"cannot connect to its own store at {address}:{port}. Does MASTER_ADDR name a different host?"
         elif serves:
-            reason = f"cannot listen on port {port} ({_first_line(error)}). If another program uses it, set "
+            reason = f"cannot listen on port {port} ({reason_of(error, 200)}). If another program uses it, set "
             reason += "MASTER_PORT to a free port."
         else:
             reason = f"found nobody at {address}:{port} within {seconds:.0f} s, where rank 0 should listen. Check that "
@@ -219,7 +219,7 @@ def connecting() -> Iterator[None]:
             raise
         if absent:
             raise UserError(
-                f"{hostname()} did not learn in time where another process listens ({_first_line(error)}). That "
+                f"{hostname()} did not learn in time where another process listens ({reason_of(error, 200)}). That "
                 "process has failed (see its message) or cannot listen. Set GLOO_SOCKET_IFNAME on all nodes to the "
                 "interface that they share.",
                 every_process=False,
@@ -229,15 +229,11 @@ def connecting() -> Iterator[None]:
         except OSError:
             address = "no address"
         raise UserError(
-            f"The processes cannot connect to each other ({hostname()}: {_first_line(error)}). Each listens at the "
+            f"The processes cannot connect to each other ({hostname()}: {reason_of(error, 200)}). Each listens at the "
             f"address of its host's name, here {address}. Set GLOO_SOCKET_IFNAME on all nodes to the interface "
             "that they share.",
             every_process=False,
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]
 
 
 def collective_seconds(limit: float) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Model
-from accel_train.errors import UserError, nearest
+from accel_train.errors import UserError, nearest, reason_of
 from accel_train.models.freezing import freeze_body
 from accel_train.models.nets import NETS
 from accel_train.models.torchvision_models import (
@@ -117,7 +117,7 @@ def create_model(
         if not model.pretrained:
             raise
         raise UserError(
-            f"model.pretrained: the weights of {model.name} could not be fetched ({_first_line(error)}). Run this once "
+            f"model.pretrained: the weights of {model.name} could not be fetched ({reason_of(error)}). Run this once "
             f"where there is a network, with the same HF_HOME and TORCH_HOME, such as on the login node: "
             f"{_download_command(model.name)}"
         ) from error
@@ -278,7 +278,7 @@ def _check_forward(model: nn.Module, name: str, channels: int, image_size: int) 
 
 def _unfit(name: str, image_size: int, error: Exception) -> UserError:
     return UserError(
-        f"{name} does not take images of {image_size}x{image_size} ({_first_line(error)}); "
+        f"{name} does not take images of {image_size}x{image_size} ({reason_of(error)}); "
         "give another model.image_size, or leave it out."
     )
 
@@ -293,7 +293,3 @@ def _checkpoint_gradients(model: nn.Module, name: str) -> None:
         cast(Any, model).set_grad_checkpointing(True)
     except AssertionError as error:  # so timm says that a model does not support it
         raise refused from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config.schema import Model
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.models.freezing import classifier_names
 
 PREFIX = "torchvision/"
@@ -69,8 +69,7 @@ def create_torchvision(
     except (AssertionError, ValueError, RuntimeError) as error:
         if argument is None:
             raise
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{model.name}: model.image_size {image_size} does not fit: {reason}") from error
+        raise UserError(f"{model.name}: model.image_size {image_size} does not fit: {reason_of(error)}.") from error
     if channels != 3:
         _replace_stem(made, channels)
     if model.pretrained and published:

@@ -38,17 +38,19 @@ class ArraySource:
         return f"{self.label} image {id}"
 
 
-def digits() -> Splits:
-    """1797 handwritten digits of 8x8 pixels, embedded in scikit-learn (UCI optdigits, its test part).
-
-    A fifth of the images of each class is the test split: always the same ones, whatever the run's seed.
-    """
+def all_digits() -> ArraySource:
+    """1797 handwritten digits of 8x8 pixels, embedded in scikit-learn (UCI optdigits, its test part)."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     pixels = torch.from_numpy((digits.images * (255 / 16)).round().astype(np.uint8))[:, None]  # from 0..16
-    whole = ArraySource("digits", pixels, torch.from_numpy(digits.target.astype(np.int64)))
-    test = stratified_choice(map(str, range(len(whole))), digits.target, round(len(whole) / 5), "digits test")
+    return ArraySource("digits", pixels, torch.from_numpy(digits.target.astype(np.int64)))
+
+
+def digits() -> Splits:
+    """The digits. A fifth of the images of each class is the test split: always the same ones, whatever the seed."""
+    whole = all_digits()
+    test = stratified_choice(map(str, range(len(whole))), whole.labels.numpy(), round(len(whole) / 5), "digits test")
     return Splits(
         classes=tuple("0123456789"),
         channels=1,

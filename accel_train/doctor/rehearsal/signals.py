@@ -49,7 +49,7 @@ def rehearse(processes: int, folder: Path, patience: float) -> Finding:
         while _count(folder, "ready") < processes:
             if time.monotonic() > deadline or child.popen.poll() is not None:
                 said = one_line((child.text().strip().splitlines() or [""])[-1], 100)
-                return Finding(NOT_CHECKED, f"a second launcher did not start its processes: {said!r}", expected)
+                return Finding(NOT_CHECKED, f"a second launcher did not start its processes: '{said}'", expected)
             time.sleep(0.02)
         child.send(signal.SIGUSR1)
         deadline = time.monotonic() + WAIT_SECONDS

@@ -10,7 +10,7 @@ import timm
 import torch
 from torch import Tensor
 
-from accel_train.errors import UserError, one_line
+from accel_train.errors import UserError, one_line, reason_of
 from accel_train.untrusted import require_regular_file
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
@@ -49,7 +49,7 @@ def read_state(file: Path) -> dict[str, Tensor]:
 
 
 def _reason(file: Path, error: Exception) -> str:
-    text = one_line(str(error).strip().split("\n")[0], 200).rstrip(".")
+    text = reason_of(error, 200)
     if "weights_only" in text:
         found = torch.serialization.get_unsafe_globals_in_checkpoint
         try:
@@ -61,4 +61,4 @@ def _reason(file: Path, error: Exception) -> str:
         return "it is not a file of torch.save"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return f"it is damaged, or not what its name says ({text or type(error).__name__})"
+    return f"it is damaged, or not what its name says ({text})"

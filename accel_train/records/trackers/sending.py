@@ -12,7 +12,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from accel_train.config.schema import Config
-from accel_train.errors import UserError, nearest, one_line
+from accel_train.errors import UserError, nearest, reason_of
 from accel_train.records.trackers.curves import Point, add_point, point_of, points_of, read_lines, saves_in
 from accel_train.records.trackers.services import Memory, Service, create_service
 
@@ -31,11 +31,6 @@ def check_trackers(names: Sequence[str], option: str = "--trackers") -> None:
             )
         if name not in available:
             raise UserError(f"{option}: the package of {name!r} is not installed (pip install {name}).")
-
-
-def reason_of(error: Exception) -> str:
-    """The first line of what a tracker's package says."""
-    return one_line((str(error).strip() or type(error).__name__).splitlines()[0]).rstrip(".")
 
 
 class Sender(threading.Thread):
