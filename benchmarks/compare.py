@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -76,7 +75,7 @@ def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, update
         "limit": partial(_script, ["limit.py"], name, task, root, updates),
         "trainer": partial(trainer, name, root, batch_size=task.batch_size, updates=updates),
     }
-    others = [other for other in OTHERS if other != "Lightning" or has_lightning()]
+    others = [other for other in OTHERS if other != "Lightning" or tasks.has_lightning()]
     for other in others:
         for workers in (0, 2):
             words = [*OTHERS[other], "--workers", workers]
@@ -114,20 +113,17 @@ def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, update
     }
 
 
+def script_words(words: list[object], name: str, root: Path | None) -> list[object]:
+    """Return the arguments of python for a script and its options: on the task `name`, with the data in `root`."""
+    script, *options = words
+    return [HERE / str(script), name, *options, *(["--data-root", root] if root else [])]
+
+
 def _script(
     words: list[object], name: str, task: tasks.Task, root: Path | None, updates: int, folder: Path
 ) -> turns.Contestant:
-    script, *options = words
-    data = ["--data-root", root] if root else []
-    line = [HERE / str(script), name, *options, "--every", updates, *data]
+    line = [*script_words(words, name, root), "--every", updates]
     return turns.Contestant(line, folder / "log", updates=updates, images=task.batch_size)
-
-
-def has_lightning() -> bool:
-    if importlib.util.find_spec("lightning"):
-        return True
-    print("Lightning is not measured, because it is not installed: pip install 'accel-train[bench]'")
-    return False
 
 
 def rows(measured: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from typing import Any
 
 import tasks
@@ -59,24 +60,18 @@ def main() -> None:
     if options.seed is not None:
         lightning.seed_everything(options.seed)
     report = Report(tasks.Progress(task, options.every))
-    loader = DataLoader(
-        task.dataset(options.data_root, task.transform(), images=options.images),
-        task.batch_size,
-        shuffle=True,
-        num_workers=options.workers,
-        persistent_workers=options.workers > 0,
-    )
-    test_loader = DataLoader(
-        task.dataset(options.data_root, task.transform(), train=False),
-        tasks.TEST_BATCH,
-        num_workers=options.workers,
-        persistent_workers=options.workers > 0,
-    )
+    make_loader = partial(DataLoader, num_workers=options.workers, persistent_workers=options.workers > 0)
+    train_set = task.dataset(options.data_root, task.transform(), images=options.images)
+    loader = make_loader(train_set, task.batch_size, shuffle=True)
+    test_loader = None
+    if options.evaluate:
+        test_set = task.dataset(options.data_root, task.transform(), train=False)
+        test_loader = make_loader(test_set, tasks.TEST_BATCH)
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
             max_epochs=-1, max_steps=options.updates or -1, devices=1, default_root_dir=folder, callbacks=[report]
         )
-        trainer.fit(Classifier(options.task), loader, test_loader if options.evaluate else None)
+        trainer.fit(Classifier(options.task), loader, test_loader)
 
 
 if __name__ == "__main__":

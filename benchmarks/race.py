@@ -31,7 +31,7 @@ from typing import Any
 import document
 import tasks
 import turns
-from compare import HERE, has_lightning
+from compare import OTHERS, script_words
 from trainer import data_words
 
 from accel_train.bench.statistics import ratio, spread
@@ -42,7 +42,6 @@ GOAL = 0.985
 TURN_SECONDS = 1.0
 LOOK_SECONDS = 0.02  # between two looks at what a program has written
 QUICK_IMAGES = 1280
-OTHERS = {"tutorial": "tutorial.py", "timm": "timm_loader.py", "Lightning": "lightning_script.py"}
 NAMES = {  # in the order of the table
     "accel_train": "accel_train, `mnist_cnn`",
     "tutorial": "tutorial script",
@@ -112,16 +111,15 @@ def main() -> None:
     figures: dict[str, Any] = {"circumstances": document.circumstances(command), "seeds": options.seeds}
     starts = programs(root)
     race(starts, seed=0, goal=0.0, images=QUICK_IMAGES)  # warms the files; and all there is of a quick run
-    results = [] if options.quick else [race(starts, seed, GOAL, None) for seed in range(options.seeds)]
     if options.quick:
         return
-    figures["programs"] = summary(results)
+    figures["programs"] = summary([race(starts, seed, GOAL, images=None) for seed in range(options.seeds)])
     print()
     print_table(*rows(figures["programs"]))
     document.tell("race", document.write("race", markdown(figures), figures))
 
 
-Start = Callable[[Path, int, "int | None"], Racer]
+Start = Callable[[Path, int, int | None], Racer]
 """Starts a program with a folder for its files, a seed, and a number of training images; None: all."""
 
 
@@ -133,27 +131,24 @@ def programs(root: Path | None) -> dict[str, Start]:
     def trainer(recipe: str) -> Start:
         def start(folder: Path, seed: int, images: int | None) -> Racer:
             words = ["-m", "accel_train", "train", recipe, "--seed", seed, "--output-dir", folder / "run"]
-            limit = [] if images is None else ["--data.train-limit", images]
-            words += [*data_words(recipe, root), *limit]
+            words += data_words(recipe, root)
+            words += [] if images is None else ["--data.train-limit", images]
             return Racer(words, folder / "log", folder / "run" / "metrics.jsonl")
 
         return start
 
     def script(name: str) -> Start:
         def start(folder: Path, seed: int, images: int | None) -> Racer:
-            words = [HERE / OTHERS[name], TASK, "--seed", seed, "--evaluate", "--workers", workers[name]]
-            words += [] if root is None else ["--data-root", root]
-            words += [] if images is None else ["--images", images]
+            options = ["--seed", seed, "--evaluate", "--workers", workers[name]]
+            options += [] if images is None else ["--images", images]
+            words = script_words([*OTHERS[name], *options], TASK, root)
             return Racer(words, folder / "log", folder / "log")
 
         return start
 
-    others = [name for name in OTHERS if name != "Lightning" or has_lightning()]
-    return {
-        "accel_train": trainer(TASK),
-        "mnist_fast": trainer("mnist_fast"),
-        **{name: script(name) for name in others},
-    }
+    starts = {"accel_train": trainer(TASK), "mnist_fast": trainer("mnist_fast")}
+    starts |= {name: script(name) for name in ("tutorial", "timm")}
+    return starts | ({"Lightning": script("Lightning")} if tasks.has_lightning() else {})
 
 
 def race(starts: dict[str, Start], seed: int, goal: float, images: int | None) -> dict[str, list[Test]]:

@@ -13,6 +13,7 @@ MNIST and CIFAR10.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -132,6 +133,14 @@ def decay(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.lr_schedul
 def best_device() -> torch.device:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device or torch.device("cpu")
+
+
+def has_lightning() -> bool:
+    """Return whether Lightning is installed, and say so if it is not."""
+    if importlib.util.find_spec("lightning"):
+        return True
+    print("Lightning takes no part, because it is not installed: pip install 'accel-train[bench]'")
+    return False
 
 
 def environment() -> dict[str, str]:

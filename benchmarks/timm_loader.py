@@ -6,6 +6,7 @@ tasks have none). Worker processes load images as uint8; timm's PrefetchLoader n
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,30 +23,21 @@ def main() -> None:
     if options.seed is not None:
         random_seed(options.seed)
     device = tasks.best_device()
-    loader = create_loader(
-        task.dataset(options.data_root, None, images=options.images),  # the loader sets its transform
+    make_loader = partial(
+        create_loader,  # it sets the transform of its dataset
         input_size=(task.channels, task.size, task.size),
-        batch_size=task.batch_size,
-        is_training=True,
-        no_aug=True,
         mean=task.mean,
         std=task.std,
         num_workers=options.workers,
         persistent_workers=options.workers > 0,
         device=device,
     )
-    test_loader = create_loader(
-        task.dataset(options.data_root, None, train=False),
-        input_size=(task.channels, task.size, task.size),
-        batch_size=tasks.TEST_BATCH,
-        is_training=False,
-        crop_pct=1.0,
-        mean=task.mean,
-        std=task.std,
-        num_workers=options.workers,
-        persistent_workers=options.workers > 0,
-        device=device,
-    )
+    train_set = task.dataset(options.data_root, None, images=options.images)
+    loader = make_loader(train_set, batch_size=task.batch_size, is_training=True, no_aug=True)
+    test_loader = None
+    if options.evaluate:
+        test_set = task.dataset(options.data_root, None, train=False)
+        test_loader = make_loader(test_set, batch_size=tasks.TEST_BATCH, is_training=False, crop_pct=1.0)
     model = tasks.net(options.task).to(device)
     if options.task == "mnist_cnn":
         optimizer = create_optimizer_v2(model, opt="adadelta", lr=1.0)
@@ -64,7 +56,7 @@ def main() -> None:
             losses.update(loss.item(), images.size(0))
             progress.advance()
         schedule.step()
-        if options.evaluate:
+        if test_loader is not None:
             tasks.tell_accuracy(epoch + 1, test_accuracy(model, test_loader))
 
 

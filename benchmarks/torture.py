@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -33,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import document
-import psutil
 import tasks
 import torch
+import turns
 from interrupted import history, observed
 
 from accel_train.records.table import print_table
@@ -148,7 +145,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = options.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for program in PROGRAMS:
-            if program.name in (options.programs or [program.name]) and is_there(program):
+            if program.name in (options.programs or [program.name]) and (
+                program.name != "Lightning" or tasks.has_lightning()
+            ):
                 outcome = race(program, kills, folder.resolve() / program.name.replace(", ", "_"))
                 figures["programs"][program.name] = asdict(outcome)
                 print_table(*rows(figures["programs"]))
@@ -156,13 +155,6 @@ def main() -> None:
         return
     plot(figures["programs"], document.DOCS / "torture.svg")
     document.tell("torture", document.write("torture", markdown(figures), figures))
-
-
-def is_there(program: Program) -> bool:
-    if program.name == "Lightning" and not importlib.util.find_spec("lightning"):
-        print("Lightning does not take part, because it is not installed: pip install 'accel-train[bench]'")
-        return False
-    return True
 
 
 def race(program: Program, kills: Sequence[tuple[int, int]], folder: Path) -> Outcome:
@@ -240,22 +232,19 @@ def run(
 
 def start(words: list[object], processes: int, moment: int | None, records: Path, folder: Path) -> int | None:
     """Start a program and kill it at the moment. Returns its exit code, None if it was killed."""
-    line = [sys.executable, *map(str, words)]
     variables = {
-        **tasks.environment(),
         "OMP_NUM_THREADS": "1",  # there are more processes than cores
         "ACCELERATE_USE_CPU": "true",
         "CUDA_VISIBLE_DEVICES": "",
         observed.LOG: str(records),
     }
-    with (records / "log").open("wb") as log:
-        process = psutil.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=variables)
+    program = turns.Program(words, records / "log", variables)
     deadline = time.monotonic() + TIMEOUT
     known: dict[Path, tuple[int, int]] | None = None
     try:
-        while process.poll() is None:
+        while program.process.poll() is None:
             if time.monotonic() > deadline:
-                raise SystemExit(f"{' '.join(line)} took more than {TIMEOUT} s: {records / 'log'}")
+                raise SystemExit(f"{' '.join(program.line)} took more than {TIMEOUT} s: {records / 'log'}")
             if moment is not None and done(records) >= (2 if moment == IN_A_SAVE else moment):
                 if moment != IN_A_SAVE:
                     return None
@@ -264,9 +253,9 @@ def start(words: list[object], processes: int, moment: int | None, records: Path
                     return None
             else:
                 time.sleep(0.002)
-        return int(process.returncode)
+        return int(program.process.returncode)
     finally:
-        kill(process)
+        program.end()
 
 
 def done(records: Path) -> int:
@@ -285,20 +274,6 @@ def files(folder: Path) -> dict[Path, tuple[int, int]]:
             if path.is_file() and status.st_size > 100_000:  # weights, not a log
                 found[path] = (status.st_mtime_ns, status.st_size)
     return found
-
-
-def kill(process: psutil.Popen) -> None:
-    """Kill all processes at once, as when the power goes: none may see another one die."""
-    family = [process]
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family += process.children(recursive=True)
-    for each in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.suspend()
-    for each in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    psutil.wait_procs(family, timeout=30)
 
 
 def delete_newest(folder: Path) -> bool:

@@ -54,10 +54,11 @@ class Program:
         return seconds
 
     def end(self) -> None:
+        """Kill all of its processes at once, as when the power goes: none sees another one die."""
         self._send("suspend")
         self._suspend_new()
         self._send("kill")
-        self.process.wait()
+        psutil.wait_procs(self.family, timeout=30)
 
     def _suspend_new(self) -> None:
         """Stop data workers and launched processes that are new."""

@@ -48,9 +48,6 @@ def main() -> None:
         num_workers=options.workers,
         pin_memory=device.type == "cuda",
     )
-    test_loader = DataLoader(
-        task.dataset(options.data_root, task.transform(), train=False), tasks.TEST_BATCH, num_workers=options.workers
-    )
     model: nn.Module = tasks.net(options.task).to(device)
     if world_size > 1:
         model = DistributedDataParallel(model)
@@ -58,6 +55,10 @@ def main() -> None:
     criterion = nn.CrossEntropyLoss()
     schedule = tasks.decay(options.task, optimizer)
     progress = tasks.Progress(task, options.every) if sampler.rank == 0 else None
+    test_loader = None
+    if options.evaluate and sampler.rank == 0:
+        test_set = task.dataset(options.data_root, task.transform(), train=False)
+        test_loader = DataLoader(test_set, tasks.TEST_BATCH, num_workers=options.workers)
 
     running_loss, correct = 0.0, 0.0
     for epoch, left in tasks.epochs(len(loader), options.updates):
@@ -77,7 +78,7 @@ def main() -> None:
             if progress is not None:
                 progress.advance()
         schedule.step()
-        if options.evaluate and progress is not None:
+        if test_loader is not None:
             tasks.tell_accuracy(epoch + 1, test_accuracy(model, test_loader, device))
     if world_size > 1:
         dist.destroy_process_group()

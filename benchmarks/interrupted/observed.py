@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from accel_train.data.sources.arrays import ArraySource
+from accel_train.data.sources.arrays import ArraySource, all_digits
 from accel_train.data.sources.splits import Splits
 
 RECIPE = yaml.safe_load(Path(__file__).with_name("recipe.yaml").read_text())
@@ -43,6 +43,7 @@ epoch: int | None = None
 """Which one it is, from 0, as a program says; accel_train says nothing, and its epochs are counted."""
 
 
+@functools.cache  # the data and the net both ask for them
 def images_and_labels() -> tuple[Tensor, Tensor]:
     """The training images uint8 [n, 1, H, W], all different, and their labels int64 [n]; n is a multiple of BATCH.
 
@@ -54,11 +55,8 @@ def images_and_labels() -> tuple[Tensor, Tensor]:
         published = torchvision.datasets.MNIST(os.environ[MNIST], train=True)
         pixels, labels, count = published.data[:, None], published.targets, 100 * BATCH
     else:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        pixels = torch.from_numpy((digits.images * (255 / 16)).round().astype(np.uint8))[:, None]
-        labels, count = torch.from_numpy(digits.target.astype(np.int64)), 30 * BATCH
+        whole = all_digits()
+        pixels, labels, count = whole.pixels, whole.labels, 30 * BATCH
     first = {image.numpy().tobytes(): number for number, image in reversed(list(enumerate(pixels)))}
     kept = sorted(first.values())[:count]
     return pixels[kept].clone(), labels[kept].clone()

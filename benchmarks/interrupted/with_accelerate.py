@@ -35,12 +35,12 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     criterion = nn.CrossEntropyLoss()
-    first_epoch, skipped = 0, 0
+    done = 0
     saved = sorted(options.folder.glob("step_*"), key=os.path.getctime)
     if saved:
         accelerator.load_state(str(saved[-1]))
-        first_epoch, skipped = divmod(int(saved[-1].name.removeprefix("step_")), len(loader))
-    done = first_epoch * len(loader) + skipped
+        done = int(saved[-1].name.removeprefix("step_"))
+    first_epoch, skipped = divmod(done, len(loader))
     for epoch in range(first_epoch, observed.EPOCHS):
         model.train()
         observed.epoch = epoch
