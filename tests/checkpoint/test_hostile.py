@@ -32,7 +32,8 @@ from accel_train.cli import main
 from accel_train.config.options import parse
 from accel_train.config.schema import Data
 from accel_train.data.sources.cache import FOOTER, MAGIC, CacheFile
-from accel_train.data.sources.files.tars import tar, webdataset
+from accel_train.data.sources.files.tars import tar
+from accel_train.data.sources.files.webdataset import webdataset
 from accel_train.data.tools.cache_writer import write_cache
 from accel_train.errors import UserError
 from accel_train.files import sha256

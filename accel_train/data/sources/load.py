@@ -72,7 +72,7 @@ def _load(data: Data, download: bool) -> Splits:
 
         return tar(data)
     if prefix == "wds":
-        from accel_train.data.sources.files.tars import webdataset
+        from accel_train.data.sources.files.webdataset import webdataset
 
         return webdataset(data)
     if prefix in ("hfds", "hfids", "tfds") and rest:

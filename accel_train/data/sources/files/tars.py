@@ -1,4 +1,4 @@
-"""Images in tar files: trees of class folders (`tar`), and WebDataset shards (`wds`).
+"""Images in tar files, and the data set `tar`: a tree of class folders in a tar file.
 
 The tar files are read once to find the position of each image. Then loading an image is one read at its position: the
 samples can have any order, as with files, and need not fit into memory.
@@ -6,10 +6,7 @@ samples can have any order, as with files, and need not fit into memory.
 
 from __future__ import annotations
 
-import itertools
-import json
 import posixpath
-import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +26,6 @@ from accel_train.untrusted import require_regular_file
 
 DEEPEST = 4
 """Maximum depth of tar files inside tar files; ImageNet has two levels."""
-MOST_CLASSES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class TarImages(EncodedImages):
         return (file_state(self.root / tar if tar else self.root) for tar in self.tars)
 
 
-def _members(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
+def members_of(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
     """Yields each file in the tar file `root / tar`, and in tar files inside it, with its content.
 
     It clears `TarFile.members` and reads `TarFile.offset` (checked with Python 3.11). Raises UserError.
@@ -151,7 +147,7 @@ def tar(data: Data) -> Splits:
 
     def images_in(name: str) -> dict[str, Member]:
         members = {}
-        for member, _ in _members(root, name):
+        for member, _ in members_of(root, name):
             if _is_image(member):
                 members[member.name] = member
             else:
@@ -178,7 +174,7 @@ def tar(data: Data) -> Splits:
     classes, splits, notes = arrange(images, folders, str(root))
     sources = {split: ([images[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
     ignored = ignored_text(others, len(images) - sum(len(paths) for paths, _ in splits.values()))
-    return replace(_splits(data, classes, sources), ignored=ignored, notes=tuple(notes))
+    return replace(splits_of_members(data, classes, sources), ignored=ignored, notes=tuple(notes))
 
 
 def _is_image(member: Member) -> bool:
@@ -196,83 +192,13 @@ def _common_top(paths: Iterable[str], exclude: Iterable[str]) -> str:
         top += names.pop() + "/"
 
 
-def webdataset(data: Data) -> Splits:
-    """WebDataset shards in `data.root` (or its subfolder NAME, for `wds/NAME`): KEY.jpg with KEY.cls.
-
-    Their splits follow from _info.json, if there is one, or else from their names: NAME-train-0000.tar.
-    Raises UserError.
-    """
-    root = data.root
-    name = data.name.partition("/")[2]
-    if name and (root / name).is_dir():
-        root = root / name
-    sources: dict[str, tuple[list[Member], torch.Tensor]] = {}
-    for split, shards in _shards(root).items():
-        pairs = [pair for shard in shards for pair in _pairs(root, shard)]
-        sources[split] = [member for member, _ in pairs], torch.tensor([label for _, label in pairs])
-    if "train" not in sources:
-        raise UserError(f"--data.root {root}: found no shard (*.tar) of a train split.")
-    count = 1 + max((int(labels.max()) for _, labels in sources.values() if len(labels)), default=-1)
-    return _splits(data, tuple(str(label) for label in range(count)), sources, root)
-
-
-def _shards(root: Path) -> dict[str, list[str]]:
-    """split -> paths of its shards, relative to `root`."""
-    shards: dict[str, list[str]] = {}
-    for name in ("_info.json", "info.json"):
-        if (root / name).is_file():
-            try:
-                for split, info in json.loads((root / name).read_text(encoding="utf-8"))["splits"].items():
-                    if split.lower() in SPLIT_NAMES:
-                        shards[SPLIT_NAMES[split.lower()]] = list(info["filenames"])
-                for path in itertools.chain(*shards.values()):
-                    if not isinstance(path, str) or path.startswith("/") or ".." in path.split("/"):
-                        raise ValueError(f"{path!r} is not in this folder")
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise UserError(
-                    f"{root / name} does not list shards as splits -> SPLIT -> filenames ({error}): "
-                    "correct or remove it (then the shards' names give their splits)."
-                ) from error
-            return shards
-    for path in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.tar")):
-        words = [SPLIT_NAMES[word] for word in re.split("[^a-z]+", path.lower()) if word in SPLIT_NAMES]
-        shards.setdefault(words[-1] if words else "", []).append(path)
-    if "" in shards and len(shards) > 1:
-        raise UserError(
-            f"{root}: {shards[''][0]} has no split (train, val, test) in its name, but other shards have; rename it."
-        )
-    if "" in shards:
-        return {"train": shards[""]}
-    return shards
-
-
-def _pairs(root: Path, shard: str) -> Iterator[tuple[Member, int]]:
-    """The images of a shard and their labels."""
-    images: dict[str, Member] = {}
-    labels: dict[str, int] = {}
-    for member, content in _members(root, shard):
-        folder, name = posixpath.split(member.name)
-        stem, _, extension = name.partition(".")  # WebDataset: the key ends at the name's first dot
-        key = f"{folder}/{stem}"
-        if extension == "cls":
-            text = content.read(64).decode(errors="replace").strip()
-            if not (text.isascii() and text.isdigit() and int(text) < MOST_CLASSES):
-                raise UserError(f"{root / shard}/{member.name}: '{text[:20]}' is not a class number.")
-            labels[key] = int(text)
-        elif is_image(name):
-            images[key] = member
-    for key, member in images.items():
-        if key not in labels:
-            raise UserError(f"{root / shard}/{member.name} has no label; add a file {key.lstrip('/')}.cls next to it.")
-        yield member, labels[key]
-
-
-def _splits(
+def splits_of_members(
     data: Data,
     classes: tuple[str, ...],
     samples: dict[str, tuple[list[Member], torch.Tensor]],
     root: Path | None = None,
 ) -> Splits:
+    """The splits, from the images and labels (int64 [n]) of each; the tar files are in `root` (None: data.root)."""
     check_command = f"accel-train check-data {data.name} --root {data.root}"
     sources: dict[str, Source] = {
         split: TarImages(root or data.root, members, labels, data.channels, check_command, data.max_pixels)

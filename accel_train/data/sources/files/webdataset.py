@@ -1,0 +1,91 @@
+"""Images in WebDataset shards (`wds`): tar files with KEY.jpg beside KEY.cls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from accel_train.config.schema import Data
+from accel_train.data.sources.files.folder import is_image
+from accel_train.data.sources.files.tars import Member, members_of, splits_of_members
+from accel_train.data.sources.splits import SPLIT_NAMES, Splits
+from accel_train.errors import UserError
+
+MOST_CLASSES = 1_000_000
+
+
+def webdataset(data: Data) -> Splits:
+    """WebDataset shards in `data.root` (or its subfolder NAME, for `wds/NAME`): KEY.jpg with KEY.cls.
+
+    Their splits follow from _info.json, if there is one, or else from their names: NAME-train-0000.tar.
+    Raises UserError.
+    """
+    root = data.root
+    name = data.name.partition("/")[2]
+    if name and (root / name).is_dir():
+        root = root / name
+    sources: dict[str, tuple[list[Member], torch.Tensor]] = {}
+    for split, shards in _shards(root).items():
+        pairs = [pair for shard in shards for pair in _pairs(root, shard)]
+        sources[split] = [member for member, _ in pairs], torch.tensor([label for _, label in pairs])
+    if "train" not in sources:
+        raise UserError(f"--data.root {root}: found no shard (*.tar) of a train split.")
+    count = 1 + max((int(labels.max()) for _, labels in sources.values() if len(labels)), default=-1)
+    return splits_of_members(data, tuple(str(label) for label in range(count)), sources, root)
+
+
+def _shards(root: Path) -> dict[str, list[str]]:
+    """split -> paths of its shards, relative to `root`."""
+    shards: dict[str, list[str]] = {}
+    for name in ("_info.json", "info.json"):
+        if (root / name).is_file():
+            try:
+                for split, info in json.loads((root / name).read_text(encoding="utf-8"))["splits"].items():
+                    if split.lower() in SPLIT_NAMES:
+                        shards[SPLIT_NAMES[split.lower()]] = list(info["filenames"])
+                for path in itertools.chain(*shards.values()):
+                    if not isinstance(path, str) or path.startswith("/") or ".." in path.split("/"):
+                        raise ValueError(f"{path!r} is not in this folder")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise UserError(
+                    f"{root / name} does not list shards as splits -> SPLIT -> filenames ({error}): "
+                    "correct or remove it (then the shards' names give their splits)."
+                ) from error
+            return shards
+    for path in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.tar")):
+        words = [SPLIT_NAMES[word] for word in re.split("[^a-z]+", path.lower()) if word in SPLIT_NAMES]
+        shards.setdefault(words[-1] if words else "", []).append(path)
+    if "" in shards and len(shards) > 1:
+        raise UserError(
+            f"{root}: {shards[''][0]} has no split (train, val, test) in its name, but other shards have; rename it."
+        )
+    if "" in shards:
+        return {"train": shards[""]}
+    return shards
+
+
+def _pairs(root: Path, shard: str) -> Iterator[tuple[Member, int]]:
+    """The images of a shard and their labels."""
+    images: dict[str, Member] = {}
+    labels: dict[str, int] = {}
+    for member, content in members_of(root, shard):
+        folder, name = posixpath.split(member.name)
+        stem, _, extension = name.partition(".")  # WebDataset: the key ends at the name's first dot
+        key = f"{folder}/{stem}"
+        if extension == "cls":
+            text = content.read(64).decode(errors="replace").strip()
+            if not (text.isascii() and text.isdigit() and int(text) < MOST_CLASSES):
+                raise UserError(f"{root / shard}/{member.name}: '{text[:20]}' is not a class number.")
+            labels[key] = int(text)
+        elif is_image(name):
+            images[key] = member
+    for key, member in images.items():
+        if key not in labels:
+            raise UserError(f"{root / shard}/{member.name} has no label; add a file {key.lstrip('/')}.cls next to it.")
+        yield member, labels[key]
