@@ -1,4 +1,12 @@
-"""How a start of a run becomes the run's owner."""
+"""How a start of a run becomes the run's owner.
+
+A new start that finds an owner decides whether it is dead:
+
+* on the same host it asks the system whether the process is alive; the run of a dead process is taken over at once;
+* an owner on another host counts as dead after STALE_SECONDS without a sign of life. The clocks of hosts differ, so
+  they are never compared: the file server gives the age of the file, and this host's own clock measures that the file
+  does not change for another CONFIRM_SECONDS, because on some file systems each host sets the times of its files.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +21,10 @@ from accel_train.config.schema import Config
 from accel_train.errors import UserError, print_line
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.ownership.folders import cannot_be_written, make_directory, new_directory, remove_empty
-from accel_train.ownership.lease import (
-    CONFIRM_SECONDS,
+from accel_train.ownership.lease import BEAT_SECONDS, LOOK_SECONDS, Lease
+from accel_train.ownership.owner import (
     FILE,
-    LOOK_SECONDS,
-    POLL_SECONDS,
     STALE_SECONDS,
-    Lease,
     Owner,
     OwnerFile,
     age_text,
@@ -28,6 +33,9 @@ from accel_train.ownership.lease import (
     remove_owner,
     write_private,
 )
+
+CONFIRM_SECONDS = 2.5 * BEAT_SECONDS
+POLL_SECONDS = 1.0  # between two attempts of a start that waits
 
 
 class Claim:

@@ -1,84 +1,27 @@
-"""One run, one writer: the file owner.json in a run's directory names the start that owns the run.
+"""One run, one writer: while a start owns a run, it shows that it is alive and checks that the run is still its own.
 
-The owner shows every few seconds that it is alive: it renews the file's modification time. Before it writes anything it
-checks that the file still names it. If another start has taken over the run (while this one was suspended, or cut off
-from the file system), it ends without writing.
-
-File locks are not reliable where runs are stored: NFS may be mounted without them, and on some parallel file systems
-they only work within one host. So only two operations are used here: a hard link, which the file server creates
-atomically and for one host only, and a rename.
-
-A new start that finds an owner decides whether it is dead:
-
-* on the same host it asks the system whether the process is alive; the run of a dead process is taken over at once;
-* an owner on another host counts as dead after STALE_SECONDS without a sign of life. The clocks of hosts differ, so
-  they are never compared: the file server gives the age of the file, and this host's own clock measures that the file
-  does not change for another CONFIRM_SECONDS, because on some file systems each host sets the times of its files.
+The owner shows every few seconds that it is alive: it renews the modification time of owner.json. Before it writes
+anything it checks that the file still names it. If another start has taken over the run (while this one was suspended,
+or cut off from the file system), it ends without writing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
-import json
-import os
 import threading
 import time
-import uuid
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from accel_train.errors import UserError
-from accel_train.launch.process import has_ended, hostname, machine_id, start_time
 from accel_train.ownership.folders import remove_empty
+from accel_train.ownership.owner import FILE, Owner, publish_owner, read_owner, write_private
 
-FILE = "owner.json"
-MOST_BYTES = 10_000  # of owner.json
 BEAT_SECONDS = 10.0  # between two signs of life
-STALE_SECONDS = 120.0  # without a sign of life: dead. Long enough for a process that holds Python's lock
-CONFIRM_SECONDS = 2.5 * BEAT_SECONDS
 LOOK_SECONDS = 1.0  # how long a check that the run is still ours is valid for lines of logs; other writes check again
-POLL_SECONDS = 1.0  # between two attempts of a start that waits
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of a file system without hard links
 
 
 class LostError(UserError):
     """Another start has taken over the run."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """One start of a run, as owner.json names it."""
-
-    token: str
-    host: str
-    machine: str
-    pid: int
-    started: str
-    """When the process began, see `process.start_time`."""
-    job: str
-    """The job's number in the batch system, or ""."""
-    since: float
-    """When it became the owner, by its host's clock. Only for messages."""
-
-    @classmethod
-    def of_this_process(cls) -> Owner:
-        job = os.environ.get("SLURM_JOB_ID", os.environ.get("PBS_JOBID", ""))
-        token, pid = uuid.uuid4().hex, os.getpid()
-        return cls(token, hostname(), machine_id(), pid, start_time(pid), job, round(time.time(), 3))
-
-    def lives(self) -> bool | None:
-        """Whether the process is alive; None if it is on another machine."""
-        if self.machine != machine_id():
-            return None
-        return not has_ended(self.pid, self.started)
-
-    def __str__(self) -> str:
-        job = f", job {self.job}" if self.job else ""
-        since = datetime.fromtimestamp(self.since).isoformat(" ", "seconds")
-        return f"process {self.pid} on {self.host}{job}, since {since}"
 
 
 class Lease:
@@ -164,116 +107,3 @@ class Lease:
             seen = read_owner(place)
         if seen.owner != self.owner:
             self._lost_to = seen.who
-
-
-@dataclass(frozen=True)
-class OwnerFile:
-    """The state of owner.json at one moment."""
-
-    owner: Owner | None
-    """None if this program did not write the file, or is still writing it."""
-    inode: int
-    changed: int
-    """Modification time in nanoseconds, by the file server's clock."""
-
-    @property
-    def who(self) -> str:
-        """The owner, for messages."""
-        return f"a start that {FILE} does not name" if self.owner is None else str(self.owner)
-
-    def lives(self) -> bool | None:
-        """Whether the owner is alive; None if it is on another machine, or not named."""
-        return None if self.owner is None else self.owner.lives()
-
-    def seems_alive(self) -> bool:
-        """Whether the owner is alive. On another machine: by the time of its file and this machine's clock, which is
-        good enough to tell a user, and not to take a run over."""
-        lives = self.lives()
-        return time.time() - self.changed / 1e9 < STALE_SECONDS if lives is None else lives
-
-
-def write_private(directory: Path, owner: Owner) -> Path:
-    """Write the contents of owner.json under a name that only this start uses; return the path. Raises OSError."""
-    path = directory / f".owner-{owner.token}.tmp"
-    try:
-        path.write_text(json.dumps(dataclasses.asdict(owner), indent=2) + "\n")
-    except OSError:
-        with contextlib.suppress(OSError):
-            path.unlink()  # a part of it, if the disk is full
-        raise
-    return path
-
-
-def publish_owner(private: Path, place: Path) -> bool:
-    """Give the file `private` the name `place`, atomically. Returns False if that name is taken. Raises OSError."""
-    try:
-        os.link(private, place)
-        return True
-    except FileExistsError:
-        # Over NFS the server's answer may be lost, and the link requested again.
-        with contextlib.suppress(FileNotFoundError):
-            return place.samefile(private)
-        return False
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-    try:
-        with place.open("xb") as file:
-            file.write(private.read_bytes())
-        return True
-    except FileExistsError:
-        return False
-
-
-def read_owner(place: Path, renew: Owner | None = None) -> OwnerFile:
-    """Read owner.json; if its owner is `renew`, set its modification time to now. Raises OSError.
-
-    The file is opened each time, which makes NFS ask the server. The time is set through the open file, which cannot be
-    another start's.
-    """
-    with place.open("rb") as file:
-        for _ in range(10):
-            if (owner := _parse(file.read(MOST_BYTES))) is not None:
-                break
-            time.sleep(0.05)  # on a file system without links it may still be incomplete
-            file.seek(0)
-        if owner is not None and owner == renew:
-            os.utime(file.fileno())
-        status = os.fstat(file.fileno())
-    return OwnerFile(owner, status.st_ino, status.st_mtime_ns)
-
-
-def _parse(content: bytes) -> Owner | None:
-    """The owner in the contents of owner.json; None if they are incomplete or not from this program."""
-    try:
-        owner = Owner(**json.loads(content))
-        str(owner)
-        is_valid = 0 < owner.pid < 2**31 and all(
-            isinstance(text, str) for text in (owner.token, owner.host, owner.machine, owner.started, owner.job)
-        )
-        return owner if is_valid else None
-    except (ValueError, TypeError, OverflowError, RecursionError, OSError):
-        return None
-
-
-def remove_owner(directory: Path, judged: OwnerFile, by: Owner) -> None:
-    """Remove the entry `judged` of an owner, but not that of another start that has become the owner meanwhile.
-
-    `by`: this start. Raises OSError.
-    """
-    aside = directory / f".owner-{by.token}.gone"
-    try:
-        (directory / FILE).rename(aside)
-    except FileNotFoundError:
-        return
-    removed = read_owner(aside)
-    if (removed.owner, removed.inode) != (judged.owner, judged.inode):
-        publish_owner(aside, directory / FILE)
-    aside.unlink()
-
-
-def age_text(seconds: float) -> str:
-    """A duration for messages: in seconds, minutes or hours."""
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 36000 else f"{seconds / 3600:.0f} h"

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from test_dispatch import PROGRAM, accel_train
 
-from accel_train.ownership.lease import FILE, STALE_SECONDS, Owner, write_private
+from accel_train.ownership.owner import FILE, STALE_SECONDS, Owner, write_private
 
 DEAD = """
 import sys
 from pathlib import Path
-from accel_train.ownership.lease import FILE, Owner, write_private
+from accel_train.ownership.owner import FILE, Owner, write_private
 write_private(Path(sys.argv[1]), Owner.of_this_process()).rename(Path(sys.argv[1], FILE))
 """
 

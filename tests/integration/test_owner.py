@@ -26,8 +26,10 @@ from accel_train.errors import UserError
 from accel_train.launch import process
 from accel_train.ownership import claim as claim_module
 from accel_train.ownership import lease as lease_module
+from accel_train.ownership import owner as owner_module
 from accel_train.ownership.claim import Claim
-from accel_train.ownership.lease import FILE, Lease, LostError, Owner
+from accel_train.ownership.lease import Lease, LostError
+from accel_train.ownership.owner import FILE, Owner
 from accel_train.records.directory import RunDirectory
 
 LONG = ("digits", "--epochs", 500, "--log-every-updates", 5, "--checkpoint.every-updates", 20)
@@ -59,7 +61,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
     for name, seconds in {"BEAT": 0.1, "CONFIRM": 0.3, "STALE": 1.5, "LOOK": 0.05, "POLL": 0.02}.items():
-        for module in (claim_module, lease_module):
+        for module in (claim_module, lease_module, owner_module):
             monkeypatch.setattr(module, f"{name}_SECONDS", seconds, raising=False)
 
 

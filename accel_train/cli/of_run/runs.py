@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import print_line
-from accel_train.ownership.lease import FILE, age_text, read_owner
+from accel_train.ownership.owner import FILE, age_text, read_owner
 from accel_train.records.table import print_table
 from accel_train.untrusted import read_json_lines, read_json_object
 

@@ -13,7 +13,7 @@ from accel_train.checkpoint.directory import list_updates
 from accel_train.config.options import parse
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, print_line, reason_of
-from accel_train.ownership.lease import FILE, read_owner
+from accel_train.ownership.owner import FILE, read_owner
 from accel_train.records.trackers.curves import points_of, read_lines, saves_in
 from accel_train.records.trackers.sending import check_trackers
 from accel_train.records.trackers.services import create_service
