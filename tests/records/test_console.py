@@ -16,7 +16,9 @@ import time
 import uuid
 from pathlib import Path
 
+import helpers
 import pytest
+from fork_server import server
 
 from accel_train.errors import wrapped
 from accel_train.records.terminal.display import command_lines
@@ -49,7 +51,7 @@ with Console(prints=prints, total_updates=20, updates_per_epoch=10, epochs=2, fi
 
 
 def in_a_pipe(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True)
+    return helpers.python("-c", RUN, *words)
 
 
 def on_a_terminal(*words: str, columns: int = 80, program: str = RUN, **variables: str) -> str:
@@ -59,10 +61,8 @@ def on_a_terminal(*words: str, columns: int = 80, program: str = RUN, **variable
     plain = {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"}
     environment = {name: value for name, value in os.environ.items() if name not in plain}
     environment |= {"TERM": "xterm-256color", **variables}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *words], stdin=side, stdout=side, stderr=side, env=environment
-    )
-    os.close(side)
+    with os.fdopen(side, "wb") as terminal:
+        process = server().popen(["-c", program, *words], environment, terminal, terminal, None)
     content = b""
     while True:
         try:
