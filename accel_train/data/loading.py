@@ -29,7 +29,8 @@ from accel_train.data.transforms.colour import check_channels
 from accel_train.data.transforms.device_decoding import DeviceDecoder, EncodedBatch, JpegReader, check_device_decoding
 from accel_train.data.transforms.image import ImageTransform, resize_default
 from accel_train.data.transforms.parameters import AugmentParameters
-from accel_train.data.workers import BatchDataset, WorkerContext, WorkerInit, no_collate, start_server
+from accel_train.data.worker_processes import WorkerContext, WorkerInit, start_server
+from accel_train.data.workers import BatchDataset, no_collate
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
 
@@ -52,7 +53,7 @@ def start_workers_early(config: Config) -> None:
     """
     in_memory = config.data.name.removeprefix("torch/") in IN_MEMORY
     if transforms_each_image(in_memory, config.augment, training=True) and config.data.workers != 0:
-        start_server()
+        start_server(BatchDataset.__module__)
 
 
 def create_loader(
@@ -99,7 +100,7 @@ def create_loader(
         # Evaluation's workers end with each pass, because they use the same cores as training's.
         persistent_workers=training and workers > 0,
         worker_init_fn=WorkerInit() if workers else None,
-        multiprocessing_context=WorkerContext() if workers else None,
+        multiprocessing_context=WorkerContext(BatchDataset.__module__) if workers else None,
     )
 
 

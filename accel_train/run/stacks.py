@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from accel_train.data import workers
+from accel_train.data.worker_processes import stacks_file
 from accel_train.errors import print_line
 
 ANSWER_SECONDS = 0.2  # for a data worker to answer a signal
@@ -37,7 +37,7 @@ class Stacks:
         """The stacks of a data worker, as text."""
         os.kill(pid, signal.SIGUSR2)
         time.sleep(ANSWER_SECONDS)
-        file = workers.stacks_file()
+        file = stacks_file()
         file.seek(0)
         stacks = file.read().decode()
         file.seek(0)

@@ -28,6 +28,7 @@ TRAINER = """
 import sys
 from torch.utils.data import DataLoader, Dataset
 from accel_train.data import workers
+from accel_train.data.worker_processes import WorkerContext, WorkerInit
 from accel_train.data.sources.synthetic import Synthetic
 if __name__ != "__main__":
     open("imported-again", "w").close()
@@ -36,8 +37,8 @@ from accel_train.data.order.samplers import EvaluationSampler
 source = Synthetic(Data(image_size=8, channels=1, train_images=64), "train", 0, 64)
 loader = DataLoader(
     workers.BatchDataset(source, None, 0), batch_sampler=EvaluationSampler(64, 8), collate_fn=workers.no_collate,
-    num_workers=2, persistent_workers=True, worker_init_fn=workers.WorkerInit(),
-    multiprocessing_context=workers.WorkerContext(),
+    num_workers=2, persistent_workers=True, worker_init_fn=WorkerInit(),
+    multiprocessing_context=WorkerContext(workers.__name__),
 )
 batches = iter(loader)
 next(batches)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from accel_train.data.sources.splits import Source
+from accel_train.data.worker_processes import WorkerContext, end_with_trainer
 
 CHUNK = 64  # images of one job
 
@@ -40,8 +41,8 @@ def in_processes(
         for number, first, last in jobs:
             yield work(sources[number], first, last, *arguments)
         return
-    spawn = multiprocessing.get_context("spawn")  # forking a process that runs torch's threads is not safe
-    with ProcessPoolExecutor(processes, spawn, initializer=_start, initargs=(sources,)) as pool:
+    context = WorkerContext(work.__module__)
+    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(sources,)) as pool:
         try:
             pending: deque[Future[T]] = deque()
             for job in jobs:
@@ -52,6 +53,8 @@ def in_processes(
                 yield pending.popleft().result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():  # else Ctrl-C would wait until they have done their jobs
+                worker.kill()
             raise
 
 
@@ -59,6 +62,7 @@ _sources: list[Source] = []  # of a worker process
 
 
 def _start(sources: list[Source]) -> None:
+    end_with_trainer()
     torch.set_num_threads(1)
     _sources[:] = sources
 

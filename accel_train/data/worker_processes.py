@@ -1,0 +1,148 @@
+"""How worker processes are started, and how they end: those that load images, and those of the tools.
+
+Workers are never forked from the trainer, but from a server: a separate process that has only imported what they need
+(multiprocessing's "forkserver"; on a CPU too, so that tests there cover what runs on a GPU). A fork copies one thread
+and all memory. CUDA and other device drivers do not work in the copy of a process that uses them, and a lock that
+another thread holds at that moment (NCCL, gloo, OpenMP, the display) stays locked in the copy for ever. "spawn" is as
+safe, but each worker would import torch separately.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import functools
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.util
+import os
+import signal
+import sys
+import tempfile
+import threading
+from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Sent to every process of a job. The trainer then saves a checkpoint, for which it still needs its workers."""
+
+
+def start_server(module: str) -> None:
+    """Start this process's server, unless it runs already. Returns at once, while the server imports `module`.
+
+    `module`: what the workers need. Call this as soon as it is clear that there will be workers: the first one waits
+    for the imports.
+    """
+    forkserver.set_forkserver_preload([module])
+    _ensure_server()
+
+
+def _ensure_server() -> None:
+    """Start the server if it does not run, or not any more.
+
+    Uses multiprocessing's modules `forkserver` and `resource_tracker`, checked with Python 3.11.
+    """
+    # The server must find modules where this process does. By default it would search the working directory first,
+    # where one of the user's files may have the name of a module.
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    variables = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in variables}
+    # Processes started here inherit the blocked signals, and so do the workers: SIGTERM would end the server. This
+    # process receives such a signal a moment later.
+    blocked = {*STOP_SIGNALS, signal.SIGUSR2}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # again, because ensure_running() has unblocked some
+        os.environ.update(variables)
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+class _Worker(ForkServerProcess):
+    """A worker process that does not import the trainer's main module; uses `_Popen`, checked with Python 3.11."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802 -- multiprocessing's name
+        """Start the worker with an empty main module in place of this process's.
+
+        multiprocessing would import the main module, the training script, in case a pickled object is defined there.
+        None is.
+        """
+        _ensure_server()
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            return ForkServerProcess._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = main
+
+
+class WorkerContext(ForkServerContext):
+    """A DataLoader's `multiprocessing_context`, or a ProcessPoolExecutor's `mp_context`."""
+
+    Process = _Worker
+
+    def __init__(self, module: str) -> None:
+        """`module`: as `start_server` has it."""
+        super().__init__()
+        start_server(module)  # before a queue starts the resource tracker with no signal blocked
+
+
+@functools.cache
+def stacks_file() -> IO[bytes]:
+    """The file to which this process's workers write their threads' stacks on SIGUSR2."""
+    return tempfile.TemporaryFile()
+
+
+def _end_workers() -> None:
+    """Kill remaining workers at exit: multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
+    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    for worker in workers:
+        worker.kill()
+
+
+atexit.register(_end_workers)  # handlers run in reverse order: this one before multiprocessing.util's, imported above
+
+
+class WorkerInit:
+    """A loader's worker_init_fn."""
+
+    def __init__(self) -> None:
+        self.stacks = stacks_file()
+
+    def __getstate__(self) -> Any:
+        return reduction.DupFd(self.stacks.fileno())
+
+    def __setstate__(self, file: Any) -> None:
+        self.stacks = os.fdopen(file.detach(), "wb", buffering=0)
+
+    def __call__(self, _worker: int) -> None:
+        end_with_trainer()
+        # faulthandler does not run Python code, so it also works in a worker that hangs.
+        faulthandler.register(signal.SIGUSR2, self.stacks, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+
+
+def end_with_trainer() -> None:
+    """In a worker: ignore the signals that stop a run, and end when the trainer ends, however it ends."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_wait_for_trainer, daemon=True).start()
+
+
+def _wait_for_trainer() -> None:
+    """Kill this worker when the trainer has ended. torch's own check watches the parent, which is the server here."""
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    multiprocessing.connection.wait([trainer.sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
