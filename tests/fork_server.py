@@ -6,18 +6,23 @@ becomes what `python -m NAME …`, `python FILE …` or `python -c CODE …` wou
 streams, `sys.argv`, `__main__`, exit code. What differs: modules are imported already, its parent is the server,
 /proc/PID/cmdline and environ are the server's, and the interpreter is not taken apart at the end. A test that is about
 one of these starts a process of its own instead.
+
+A child that loads images in worker processes starts a fork server of multiprocessing's, which would import torch once
+more. It is forked from here, too: over the socket at ADDRESS, since the child itself has threads and cannot fork.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
 import importlib.util
 import io
 import json
+import multiprocessing.util
 import os
 import pkgutil
 import select
@@ -28,7 +33,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,6 +45,7 @@ SETTINGS = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a thread of pyarrow's, which scikit-learn imports
 }  # fmt: skip
 POLL_SECONDS = 0.01
+ADDRESS = f"\0accel-train-tests-{os.getpid()}"  # in no folder, and gone with the server; only Linux has such names
 
 
 class Forked:
@@ -148,15 +154,29 @@ def _import_all() -> None:
     gc.freeze()  # the children share these pages as long as nobody writes into them
 
 
-def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Answer requests until the tests end: None. In each child that is forked: its request, and its three files."""
+def _serve(connection: socket.socket, listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Answer requests until the tests end: None. In each child that is forked: its request, and its files."""
     children: set[int] = set()
+    unpolled: set[int] = set()  # children that no test asks for
     while True:
-        select.select([connection], [], [])
+        ready, _, _ = select.select([connection, listener], [], [])
+        unpolled -= {child for child in unpolled if os.waitpid(child, os.WNOHANG)[0]}
+        if listener in ready:
+            with listener.accept()[0] as client:
+                header, files, _, _ = socket.recv_fds(client, 4, 8, socket.MSG_WAITALL)
+                content = client.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
+            if (child := os.fork()) == 0:
+                connection.close()
+                listener.close()
+                return json.loads(content), list(files)
+            unpolled.add(child)
+            for file in files:
+                os.close(file)
+            continue
         connection.setblocking(True)
         header, files, _, _ = socket.recv_fds(connection, 4, 3)
         if not header:
-            for child in children:
+            for child in children | unpolled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             return None
@@ -170,6 +190,7 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None
             answer = os.fork()
             if answer == 0:
                 connection.close()
+                listener.close()
                 return request, list(files)
             children.add(answer)
             for file in files:
@@ -184,9 +205,15 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    for number, file in enumerate(files):
+    numbers = request.get("numbers", [0, 1, 2])
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for file in files]  # none is overwritten
+    for file in files:
+        os.close(file)
+    for number, file in zip(numbers, above[: len(numbers)], strict=True):
         os.dup2(file, number)
         os.close(file)
+    multiprocessing.util.spawnv_passfds = functools.partial(_spawn, multiprocessing.util.spawnv_passfds)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.get("blocked", []))
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     out, err = (io.FileIO(number, "w", closefd=False) for number in (1, 2))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
@@ -198,6 +225,30 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     )
     sys.modules["numpy"].random.seed()  # of its own, as torch's and Python's are
     sys.orig_argv = [sys.executable, *request["args"]]
+
+
+def _spawn(spawn: Callable[..., int], executable: Any, args: list[Any], passed: Sequence[int]) -> int:
+    """multiprocessing.util.spawnv_passfds, but a fork server of multiprocessing's comes from this file's.
+
+    Returns the number of a child that lives as long as that server does: its own parent is another, but this process
+    asks the operating system whether it has ended.
+    """
+    if not str(args[-1]).startswith("from multiprocessing.forkserver import main"):
+        return spawn(executable, args, passed)
+    request = {
+        "args": ["-c", args[-1]], "env": dict(os.environ), "cwd": str(Path.cwd()), "numbers": [1, 2, *passed],
+        "blocked": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))],
+    }  # fmt: skip
+    content = json.dumps(request).encode()
+    lives, held = os.pipe()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(ADDRESS)
+        socket.send_fds(client, [len(content).to_bytes(4, "little")], [*request["numbers"], held])
+        client.sendall(content)
+    os.close(held)
+    stands_in = spawn(b"/bin/cat", ["cat", f"/dev/fd/{lives}"], [lives])
+    os.close(lives)
+    return stands_in
 
 
 def _program(args: list[str]) -> tuple[types.CodeType, types.ModuleType]:
@@ -216,8 +267,8 @@ def _program(args: list[str]) -> tuple[types.CodeType, types.ModuleType]:
         main.__file__ = args[0]
         code, first, rest = compile(Path(args[0]).read_bytes(), args[0], "exec"), args[0], args[1:]
         path = str(Path(args[0]).resolve().parent)
-    sys.path[0] = path
-    sys.path[1:1] = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.path[:1] = places if os.environ.get("PYTHONSAFEPATH") else [path, *places]
     sys.argv = [first, *rest]
     sys.modules["__main__"] = main
     return code, main
@@ -256,7 +307,10 @@ def _end(code: int) -> None:
 
 if __name__ == "__main__":
     _import_all()
-    begun = _serve(socket.socket(fileno=int(sys.argv[1])))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(ADDRESS)
+        listener.listen()
+        begun = _serve(socket.socket(fileno=int(sys.argv[1])), listener)
     if begun is None:
         os._exit(0)  # without the reports of what is frozen
     else:
