@@ -1,7 +1,7 @@
 """Stored values that must not change unnoticed: option names, the recipes' settings, and the losses of short runs.
 
-`python tests/golden.py --write` writes what holds now into tests/golden/, to be read in the diff of a change that means
-to shift it. tests/test_golden.py compares.
+`python tests/golden.py --write` writes the names and settings that hold now into tests/golden/, `--write-runs` the
+losses too: to be read in the diff of a change that means to shift them. tests/test_golden.py compares.
 """
 
 from __future__ import annotations
@@ -91,18 +91,20 @@ def stored_runs() -> tuple[Mapping[str, Run], dict[str, str]]:
     return stored["runs"], stored["computed_with"]
 
 
-def write() -> None:
+def write(*, with_runs: bool) -> None:
     (FOLDER / "recipes").mkdir(parents=True, exist_ok=True)
     (FOLDER / "options.txt").write_text(options())
     for old in (FOLDER / "recipes").iterdir():
         old.unlink()
     for name in recipe_names():
         (FOLDER / "recipes" / f"{name}.yaml").write_text(recipe(name))
+    if not with_runs:
+        return
     runs = {"computed_with": computed_with(), "runs": {name: trained(words) for name, words in RUNS.items()}}
     (FOLDER / "runs.json").write_text(json.dumps(runs, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python tests/golden.py --write")
-    write()
+    if sys.argv[1:] not in (["--write"], ["--write-runs"]):
+        sys.exit("usage: python tests/golden.py --write | --write-runs")
+    write(with_runs=sys.argv[1] == "--write-runs")

@@ -33,6 +33,10 @@ __all__ = [
 ]
 
 
+BestMetric = Literal["accuracy", "loss", "f1", "map"]
+"""Of the metrics in records/metrics.py."""
+
+
 @dataclass(frozen=True)
 class Config:
     recipe: str = ""
@@ -57,7 +61,7 @@ class Config:
     """Samples per process and forward pass in evaluation; default: as in training, at least 256."""
     eval_every_epochs: int = 1
     """Evaluate after every N epochs, and after the last epoch."""
-    best_metric: Literal["accuracy", "loss", "f1", "map"] | None = None
+    best_metric: BestMetric | None = None
     """What is best on the validation split, for the checkpoint to keep, patience and plateau; default: accuracy, or map
     for several labels an image."""
     log_every_updates: int = 50

@@ -26,10 +26,7 @@ def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, T
     if a user's own loss cannot be loaded.
     """
     reference = parse_reference("loss.name", loss.name)
-    if reference is not None:
-        losses_of = _users_loss(reference, loss.label_smoothing)
-    else:
-        losses_of = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}[loss.name]
+    losses_of = LOSSES[loss.name] if reference is None else _users_loss(reference, loss.label_smoothing)
 
     def per_sample(logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 would lose digits
@@ -75,9 +72,9 @@ def check_labels(loss: Loss, labels: Tensor) -> None:
     """Raise UserError unless the loss can be computed for samples with `labels`: see `Source.labels`."""
     if labels.ndim == 1:
         return
-    if loss.name == "cross_entropy":
+    if loss.name in LOSSES and loss.name not in MULTI_LABEL_LOSSES:
         raise UserError(
-            "--loss.name cross_entropy: expects one label for each image, but the images of this data may have several "
+            f"--loss.name {loss.name}: expects one label for each image, but the images of this data may have several "
             "labels or none; use --loss.name bce."
         )
     if loss.class_weights != "none":
@@ -147,6 +144,13 @@ def _binary_cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> T
     probabilities = target if target.is_floating_point() else F.one_hot(target, classes).to(logits.dtype)
     smoothed = probabilities * (1 - smoothing) + smoothing / classes
     return F.binary_cross_entropy_with_logits(logits, smoothed, reduction="none").mean(1)
+
+
+LOSSES = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}
+"""--loss.name -> (logits [b, C], target, label smoothing) to the loss of each sample [b]. config/bounds.py has the same
+names, to check the option before torch is imported."""
+MULTI_LABEL_LOSSES = ("binary_cross_entropy",)
+"""Those that can be computed for images with several labels or none."""
 
 
 def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel_train.config.schema import Config
+from accel_train.config.schema import BestMetric, Config
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 
@@ -252,5 +252,5 @@ def check_best_metric(config: Config, splits: Splits) -> None:
     names = [metric.name for metric in metrics_for(multi_label=splits.multi_label)]
     if config.best_metric is not None and config.best_metric not in names:
         kind = "images with several labels" if splits.multi_label else "images with one label each"
-        usable = ", ".join(name for name in ("accuracy", "loss", "f1", "map") if name in names)
+        usable = ", ".join(name for name in get_args(BestMetric) if name in names)
         raise UserError(f"--best-metric {config.best_metric}: this data has {kind}; choose one of {usable}.")

@@ -75,13 +75,16 @@ def describe(
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
 
 
+DRAWN = {"balanced": "each class equally often", "weights": "samples by the weights of the data"}
+"""--data.sampler -> what it draws, in words."""
+
+
 def _drawn(config: Config, plan: Plan) -> str:
     """Return what an epoch's samples are if it does not have each of them once; "" if it has."""
-    how = {"balanced": "each class equally often", "weights": "samples by the weights of the data"}
     if config.data.sampler == "shuffle":
         return ""
     how_often = "an epoch may have an image more than once, or not at all"
-    return f"{plan.samples_per_epoch:,} an epoch, {how[config.data.sampler]}: {how_often}"
+    return f"{plan.samples_per_epoch:,} an epoch, {DRAWN[config.data.sampler]}: {how_often}"
 
 
 def _named(splits: Splits) -> str:

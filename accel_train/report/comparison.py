@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_train.records.metrics import METRICS, MULTI_LABEL_METRICS
 from accel_train.report.charts import Chart, Line, draw
 from accel_train.report.page import render, state_of
 from accel_train.report.records import Row, RunRecords, differing_settings, same_but_for_seed
@@ -53,9 +54,10 @@ def _names(runs: Sequence[RunRecords]) -> list[str]:
     return [f"{number}: {run.name}" for number, run in enumerate(runs, 1)]
 
 
-RESULTS = ("test_accuracy", "test_map", "test_f1", "test_loss", "ema_test_accuracy", "ema_test_map", "ema_test_loss",
-           "best_val_accuracy", "best_value",
-           "stopped_by", "epochs", "updates", "world_size", "images_per_second", "train_seconds")  # fmt: skip
+FORMS = {metric.name: metric.form for metric in MULTI_LABEL_METRICS + METRICS if metric.headline}
+MEASURED = [f"{weights}test_{name}" for weights in ("", "ema_") for name in FORMS] + ["best_val_accuracy", "best_value"]
+"""The keys of result.json with what a run learned; the others say how."""
+RESULTS = (*MEASURED, "stopped_by", "epochs", "updates", "world_size", "images_per_second", "train_seconds")
 
 
 def _results(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
@@ -70,9 +72,11 @@ def _results(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
 def _shown(key: str, value: float | str | None) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    if key.endswith(("accuracy", "map", "f1")):
-        return f"{value:.2%}"
-    return f"{value:,.4f}" if key.endswith("loss") else f"{value:,.6g}"
+    return format(value, _form(key))
+
+
+def _form(key: str) -> str:
+    return next((form for name, form in FORMS.items() if key.endswith(f"_{name}")), ",.6g")
 
 
 def _seeds(runs: list[RunRecords], names: Sequence[str]) -> list[Row]:
@@ -80,13 +84,10 @@ def _seeds(runs: list[RunRecords], names: Sequence[str]) -> list[Row]:
     groups = []
     for group in same_but_for_seed(runs):
         rows = {}
-        for key in RESULTS[:8]:
+        for key in MEASURED:
             values = [run.result[key] for run in group if run.result.get(key) is not None]
             if len(values) > 1:
-                scale, unit = (1, "") if key.endswith("loss") else (100, "%")
-                digits = 4 if scale == 1 else 2
-                mean, spread = statistics.mean(values) * scale, statistics.stdev(values) * scale
-                rows[key] = f"{mean:.{digits}f}{unit} ± {spread:.{digits}f}{unit}"
+                rows[key] = f"{_shown(key, statistics.mean(values))} ± {_shown(key, statistics.stdev(values))}"
         members = [names[runs.index(run)] for run in group]
         groups.append({"runs": members, "seeds": [run.config.seed for run in group], "rows": rows})
     return groups

@@ -94,7 +94,9 @@ def test_a_recipe_can_be_made(name: str) -> None:
     """Create the recipe's model for its data's shape, its optimizer and its schedule over all epochs."""
     settings = parse([name])
     data = settings.data
-    classes, channels, native = SHAPES[str(data.root) if data.name == "folder" else data.name]
+    of_data = str(data.root) if data.name == "folder" else data.name
+    assert of_data in SHAPES, f"add the shape of {of_data} to SHAPES"
+    classes, channels, native = SHAPES[of_data]
     size = input_size(settings.model, native)
     if native is None:
         assert settings.model.image_size == size  # files of all sizes: the recipe must say

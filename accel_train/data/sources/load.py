@@ -1,4 +1,10 @@
-"""Loads a dataset by name. To add a source, write a function that returns Splits and call it here."""
+"""Loads a dataset by name. To add one:
+
+- Of torchvision, with `train=`, `targets` and `classes`: a line in PUBLISHED (arrays.py), in ARRAYS here, and in SHAPES
+  of bench/bench.py.
+- Any other: a function that returns `Splits` in a file beside this one, called in `_load`, and its name in NAMES. If it
+  downloads, it does so only with `download=True`, once for all processes: `_download` in arrays.py shows how.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,56 @@
+"""What must be named in several places is named in all: docs/architecture.md, "Where to change what"."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import torch
+
+from accel_train.analysis.figures import multi_label_figures, single_label_figures
+from accel_train.bench.bench import SHAPES
+from accel_train.config.bounds import NAMES as CHECKED_NAMES
+from accel_train.config.groups import Loss
+from accel_train.config.option_types import choices, option_types
+from accel_train.config.schema import BestMetric
+from accel_train.data.sources import load
+from accel_train.data.sources.arrays import PUBLISHED
+from accel_train.optim.loss import LOSSES, MULTI_LABEL_LOSSES, create_loss
+from accel_train.records.metrics import LOWER_IS_BETTER, METRICS, MULTI_LABEL_METRICS
+from accel_train.records.summary import DRAWN
+
+
+def test_each_loss_is_accepted_and_trains() -> None:
+    assert CHECKED_NAMES["loss.name"] == (*LOSSES,)
+    assert {*MULTI_LABEL_LOSSES} < {*LOSSES}
+    for name in LOSSES:
+        logits = torch.randn(4, 3, requires_grad=True)
+        losses = create_loss(Loss(name=name), None)(logits, torch.tensor([0, 1, 2, 0]))
+        assert losses.shape == (4,)
+        losses.mean().backward()
+        assert logits.grad is not None and logits.grad.any()
+
+
+def test_the_first_screen_has_words_for_each_sampler() -> None:
+    assert {"shuffle", *DRAWN} == {*choices(option_types()["data.sampler"])}
+
+
+def test_what_may_be_the_best_metric_is_a_metric() -> None:
+    assert {*get_args(BestMetric)} <= {metric.name for metric in METRICS + MULTI_LABEL_METRICS}
+    assert {*LOWER_IS_BETTER} <= {*get_args(BestMetric)}
+
+
+def test_no_metric_has_the_name_of_another_figure_of_evaluate() -> None:
+    """`accel-train evaluate` writes both into one object. F1 is in both, and they are equal."""
+    numbers = np.random.default_rng(0)
+    logits, labels = numbers.normal(size=(20, 3)).astype(np.float32), np.arange(20) % 3
+    for metrics, figures in (
+        (METRICS, single_label_figures(logits, labels)),
+        (MULTI_LABEL_METRICS, multi_label_figures(logits, labels[:, None] == np.arange(3))),
+    ):
+        assert {metric.name for metric in metrics} & figures.keys() == {"f1"}
+
+
+def test_each_published_data_set_has_a_shape_for_benchmarks() -> None:
+    assert {*load.ARRAYS} == {*PUBLISHED} == {*SHAPES}
+    assert {*load.IN_MEMORY} <= {*load.NAMES}
