@@ -1,4 +1,4 @@
-"""Errors that a user can mend, and lines on a terminal or in a log.
+"""Errors that a user can fix, and lines on a terminal or in a log.
 
 An error is one line that says what was wrong, what was found and what to do. Printing a line never ends a run, even if
 nobody reads it.

@@ -157,7 +157,7 @@ def _of_timm(name: str) -> Published:
     elif own_names is not None:
         classes = tuple(frozenset({_plain(label)}) for label in own_names)
     else:
-        raise UserError(f"--model.name {name}: its publisher does not name its classes, so they cannot be the data's.")
+        raise UserError(f"--model.name {name}: its publisher gives no class names to compare with the data's.")
     size = int(found["input_size"][-1])
     return Published(
         classes,

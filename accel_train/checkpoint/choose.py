@@ -40,7 +40,7 @@ def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path
             "To resume from an older one, give a new --output-dir."
         )
     if resolved not in (requested.resolve(), requested.resolve().parent, requested.resolve() / "checkpoints"):
-        notes.append(f"this run has checkpoints of its own: {requested}, from which it started, is not used")
+        notes.append(f"--resume {requested} is not used, because this run already has its own checkpoints")
     return own
 
 

@@ -105,7 +105,8 @@ def plan_restore(
         if (old := snapshot.state["versions"].get(name)) != new
     ]
     if "best-metric" in changes:
-        notes.append(f"the best {run.config.best_metric or 'value'} is looked for anew, from here on")
+        metric = run.config.best_metric or "value"
+        notes.append(f"the best {metric} so far no longer counts; a new best is recorded from here on")
     changed = [key.removeprefix("optim.") for key in changes if key.startswith("optim.")]
     keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
     if "name" in changed:

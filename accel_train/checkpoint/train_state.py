@@ -155,7 +155,9 @@ class TrainState:
                 f"counted. If you do not trust it, delete {path}; the previous checkpoint is used then."
             )
         if path.name.startswith("update-") and path.name != f"update-{state.update:08d}":
-            raise UserError(f"{path} holds the checkpoint of update {state.update}: give it its name back.")
+            raise UserError(
+                f"{path} holds the checkpoint of update {state.update}: rename it to update-{state.update:08d}."
+            )
         return state
 
     def _impossible(self) -> str:

@@ -18,16 +18,16 @@ from accel_train.launch.environment import prepare_environment
 class Doctor(CommandOptions):
     """Look for what will go wrong in the next twenty hours: processes, scheduler, GPUs, network, disks, the recipe.
 
-    Start it as the training: accelerate launch … -m accel_train doctor RECIPE, with the training's options. Each check
-    says PASS, WARN, FAIL or n/a, what was measured and what is expected. The exit code is 1 if a check fails.
+    Start it the way you start the training, with the same options: accelerate launch … -m accel_train doctor RECIPE.
+    Each check reports PASS, WARN, FAIL or n/a, the measured and the expected value. If one fails, the exit code is 1.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")] = "digits"
     """A recipe, as for train."""
     quick: bool = False
-    """Only the checks that take some seconds together."""
+    """Run only the quick checks: some seconds in total."""
     seconds: float = 60.0
-    """What is not done within this time is n/a."""
+    """Time limit for all checks together; a check that does not fit is n/a."""
     skip: tuple[str, ...] = ()
     """Names of checks to leave out."""
     drill: bool = False

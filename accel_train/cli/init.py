@@ -46,7 +46,7 @@ def init(arguments: Sequence[str]) -> int:
     if new:
         print(
             f"{folder}: wrote {len(new)} file{'s' * (len(new) > 1)}"
-            + (f", {len(contents) - len(new)} were there" * (new != [*contents]))
+            + (f", {len(contents) - len(new)} existed already" * (new != [*contents]))
         )
         print("  accelerate_configs/   where to train: devices, processes, precision")
         print("  slurm/  pbs/          job scripts; copy a file of slurm/sites/ to slurm/site.sh and edit it")

@@ -95,13 +95,13 @@ def contradictions(config: Config) -> dict[str, str]:
     """
     mistakes: dict[str, str] = {}
     if config.data.val_fraction + config.data.test_fraction >= 1:
-        mistakes["data.val-fraction"] = "val-fraction and test-fraction that leave something to train on"
+        mistakes["data.val-fraction"] = "data.val-fraction + data.test-fraction below 1"
     size, mixes = config.virtual_batch_size, config.augment.mixup > 0 or config.augment.cutmix > 0
     possible = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0 and not (mixes and n % 2)]
     if size is not None and possible and size not in possible:
         near = sorted(sorted(possible, key=lambda n: abs(math.log(n / size)))[:2])
-        pairs = ", of pairs that mixup and cutmix mix" * mixes
-        expected = f"a part of the batch size {config.batch_size}{pairs}, such as {' or '.join(map(str, near))}"
+        pairs = " that is even, as mixup and cutmix need" * mixes
+        expected = f"a divisor of the batch size {config.batch_size}{pairs}, such as {' or '.join(map(str, near))}"
         mistakes["virtual-batch-size"] = expected
     if config.schedule.name == "multistep" and not config.schedule.milestones:
         mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"

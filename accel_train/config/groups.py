@@ -179,8 +179,8 @@ class Schedule:
 @dataclass(frozen=True)
 class Loss:
     name: str = "cross_entropy"
-    """cross_entropy; bce (binary_cross_entropy): each class by itself, also for several labels an image; or your own
-    FILE.py:FUNCTION."""
+    """cross_entropy; bce (binary_cross_entropy): a yes or no for each class, so an image may have several labels; or
+    your own FILE.py:FUNCTION."""
     label_smoothing: float = 0.0
     """Fraction of the target that is spread over all classes, in training only."""
     class_weights: Literal["none", "balanced"] = "none"
@@ -205,7 +205,7 @@ class Stop:
     patience_epochs: int | None = None
     """End the run after this many epochs without a better value of best-metric (early stopping); default: never."""
     hours: float | None = None
-    """End the run after the epoch in which it has lasted so many hours, all starts together; default: never."""
+    """End the run after the epoch in which its total time over all starts reaches this many hours; default: never."""
 
 
 @dataclass(frozen=True)

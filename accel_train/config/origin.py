@@ -1,4 +1,4 @@
-"""What a start has found out about the weights that a run begins from: kept in the run, so it needs them no more."""
+"""Facts about the initial weights of a run, saved in the run so that it can resume without these weights."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class Config:
     eval_every_epochs: int = 1
     """Evaluate after every N epochs, and after the last epoch."""
     best_metric: BestMetric | None = None
-    """What is best on the validation split, for the checkpoint to keep, patience and plateau; default: accuracy, or map
-    for several labels an image."""
+    """Validation metric for the best checkpoint, early stopping and plateau; default: accuracy, or map if an image may
+    have several labels."""
     log_every_updates: int = 50
     """Write a line to metrics.jsonl (and to the log, if not on a terminal) every N updates."""
     resume: str = "auto"
@@ -77,9 +77,9 @@ class Config:
     rendezvous_timeout_seconds: float = 600.0
     """How long processes wait for each other at the start; then the missing ones are named."""
     start_timeout_seconds: float = 3600.0
-    """As hang-timeout-seconds, until this start's first update (downloads, compilation); 0: never."""
+    """Like hang-timeout-seconds, but until the first update of each start (downloads, compilation); 0: never."""
     hang_timeout_seconds: float = 1800.0
-    """Write all stacks and end the run after so long without progress; 0: never."""
+    """Without progress for this time, write the stacks of all threads and end the run; 0: never."""
     share_gpus: bool = False
     """Let several processes of a node share one GPU: slow (gloo instead of NCCL), for tests."""
     trackers: tuple[str, ...] = ()

@@ -38,8 +38,11 @@ def check_same_pixels(what: str, before: int, now: int) -> None:
 
 
 def with_older_batchnorm(saved: dict[str, Any], before: int) -> dict[str, Any]:
-    """The settings `saved` by a run with the number `before` whose model has BatchNorm: what was fixed is named there,
-    so that --allow-change virtual-batch-size is needed to go on with other statistics."""
+    """Return `saved`, the settings of a run with the number `before` whose model has BatchNorm.
+
+    For an older run the virtual batch size becomes "each process's micro-batch", as it was then. So resuming the run,
+    which changes its BatchNorm statistics, requires --allow-change virtual-batch-size.
+    """
     return {**saved, "virtual_batch_size": "each process's micro-batch"} if before < 3 else saved
 
 

@@ -111,7 +111,7 @@ def worst_of(exam: Examination, look: Callable[[], Finding]) -> Finding:
     try:
         finding = look()
     except (OSError, RuntimeError, UserError) as error:
-        finding = Finding(NOT_CHECKED, f"cannot be looked at: {one_line(str(error))}")
+        finding = Finding(NOT_CHECKED, f"could not be checked: {one_line(str(error))}")
     found: list[Finding] = exam.gather(finding)
     worst = max(found, key=lambda each: STATUSES.index(each.status))
     if any(each.status == NOT_CHECKED for each in found) and worst.status == PASS:

@@ -28,7 +28,7 @@ def data(exam: Examination) -> Finding:
     try:
         exam.splits = load_data(exam.config, exam.accelerator)
     except UserError as error:
-        return Finding(FAIL, str(error), expected, "Nothing can be trained before this is mended.")
+        return Finding(FAIL, str(error), expected, "Fix this first: the training cannot start.")
     sizes = {"training": exam.splits.train, "validation": exam.splits.validation, "test": exam.splits.test}
     found = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
     return Finding(PASS, f"{found} images of {len(exam.splits.classes)} classes", expected)
@@ -50,7 +50,7 @@ def contents(exam: Examination) -> Finding:
     if not differing:
         return Finding(PASS, f"names and sizes, and the pixels of {len(ids)} images", expected)
     ranks = sorted(set().union(*differing.values()))
-    measured = f"the {' and '.join(differing)} of {exam.names(ranks)} are not those of rank 0"
+    measured = f"the {' and '.join(differing)} of {exam.names(ranks)} differ from rank 0's"
     if other := differing.get("images", []):
         pairs = zip(ids, everyone[0]["images"], everyone[other[0]]["images"], strict=False)
         first = next((id for id, one, another in pairs if one != another), None)

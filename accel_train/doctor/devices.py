@@ -70,7 +70,7 @@ def _matmul(exam: Examination, dtype: torch.dtype) -> Finding:
     exam.measured[name] = median = statistics.median(rate for rate, _ in everyone)
     found, expected = f"median {median:,.0f} GFLOP/s on {device.type}", "as fast as the median of all ranks, equal bits"
     if wrong := [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]:
-        return Finding(FAIL, f"{exam.names(wrong)} computes another product than rank 0", expected, "Drain this node.")
+        return Finding(FAIL, f"{exam.names(wrong)} has a different result than rank 0", expected, "Drain this node.")
     rank, (slowest, _) = min(enumerate(everyone), key=lambda each: each[1][0])
     is_cpu = device.type == "cpu"
     if len(everyone) > 1 and slowest < (SLOW_CPU if is_cpu else SLOW) * median:

@@ -141,7 +141,7 @@ def slowest_pair(exam: Examination) -> Finding:
         ranks = list(range(len(exam.hosts)))
     expected = f"at least {SLOW_PAIR:.0%} of the median pair's speed"
     if not 3 <= len(ranks) <= MOST_IN_PAIRS:
-        return Finding(NOT_CHECKED, f"{len(ranks)} hosts or ranks: looked at from 3 to {MOST_IN_PAIRS}", expected)
+        return Finding(NOT_CHECKED, f"found {len(ranks)} hosts or ranks; needs 3 to {MOST_IN_PAIRS}", expected)
     values = torch.zeros(BUCKET // 4, device=exam.accelerator.device)
     mine: dict[tuple[int, int], float] = {}
     for turn, (first, second) in enumerate(pair for _ in range(2) for pair in _pairs(ranks)):

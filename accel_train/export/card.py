@@ -162,7 +162,7 @@ def _limits(info: ModelInfo) -> list[str]:
     one = "one of its classes" if not info.multi_label else "probabilities of its classes"
     lines = [
         f"- It knows only its classes: an image of anything else gets {one}, too.",
-        "- The figures are of images like those of the training. Others, such as of another camera, must be measured.",
+        "- The figures hold for images like those of the training. Measure others first, such as from another camera.",
         f"- It sees {info.image_size} x {info.image_size} pixels of the centre of an image.",
     ]
     if not info.takes_files:

@@ -73,8 +73,8 @@ def check(
     count = same + ties + len(different)
     tied = f", and {ties} where predict's two best classes are within {TIE:.0%}" if ties else ""
     lines.append(
-        f"from files by preprocess.json: the class of predict for {same} of {count} images{tied}; pixels differ by at "
-        f"most {pixels:.1f} of 255"
+        f"from files by preprocess.json: the same class as predict for {same} of {count} images{tied}; "
+        f"pixels differ by at most {pixels:.1f} of 255"
     )
     if different:
         shown = ", ".join(different[:3]) + (" …" if len(different) > 3 else "")

@@ -120,13 +120,13 @@ def check_independence(
     if operators:
         found.append(
             "model: draws random numbers that depend on the number of processes: "
-            f"{_first(operators)}. Their distribution is right, but another number of processes draws others. To avoid "
-            "that, set the rate to 0 or choose another model."
+            f"{_first(operators)}. Their distribution is correct, but with another number of processes the numbers are "
+            "different. To avoid that, set the rate to 0 or choose another model."
         )
     if coupled:
         found.append(
-            f"model: the output of {coupled} for a sample depends on the other samples of its micro-batch. So another "
-            "number of processes learns something else. To avoid that, choose another model or normalisation."
+            f"model: the output of {coupled} for a sample depends on the other samples of its micro-batch. So the "
+            "result depends on the number of processes. To avoid that, choose another model or normalisation."
         )
     return Independence(functions, tuple(found))
 

@@ -166,7 +166,7 @@ def resnet9(num_classes: int, channels: int, image_size: int) -> nn.Module:
     numbers, of a quarter of the values.
     """
     if image_size % 8 or image_size < 32:
-        raise UserError(f"resnet9 halves images thrice: model.image_size {image_size} is no multiple of 8 from 32 on.")
+        raise UserError(f"resnet9: model.image_size must be a multiple of 8 and at least 32, found {image_size}.")
 
     def block(inputs: int, outputs: int, pool: int = 1) -> list[nn.Module]:
         convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)  # BatchNorm has the bias

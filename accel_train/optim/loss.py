@@ -52,7 +52,7 @@ def _users_loss(reference: Reference, smoothing: float) -> Callable[[Tensor, Ten
     if "label_smoothing" in inspect.signature(function).parameters:
         extra["label_smoothing"] = smoothing
     elif smoothing:
-        raise UserError(f"{where}: does not take label_smoothing; set --loss.label-smoothing 0, or take it.")
+        raise UserError(f"{where}: does not take label_smoothing; set --loss.label-smoothing 0, or add that argument.")
 
     def losses(logits: Tensor, target: Tensor, _smoothing: float) -> Tensor:
         with showing_user_lines("loss.name", reference):

@@ -134,7 +134,7 @@ def training_advice(plan: Plan) -> str:
     smaller = [size for size in plan.micro_batch_sizes if size < plan.micro_batch]
     half = [size for size in smaller if size <= plan.micro_batch // 2] or smaller
     if half:
-        return f"{images}: give --micro-batch-size {half[-1]}, with which the run continues and learns the same"
+        return f"{images}: give --micro-batch-size {half[-1]}, which continues the run with the same result"
     return f"{images}, which cannot be fewer: {LESS_MEMORY}"
 
 

@@ -46,8 +46,8 @@ def check_compilation(accelerator: Accelerator) -> None:
     steps = accelerator.gradient_accumulation_steps
     if graphs and plugin.backend != DynamoBackend.NO and accelerator.device.type == "cuda" and steps > 1:
         raise UserError(
-            f"torch.compile with CUDA graphs (--dynamo_mode {plugin.mode}) does not go together with gradient "
-            f"accumulation, of {steps} micro-batches here: choose --dynamo_mode default or max-autotune-no-cudagraphs, "
+            f"torch.compile with CUDA graphs (--dynamo_mode {plugin.mode}) cannot be combined with gradient "
+            f"accumulation (here {steps} micro-batches): choose --dynamo_mode default or max-autotune-no-cudagraphs, "
             "or a larger --micro-batch-size."
         )
 

@@ -104,8 +104,8 @@ class KeptCode:
         if trust:
             return f"{self.path.absolute()}:{self.reference.name}"
         raise UserError(
-            f"--{option} {self.reference}: the run uses code of its own, and that file is not here, is another user's, "
-            f"or has changed. Read {self.path}; then use it with --trust-code true."
+            f"--{option} {self.reference}: the run uses its own code, but this file is missing, is not yours, or has "
+            f"changed. Read {self.path}; if you trust that code, add --trust-code true."
         )
 
 

@@ -128,7 +128,7 @@ def _hits(predicted: Tensor, labels: Tensor) -> Tensor:
 
 
 def macro_f1(predicted: Tensor, labels: Tensor) -> float:
-    """The mean F1 of the classes that an image has or is said to have, as scikit-learn's `f1_score` has it."""
+    """The mean F1 of the classes that occur as a label or as a prediction, as in scikit-learn's `f1_score`."""
     return _mean(f1_of_classes(predicted, labels))
 
 

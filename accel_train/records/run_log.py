@@ -251,7 +251,7 @@ class RunLog:
         kept = self._kept(checkpoints)
         self.directory.fail(f"the final checkpoint could not be written; kept: {kept}")
         title = "The final weights could not be saved: the run is not finished."
-        self.console.finish(title, {"kept": kept, "run": str(self.directory.path)}, {"once there is room": go_on})
+        self.console.finish(title, {"kept": kept, "run": str(self.directory.path)}, {"after freeing space": go_on})
         return 1
 
     def _kept(self, checkpoints: Checkpoints) -> str:

@@ -79,7 +79,7 @@ def draw(chart: Chart) -> str:
 
 def draw_calibration(diagram: Sequence[dict[str, float]]) -> str:
     """The accuracy of each bin of probabilities beside the probability, from `figures.calibration`."""
-    figure, axes = _axes("said and true")
+    figure, axes = _axes("calibration")
     axes.plot([0, 1], [0, 1], color=MARK, linestyle="--", linewidth=0.9, label="perfect")
     total = sum(entry["count"] for entry in diagram)
     sizes = [12 + 300 * entry["count"] / total for entry in diagram]

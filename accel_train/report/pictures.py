@@ -25,7 +25,7 @@ SMALL = 64  # pixels: smaller images are kept without loss
 
 @dataclass(frozen=True)
 class Picture:
-    """One image of the list, with what was said of it and what is true."""
+    """One of the worst images, with its predicted and its true classes."""
 
     id: int
     name: str

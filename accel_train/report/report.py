@@ -72,7 +72,7 @@ def _evaluated(
             return {}, []
         found = _kept(run.path, weights, splits)
     if found is None:
-        notes.append("There are no predictions of these weights. Without --no-evaluate true, the report makes them.")
+        notes.append("These weights have no predictions yet. To compute them, leave out --no-evaluate true.")
         return {}, []
     record, predictions = found
     return record, _pictures(run, record["split"], predictions, notes, trust_code=trust_code)

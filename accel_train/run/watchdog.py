@@ -235,7 +235,7 @@ class Watchdog:
         counts = {rank: progress.steps for rank, progress in published.items() if progress} | {self.rank: self._count}
         slow = [rank for rank, count in counts.items() if count == min(counts.values())]
         if len(slow) == self.world_size:
-            return f" All processes are at the same place: {store.describe([self.rank])}."
+            return f" All processes stopped at the same step: {store.describe([self.rank])}."
         return f" The slow one: {store.describe(slow)}."
 
     def _write_stacks(self, text: str) -> None:

@@ -83,7 +83,7 @@ def test_onnx_of_the_digits(digits: Path, capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().out
     assert "ema.safetensors (EMA)" in said
     assert "64 images of digits (test split)" in said
-    assert "the class of predict for 64 of 64 images" in said
+    assert "the same class as predict for 64 of 64 images" in said
     folder = digits / "export-onnx"
     assert files_in(folder) == {"model.onnx", "preprocess.json", "README.md"}
     session = onnxruntime.InferenceSession(folder / "model.onnx")
@@ -163,7 +163,7 @@ def test_what_is_not_timms_is_refused(digits: Path, capsys: pytest.CaptureFixtur
 def test_a_timm_directory(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path, photos, "test_resnet", 40, "--augment.resize", "50")
     assert exported(run, "timm", "--output", tmp_path / "net") == 0
-    assert "the class of predict for 6 of 6 images" in capsys.readouterr().out
+    assert "the same class as predict for 6 of 6 images" in capsys.readouterr().out
     assert files_in(tmp_path / "net") == {"config.json", "model.safetensors", "preprocess.json", "README.md"}
     model = timm.create_model(f"local-dir:{tmp_path / 'net'}", pretrained=True).eval()
     assert model.num_classes == 2
@@ -300,7 +300,7 @@ def test_without_the_data(digits: Path, photos: Path, tmp_path: Path, capsys: py
     assert exported(digits, "pt2") == 0
     said = capsys.readouterr().out
     assert f"5 images of {digits / 'examples'} (" in said
-    assert "the class of predict for 5 of 5 images" in said
+    assert "the same class as predict for 5 of 5 images" in said
 
     gone = tmp_path / "gone"
     shutil.copytree(photos, gone)
@@ -322,7 +322,7 @@ def test_images_of_16_bits_are_compared_with_8(
         Image.fromarray(pixels).save(deep / file.parent.name / f"{file.stem}.png")
     run = run_of(tmp_path / "other", deep, "test_resnet", 32, channels=1)
     assert exported(run, "timm") == 0
-    assert "the class of predict for 6 of 6 images; pixels differ by at most 1.0 of 255" in capsys.readouterr().out
+    assert "the same class as predict for 6 of 6 images; pixels differ by at most 1.0 of 255" in capsys.readouterr().out
 
 
 def test_missing_packages_and_options(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,7 +347,7 @@ def test_several_labels_and_tensors_of_ones_own(
     info = json.loads((run / "model.json").read_text())
     (run / "model.json").write_text(json.dumps(info | {"multi_label": True}))
     assert exported(run, "pt2") == 0
-    assert "the class of predict for 6 of 6 images" in capsys.readouterr().out
+    assert "the same class as predict for 6 of 6 images" in capsys.readouterr().out
     assert rules_in(run / "export-pt2")["probabilities"] == "sigmoid"
 
     (run / "model.json").write_text(json.dumps(info | {"full_scale": 1}))

@@ -122,7 +122,7 @@ def test_weights_of_another_model_are_refused_with_both_sides_names(tmp_path: Pa
     file = written(timm.create_model("test_vit").state_dict(), tmp_path)
     here = model_of("test_resnet")
     before = {name: value.clone() for name, value in here.state_dict().items()}
-    with pytest.raises(UserError, match=r"another model: only 0% .* begins with \S+, .*; this model with conv1\.0\."):
+    with pytest.raises(UserError, match=r"another model: it has only 0% .* are \S+, .*; this model's are conv1\.0\."):
         load(here, file)
     assert all(torch.equal(value, before[name]) for name, value in here.state_dict().items())
     wide = written(timm.create_model("resnet34").state_dict(), tmp_path)

@@ -158,7 +158,7 @@ def test_restarts_and_differences_from_the_recipe_are_there(tmp_path: Path, caps
     (run / "starts.json").write_text(json.dumps(starts))
     assert cli.main(["report", str(run), "--no-evaluate", "true"]) == 0
     page = (run / "report.html").read_text()
-    assert "Without --no-evaluate true, the report makes them." in page and 'id="worst"' not in page
+    assert "To compute them, leave out --no-evaluate true." in page and 'id="worst"' not in page
     differs = {row[0]: row[1:] for row in rows(section(page, "configuration").partition("<details>")[0])}
     assert differs["optim.lr"] == ["0.05", "0.02"] and differs["schedule.name"] == ["cosine", "constant"]
     costs = dict(rows(section(page, "machine")))

@@ -20,7 +20,7 @@ OPTIONS_OF_TRAIN = {"train": ("",), "doctor": ("",), "bench": ("",), "evaluate":
 WITH_RECIPE = ("train", "doctor", "bench", "recipes")
 HELP = """usage: accel-train completion bash|zsh|fish
 
-Print what makes Tab complete commands, recipes, options and values. To set it up:
+Print the shell script that lets Tab complete commands, recipes, options and values. To install it:
 
   bash   echo 'eval "$(accel-train completion bash)"' >> ~/.bashrc
   zsh    echo 'eval "$(accel-train completion zsh)"' >> ~/.zshrc

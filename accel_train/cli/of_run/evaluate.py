@@ -19,9 +19,9 @@ class Evaluate(CommandOptions):
     """Evaluate a run's model over every sample of a split, each exactly once, with the run's own configuration.
 
     --data.KEY VALUE changes the data of the run: another folder, or a limit. With several processes: accelerate
-    launch … -m accel_train evaluate RUN. All figures, with those of each class, go to RUN/evaluation-SPLIT.json, and to
-    a file in RUN/evaluations that stays. A published model needs no run: accel-train evaluate --model.name resnet50
-    --model.pretrained true --data.name folder --data.root DIR.
+    launch … -m accel_train evaluate RUN. All figures, also per class, are written to RUN/evaluation-SPLIT.json, which
+    the next evaluation overwrites, and to a new file in RUN/evaluations. A published model needs no run: accel-train
+    evaluate --model.name resnet50 --model.pretrained true --data.name folder --data.root DIR.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -41,7 +41,7 @@ class Evaluate(CommandOptions):
 
 @dataclass(frozen=True)
 class EvaluatePublished(CommandOptions):
-    """Evaluate a published model without a run: its classes must be the data's, by name.
+    """Evaluate a published model without a run. It must have all classes of the data, by name.
 
     Give --model.name NAME --model.pretrained true and --data.KEY VALUE. Images are prepared as the publisher does.
     """

@@ -20,8 +20,8 @@ from accel_train.launch.environment import prepare_environment
 class Export(CommandOptions):
     """Write a run's model for other programs: weights, class names and preprocessing, in one folder.
 
-    The export is loaded again and compared with the run on images of its data, also from files by preprocess.json. If
-    it does not agree, the exit code is 1. docs/export.md has a script that needs only onnxruntime, NumPy and Pillow.
+    The export is then loaded and compared with the run on images of its data, as tensors and from files. If they
+    disagree, the exit code is 1. docs/export.md has a script that needs only onnxruntime, NumPy and Pillow.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]

@@ -21,11 +21,10 @@ from accel_train.untrusted import read_json_lines, read_json_object
 
 @dataclass(frozen=True)
 class Runs(CommandOptions):
-    """List the runs in a folder and the folders in it, those that changed last at the top. Nothing is changed.
+    """List the runs in a folder and its subfolders, the most recently updated first. Changes nothing.
 
-    A run is "running", "finished", "interrupted" (saved; the same command continues it), "failed", or "stale": it
-    has not ended by itself, but its owner is dead, or has shown no sign of life for two minutes. The next start takes a
-    stale run over.
+    A run is "running", "finished", "interrupted" (saved; the same command continues it), "failed", or "stale": its
+    process died, or has given no sign of life for two minutes. The next start takes over a stale run.
     """
 
     dir: Annotated[Positional[Path], arg(metavar="[DIR]")] = Path("runs")

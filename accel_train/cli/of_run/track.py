@@ -17,8 +17,8 @@ from accel_train.config.options import CommandOptions, parse_command
 class Track(CommandOptions):
     """Send a run's curves, settings and result to a tracker, for example if the run trained without a network.
 
-    A step is never sent twice: start it again at any time, also while the run trains, to send what is new. A page of
-    `accel-train report` is sent too, if it is in the folder of the run.
+    No step is sent twice. To send new steps, run the command again, even while the run is training. W&B and MLflow also
+    get the page of `accel-train report`, if it is in the folder of a finished run.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]

@@ -1,9 +1,9 @@
 """Which samples an epoch draws if classes or samples have weights (--data.sampler).
 
-An epoch has as many draws as training samples. Drawing is systematic: the samples lie side by side on a line, each on a
-piece as long as its weight, and the draws are points at equal distances, the first one at random. So a sample is drawn
-as often as its weight says, rounded up or down. Since the line has one class after the other, this holds for classes,
-too; within its class each sample has another place in each epoch.
+An epoch has as many draws as training samples. This is systematic sampling: each sample is an interval on a line, as
+long as its weight, and the draws are equally spaced points, the first one at random. So the number of draws of a sample
+is proportional to its weight, rounded up or down. The intervals of a class are adjacent, so the same holds for classes;
+within a class the order is shuffled in each epoch.
 
 All of it is a pure function of (seed, epoch), the labels and the weights.
 """
@@ -125,7 +125,7 @@ def create_draws(
     weights = sample_weights(config, labels, weights, unreadable)
     if weights is None:
         return None
-    # Images with several labels have no class: they all lie on one piece of the line.
+    # Images with several labels have no class: treat all of them as one class.
     classes = torch.zeros(len(labels), dtype=torch.int64) if labels.ndim == 2 else labels
     return Draws(config.seed, classes, weights, unreadable)
 

@@ -139,8 +139,8 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[in
     """How an update's batch is divided: (samples of a virtual batch, micro-batches of each process).
 
     `batchnorm`: whether the model has BatchNorms that count over virtual batches. If nothing depends on virtual
-    batches, they are single samples, or the pairs that are mixed. auto is as without a limit: what fits is
-    found later. Raises UserError if the batch cannot be divided.
+    batches, they are single samples, or the pairs that are mixed. With micro_batch_size "auto" there is
+    no limit here: the size that fits is found later. Raises UserError if the batch cannot be divided.
     """
     mixes = mixes_samples(config)
     unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")

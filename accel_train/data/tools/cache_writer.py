@@ -165,7 +165,7 @@ def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> 
     with contextlib.suppress(FileNotFoundError):
         lines = journal.read_text(encoding="utf-8").splitlines()
         if lines and lines[0] != fingerprint:
-            console.print("The images or the settings are not those of the part that was written: beginning anew.")
+            console.print("The images or the settings have changed since the last start: starting over.")
         elif lines:
             size = partial.stat().st_size
             written = len(MAGIC)

@@ -29,7 +29,7 @@ def signal_path(exam: Examination) -> Finding:
         if exam.launch.local_rank != 0:  # one of each node
             return Finding(PASS, "")
         if not launcher_command():
-            return Finding(NOT_CHECKED, "no launcher stands between the scheduler and the processes")
+            return Finding(NOT_CHECKED, "the scheduler starts the processes without a launcher")
         with tempfile.TemporaryDirectory() as folder:
             return rehearse(processes, Path(folder), patience)
 

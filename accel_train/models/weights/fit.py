@@ -147,9 +147,9 @@ def _check_enough(
     if unfit is not None:
         example = f" {unfit} is {tuple(given[unfit].shape)} there and {tuple(own[unfit].shape)} here."
     raise UserError(
-        f"--model.weights: {weights.shown} is of another model: only {part:.0%} of this one's numbers are in it. It "
-        f"begins with {_first(given)}; this model with {_first(own)}.{example} Give the model.name and the "
-        "model.image-size that the weights are of."
+        f"--model.weights: {weights.shown} is of another model: it has only {part:.0%} of this model's parameters. Its "
+        f"first tensors are {_first(given)}; this model's are {_first(own)}.{example} Give the model.name and "
+        "the model.image-size of these weights."
     )
 
 

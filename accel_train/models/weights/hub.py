@@ -16,7 +16,7 @@ PREFIXES = ("hf-hub:", "hf_hub:", "local-dir:")
 CONFIG = "config.json"
 # In the order in which timm looks for them.
 FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth", "open_clip_model.safetensors")
-# Of timm's configuration of a model, what its shape and its input follow from. It also names files and addresses.
+# Entries of timm's model configuration that determine the model's shape and input. Others name files and addresses.
 KEPT = (
     "input_size", "fixed_input_size", "pool_size", "first_conv", "classifier", "num_classes", "mean", "std",
     "interpolation", "crop_pct",

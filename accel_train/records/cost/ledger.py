@@ -1,8 +1,8 @@
 """Where the time of a run went: RUN/starts.json, with an entry for each start.
 
-The main process always is in one phase, so the phases of a start add up to its time. A start that is killed has said
-what it did until at most two seconds before. The next start begins at a checkpoint: what came after that in earlier
-starts has to be done again, and moves from its phase to "repeated".
+The main process always is in one phase, so the phases of a start add up to its time. The file is rewritten every
+two seconds, so a killed start is recorded up to at most two seconds before. The next start begins at a checkpoint: what
+came after that in earlier starts has to be done again, and moves from its phase to "repeated".
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from accel_train.records.cost.ledger import Start
 PHASES = {
     "training": "training",
     "evaluating": "evaluation",
-    "saving": "standing still for saves",
+    "saving": "waiting for saves",
     "starting": "starting, until the first update is done",
     "repeated": "done twice after interruptions",
 }

@@ -33,7 +33,7 @@ def track(run: Path, name: str) -> int:
         with FileLock(run / ".trackers.lock", timeout=0):
             return _send(config, run, name)
     except Timeout:
-        raise UserError(f"Another process sends the curves of {run} right now; wait for its end.") from None
+        raise UserError(f"Another process is sending the curves of {run}; try again later.") from None
     except OSError as error:
         raise UserError(f"{run}: cannot be written to ({error.strerror}).") from error
 
@@ -57,8 +57,8 @@ def _send(config: Config, run: Path, name: str) -> int:
         print_line(f"accel-train: error: {name}: {reason_of(error)}. Start it again to send the rest.", sys.stderr)
         return 1
     rest = len(points) - len(final)
-    waits = f"; {rest} later ones wait for the next checkpoint" if rest else ""
-    print(f"{name}: the curves of {run} are sent, {len(final)} updates{waits}")
+    waits = f"; {rest} newer steps can be sent after the next checkpoint" if rest else ""
+    print(f"{name}: sent the curves of {run}, {len(final)} steps{waits}")
     return 0
 
 

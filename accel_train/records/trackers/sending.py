@@ -144,7 +144,7 @@ class Trackers:
             if sender.is_alive():
                 name = sender.service.name
                 late.append(
-                    f"the tracker {name} is still sending, and is not waited for; "
+                    f"the tracker {name} is still sending; the run ends without waiting for it. "
                     f"`accel-train track {self.run} --to {name}` sends the rest."
                 )
         warnings = [*self.warnings(), *late]

@@ -373,7 +373,7 @@ class TestWriting:
             picture(50, 60).save(folder.root / "train" / "cat" / "new.jpg")
         capsys.readouterr()
         written(folder, output, short_side=side)
-        assert "beginning anew" in capsys.readouterr().out
+        assert "starting over" in capsys.readouterr().out
         assert output.read_bytes() == written(folder, tmp_path / "again", short_side=side).root.read_bytes()
 
     def test_a_disk_that_has_other_bytes_is_noticed(
