@@ -5,6 +5,8 @@
 # make bench   compare the trainer with others, half an hour; writes docs/benchmarks.md (ARGS: --data-root DIR)
 # make gpu     on a machine with a GPU: run the tests for it, measure its speed, print a table for docs/benchmarks.md
 PYTHON ?= python3
+# Of the tests: many of them wait, so more than there are processors; each needs a gigabyte.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 2 ? 2 : n < 4 ? n + 1 : 4)))
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
@@ -16,7 +18,7 @@ train: $(VENV)/.installed
 	$(BIN)/accel-train train digits --output-dir $$run && $(BIN)/accel-train report $$run
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),-m "slow or not slow") $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SLOW),-m "slow or not slow") $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -16,13 +16,26 @@ from hypothesis import settings
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Hypothesis measures time, too, and would fail tests on a busy machine.
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
 
 def pytest_unconfigure() -> None:
     """Print all stacks if the interpreter does not end after the tests, and end it."""
     faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
+
+
+LONGEST = ("test_docs.py", "test_restart.py", "test_pretended_gpu.py", "test_slurm.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: then no worker is left with one of them while the others are done."""
+
+    def place(item: pytest.Item) -> int:
+        starts_processes = item.path.parent.name in ("integration", "cluster", "doctor")
+        return 0 if item.path.name in LONGEST else 1 if starts_processes else 2
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

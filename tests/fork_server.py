@@ -8,7 +8,8 @@ streams, `sys.argv`, `__main__`, exit code. What differs: modules are imported a
 one of these starts a process of its own instead.
 
 A child that loads images in worker processes starts a fork server of multiprocessing's, which would import torch once
-more. It is forked from here, too: over the socket at ADDRESS, since the child itself has threads and cannot fork.
+more. It is forked from here, too: over the socket at ADDRESS, since the child itself has threads and cannot fork. With
+FRESH_WORKERS=1 in its environment that server is started anew, as a child of the child.
 """
 
 from __future__ import annotations
@@ -233,7 +234,8 @@ def _spawn(spawn: Callable[..., int], executable: Any, args: list[Any], passed: 
     Returns the number of a child that lives as long as that server does: its own parent is another, but this process
     asks the operating system whether it has ended.
     """
-    if not str(args[-1]).startswith("from multiprocessing.forkserver import main"):
+    is_server = str(args[-1]).startswith("from multiprocessing.forkserver import main")
+    if not is_server or os.environ.get("FRESH_WORKERS"):
         return spawn(executable, args, passed)
     request = {
         "args": ["-c", args[-1]], "env": dict(os.environ), "cwd": str(Path.cwd()), "numbers": [1, 2, *passed],

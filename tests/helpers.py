@@ -144,11 +144,13 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `accel-train train WORDS` to the end; stdout and stderr are text.
 
-    `launcher`: not forked, but started anew, and several processes by accelerate's own launcher.
+    `launcher`: not forked, but started anew: several processes by accelerate's own launcher, which is forked itself.
     """
-    if launcher:
-        line = command(*words, processes=processes)
+    line = command(*words, processes=processes)
+    if launcher and processes == 1:
         return subprocess.run(line, env=environment(**variables), capture_output=True, text=True, timeout=timeout)
+    if launcher:
+        return python(*line[1:], timeout=timeout, **variables)
     return python("-m", "accel_train.train", *words, processes=processes, timeout=timeout, **variables)
 
 
@@ -214,17 +216,18 @@ class Started:
 
 @contextlib.contextmanager
 def started(
-    directory: Path, *words: object, processes: int = 1, launcher: bool = False, **variables: str
+    directory: Path, *words: object, processes: int = 1, launcher: bool = False, fresh: bool = False, **variables: str
 ) -> Iterator[Started]:
     """Start a run with --output-dir `directory`; whatever is left of it is killed in the end.
 
-    `launcher`: not forked, but started anew, and several processes by accelerate's own launcher.
+    `launcher`: several processes are not forked, but started anew by accelerate's own launcher, which is forked itself.
+    `fresh`: the first process, which may be this launcher, is not forked either.
     """
     log = directory.with_name(f"{directory.name}.log")
     words = (*words, "--output-dir", directory)
     popen: subprocess.Popen[bytes] | Forked | World
     with log.open("wb") as out:
-        if launcher:
+        if fresh:
             popen = subprocess.Popen(
                 command(*words, processes=processes),
                 env=environment(**variables),
@@ -235,6 +238,8 @@ def started(
                 # A job in a shell's background, as CI may be, inherits that Ctrl-C is ignored.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
+        elif launcher:
+            popen = forked(command(*words, processes=processes)[1:], 1, environment(**variables), out, out)
         else:
             popen = forked(("-m", "accel_train.train", *words), processes, environment(**variables), out, out)
     try:

@@ -99,13 +99,6 @@ notebook_launcher(train, ({SMALL!r}, "--output-dir", "run"), num_processes=2)
 run = load_run("run")
 print(len(run.rows("eval")), run.result["world_size"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=helpers.environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = helpers.python("-c", script, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "2 2"

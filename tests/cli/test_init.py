@@ -105,7 +105,7 @@ def test_several_processes_that_were_asked_for_and_did_not_start(tmp_path: Path)
     (tmp_path / "own.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
     words = ["--config_file", "own.yaml", "-m", "accel_train.train", "digits", "--epochs", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *words],
+        [sys.executable, "-m", "accelerate.commands.launch", *words],  # the processes read its command line
         cwd=tmp_path, env=helpers.environment(), capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode != 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def test_it_is_resumed_bitwise_on_other_processes_after_kills(
 ) -> None:
     words = (recipe, "--epochs", epochs, "--bitwise", "true")
     whole, run = tmp_path / "whole", tmp_path / "run"
-    done = helpers.run(*words, "--data.workers", 0, "--output-dir", whole, launcher=True, timeout=300)
+    done = helpers.run(*words, "--data.workers", 0, "--output-dir", whole, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reading the labels of 24 test samples: mine.py:data gives no `targets`" in done.stderr
     assert "mine.py:net for 12x12 pixels" in done.stdout
@@ -214,12 +213,10 @@ def test_processes_with_other_code_do_not_train_together(recipe: Path, tmp_path:
 
 
 def test_own_code_as_a_module_of_the_working_folder(recipe: Path, tmp_path: Path) -> None:
-    words = (sys.executable, "-m", "accel_train", "train", "digits", "--model.name", "code.mine:net", "--epochs", "1")
     (tmp_path / "own/code").rename(tmp_path / "own/my_package")
-    words = tuple(word.replace("code.mine", "my_package.mine") for word in words)
+    words = ("train", "digits", "--model.name", "my_package.mine:net", "--epochs", "1")
     sibling = tmp_path / "own/my_package/mine.py"
     sibling.write_text(CODE.replace("import beside", "from my_package import beside"))
-    done = subprocess.run([*words, "--output-dir", tmp_path / "run"], cwd=tmp_path / "own", capture_output=True,
-                          text=True, env=helpers.environment(), timeout=200)  # fmt: skip
+    done = helpers.python("-m", "accel_train", *words, "--output-dir", tmp_path / "run", cwd=tmp_path / "own")
     assert done.returncode == 0, done.stderr
     assert "my_package.mine:net for 8x8 pixels" in done.stdout

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 import torch
@@ -229,7 +230,6 @@ import sys
 from pathlib import Path
 from accel_train.records.directory import RunDirectory
 directory = RunDirectory(Path(sys.argv[1]), writes=True)
-print("ready", flush=True)
 for update in range(10**9):
     directory.log("train", update=update)
     directory.status("training", force=True, update=update)
@@ -238,16 +238,18 @@ for update in range(10**9):
 
 def test_whatever_moment_the_writer_is_killed_at_its_files_are_whole(tmp_path: Path) -> None:
     for attempt in range(5):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        writer.stdout.readline()
+        (tmp_path / "status.json").unlink(missing_ok=True)
+        with (tmp_path / "output").open("wb") as output:
+            writer = helpers.forked(["-c", WRITER, tmp_path], 1, helpers.environment(), output, output)
+        while not (tmp_path / "status.json").exists():
+            assert writer.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.01)
         time.sleep(0.05 + 0.013 * attempt)
         for _ in range(20):  # a reader never sees a part of a status
             if (tmp_path / "status.json").exists():
                 json.loads((tmp_path / "status.json").read_text())
         writer.send_signal(signal.SIGKILL)
         writer.wait()
-        writer.stdout.close()
         RunDirectory(tmp_path, writes=True)
         lines = read_lines(tmp_path / "metrics.jsonl")
         assert lines
