@@ -1,5 +1,6 @@
 # make train   set up everything (virtual environment, installation), train for real once and write a report
-# make test    the same setup plus what the tests need, then run the tests, in parallel (SLOW=1: also the long ones)
+# make test    the same setup plus what the tests need, then run the tests, in parallel (FULL=1: also those that take some
+#              ten seconds, as .ci/run does; SLOW=1: also those that take minutes)
 # make lint    check formatting, lint, types
 # make docs    build the documentation as a site, in site/
 # make bench   compare the trainer with others, half an hour; writes docs/benchmarks.md (ARGS: --data-root DIR)
@@ -18,7 +19,7 @@ train: $(VENV)/.installed
 	$(BIN)/accel-train train digits --output-dir $$run && $(BIN)/accel-train report $$run
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SLOW),-m "slow or not slow") $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SLOW),-m "slow or not slow",$(if $(FULL),-m "not slow")) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -289,6 +289,7 @@ def write_snippets(folder: Path) -> None:
                 (folder / block.splitlines()[0].removeprefix("# ")).write_text(block)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> None:
     """In a folder that has only these files and the launch configs, as `accel-train init` writes them."""
@@ -317,6 +318,7 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
     assert done.stdout.splitlines()[-1].startswith("2 test ")
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_the_tutorial_works_as_it_is(tmp_path: Path) -> None:
     """All its commands but those that install, in one folder, as they are there."""
@@ -345,6 +347,7 @@ def test_the_tutorial_works_as_it_is(tmp_path: Path) -> None:
         assert (tmp_path / page).is_file()
 
 
+@pytest.mark.ci
 def test_the_page_on_several_gpus_works_on_the_cpu(tmp_path: Path) -> None:
     """Its launch line, with the config file for CPUs, half as many processes and digits; then its further options."""
     (line,) = (words for block in blocks(text_of("docs/several_gpus.md"), "bash") for words in commands_in(block))
@@ -365,6 +368,7 @@ def test_the_page_on_several_gpus_works_on_the_cpu(tmp_path: Path) -> None:
         assert plan in done.stdout
 
 
+@pytest.mark.ci
 def test_the_page_on_resuming_works(tmp_path: Path) -> None:
     """What its table says, on digits with 2 epochs: stop, save, continue, refuse, change, train for longer."""
     page = text_of("docs/resume.md")
@@ -427,6 +431,7 @@ def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path)
     assert row[2:5] == [f"{record[name]:.2f}" for name in ("precision", "recall", "f1")]
 
 
+@pytest.mark.ci
 def test_the_page_on_export_works_as_it_is(digits_run: Path, tmp_path: Path) -> None:
     """But for the push. The script runs where nothing but onnxruntime, NumPy and Pillow can be imported."""
     page = text_of("docs/export.md")
@@ -464,6 +469,7 @@ def test_the_page_on_export_works_as_it_is(digits_run: Path, tmp_path: Path) -> 
     assert done.stdout.strip() in list("0123456789"), done.stderr
 
 
+@pytest.mark.ci
 def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> None:
     codes = run_commands(tmp_path)
     assert {words[0] for words, _ in codes} == {

@@ -64,6 +64,7 @@ def test_digits_end_to_end_with_accumulation(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # the runs are gone
 
 
+@pytest.mark.ci
 def test_two_processes_train_several_times(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     done = bench("digits", "--rounds", 2, "--updates", 40, "--output", output, processes=2)

@@ -136,7 +136,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "words": (lambda c: edit_state(c, lambda s: s["train"].update(update="x")), "update is 'x', which no run"),
     "nan": (lambda c: edit_state(c, lambda s: s["train"].update(best_accuracy=math.nan)), "best_accuracy is 'nan'"),
     "no position": (lambda c: edit_state(c, lambda s: s["train"].pop("epoch")), "epoch is 'missing'"),
-    "another update": (lambda c: edit_state(c, lambda s: s["train"].update(update=5)), "of update 5: rename it to update-00000005"),
+    "another update": (lambda c: edit_state(c, lambda s: s["train"].update(update=5)), "rename it to update-00000005"),
     "another epoch": (lambda c: edit_state(c, lambda s: s["train"].update(epoch=0)), "update 54 is not in epoch 1"),
     "no versions": (lambda c: edit_state(c, lambda s: s.update(versions=[])), "not a file of this program"),
     "a meaning": (lambda c: edit_state(c, lambda s: s.update(semantics="x")), "not a file of this program"),

@@ -56,6 +56,7 @@ def test_accelerate_takes_every_setting(name: str) -> None:
         assert args.fsdp_version == 2 and args.fsdp_auto_wrap_policy == "SIZE_BASED_WRAP"
 
 
+@pytest.mark.ci
 def test_two_processes_without_a_gpu_share_its_cores() -> None:
     config = str(DIRECTORY / "multi_cpu.yaml")
     codes, found, text = worlds.finish(worlds.start("accelerate", "launch", "--config_file", config, worlds.PROGRAM))

@@ -125,6 +125,7 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     assert "my run holds a finished run" in train(tmp_path, TRAIN=words, **CPU).stdout
 
 
+@pytest.mark.ci
 def test_a_failed_run_fails_though_pbsdsh_does_not_say_so(tmp_path: Path) -> None:
     (tmp_path / "runs/digits/job-123.server").mkdir(parents=True)
     (tmp_path / "runs/digits/job-123.server/REQUEUE").touch()  # of a start long ago
@@ -135,6 +136,7 @@ def test_a_failed_run_fails_though_pbsdsh_does_not_say_so(tmp_path: Path) -> Non
     assert "pbsdsh: task 0x00000000 exit status" in wrong.stdout
 
 
+@pytest.mark.ci
 def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "site").write_text(
         "export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n"

@@ -77,12 +77,14 @@ def children_of(popen: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.ci
 def test_workers_end_with_a_trainer_that_is_killed(trainer: subprocess.Popen[str]) -> None:
     started = children_of(trainer)
     trainer.kill()
     assert not psutil.wait_procs(started, timeout=20)[1]
 
 
+@pytest.mark.ci
 def test_a_stop_signal_to_every_process_leaves_the_workers_to_the_trainer(
     trainer: subprocess.Popen[str], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def test_what_is_wrong_on_one_process_is_found_and_said_of_it(tmp_path: Path) ->
     assert "NCCL_DEBUG is INFO on rank 1" in found["variables"]["measured"]
     assert "the sizes and images of rank 1" in found["data-contents"]["measured"]
     assert found["data-contents"]["measured"].endswith("dog/2.png")
-    assert "rank 1" in found["matmul"]["measured"] and "-90" in found["clocks"]["measured"]
+    assert "rank 1" in found["matmul"]["measured"]
+    assert re.search(r"rank 1 .* is -(90|89\.9)", found["clocks"]["measured"]), found["clocks"]
     assert f"FAIL variables: {found['variables']['advice']}" in done.stdout
 
 
@@ -130,6 +132,7 @@ def test_a_training_that_is_killed_and_continued_has_the_same_weights(tmp_path: 
     assert list(tmp_path.iterdir()) == [tmp_path / "found.json"]  # the scratch folder is gone
 
 
+@pytest.mark.ci
 def test_a_drill_of_a_training_that_ends_by_itself_says_what_it_printed(tmp_path: Path) -> None:
     others = [check.name for check in CHECKS]
     words = ["doctor", "--drill", "--skip", *others, "--json", tmp_path / "found.json"]

@@ -60,6 +60,7 @@ def test_a_page_without_a_place_for_the_table_is_an_error(tmp_path: Path, docume
     assert not (tmp_path / "benchmarks.json").exists()
 
 
+@pytest.mark.ci
 def test_the_store_is_asked_no_more_than_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ranks together ask of rank 0's host; it was the square of the ranks at the meeting and in the search."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -96,6 +97,7 @@ def test_a_quick_run_prints_its_table_and_writes_nothing(script: str) -> None:
     assert state() == before
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "script",
     [("tutorial.py",), ("tutorial.py", "--second-pass"), ("timm_loader.py",), ("lightning_script.py",), ("limit.py",)],
@@ -111,6 +113,7 @@ def test_each_contestant_tells_how_far_it_is(script: tuple[str, ...]) -> None:
     assert all(line["images_per_second"] > 0 for line in lines)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("script", ["tutorial.py", "timm_loader.py", "lightning_script.py"])
 def test_each_trainer_tells_its_test_accuracy_after_each_epoch(script: str) -> None:
     if script == "lightning_script.py":

@@ -30,6 +30,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] in ("train", "eval")]
 
 
+@pytest.mark.ci
 def test_compiled_or_not_is_the_same_run_and_one_all_reduce_an_update(tmp_path: Path) -> None:
     plain, compiled = tmp_path / "plain", tmp_path / "compiled"
     assert re.findall(r"all-reduces: (\d+)", train(plain)) == ["6", "6"]

@@ -164,7 +164,7 @@ def pictures(root: Path, classes: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("classes", "said"),
     [
-        (("ant", "bee", "cat"), "last layer loaded: the same classes"),
+        pytest.param(("ant", "bee", "cat"), "last layer loaded: the same classes", marks=pytest.mark.ci),
         (("ant", "bee", "dog"), "new last layer: other classes ('cat' is not here)"),
     ],
 )
@@ -252,6 +252,7 @@ def server(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
     server.server_close()
 
 
+@pytest.mark.ci
 def test_the_hub_is_asked_once_and_its_cache_is_enough(tmp_path: Path, server: ThreadingHTTPServer) -> None:
     """The hub's libraries read their variables when they are imported: these processes are started anew."""
     words = (*NET, "--model.name", "hf-hub:org/net", "--model.image-size", 32, "--model.pretrained", "true")

@@ -111,6 +111,7 @@ def test_several_processes_evaluate_the_same(single: Path, processes: int) -> No
         assert record["model"][name] == pytest.approx(figures[f"test_{name}"], abs=1e-6)
 
 
+@pytest.mark.ci
 def test_bitwise_runs_have_equal_weights(folder: Path) -> None:
     words = ("--bitwise", "true", "--epochs", "1")
     one, two = (trained(folder, processes, *words) for processes in (1, 2))

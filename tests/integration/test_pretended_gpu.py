@@ -265,6 +265,7 @@ def test_the_weights_are_those_of_the_cpu(
             torch.testing.assert_close(ours[key], values, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "augmentation",
     [
@@ -298,6 +299,7 @@ def test_a_cache_of_images(gpu: Pretended, photos: Path, tmp_path: Path) -> None
 RECIPE_DATA = {"mnist": (1, 28), "fashion_mnist": (1, 28), "cifar10": (3, 32)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str) -> None:
     """With its own augmentation, optimizer, schedule and accumulation, on data of the shape that it is for."""
@@ -440,7 +442,7 @@ def test_cuda_graphs_and_accumulation_are_refused(gpu: Pretended, tmp_path: Path
     output = ("--output-dir", tmp_path / "run") if command == "train" else ("--output", tmp_path / "figures.json")
     done = gpu(command, "digits", *SMALL, "--micro-batch-size", 8, *output, **graphs)
     assert (done.code, done.output.count("\n")) == (2, 1), done.output
-    assert "CUDA graphs" in done.output and "of 2 micro-batches here" in done.output
+    assert "CUDA graphs" in done.output and "(here 2 micro-batches)" in done.output
     assert not list(tmp_path.iterdir())
 
 
@@ -449,6 +451,7 @@ def test_preflight(gpu: Pretended, tmp_path: Path) -> None:
     assert "cuda:0 (Pretended GPU)" in done.output
 
 
+@pytest.mark.ci
 def test_doctor(gpu: Pretended, tmp_path: Path) -> None:
     """All checks; what the device does not say is not called good."""
     file = tmp_path / "found.json"
@@ -459,6 +462,7 @@ def test_doctor(gpu: Pretended, tmp_path: Path) -> None:
     assert {found[name] for name in ("gpus", "matmul", "update", "evaluation", "save", "forecast")} == {"PASS"}
 
 
+@pytest.mark.ci
 def test_bench(gpu: Pretended, tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     succeeded(gpu("bench", "digits", "--synthetic", "--rounds", 1, "--updates", 4, "--output", output))
@@ -473,6 +477,7 @@ digits --epochs 1 --batch-size 48 --virtual-batch-size 4 --data.train-limit 96 -
 """.split()  # noqa: SIM905
 
 
+@pytest.mark.ci
 def test_the_largest_micro_batch_is_found_and_leaves_no_trace(gpu: Pretended, tmp_path: Path) -> None:
     """The same bits as a run whose micro-batch was given; and what a run says that needs too much memory."""
     memory = {"PRETENDED_MEMORY": "14000000"}
@@ -498,6 +503,7 @@ def test_the_largest_micro_batch_is_found_and_leaves_no_trace(gpu: Pretended, tm
     assert done.code == 2 and "out of memory in evaluation" in done.output and "--eval-batch-size 150." in done.output
 
 
+@pytest.mark.ci
 def test_what_fits_nowhere_and_what_needs_no_search(gpu: Pretended, tmp_path: Path) -> None:
     words = ["--micro-batch-size", "auto", "--output-dir", tmp_path / "run"]
     done = gpu("train", *AUTO, *words, PRETENDED_MEMORY="1500000")

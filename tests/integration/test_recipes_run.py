@@ -51,7 +51,12 @@ def small(recipe: str, photos: Path) -> list[str]:
     return [*options, "--data.test-limit", "4", "--eval-batch-size", "4"]
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+LARGE = ("cats_dogs_alexnet", "cifar10_alexnet", "imagenet_resnet50", "imagenet_vit_small")
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=pytest.mark.ci if name in LARGE else ()) for name in recipe_names()]
+)
 def test_recipe_runs(recipe: str, photos: Path, tmp_path: Path) -> None:
     assert main(["train", recipe, *small(recipe, photos), "--output-dir", str(tmp_path / "run")]) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())

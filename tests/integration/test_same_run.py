@@ -111,7 +111,7 @@ SLOW = pytest.mark.slow
     ("world", "accumulation"),
     [
         (1, 4),
-        (2, 2),
+        pytest.param(2, 2, marks=pytest.mark.ci),  # under the real launcher
         (4, 2),
         *(pytest.param(*split, marks=SLOW) for split in ((1, 2), (2, 1), (2, 4), (4, 1), (4, 4))),
     ],

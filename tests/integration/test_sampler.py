@@ -7,6 +7,7 @@ from pathlib import Path
 
 import helpers
 import numpy as np
+import pytest
 from PIL import Image
 
 from accel_train.checkpoint.directory import delete_checkpoint, list_updates
@@ -40,6 +41,7 @@ digits --epochs 2 --model.name mnist_cnn --model.image-size 28 --model.dropout 0
 """.split()  # noqa: SIM905
 
 
+@pytest.mark.ci
 def test_killed_and_resumed_on_two_processes_it_draws_the_same(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(DATA)

@@ -18,6 +18,8 @@ import pytest
 WORKER = str(helpers.ROOT / "tests" / "side_group_worker.py")
 SECONDS = 5
 
+pytestmark = pytest.mark.ci
+
 
 def free_port() -> str:
     with socket.socket() as listener:

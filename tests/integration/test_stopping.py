@@ -56,6 +56,7 @@ def test_signal_to_one_of_two_processes_stops_both_and_both_exit_with_0(tmp_path
         assert_interrupted(run)
 
 
+@pytest.mark.ci
 def test_ctrl_c_in_the_launchers_terminal_makes_a_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, processes=2, launcher=True, fresh=True) as run:
         run.until_trained(5)
@@ -94,6 +95,7 @@ def test_file_stop_that_is_there_already_counts_at_the_first_update(tmp_path: Pa
         assert run.status["update"] == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGINT]
 )
@@ -196,6 +198,7 @@ def test_ctrl_c_is_answered_while_one_operation_lasts(tmp_path: Path) -> None:
             popen.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.ci
 def test_ctrl_c_at_a_terminal_saves_and_ends_a_loop_of_the_shells(tmp_path: Path) -> None:
     line = shlex.join(helpers.command(*LONG, "--output-dir", tmp_path / "run"))
     main, side = pty.openpty()

@@ -85,7 +85,7 @@ def program(*words: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("processes", "workers", "kills", "epochs"),
     [
-        ((2, 1), 1, 2, 6),
+        pytest.param((2, 1), 1, 2, 6, marks=pytest.mark.ci),
         pytest.param((2, 4, 1), 2, 10, 30, marks=(pytest.mark.slow, pytest.mark.timeout(3600))),
     ],
 )
@@ -147,6 +147,7 @@ def test_a_run_is_opened_without_running_code_that_is_not_the_user_s(recipe: Pat
     assert trusted.returncode == 0, trusted.stderr
 
 
+@pytest.mark.ci
 def test_a_changed_file_is_told_when_the_run_goes_on(recipe: Path, tmp_path: Path) -> None:
     run, code = tmp_path / "run", tmp_path / "own/code/mine.py"
     assert helpers.run(recipe, "--epochs", 1, "--output-dir", run).returncode == 0

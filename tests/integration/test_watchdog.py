@@ -16,6 +16,7 @@ from PIL import Image
 LONG = ("digits", "--epochs", 500, "--log-every-updates", 5)
 
 
+@pytest.mark.ci
 def test_stopped_process_is_named_and_the_run_ended(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, "--hang-timeout-seconds", 4, processes=2, launcher=True) as run:
         run.until_trained(5)
@@ -39,6 +40,7 @@ def stop_workers(trainer: int) -> None:
         os.kill(worker, signal.SIGSTOP)
 
 
+@pytest.mark.ci
 def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_path: Path) -> None:
     words = (*LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4)
     with started(tmp_path / "run", *words, processes=2, FRESH_WORKERS="1") as run:
@@ -115,6 +117,7 @@ def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int)
     assert not (run.run / "hang").exists()
 
 
+@pytest.mark.ci
 def test_killed_process_is_named_first(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, processes=2, launcher=True) as run:
         run.until_trained(5)

@@ -14,6 +14,8 @@ from test_docs import write_snippets
 
 from accel_train.starter import starter_files
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -350,6 +350,7 @@ def test_published_weights_of_another_size(monkeypatch: pytest.MonkeyPatch, tmp_
         make("torchvision/vit_b_32", image_size=64, pretrained=True)
 
 
+@pytest.mark.ci
 def test_no_network_is_one_line_and_imports_are_late(tmp_path: Path) -> None:
     # In a process of its own: the caches' places are read when the libraries are imported. The proxy refuses at once.
     program = """

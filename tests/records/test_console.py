@@ -98,6 +98,7 @@ def test_a_log_has_plain_dense_lines() -> None:
     assert done.stderr == "accel-train: warning: careful\n"
 
 
+@pytest.mark.ci
 def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     """Also the interpreter's end, which writes what is left."""
     words = f"train digits --epochs 1 --output-dir {tmp_path}/run"
@@ -230,6 +231,7 @@ def test_lines_are_broken_between_words_and_paths_stay_whole() -> None:
     assert command_lines("predict  ", command, None) == [f"predict  {command}"]
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(
     shutil.which("tmux") is None, reason="tmux, a terminal that breaks its lines anew, is not installed"
 )

@@ -9,6 +9,7 @@ import sys
 import time
 
 import helpers
+import pytest
 
 LIVES = """
 import time
@@ -30,6 +31,7 @@ ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock
 """
 
 
+@pytest.mark.ci
 def test_suspended_process_is_left_alone() -> None:
     with subprocess.Popen([sys.executable, "-c", LIVES], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as popen:
         assert popen.stdout is not None
