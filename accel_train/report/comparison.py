@@ -54,14 +54,14 @@ def _names(runs: Sequence[RunRecords]) -> list[str]:
     return [f"{number}: {run.name}" for number, run in enumerate(runs, 1)]
 
 
-FORMS = {metric.name: metric.form for metric in MULTI_LABEL_METRICS + METRICS if metric.headline}
-MEASURED = [f"{weights}test_{name}" for weights in ("", "ema_") for name in FORMS] + ["best_val_accuracy", "best_value"]
-"""The keys of result.json with what a run learned; the others say how."""
-RESULTS = (*MEASURED, "stopped_by", "epochs", "updates", "world_size", "images_per_second", "train_seconds")
+FORMS = {metric.name: metric.form for metric in METRICS + MULTI_LABEL_METRICS if metric.headline}
+LEARNED = [f"{weights}test_{name}" for weights in ("", "ema_") for name in FORMS] + ["best_val_accuracy"]
+"""The keys of result.json of which runs that differ in their seed have a mean."""
+HOW = ["best_value", "stopped_by", "epochs", "updates", "world_size", "images_per_second", "train_seconds"]
 
 
 def _results(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
-    found = {key: [run.result.get(key) for run in runs] for key in RESULTS}
+    found = {key: [run.result.get(key) for run in runs] for key in LEARNED + HOW}
     return {
         key: [_shown(key, value) for value in values]
         for key, values in found.items()
@@ -84,7 +84,7 @@ def _seeds(runs: list[RunRecords], names: Sequence[str]) -> list[Row]:
     groups = []
     for group in same_but_for_seed(runs):
         rows = {}
-        for key in MEASURED:
+        for key in LEARNED:
             values = [run.result[key] for run in group if run.result.get(key) is not None]
             if len(values) > 1:
                 rows[key] = f"{_shown(key, statistics.mean(values))} ± {_shown(key, statistics.stdev(values))}"
