@@ -93,6 +93,7 @@ def train(
 CPU = {"PROCESSES_PER_NODE": "1", "ACCELERATE_CONFIG": str(ROOT / "accelerate_configs" / "multi_cpu.yaml")}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> None:
     # the time limit is so near that STOP is laid while the program starts: the first update obeys it
@@ -168,6 +169,7 @@ def test_what_cannot_be_is_one_line(expected: str, arguments: dict[str, str], tm
     assert expected in refused.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_folder_without_a_checkout(tmp_path: Path) -> None:
     """`accel-train init` wrote the scripts; its .venv, with nothing but the wheel, is what they activate."""

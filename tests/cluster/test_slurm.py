@@ -168,6 +168,7 @@ def losses(job: Job) -> list[float]:
     return [line["loss"] for line in lines(job)]
 
 
+@pytest.mark.ci
 def test_the_time_limit_interrupts_and_the_job_goes_on(jobs: dict[str, Job]) -> None:
     job = jobs["limited"]
     job.until(lambda: job.update() >= 20)
@@ -176,6 +177,7 @@ def test_the_time_limit_interrupts_and_the_job_goes_on(jobs: dict[str, Job]) -> 
     job.restarted(1)
 
 
+@pytest.mark.ci
 def test_each_script_makes_the_same_run(jobs: dict[str, Job]) -> None:
     alone, four, tasks = (jobs[name].result() for name in ("short", "four", "tasks"))
     assert [found["world_size"] for found in (alone, four, tasks)] == [1, 4, 4]
@@ -189,6 +191,7 @@ def test_each_script_makes_the_same_run(jobs: dict[str, Job]) -> None:
         assert "test accuracy" in logs[0] and "test accuracy" in jobs[name].log()
 
 
+@pytest.mark.ci
 def test_a_run_survives_everything(cluster: Cluster, jobs: dict[str, Job]) -> None:
     """Signals, requeues, preemption and a killed rank: it ends with an uninterrupted run's weights."""
     job = cluster.submit("multi_node.sbatch", *LONG, options="--nodes=2", PROCESSES_PER_NODE="1")
@@ -219,6 +222,7 @@ def test_a_run_survives_everything(cluster: Cluster, jobs: dict[str, Job]) -> No
     assert job.weights() == jobs["pair"].weights()
 
 
+@pytest.mark.ci
 def test_a_lost_node_is_noticed_and_the_job_goes_on(cluster: Cluster, jobs: dict[str, Job]) -> None:
     job = cluster.submit("tasks.sbatch", *LONG, options=TWO_NODES)
     job.trains_on()
@@ -233,6 +237,7 @@ def test_a_lost_node_is_noticed_and_the_job_goes_on(cluster: Cluster, jobs: dict
     assert job.result()["world_size"] == 2 and job.weights() == jobs["pair"].weights()
 
 
+@pytest.mark.ci
 def test_the_interrupted_single_process_ends_as_the_uninterrupted(jobs: dict[str, Job]) -> None:
     assert jobs["limited"].result()["world_size"] == 1
     assert jobs["limited"].weights() == jobs["alone"].weights()
@@ -292,6 +297,7 @@ exec {python}/accelerate launch --config_file {config} --num_machines 2 --num_pr
     assert "SIGUSR1 ends the launcher" in found["signal-path"]["measured"]
 
 
+@pytest.mark.ci
 def test_the_doctor_before_a_training(cluster: Cluster) -> None:
     """It prints, and the training begins; with DOCTOR=strict a check that fails ends the job, without a requeue."""
     site = cluster.directory / "unlike.sh"
@@ -310,6 +316,7 @@ def test_the_doctor_before_a_training(cluster: Cluster) -> None:
     assert tasks.result()["world_size"] == 2 and "PASS" in tasks.log(), tasks.log()
 
 
+@pytest.mark.ci
 def test_a_warning_while_the_launcher_imports_is_kept(cluster: Cluster) -> None:
     job = cluster.submit("multi_node.sbatch", *LONG, options="--nodes=2", PROCESSES_PER_NODE="1")
     nodes = job.run / "slurm" / f"start-{job.number}.0" / "nodes"
@@ -338,6 +345,7 @@ def test_the_launcher_by_hand_is_as_the_docs_say(cluster: Cluster, jobs: dict[st
     assert losses(job) == losses(jobs["tasks"])
 
 
+@pytest.mark.ci
 def test_tasks_read_accelerates_config_file(cluster: Cluster) -> None:
     config = cluster.directory / "compiled.yaml"
     config.write_text("distributed_type: MULTI_GPU\nmixed_precision: 'bf16'\ndynamo_config: {dynamo_backend: EAGER}\n")
@@ -354,6 +362,7 @@ def test_tasks_read_accelerates_config_file(cluster: Cluster) -> None:
     assert other.log().count("deepspeed is not possible without accelerate's launcher") == 1
 
 
+@pytest.mark.ci
 def test_a_finished_run_has_nothing_to_do_or_is_refused(cluster: Cluster, jobs: dict[str, Job]) -> None:
     run = jobs["short"].run
     jobs["short"].result()
@@ -368,6 +377,7 @@ def test_a_finished_run_has_nothing_to_do_or_is_refused(cluster: Cluster, jobs: 
     assert (run / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.ci
 def test_a_second_job_with_the_directory_of_a_running_one_is_refused(cluster: Cluster) -> None:
     run = str(cluster.directory / "runs" / "shared")
     words = ("digits", "--epochs", "900", "--log-every-updates", "1", "--output-dir", run)
@@ -386,6 +396,7 @@ def test_a_second_job_with_the_directory_of_a_running_one_is_refused(cluster: Cl
     assert not (first.run / "owner.json").exists()
 
 
+@pytest.mark.ci
 def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

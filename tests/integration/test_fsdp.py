@@ -74,6 +74,7 @@ def test_fsdp2_clips_by_agc_as_one_process_does(tmp_path: Path) -> None:
         np.testing.assert_allclose(weights[key], array, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
@@ -110,6 +111,7 @@ def test_batchnorm_in_bf16(tmp_path: Path) -> None:
         assert any((array != 0).all() for key, array in weights.items() if key.endswith("running_mean"))
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_batchnorm_in_bf16_is_that_of_ddp_and_goes_on_there(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
