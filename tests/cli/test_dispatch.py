@@ -208,6 +208,7 @@ def test_a_terminal_sees_at_once_that_it_has_begun(tmp_path: Path) -> None:
     assert at_a_terminal("train", "digits", "--config-only") == ("", "")
 
 
+@pytest.mark.ci
 def test_output_may_be_cut_short_and_the_locale_plain() -> None:
     command = f"{sys.executable} -m accel_train train --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -76,6 +76,7 @@ def test_one_process_runs_without_a_gpu(name: str, precision: str) -> None:
     assert [(world["rank"], world["sum"], world["precision"]) for world in found] == [(0, 1, precision)]
 
 
+@pytest.mark.ci
 def test_two_nodes_with_two_processes_each_make_a_world_of_four() -> None:
     line = ["-m", "accelerate.commands.launch", "--config_file", DIRECTORY / "palmetto_2x2.yaml"]
     address = ["--main_process_ip", "127.0.0.1", "--main_process_port", helpers.free_port()]

@@ -141,6 +141,7 @@ for number in range(1, 10**6):
 """
 
 
+@pytest.mark.ci
 def test_who_has_no_turn_stands_still_and_so_do_its_processes(tmp_path: Path, turns: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "counter.py").write_text(COUNTER)

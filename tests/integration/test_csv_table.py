@@ -130,6 +130,7 @@ def test_processes_with_another_table_do_not_train_together(
     assert done.stderr.count("accel-train: error") == 1
 
 
+@pytest.mark.ci
 def test_several_labels_train_from_a_table_and_from_its_cache(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -436,6 +436,7 @@ def test_sync_batchnorm_of_one_process(gpu: Pretended, tmp_path: Path) -> None:
     assert quiet_updates(done) == [READ_LATER] * 3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("command", ["train", "bench"])
 def test_cuda_graphs_and_accumulation_are_refused(gpu: Pretended, tmp_path: Path, command: str) -> None:
     graphs = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_MODE": "reduce-overhead"}

@@ -130,7 +130,7 @@ def test_killed_at_random_moments_it_ends_bitwise_equal(
 @pytest.mark.parametrize(
     ("net", "kills", "epochs"),
     [
-        pytest.param("batchnorm", 3, 2, marks=SHORT),
+        pytest.param("batchnorm", 2, 2, marks=SHORT),  # on 2, on 4, and to the end on 1
         pytest.param("batchnorm", 10, 8, marks=LONG),
         pytest.param("digits_cnn", 10, 8, marks=LONG),
     ],
