@@ -53,8 +53,9 @@ class SplitMetric:
     name: str
     """As that of `Metric`, and so are the last three."""
     compute: Callable[[Tensor, Tensor], float]
-    """From the predictions and the labels of all samples, both int64 [n]; or, if an image may have several labels,
-    from logits float32 [n, classes] and labels bool [n, classes]. On the CPU, in the order of the samples' numbers."""
+    """A finite number from the predictions and the labels of all samples, both int64 [n]; or, if an image may have
+    several labels, from logits float32 [n, classes] and labels bool [n, classes]. On the CPU, in the order of the
+    samples' numbers."""
     form: str
     headline: bool = True
     fewest_classes: int = 2
