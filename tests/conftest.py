@@ -16,7 +16,7 @@ from hypothesis import settings
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Hypothesis measures time, too, and would fail tests on a busy machine.
-settings.register_profile("untimed", deadline=None, max_examples=50)
+settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 

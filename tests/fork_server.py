@@ -113,14 +113,11 @@ class ForkServer:
     def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
         """Send a request and return the server's answer."""
         with self._lock:
-            content = json.dumps(request).encode()
-            # Not SIGPIPE: some commands, which tests call in this process, let it end the program.
-            socket.send_fds(self._socket, [len(content).to_bytes(4, "little")], files, socket.MSG_NOSIGNAL)
-            self._socket.sendall(content, socket.MSG_NOSIGNAL)
-            header = self._socket.recv(4, socket.MSG_WAITALL)
-            if not header:
+            _send(self._socket, request, files)
+            answer = _receive(self._socket)
+            if answer is None:
                 raise EOFError("the fork server has ended: its error is on stderr")
-            return json.loads(self._socket.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL))
+            return answer[0]
 
     def close(self) -> None:
         self._socket.close()
@@ -133,6 +130,22 @@ def server() -> ForkServer:
     found = ForkServer()
     atexit.register(found.close)
     return found
+
+
+def _send(connection: socket.socket, message: Any, files: Sequence[int] = ()) -> None:
+    """Send a message, its length first, and open files with it."""
+    content = json.dumps(message).encode()
+    # Not SIGPIPE: some commands, which tests call in this process, let it end the program.
+    socket.send_fds(connection, [len(content).to_bytes(4, "little")], files, socket.MSG_NOSIGNAL)
+    connection.sendall(content, socket.MSG_NOSIGNAL)
+
+
+def _receive(connection: socket.socket) -> tuple[Any, list[int]] | None:
+    """Return the next message and its files, or None if the other side has closed the connection."""
+    header, files, _, _ = socket.recv_fds(connection, 4, 8, socket.MSG_WAITALL)
+    if not header:
+        return None
+    return json.loads(connection.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)), list(files)
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
@@ -164,40 +177,37 @@ def _serve(connection: socket.socket, listener: socket.socket) -> tuple[dict[str
         unpolled -= {child for child in unpolled if os.waitpid(child, os.WNOHANG)[0]}
         if listener in ready:
             with listener.accept()[0] as client:
-                header, files, _, _ = socket.recv_fds(client, 4, 8, socket.MSG_WAITALL)
-                content = client.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
-            if (child := os.fork()) == 0:
-                connection.close()
-                listener.close()
-                return json.loads(content), list(files)
-            unpolled.add(child)
-            for file in files:
-                os.close(file)
+                received = _receive(client)
+            if received is not None:
+                if (child := _fork(received[1])) == 0:
+                    return received
+                unpolled.add(child)
             continue
-        connection.setblocking(True)
-        header, files, _, _ = socket.recv_fds(connection, 4, 3)
-        if not header:
+        received = _receive(connection)
+        if received is None:
             for child in children | unpolled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             return None
-        request = json.loads(connection.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL))
-        answer: int | None
+        request, files = received
         if "poll" in request:
             ended, status = os.waitpid(request["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if ended else None
             children -= {ended}
+            _send(connection, os.waitstatus_to_exitcode(status) if ended else None)
         else:
-            answer = os.fork()
-            if answer == 0:
-                connection.close()
-                listener.close()
-                return request, list(files)
-            children.add(answer)
-            for file in files:
-                os.close(file)
-        content = json.dumps(answer).encode()
-        connection.sendall(len(content).to_bytes(4, "little") + content)
+            if (child := _fork(files)) == 0:
+                return received
+            children.add(child)
+            _send(connection, child)
+
+
+def _fork(files: list[int]) -> int:
+    """Return the number of a new child, whose `files` are closed here; 0 in the child."""
+    child = os.fork()
+    if child:
+        for file in files:
+            os.close(file)
+    return child
 
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
@@ -241,12 +251,10 @@ def _spawn(spawn: Callable[..., int], executable: Any, args: list[Any], passed: 
         "args": ["-c", args[-1]], "env": dict(os.environ), "cwd": str(Path.cwd()), "numbers": [1, 2, *passed],
         "blocked": [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))],
     }  # fmt: skip
-    content = json.dumps(request).encode()
     lives, held = os.pipe()
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(ADDRESS)
-        socket.send_fds(client, [len(content).to_bytes(4, "little")], [*request["numbers"], held])
-        client.sendall(content)
+        _send(client, request, [*request["numbers"], held])
     os.close(held)
     stands_in = spawn(b"/bin/cat", ["cat", f"/dev/fd/{lives}"], [lives])
     os.close(lives)
@@ -309,10 +317,11 @@ def _end(code: int) -> None:
 
 if __name__ == "__main__":
     _import_all()
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(fileno=int(sys.argv[1])) as connection:
         listener.bind(ADDRESS)
         listener.listen()
-        begun = _serve(socket.socket(fileno=int(sys.argv[1])), listener)
+        connection.setblocking(True)
+        begun = _serve(connection, listener)
     if begun is None:
         os._exit(0)  # without the reports of what is frozen
     else:

@@ -140,18 +140,26 @@ def python(
 
 
 def run(
-    *words: object, processes: int = 1, timeout: float = 120, launcher: bool = False, **variables: str
+    *words: object,
+    processes: int = 1,
+    timeout: float = 120,
+    launcher: bool = False,
+    fresh: bool = False,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `accel-train train WORDS` to the end; stdout and stderr are text.
-
-    `launcher`: not forked, but started anew: several processes by accelerate's own launcher, which is forked itself.
-    """
-    line = command(*words, processes=processes)
-    if launcher and processes == 1:
+    """Run `accel-train train WORDS` to the end; stdout and stderr are text. `launcher` and `fresh`: see `started`."""
+    if fresh:
+        line = command(*words, processes=processes)
         return subprocess.run(line, env=environment(**variables), capture_output=True, text=True, timeout=timeout)
+    line, forks = _forks(words, processes, launcher=launcher)
+    return python(*line, processes=forks, timeout=timeout, **variables)
+
+
+def _forks(words: Sequence[object], processes: int, *, launcher: bool) -> tuple[Sequence[object], int]:
+    """Return what to fork for `accel-train train WORDS`, `python …`, and how often: the launcher only once."""
     if launcher:
-        return python(*line[1:], timeout=timeout, **variables)
-    return python("-m", "accel_train.train", *words, processes=processes, timeout=timeout, **variables)
+        return command(*words, processes=processes)[1:], 1
+    return ("-m", "accel_train.train", *words), processes
 
 
 class Started:
@@ -221,7 +229,7 @@ def started(
     """Start a run with --output-dir `directory`; whatever is left of it is killed in the end.
 
     `launcher`: several processes are not forked, but started anew by accelerate's own launcher, which is forked itself.
-    `fresh`: the first process, which may be this launcher, is not forked either.
+    `fresh`: no process is forked: a single one is started anew, and so is the launcher of several.
     """
     log = directory.with_name(f"{directory.name}.log")
     words = (*words, "--output-dir", directory)
@@ -238,10 +246,9 @@ def started(
                 # A job in a shell's background, as CI may be, inherits that Ctrl-C is ignored.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
-        elif launcher:
-            popen = forked(command(*words, processes=processes)[1:], 1, environment(**variables), out, out)
         else:
-            popen = forked(("-m", "accel_train.train", *words), processes, environment(**variables), out, out)
+            line, forks = _forks(words, processes, launcher=launcher)
+            popen = forked(line, forks, environment(**variables), out, out)
     try:
         yield Started(popen, directory, log)
     finally:

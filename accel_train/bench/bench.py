@@ -33,6 +33,7 @@ from accel_train.bench.report import Round, Trained, figures_of, print_figures
 from accel_train.bench.workload import Workload
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
+from accel_train.data.sources.arrays import PUBLISHED
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.data.transforms.image import resize_default
 from accel_train.errors import UserError, writing
@@ -43,13 +44,6 @@ from accel_train.train import train
 
 ROUND_SECONDS, FEWEST_UPDATES = 5.0, 20  # of one measurement of the bare loop, if --updates is not given
 TEST_IMAGES = 256  # of the evaluations at the ends of the trainer's epochs, which its speed does not include
-SHAPES = {  # of the published datasets: channels, height and width, classes, training images
-    "mnist": (1, 28, 10, 60_000),
-    "fashion_mnist": (1, 28, 10, 60_000),
-    "kmnist": (1, 28, 10, 60_000),
-    "cifar10": (3, 32, 10, 50_000),
-    "cifar100": (3, 32, 100, 50_000),
-}
 
 
 def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, rounds: int, updates: int | None) -> int:
@@ -105,8 +99,10 @@ def with_synthetic_data(config: Config) -> Config:
     evaluation resizes them before its crop.
     """
     data = config.data
-    if data.name in SHAPES:
-        channels, size, classes, images = SHAPES[data.name]
+    if data.name in PUBLISHED:
+        published = PUBLISHED[data.name]
+        channels, size, classes = len(published.mean), published.size, published.classes
+        images = published.train_images
     elif data.name in ("digits", "synthetic"):
         return config  # needs no download
     else:

@@ -41,6 +41,7 @@ class Metric:
     """Whether the console shows it, and result.json has it for the EMA as well."""
     fewest_classes: int = 2
     """With fewer classes it is always 1, and the table of `accel-train evaluate` leaves it out."""
+    lower_is_better: bool = False
 
     def show(self, value: float) -> str:
         return format(value, self.form)
@@ -51,7 +52,7 @@ class SplitMetric:
     """A number that only a whole split has: it is no mean over samples, so training does not count it."""
 
     name: str
-    """As that of `Metric`, and so are the last three."""
+    """As that of `Metric`, and so are the last four."""
     compute: Callable[[Tensor, Tensor], float]
     """A finite number from the predictions and the labels of all samples, both int64 [n]; or, if an image may have
     several labels, from logits float32 [n, classes] and labels bool [n, classes]. On the CPU, in the order of the
@@ -59,6 +60,7 @@ class SplitMetric:
     form: str
     headline: bool = True
     fewest_classes: int = 2
+    lower_is_better: bool = False
 
     def show(self, value: float) -> str:
         return format(value, self.form)
@@ -168,7 +170,9 @@ def _mean(values: list[float | None]) -> float:
 
 METRICS: list[Metric | SplitMetric] = [
     # In training the loss is what the criterion returns (with label smoothing and class weights): see Meter.add.
-    Metric("loss", same, partial(F.cross_entropy, reduction="none"), ".4f", training_predict=same),
+    Metric(
+        "loss", same, partial(F.cross_entropy, reduction="none"), ".4f", training_predict=same, lower_is_better=True
+    ),
     # In evaluation both accuracies come from one topk, so that the first is never above the second.
     Metric("accuracy", five_highest, is_first, ".2%", training_predict=very_highest),
     top_k("top5_accuracy", 5, headline=False),
@@ -176,7 +180,7 @@ METRICS: list[Metric | SplitMetric] = [
 ]
 
 MULTI_LABEL_METRICS: list[Metric | SplitMetric] = [
-    Metric("loss", same, binary_cross_entropy, ".4f", training_predict=same),
+    Metric("loss", same, binary_cross_entropy, ".4f", training_predict=same, lower_is_better=True),
     SplitMetric("map", mean_average_precision, ".2%"),
     SplitMetric("micro_map", micro_average_precision, ".2%", headline=False),
     SplitMetric("f1", macro_f1, ".2%"),
@@ -233,8 +237,7 @@ class Evaluation:
         return record | ({"class_images": self.images} if self.confusion is None else {"confusion": self.confusion})
 
 
-LOWER_IS_BETTER = ("loss",)
-"""Of the metrics that --best-metric may name."""
+LOWER_IS_BETTER = {metric.name for metric in METRICS + MULTI_LABEL_METRICS if metric.lower_is_better}
 
 
 def best_metric(config: Config, *, multi_label: bool) -> str:

@@ -54,14 +54,18 @@ def _names(runs: Sequence[RunRecords]) -> list[str]:
     return [f"{number}: {run.name}" for number, run in enumerate(runs, 1)]
 
 
-FORMS = {metric.name: metric.form for metric in METRICS + MULTI_LABEL_METRICS if metric.headline}
-LEARNED = [f"{weights}test_{name}" for weights in ("", "ema_") for name in FORMS] + ["best_val_accuracy"]
-"""The keys of result.json of which runs that differ in their seed have a mean."""
+LEARNED = {
+    f"{weights}test_{metric.name}": metric.form
+    for weights in ("", "ema_")
+    for metric in METRICS + MULTI_LABEL_METRICS
+    if metric.headline
+} | {"best_val_accuracy": ".2%"}
+"""The keys of result.json of which runs that differ in their seed have a mean -> the form of the values."""
 HOW = ["best_value", "stopped_by", "epochs", "updates", "world_size", "images_per_second", "train_seconds"]
 
 
 def _results(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
-    found = {key: [run.result.get(key) for run in runs] for key in LEARNED + HOW}
+    found = {key: [run.result.get(key) for run in runs] for key in (*LEARNED, *HOW)}
     return {
         key: [_shown(key, value) for value in values]
         for key, values in found.items()
@@ -72,11 +76,7 @@ def _results(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
 def _shown(key: str, value: float | str | None) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    return format(value, _form(key))
-
-
-def _form(key: str) -> str:
-    return next((form for name, form in FORMS.items() if key.endswith(f"_{name}")), ",.6g")
+    return format(value, LEARNED.get(key, ",.6g"))
 
 
 def _seeds(runs: list[RunRecords], names: Sequence[str]) -> list[Row]:

@@ -57,23 +57,17 @@ def test_accelerate_takes_every_setting(name: str) -> None:
 
 
 @pytest.mark.ci
-def test_two_processes_without_a_gpu_share_its_cores() -> None:
-    config = str(DIRECTORY / "multi_cpu.yaml")
-    codes, found, text = worlds.finish(worlds.start("accelerate", "launch", "--config_file", config, worlds.PROGRAM))
+@pytest.mark.parametrize(("name", "world_size"), [("cpu", 1), ("multi_cpu", 2), ("single_gpu", 1)])
+def test_those_that_need_no_gpu_run_without_one(name: str, world_size: int) -> None:
+    config = str(DIRECTORY / f"{name}.yaml")
+    codes, found, text = worlds.finish(
+        worlds.start("accelerate", "launch", "--config_file", config, worlds.PROGRAM, ACCELERATE_USE_CPU="true")
+    )
     assert codes == [0], text
-    assert [(world["rank"], world["world_size"], world["sum"], world["precision"]) for world in found] == [
-        (0, 2, 2, "no"), (1, 2, 2, "no"),
-    ]  # fmt: skip
-    assert found[0]["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
-
-
-@pytest.mark.parametrize(("name", "precision"), [("cpu", "no"), ("single_gpu", "bf16")])
-def test_one_process_runs_without_a_gpu(name: str, precision: str) -> None:
-    line = ["-m", "accelerate.commands.launch", "--config_file", DIRECTORY / f"{name}.yaml", worlds.PROGRAM]
-    launcher = helpers.Captured(line, worlds.environment(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1"))
-    codes, found, text = worlds.finish(launcher)
-    assert codes == [0], text
-    assert [(world["rank"], world["sum"], world["precision"]) for world in found] == [(0, 1, precision)]
+    assert [world["rank"] for world in found] == list(range(world_size))
+    assert all(world["world_size"] == world["sum"] == world_size for world in found)
+    assert found[0]["precision"] == ("bf16" if name == "single_gpu" else "no")
+    assert found[0]["threads"] == max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
 @pytest.mark.ci

@@ -112,6 +112,7 @@ def test_a_sites_file_runs_as_in_an_ordinary_shell(tmp_path: Path) -> None:
     assert "no program accelerate on" in missing.stderr and "site_environment in" in missing.stderr
 
 
+@pytest.mark.ci
 def test_processes_of_a_node(tmp_path: Path) -> None:
     """What the user says, what Slurm gave, or, where Slurm does not count GPUs, what PyTorch sees."""
     (tmp_path / "bin").mkdir()

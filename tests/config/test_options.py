@@ -430,7 +430,7 @@ def configs(draw: st.DrawFn) -> Config:
     return Config(**own, **groups)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(found=configs())
 def test_to_yaml_and_back_is_the_same_config(found: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "round.yaml"

@@ -340,6 +340,7 @@ def test_missing_packages_and_options(digits: Path, capsys: pytest.CaptureFixtur
     assert lines == ["accel-train: error: --format onnx needs onnxruntime: pip install 'accel-train[export]'."]
 
 
+@pytest.mark.ci
 def test_several_labels_and_tensors_of_ones_own(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

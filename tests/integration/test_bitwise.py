@@ -73,7 +73,7 @@ def assert_same(one: Path, other: Path) -> None:
     [
         *((name, (1, 2, 4)) for name in RUNS),
         *(pytest.param(name, (1, 2, 4), marks=pytest.mark.slow) for name in SLOW),
-        pytest.param("digits", (1, 8), marks=pytest.mark.slow),
+        pytest.param("digits", (1, 8), marks=pytest.mark.ci),
     ],
 )
 def test_the_weights_are_the_same_on_any_number_of_processes(name: str, worlds: Sequence[int], tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_the_hub_is_asked_once_and_its_cache_is_enough(tmp_path: Path, server: T
     offline = nowhere | {"HF_HUB_OFFLINE": "1"}
 
     def run(name: str, *more: object, **variables: str) -> Any:
-        return helpers.run(*words, *more, "--output-dir", tmp_path / name, launcher=True, **variables)
+        return helpers.run(*words, *more, "--output-dir", tmp_path / name, fresh=True, **variables)
 
     first = run("first", **online)
     assert first.returncode == 0, first.stderr
@@ -305,6 +305,7 @@ for name in ("hf-hub:org/other", "hf-hub:a/b/c"):
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines()[-1] == "[2, 0]", done.stderr
     assert "such as on the login node: hf download org/net" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("accel-train: error:") == 1, done.stderr
     assert not (tmp_path / "none").exists()
     predicted = helpers.python("-m", "accel_train", "predict", tmp_path / "first", tmp_path / "first" / "examples")
     assert predicted.returncode == 0, predicted.stderr

@@ -252,10 +252,10 @@ def test_a_missing_process_is_named(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text(f"{socket.gethostname()}\n{socket.gethostname()}\nother-node\n")
     port = helpers.free_port()
-    present = [by_hand(rank, port, 4, RENDEZVOUS_SECONDS="5", PBS_NODEFILE=str(nodes)) for rank in (0, 2)]
+    present = [by_hand(rank, port, 4, RENDEZVOUS_SECONDS="8", PBS_NODEFILE=str(nodes)) for rank in (0, 2)]
     codes, worlds, text = finish(*present)
     assert codes == [2, 2] and not worlds, text
-    assert re.search(r"2 of 4 processes met within [5-9] s", text), text
+    assert "2 of 4 processes met within 8 s" in text
     assert "Missing: ranks 1,3, and every process of the nodes other-node." in text
 
 
@@ -266,11 +266,11 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
         alone = by_hand(1, helpers.free_port(), RENDEZVOUS_SECONDS="3")
         blocked = by_hand(0, str(listener.getsockname()[1]), RENDEZVOUS_SECONDS="3")
         port = helpers.free_port()
-        twins = [by_hand(1, port, 3, RENDEZVOUS_SECONDS="5") for _ in range(2)] + [
-            by_hand(0, port, 3, RENDEZVOUS_SECONDS="5")
+        twins = [by_hand(1, port, 3, RENDEZVOUS_SECONDS="8") for _ in range(2)] + [
+            by_hand(0, port, 3, RENDEZVOUS_SECONDS="8")
         ]
         port = helpers.free_port()
-        unlike = [by_hand(rank, port, 2 + rank, RENDEZVOUS_SECONDS="5") for rank in range(3)]
+        unlike = [by_hand(rank, port, 2 + rank, RENDEZVOUS_SECONDS="8") for rank in range(3)]
         codes, _, text = finish(alone)
         assert codes == [2] and "Rank 1" in text and "found nobody at 127.0.0.1" in text
         codes, _, text = finish(blocked)

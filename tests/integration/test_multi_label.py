@@ -74,6 +74,7 @@ def single(folder: Path) -> Path:
     return trained(folder, 1)
 
 
+@pytest.mark.ci
 def test_the_figures_are_those_of_a_plain_loop(single: Path) -> None:
     """Of the weights that the run wrote, sample by sample, by scikit-learn."""
     loaded, found = load_run(single), result(single)
@@ -94,6 +95,7 @@ def test_the_figures_are_those_of_a_plain_loop(single: Path) -> None:
     assert training and all("accuracy" not in line for line in training)
 
 
+@pytest.mark.ci
 def test_several_processes_train_the_same(folder: Path, single: Path) -> None:
     one, several = result(single), result(trained(folder, 2))
     for key in ("test_loss", "ema_test_loss"):

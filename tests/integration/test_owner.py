@@ -132,9 +132,7 @@ def test_a_second_start_is_refused_and_a_killed_owners_run_goes_on_at_once(tmp_p
 
 @pytest.mark.ci
 def test_two_processes_have_one_owner_and_end_soon_after_their_launcher(tmp_path: Path) -> None:
-    with started(
-        tmp_path / "run", *LONG, "--checkpoint.every-updates", 1000, processes=2, launcher=True, fresh=True
-    ) as run:
+    with started(tmp_path / "run", *LONG, "--checkpoint.every-updates", 1000, processes=2, fresh=True) as run:
         run.until_trained(5)
         ranks = run.pids()
         started_at = {rank: process.start_time(rank) for rank in ranks}

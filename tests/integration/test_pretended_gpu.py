@@ -355,6 +355,7 @@ optim: {{name: {optimizer}, lr: 0.01}}
     return path
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_updates_that_are_not_finite(gpu: Pretended, tmp_path: Path, optimizer: str) -> None:
     recipe = exploding(tmp_path, optimizer)
@@ -447,6 +448,7 @@ def test_cuda_graphs_and_accumulation_are_refused(gpu: Pretended, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.ci
 def test_preflight(gpu: Pretended, tmp_path: Path) -> None:
     done = succeeded(gpu("preflight", tmp_path))
     assert "cuda:0 (Pretended GPU)" in done.output

@@ -36,7 +36,6 @@ def both(
     """
     port, began = free_port(), time.monotonic()
     processes: list[subprocess.Popen[str] | helpers.Captured] = []
-    started: subprocess.Popen[str] | helpers.Captured
     for rank in range(2):
         variables = {
             "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
@@ -45,13 +44,12 @@ def both(
         }  # fmt: skip
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "OMPI_"))}
         line = [*before[rank], sys.executable, WORKER, str(changed), interface, str(SECONDS)]
-        if before[rank]:
-            started = subprocess.Popen(
-                line, env=clean | variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
-        else:
-            started = helpers.Captured(line[1:], clean | variables)
-        processes.append(started)
+        env = clean | variables
+        processes.append(
+            subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            if before[rank]
+            else helpers.Captured(line[1:], env)
+        )
     try:
         outputs = [process.communicate(timeout=120)[0] for process in processes]
     finally:

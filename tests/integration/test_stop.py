@@ -28,6 +28,7 @@ def evaluations(run: Path, split: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "eval" and line["split"] == split]
 
 
+@pytest.mark.ci
 def test_without_progress_it_ends_after_the_patience_also_killed_and_on_two_processes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     patient = (*FLAT, "--stop.patience-epochs", "3")

@@ -58,7 +58,7 @@ def test_signal_to_one_of_two_processes_stops_both_and_both_exit_with_0(tmp_path
 
 @pytest.mark.ci
 def test_ctrl_c_in_the_launchers_terminal_makes_a_checkpoint(tmp_path: Path) -> None:
-    with started(tmp_path / "run", *LONG, processes=2, launcher=True, fresh=True) as run:
+    with started(tmp_path / "run", *LONG, processes=2, fresh=True) as run:
         run.until_trained(5)
         os.killpg(run.popen.pid, signal.SIGINT)  # the launcher's
         for process in run.pids():  # in sessions of their own here, unlike on a terminal

@@ -94,7 +94,7 @@ def test_it_is_resumed_bitwise_on_other_processes_after_kills(
 ) -> None:
     words = (recipe, "--epochs", epochs, "--bitwise", "true")
     whole, run = tmp_path / "whole", tmp_path / "run"
-    done = helpers.run(*words, "--data.workers", 0, "--output-dir", whole, timeout=300)
+    done = helpers.run(*words, "--data.workers", 0, "--output-dir", whole, fresh=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reading the labels of 24 test samples: mine.py:data gives no `targets`" in done.stderr
     assert "mine.py:net for 12x12 pixels" in done.stdout

@@ -62,17 +62,8 @@ def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_pat
 
 @pytest.mark.slow
 def test_single_process_that_hangs(tmp_path: Path) -> None:
-    with started(
-        tmp_path / "run",
-        *LONG,
-        "--data.placement",
-        "disk",
-        "--data.workers",
-        1,
-        "--hang-timeout-seconds",
-        4,
-        FRESH_WORKERS="1",
-    ) as run:
+    words = (*LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4)
+    with started(tmp_path / "run", *words, FRESH_WORKERS="1") as run:
         run.until_trained(5)
         stop_workers(run.popen.pid)
         assert run.ended() == 1
@@ -101,7 +92,7 @@ def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_job_that_was_suspended_for_long_goes_on(tmp_path: Path, processes: int) -> None:
     words = ("--hang-timeout-seconds", 4, "--data.placement", "disk", "--data.workers", 1)
-    with started(tmp_path / "run", *LONG, *words, processes=processes, launcher=True, fresh=processes == 1) as run:
+    with started(tmp_path / "run", *LONG, *words, processes=processes, fresh=True) as run:
         run.until_trained(5)
         family = helpers._family(run.popen.pid)
         for process in family:
@@ -128,7 +119,8 @@ def test_killed_process_is_named_first(tmp_path: Path) -> None:
         assert first_error(run).startswith("accel-train: error: A process was killed"), run.output
 
 
-def test_error_of_one_process_ends_both_and_is_named_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.ci)])
+def test_error_of_one_process_ends_both_and_is_named_first(tmp_path: Path, launcher: bool) -> None:
     for number in range(32):
         path = tmp_path / "images" / ("train" if number < 24 else "test") / "ab"[number % 2] / f"{number:03d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +128,7 @@ def test_error_of_one_process_ends_both_and_is_named_first(tmp_path: Path) -> No
     (tmp_path / "images" / "train" / "a" / "004.png").write_bytes(b"no image")
     words = ("digits", "--data.name", "folder", "--data.root", tmp_path / "images", "--data.workers", 0)
     words += ("--augment.resize", 8, "--model.image-size", 8, "--batch-size", 8, "--epochs", 50)
-    with started(tmp_path / "run", *words, processes=2) as run:
+    with started(tmp_path / "run", *words, processes=2, launcher=launcher) as run:
         assert run.ended() != 0
         assert run.status["state"] == "failed"
         assert "004.png" in run.status["reason"]

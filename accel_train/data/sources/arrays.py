@@ -72,14 +72,18 @@ class PublishedSet:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """Of the training images, as usually published."""
+    size: int
+    """Height and width of an image."""
+    classes: int
+    train_images: int
 
 
 PUBLISHED = {
-    "mnist": PublishedSet("MNIST", (0.1307,), (0.3081,)),
-    "fashion_mnist": PublishedSet("FashionMNIST", (0.2860,), (0.3530,)),
-    "kmnist": PublishedSet("KMNIST", (0.1918,), (0.3483,)),
-    "cifar10": PublishedSet("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": PublishedSet("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "mnist": PublishedSet("MNIST", (0.1307,), (0.3081,), 28, 10, 60_000),
+    "fashion_mnist": PublishedSet("FashionMNIST", (0.2860,), (0.3530,), 28, 10, 60_000),
+    "kmnist": PublishedSet("KMNIST", (0.1918,), (0.3483,), 28, 10, 60_000),
+    "cifar10": PublishedSet("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 32, 10, 50_000),
+    "cifar100": PublishedSet("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), 32, 100, 50_000),
 }
 
 

@@ -1,7 +1,6 @@
 """Loads a dataset by name. To add one:
 
-- Of torchvision, with `train=`, `targets` and `classes`: a line in PUBLISHED (arrays.py), in ARRAYS here, and in SHAPES
-  of bench/bench.py.
+- Of torchvision, with `train=`, `targets` and `classes`: a line in PUBLISHED (arrays.py).
 - Any other: a function that returns `Splits` in a file beside this one, called in `_load`, and its name in NAMES. If it
   downloads, it does so only with `download=True`, once for all processes: `_download` in arrays.py shows how.
 """
@@ -11,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from accel_train.config.schema import Data
+from accel_train.data.sources.arrays import PUBLISHED, digits, torchvision_set
 from accel_train.data.sources.divide import divide
 from accel_train.data.sources.splits import Source, Splits, Subset
 from accel_train.errors import UserError, nearest
@@ -18,10 +18,9 @@ from accel_train.user_code.reference import parse_reference
 
 __all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits"]
 
-ARRAYS = ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")
-IN_MEMORY = ("digits", *ARRAYS, "synthetic")
+IN_MEMORY = ("digits", *PUBLISHED, "synthetic")
 """Datasets whose images need no workers, unless images are augmented one by one."""
-NAMES = ("digits", *ARRAYS, "folder", "csv", "cache", "synthetic", "tar", "wds")
+NAMES = ("digits", *PUBLISHED, "folder", "csv", "cache", "synthetic", "tar", "wds")
 PREFIXES = ("hfds/", "hfids/", "wds/", "tfds/", "torch/")
 
 
@@ -49,13 +48,9 @@ def load_splits(data: Data, seed: int, *, download: bool = True, record: Path | 
 def _load(data: Data, download: bool) -> Splits:
     prefix, _, rest = data.name.partition("/")
     name = rest if prefix == "torch" else data.name  # timm's names for torchvision's datasets
-    if name in ARRAYS:
-        from accel_train.data.sources.arrays import torchvision_set
-
+    if name in PUBLISHED:
         return torchvision_set(name, data.root, download=download)
     if name == "digits":
-        from accel_train.data.sources.arrays import digits
-
         return digits()
     if name == "folder":
         from accel_train.data.sources.files.folder import folder
