@@ -29,6 +29,7 @@ EPOCHS = 30  # of 30 updates: long enough for several interruptions
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # six starts of a run wait for one another in the longest, beside other tests
     pytest.mark.skipif(
         not all(shutil.which(program, path=PATH) for program in NEEDED),
         reason="Slurm and munge are not installed (slurmctld, slurmd, slurm-client, munge)",
