@@ -161,7 +161,7 @@ def _import_all() -> None:
     for module in pkgutil.walk_packages(accel_train.__path__, "accel_train."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    importlib.import_module("sklearn.datasets")
+    importlib.import_module("sklearn.metrics")
     threads = list(Path("/proc/self/task").iterdir()) if Path("/proc/self/task").exists() else [Path()]
     assert len(threads) == 1, f"an import has begun threads, which forked children lack: {threads}"
     gc.collect()

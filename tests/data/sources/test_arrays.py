@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 import torchvision.datasets
+from sklearn.datasets import load_digits
 
 from accel_train.config.schema import Data
+from accel_train.data.sources.arrays import all_digits
 from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
 
@@ -38,6 +40,11 @@ class TestDigits:
         assert (images.min(), images.max()) == (0, 255)
         assert torch.bincount(found.test.labels).min() >= 34
         assert found.train.in_memory and found.train.name(0).startswith("digits image ")
+
+    def test_they_are_those_of_scikit_learn(self) -> None:
+        expected, found = load_digits(), all_digits()
+        assert torch.equal(found.labels, torch.from_numpy(expected.target).long())
+        assert (found.pixels[:, 0].numpy() == (expected.images * 255 / 16).round()).all()
 
     def test_mean_and_deviation(self) -> None:
         found = load_splits(Data(), 0)
