@@ -100,15 +100,16 @@ class Job:
             return max([int(n) for n in re.findall(r'"update": (\d+)', (self.run / "metrics.jsonl").read_text())] + [0])
         return 0
 
-    def until(self, condition: Callable[[], bool], seconds: float = 180) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 180, pause: float = 0.1) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s in vain; the log says\n{self.log()}"
-            time.sleep(0.1)
+            time.sleep(pause)
 
     def ended(self, seconds: float = 240) -> str:
         going_on = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "PREEMPTED")
-        self.until(lambda: self.field("JobState") not in going_on, seconds)
+        # A pause: each look is a process, scontrol.
+        self.until(lambda: self.field("JobState") not in going_on, seconds, pause=0.5)
         return self.field("JobState")
 
     def trains_on(self) -> None:

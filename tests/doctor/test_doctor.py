@@ -58,8 +58,8 @@ def test_what_is_wrong_on_one_process_is_found_and_said_of_it(tmp_path: Path) ->
                 Image.fromarray(pixels).save(tmp_path / "0" / split / label / f"{number}.png")
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     Image.new("RGB", (16, 16)).save(tmp_path / "1" / "train" / "dog" / "2.png")
-    words = ["digits", "--quick", "--data.name", "folder", "--batch-size", "4", "--model.image-size", "8", "--seconds", "250"]
-    words += ["--data.channels", "3", "--json", tmp_path / "found.json"]
+    words = ["digits", "--quick", "--data.name", "folder", "--batch-size", "4", "--model.image-size", "8"]
+    words += ["--data.channels", "3", "--json", tmp_path / "found.json", "--seconds", "250"]
     done = helpers.python(WORKER, tmp_path, *words, processes=2)
     assert done.returncode == 1, done.stdout + done.stderr
     found = findings(tmp_path / "found.json")
