@@ -169,7 +169,6 @@ def test_what_cannot_be_is_one_line(expected: str, arguments: dict[str, str], tm
     assert expected in refused.stderr
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 def test_a_folder_without_a_checkout(tmp_path: Path) -> None:
     """`accel-train init` wrote the scripts; its .venv, with nothing but the wheel, is what they activate."""

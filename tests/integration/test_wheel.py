@@ -14,8 +14,6 @@ from test_docs import write_snippets
 
 from accel_train.starter import starter_files
 
-pytestmark = pytest.mark.ci
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -29,6 +27,7 @@ def in_folder(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.ci
 def test_the_wheel_has_the_files_of_the_checkout_but_not_of_the_site(installed: Path) -> None:
     (archive,) = installed.parent.glob("*.whl")
     with zipfile.ZipFile(archive) as opened:
@@ -37,6 +36,7 @@ def test_the_wheel_has_the_files_of_the_checkout_but_not_of_the_site(installed: 
     assert names == {*starter_files(), "__init__.py"}
 
 
+@pytest.mark.ci
 def test_an_initialised_folder_trains_on_two_processes(installed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "project"
     done = subprocess.run(
@@ -55,6 +55,7 @@ def test_an_initialised_folder_trains_on_two_processes(installed: Path, tmp_path
     assert environment["command"][0].startswith(str(installed))  # the wheel's program, not the checkout's
 
 
+@pytest.mark.slow
 def test_a_user_s_own_model_data_and_loss_train_beside_the_wheel(installed: Path, tmp_path: Path) -> None:
     """The files of the pages on own data and models; test_user_code.py kills such runs."""
     folder = tmp_path / "project"
