@@ -30,7 +30,7 @@ SLOW_BUS = 0.5e9  # bytes a second: half of a 10-Gigabit network
 def all_reduce(exam: Examination) -> Finding:
     """The sum of DDP's bucket over all ranks; on GPUs without --quick also of 1 GiB, if there is memory for it.
 
-    On CPUs the bucket has to do: 1 GiB takes tens of seconds there, and several GiB of memory for each process.
+    On CPUs the bucket has to do: 1 GiB takes ten seconds and more there, and several GiB of memory for each process.
     """
     ranks, device = exam.launch.world_size, exam.accelerator.device
     if ranks == 1:
