@@ -35,7 +35,7 @@ LONG = ("matmul-bf16", "all-reduce")
 def test_digits_on_two_processes_has_nothing_to_fear(tmp_path: Path, left_out: tuple[str, ...]) -> None:
     words = ["doctor", "--json", tmp_path / "found.json", "--output-dir", tmp_path / "run", "--batch-size", "64"]
     words += ["--seconds", "250", "--skip", *left_out]  # beside other tests its usual minute is not enough
-    done = helpers.python("-m", "accel_train", *words, processes=2)
+    done = helpers.python("-m", "accel_train", *words, processes=2, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     found = findings(tmp_path / "found.json")
     assert list(found) == [check.name for check in CHECKS if check.name not in left_out]
@@ -60,7 +60,7 @@ def test_what_is_wrong_on_one_process_is_found_and_said_of_it(tmp_path: Path) ->
     Image.new("RGB", (16, 16)).save(tmp_path / "1" / "train" / "dog" / "2.png")
     words = ["digits", "--quick", "--data.name", "folder", "--batch-size", "4", "--model.image-size", "8"]
     words += ["--data.channels", "3", "--json", tmp_path / "found.json", "--seconds", "250"]
-    done = helpers.python(WORKER, tmp_path, *words, processes=2)
+    done = helpers.python(WORKER, tmp_path, *words, processes=2, timeout=280)
     assert done.returncode == 1, done.stdout + done.stderr
     found = findings(tmp_path / "found.json")
     of = {name: each["status"] for name, each in found.items()}
@@ -116,7 +116,7 @@ def test_without_time_a_check_is_not_done(tmp_path: Path) -> None:
 def test_one_process_without_memory_is_named_and_the_others_do_not_wait(tmp_path: Path) -> None:
     words = ["digits", "--batch-size", "64", "--json", tmp_path / "found.json", "--seconds", "250"]
     words += ["--skip", "matmul", "matmul-bf16", "all-reduce", "import"]
-    done = helpers.python(WORKER, tmp_path, *words, processes=2, FAULT="memory")
+    done = helpers.python(WORKER, tmp_path, *words, processes=2, timeout=280, FAULT="memory")
     assert done.returncode == 1, done.stdout + done.stderr
     found = findings(tmp_path / "found.json")
     assert found["update"]["status"] == FAIL and "rank 1 (" in found["update"]["measured"]
