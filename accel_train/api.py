@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from accel_train.config.options import parse, parse_settings
 from accel_train.errors import UserError
 from accel_train.launch.environment import prepare_environment
+from accel_train.untrusted import read_regular_file
 
 if TYPE_CHECKING:
     from accel_train.analysis.loaded_run import LoadedRun
@@ -82,7 +83,7 @@ def evaluate(
 
     path = None if checkpoint is None else Path(checkpoint)
     evaluate_run(launch, run, split=split, checkpoint=path, overrides=options, trust_code=trust_code)
-    result: dict[str, Any] = json.loads((run / f"evaluation-{split}.json").read_text())
+    result: dict[str, Any] = json.loads(read_regular_file(run / f"evaluation-{split}.json"))
     return result
 
 

@@ -15,6 +15,10 @@ LARGEST = 2**62
 """Larger than any count of this program; a larger number would only overflow somewhere."""
 MAX_JSON_BYTES = 1 << 26
 """Size of the largest JSON file that is read."""
+MAX_LOG_BYTES = 1 << 32
+"""Size of the largest metrics.jsonl that is read: some ten million lines."""
+MAX_LINE_BYTES = 1 << 24
+"""Size of the longest line that is read; a longer one is damaged."""
 
 
 class NotRegularFileError(OSError):
@@ -35,11 +39,52 @@ def require_regular_file(path: Path, *, follow: bool = False) -> os.stat_result:
     return status
 
 
+class TooLargeError(OSError, ValueError):
+    """A file has more bytes than one of its kind can have. Reading it could fill the memory."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} has {self.strerror}"
+
+
+def open_regular_file(path: Path, *, follow: bool = False) -> int:
+    """Return a descriptor of a regular file, open for reading. Raises NotRegularFileError, and OSError.
+
+    The open file is checked, not its name, which may lead elsewhere a moment later. Opening never waits, as opening a
+    pipe otherwise does.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:  # a file server gives it away only after a moment, for which we wait
+        require_regular_file(path, follow=follow)
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            require_regular_file(path, follow=follow)
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise NotRegularFileError(errno.EINVAL, f"{_kind(mode)}, not a regular file", str(path))
+    return descriptor
+
+
 def read_regular_file(path: Path, most: int = MAX_JSON_BYTES, *, follow: bool = False) -> bytes:
-    """Return the content of a regular file. Raises OSError, and ValueError if it has more than `most` bytes."""
-    if (size := require_regular_file(path, follow=follow).st_size) > most:
-        raise ValueError(f"{path} has {size:,} bytes, more than such a file can have")
-    return path.read_bytes()
+    """Return the content of a regular file. Raises OSError; TooLargeError if it has more than `most` bytes."""
+    descriptor = open_regular_file(path, follow=follow)
+    try:
+        size = os.fstat(descriptor).st_size
+        pieces: list[bytes] = []
+        found = 0
+        while found <= most and size <= most:
+            piece = os.read(descriptor, max(size - found, 0) + 4096)
+            if not piece:
+                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.append(piece)
+            found += len(piece)
+    finally:
+        os.close(descriptor)
+    raise TooLargeError(errno.EFBIG, f"{max(size, found):,} bytes, more than such a file can have", str(path))
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
@@ -62,17 +107,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def read_json_lines(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in the lines of a file, without damaged lines and one that is being written.
 
-    With `kind` only those whose "kind" it is. A file that is not there has no lines. Raises OSError.
+    With `kind` only those whose "kind" it is. A file that is not there has no lines. Raises OSError, also for what is
+    no regular file or has more than MAX_LOG_BYTES.
     """
     wanted = b"" if kind is None else f'"kind": "{kind}"'.encode()  # parsing each line of many runs would take long
     try:
-        with path.open("rb") as file:
-            for line in file:
-                values = json_object(line) if wanted in line else None
-                if values is not None and (kind is None or values.get("kind") == kind):
-                    yield values
+        descriptor = open_regular_file(path, follow=True)
     except FileNotFoundError:
         return
+    with os.fdopen(descriptor, "rb") as file:
+        if (size := os.fstat(descriptor).st_size) > MAX_LOG_BYTES:
+            raise TooLargeError(errno.EFBIG, f"{size:,} bytes, more than such a file can have", str(path))
+        while line := file.readline(MAX_LINE_BYTES):  # the pieces of a longer line are no objects
+            values = json_object(line) if wanted in line else None
+            if values is not None and (kind is None or values.get("kind") == kind):
+                yield values
 
 
 def is_number(value: Any, least: float = 0.0, most: float = LARGEST) -> bool:

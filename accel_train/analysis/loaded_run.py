@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,11 @@ from accel_train.analysis.load_run import find_weights, load_model, read_config
 from accel_train.analysis.predict import Prediction, classify_files
 from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.config.schema import Config
+from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.errors import UserError
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.untrusted import read_json_lines
+from accel_train.untrusted import json_object, read_json_lines, read_regular_file
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class LoadedRun:
         """
         if isinstance(image, (str, Path)):
             try:
-                image = decode(Path(image).read_bytes(), self.info.channels, self.config.data.max_pixels)
+                most = self.config.data.max_pixels
+                image = decode(read_image(Path(image), most), self.info.channels, most)
             except (ImageError, OSError) as error:
                 raise UserError(f"{image} cannot be read: {error}.") from error
         elif isinstance(image, Image.Image):
@@ -75,7 +76,7 @@ class LoadedRun:
     def result(self) -> dict[str, Any] | None:
         """The content of result.json; None if the run is not finished."""
         path = self.path / "result.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        return json_object(read_regular_file(path, follow=True)) if path.is_file() else None
 
 
 def load(run: Path, checkpoint: Path | None = None, *, trust_code: bool = False) -> LoadedRun:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from accel_train.analysis.load_run import find_weights, load_model, read_config
 from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.folder import find_images
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode
 from accel_train.errors import UserError, writing
@@ -143,7 +144,7 @@ def classify_files(
 
     def read(path: Path) -> Tensor | str:
         try:
-            return preprocessing.resize(decode(path.read_bytes(), info.channels, max_pixels))
+            return preprocessing.resize(decode(read_image(path, max_pixels), info.channels, max_pixels))
         except (ImageError, OSError) as error:
             return (isinstance(error, OSError) and error.strerror) or str(error)
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.files import atomic_replacement
+from accel_train.untrusted import require_regular_file
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,29 @@ def check_can_write(path: Path) -> None:
 def read_predictions(path: Path) -> Predictions:
     """Read what `Predictions.save` wrote. Raises UserError."""
     try:
+        require_regular_file(path, follow=True)
         if path.suffix == ".parquet":
-            return _read_parquet(path)
+            return _checked(_read_parquet(path))
         with np.load(path, allow_pickle=False) as file:
             paths = file["paths"].tolist() if "paths" in file else None
             classes, about = tuple(file["classes"].tolist()), json.loads(str(file["about"]))
-            return Predictions(file["ids"], file["labels"], file["logits"], paths, classes, about)
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        raise UserError(f"{path} is not a predictions file of `accel-train evaluate` ({error}).") from error
+            return _checked(Predictions(file["ids"], file["labels"], file["logits"], paths, classes, about))
+    except Exception as error:  # the readers of a damaged file raise nearly anything: BadZipFile, zlib.error, …
+        raise UserError(f"{path} is not a predictions file of `accel-train evaluate` ({reason_of(error)}).") from error
+
+
+def _checked(found: Predictions) -> Predictions:
+    """Raise ValueError if the arrays do not fit to each other."""
+    count, classes = len(found.ids), len(found.classes)
+    labels, logits = found.labels, found.logits
+    known = labels.dtype == np.int64 and bool(((labels >= 0) & (labels < classes)).all())
+    if not ((known and labels.shape == (count,)) or (labels.shape == (count, classes) and labels.dtype == np.bool_)):
+        raise ValueError(f"labels are {labels.dtype} {list(labels.shape)}")
+    if logits.shape != (count, classes) or logits.dtype != np.float32:
+        raise ValueError(f"logits are {logits.dtype} {list(logits.shape)}")
+    if not isinstance(found.about, dict) or (found.paths is not None and len(found.paths) != count):
+        raise ValueError("about or paths do not fit")
+    return found
 
 
 def _read_parquet(path: Path) -> Predictions:

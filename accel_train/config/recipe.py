@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError, nearest, reason_of
-from accel_train.untrusted import is_file_name
+from accel_train.untrusted import TooLargeError, is_file_name, read_regular_file
 from accel_train.user_code.reference import PREFIXES, resolve
 
 MAX_BYTES = 1 << 20
@@ -136,12 +136,17 @@ def _find(name: str, folder: Path | None, users: tuple[Path, ...]) -> tuple[Path
 
 def _read_text(path: Path, shown: str) -> str:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        if path.is_relative_to("/dev") or path.is_relative_to("/proc"):  # train <(…)
+            with path.open("rb") as file:
+                content = file.read(MAX_BYTES + 1)
+        else:
+            content = read_regular_file(path, MAX_BYTES, follow=True)
+    except TooLargeError:
+        raise UserError(f"recipe {shown}: more than {MAX_BYTES:,} bytes, which is too large for a recipe.") from None
     except FileNotFoundError:
         raise UserError(f"recipe {shown}: no such file.") from None
     except OSError as error:
-        raise UserError(f"recipe {shown}: cannot be read: {error.strerror}.") from error
+        raise UserError(f"recipe {shown}: cannot be read: {error.strerror or error}.") from error
     if len(content) > MAX_BYTES:
         raise UserError(f"recipe {shown}: more than {MAX_BYTES:,} bytes, which is too large for a recipe.")
     try:

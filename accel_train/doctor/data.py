@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.load import Splits
 from accel_train.data.sources.splits import Source
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
@@ -120,7 +121,7 @@ def reading(exam: Examination) -> Finding:
         seconds = []
         for id in ids:
             began = time.perf_counter()
-            Path(splits.train.name(id)).read_bytes()
+            read_image(Path(splits.train.name(id)), exam.config.data.max_pixels)
             seconds.append(time.perf_counter() - began)
         median = statistics.median(seconds)
         found = f"{median * 1000:.2g} ms a file (median of {len(ids)}), {kind}"

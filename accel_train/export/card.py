@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from accel_train.export.preprocess import FILE
 from accel_train.records.metrics import metrics_for
 from accel_train.records.model_info import ModelInfo
 from accel_train.report.records import RunRecords, differences_from_recipe, read_run
+from accel_train.untrusted import read_json_object
 from accel_train.user_code.reference import PREFIXES, short_name
 
 SHOWN = 50  # at most so many names of classes
@@ -127,7 +127,7 @@ def _interval(metric: str, record: dict[str, Any]) -> str:
 def _evaluation(path: Path, weights: str, file: Path) -> dict[str, Any] | None:
     """The figures of `accel-train evaluate` in a file, if they are of the exported weights."""
     try:
-        record = json.loads(path.read_text())[weights]
+        record = read_json_object(path)[weights]
         same = (path.parent / record["weights"]).resolve() == file.resolve()
         return record if same and isinstance(record["count"], int) else None
     except (OSError, ValueError, LookupError, TypeError):

@@ -13,6 +13,7 @@ from torch import Tensor
 from accel_train.analysis.load_run import read_config
 from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.config.schema import Config
+from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source
@@ -87,7 +88,7 @@ def _of_examples(run: Path, info: ModelInfo, preprocessing: Preprocessing, reaso
     files, inputs = [], []
     for file in sorted((run / FOLDER).glob("*.png")) if info.takes_files else ():
         try:
-            pixels = decode(file.read_bytes(), info.channels)
+            pixels = decode(read_image(file), info.channels)
         except (ImageError, OSError):
             continue
         files.append(file)

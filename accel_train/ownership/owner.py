@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 
 from accel_train.launch.process import has_ended, hostname, machine_id, start_time
+from accel_train.untrusted import open_regular_file
 
 FILE = "owner.json"
 MOST_BYTES = 10_000  # of owner.json
@@ -124,7 +125,7 @@ def read_owner(place: Path, renew: Owner | None = None) -> OwnerFile:
     The file is opened each time, which makes NFS ask the server. The time is set through the open file, which cannot be
     another start's.
     """
-    with place.open("rb") as file:
+    with os.fdopen(open_regular_file(place, follow=True), "rb") as file:
         for _ in range(10):
             if (owner := _parse(file.read(MOST_BYTES))) is not None:
                 break

@@ -21,7 +21,7 @@ from accel_train.ownership.lease import Lease
 from accel_train.records.code import FOLDER, keep_code, references
 from accel_train.records.environment import environment
 from accel_train.records.model_info import FILE, ModelInfo
-from accel_train.untrusted import json_object
+from accel_train.untrusted import MAX_LOG_BYTES, json_object, read_json_object, read_regular_file
 
 DAMAGED = "metrics.damaged.jsonl"
 MARKER = "REQUEUE"  # a file that asks the job script to start the run again
@@ -112,7 +112,7 @@ class RunDirectory:
         if not (self.writes and self.metrics_path.exists()):
             return 0
         kept, damaged = [], []
-        for line in self.metrics_path.read_bytes().splitlines(keepends=True):
+        for line in read_regular_file(self.metrics_path, MAX_LOG_BYTES, follow=True).splitlines(keepends=True):
             values = _values(line)
             if values is None:
                 damaged.append(line)
@@ -154,8 +154,8 @@ class RunDirectory:
             return
         path = self.path / "status.json"
         with contextlib.suppress(OSError):
-            status = json_object(path.read_bytes()) if path.exists() else None
-            status = (status or {}) | {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
+            status = read_json_object(path)
+            status = status | {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
             atomic_write(path, _json(status, indent=2) + "\n", durable=False)
 
     def result(self, values: Mapping[str, Any]) -> None:
@@ -204,8 +204,8 @@ def _cut_torn_lines(path: Path) -> None:
     """Cut off the incomplete last lines that a killed writer or a failed write left in a JSON-lines file."""
     if not path.exists():
         return
+    content = read_regular_file(path, MAX_LOG_BYTES, follow=True)
     with path.open("r+b") as file:
-        content = file.read()
         end = len(content)
         while end:
             start = content.rfind(b"\n", 0, end - 1) + 1

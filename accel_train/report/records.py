@@ -74,11 +74,14 @@ class RunRecords:
 def read_run(path: Path) -> RunRecords:
     """Read the files of the run in the folder `path`. None of its code is run. Raises UserError."""
     config = parse([str(path / "config.yaml")], checks_code=False)
-    lines = [
-        line
-        for line in read_json_lines(path / "metrics.jsonl")
-        if isinstance(line.get("kind"), str) and isinstance(line.get("time", 0.0), (int, float))
-    ]
+    try:
+        lines = [
+            line
+            for line in read_json_lines(path / "metrics.jsonl")
+            if isinstance(line.get("kind"), str) and isinstance(line.get("time", 0.0), (int, float))
+        ]
+    except OSError as error:
+        raise UserError(f"{path / 'metrics.jsonl'} cannot be read: {error.strerror}.") from error
     return RunRecords(
         path,
         config,

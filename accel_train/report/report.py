@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from accel_train.analysis.evaluate_run import evaluate_run
 from accel_train.analysis.load_run import find_weights, read_config
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.data.sources.load import load_splits
-from accel_train.errors import UserError, writing
+from accel_train.errors import UserError, reason_of, writing
 from accel_train.files import atomic_write, check_writable, sha256
 from accel_train.launch.environment import Launch
 from accel_train.report.comparison import page_of_runs
@@ -37,15 +38,31 @@ def report(
     with writing("--output", output):
         check_writable(output)
     if len(runs) > 1:
-        page = page_of_runs(runs, [])
+        with _of_records(*paths):
+            page = page_of_runs(runs, [])
     else:
         notes: list[str] = []
         evaluation, pictures = _evaluated(launch, runs[0], notes, evaluates=evaluates, trust_code=trust_code)
-        page = page_of_run(runs[0], evaluation, pictures, notes)
+        with _of_records(paths[0]):
+            page = page_of_run(runs[0], evaluation, pictures, notes)
     with writing("--output", output):
         atomic_write(output, page)
     print(f"report: {output}")
     return 0
+
+
+@contextlib.contextmanager
+def _of_records(*runs: Path) -> Iterator[None]:
+    """Turn an error that only damaged records of the runs can cause into a UserError: any value of a file may be of
+    another type than this program writes."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        names = ", ".join(map(str, runs))
+        raise UserError(
+            f"a record of {names} is damaged ({reason_of(error, 100)}): look at evaluation-SPLIT.json, metrics.jsonl, "
+            "result.json and environment.json; copy them again, or remove the damaged one."
+        ) from error
 
 
 def _evaluated(
@@ -59,7 +76,7 @@ def _evaluated(
         notes.append(f"There are no figures of a model: {error}")
         return {}, []
     splits = ["test", "val"] if run.evaluations("test", "model") or not run.evaluations("val", "model") else ["val"]
-    found = _kept(run.path, weights, splits)
+    found = _kept(run.path, weights, splits, notes)
     if found is None and evaluates:
         try:
             path = run.path / f"predictions-{splits[0]}.npz"
@@ -70,7 +87,7 @@ def _evaluated(
         except UserError as error:
             notes.append(f"The model could not be evaluated: {error}")
             return {}, []
-        found = _kept(run.path, weights, splits)
+        found = _kept(run.path, weights, splits, notes)
     if found is None:
         notes.append("These weights have no predictions yet. To compute them, leave out --no-evaluate true.")
         return {}, []
@@ -78,14 +95,20 @@ def _evaluated(
     return record, _pictures(run, record["split"], predictions, notes, trust_code=trust_code)
 
 
-def _kept(run: Path, weights: Path, splits: Sequence[str]) -> tuple[dict[str, Any], Predictions] | None:
+def _kept(
+    run: Path, weights: Path, splits: Sequence[str], notes: list[str]
+) -> tuple[dict[str, Any], Predictions] | None:
     """The evaluation of a split and its predictions, if they are of the file `weights` as it is now."""
     digest = sha256(weights)
     for split in splits:
         file, figures = run / f"predictions-{split}.npz", run / f"evaluation-{split}.json"
         if not (file.is_file() and figures.is_file()):
             continue
-        predictions, record = read_predictions(file), read_json_object(figures)
+        try:
+            predictions, record = read_predictions(file), read_json_object(figures)
+        except UserError as error:
+            notes.append(f"The kept predictions are left out: {error}")
+            continue
         # A later evaluation, of other data or of another checkpoint, may have replaced the figures.
         if predictions.about.get("sha256") == digest and predictions.about.get("time") == record.get("time"):
             return record, predictions

@@ -20,6 +20,7 @@ from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
 from accel_train.ownership.lease import Lease
 from accel_train.run.relaunch import resume_command
+from accel_train.untrusted import read_regular_file
 
 RESULT = "result.json"
 WEIGHTS = ("model.safetensors", "ema.safetensors")
@@ -62,7 +63,7 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
     if not path.is_file():
         return None
     try:
-        content = path.read_bytes()
+        content = read_regular_file(path, follow=True)
     except OSError as error:
         raise UserError(
             f"{path}, the result of a finished run, cannot be read ({error.strerror}). Give another --output-dir."

@@ -17,7 +17,7 @@ from accel_train.files import sha256
 from accel_train.launch.agreement import check_agreement
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.models.weights import hub
-from accel_train.models.weights.files import Weights
+from accel_train.models.weights.files import Weights, check_file
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
 
 
@@ -122,6 +122,7 @@ def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
         file = list(find_weights(path).values())[-1]
     else:
         file = path
+        check_file(file)
     info = None
     if file.name in ("model.safetensors", "ema.safetensors"):
         folder = file.absolute().parent

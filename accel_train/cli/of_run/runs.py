@@ -13,10 +13,11 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from accel_train.config.options import CommandOptions, parse_command
+from accel_train.config.recipe import MAX_BYTES
 from accel_train.errors import print_line
 from accel_train.ownership.owner import FILE, age_text, read_owner
 from accel_train.records.table import print_table
-from accel_train.untrusted import read_json_lines, read_json_object
+from accel_train.untrusted import read_json_lines, read_json_object, read_regular_file
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def _epoch(run: Path, status: Mapping[str, Any]) -> str:
     import yaml
 
     try:
-        epochs = yaml.load((run / "config.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))["epochs"]
+        text = read_regular_file(run / "config.yaml", MAX_BYTES, follow=True)
+        epochs = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))["epochs"]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         epochs = "?"
     return f"{status.get('epoch', '?')}/{epochs}"

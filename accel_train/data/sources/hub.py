@@ -19,7 +19,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
-from accel_train.data.sources.files.encoded import EncodedImages
+from accel_train.data.sources.files.encoded import EncodedImages, read_image
 from accel_train.data.sources.files.images import default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
@@ -41,7 +41,7 @@ class HubImages(EncodedImages):
         image = self.images[id][self.column]
         if image is None:
             raise OSError("the dataset has a label but no image there")
-        content: bytes = image["bytes"] or Path(image["path"]).read_bytes()
+        content: bytes = image["bytes"] or read_image(Path(image["path"]), self.max_pixels)
         return content
 
     def name(self, id: int) -> str:

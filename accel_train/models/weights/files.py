@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from accel_train.errors import UserError, one_line, reason_of
-from accel_train.untrusted import require_regular_file
+from accel_train.untrusted import open_regular_file
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
+
+TAR_MAGIC = slice(257, 262)
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,8 @@ def read_state(file: Path) -> dict[str, Tensor]:
     A .pth file may also be a checkpoint of timm's or torchvision's scripts, with the weights (if it has an EMA, those)
     in one of its entries, and their names may begin with "module.". Raises UserError.
     """
-    if file.suffix not in SUFFIXES:
-        raise UserError(f"--model.weights: {file}: expected a file of weights ({', '.join(SUFFIXES[:4])}).")
+    check_file(file)
     try:
-        require_regular_file(file, follow=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about files that it then refuses
             state = timm.models.load_state_dict(str(file), weights_only=True)
@@ -46,6 +47,24 @@ def read_state(file: Path) -> dict[str, Tensor]:
     if not tensors:
         raise UserError(f"--model.weights: {file} has no weights: it contains {one_line([*state], 80)}.")
     return tensors
+
+
+def check_file(file: Path) -> None:
+    """Raise UserError unless a file is regular, and begins as a file of its kind does: before anything reads it whole,
+    which of a huge one full of zeros would take for ever."""
+    if file.suffix not in SUFFIXES:
+        raise UserError(f"--model.weights: {file}: expected a file of weights ({', '.join(SUFFIXES[:4])}).")
+    try:
+        with os.fdopen(open_regular_file(file, follow=True), "rb") as opened:
+            head, size = opened.read(TAR_MAGIC.stop), os.fstat(opened.fileno()).st_size
+    except OSError as error:
+        raise UserError(f"--model.weights: {file} cannot be read: {error.strerror}.") from error
+    if file.suffix == ".safetensors":
+        fits = 0 < int.from_bytes(head[:8], "little") <= size - 8
+    else:  # of torch.save: a zip file, a pickle, or an old tar file
+        fits = head[:2] == b"PK" or head[:1] == b"\x80" or head[TAR_MAGIC] == b"ustar"
+    if not fits:
+        raise UserError(f"--model.weights: {file} cannot be read: it is damaged, or not what its name says.")
 
 
 def _reason(file: Path, error: Exception) -> str:

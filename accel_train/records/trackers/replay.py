@@ -35,7 +35,7 @@ def track(run: Path, name: str) -> int:
     except Timeout:
         raise UserError(f"Another process is sending the curves of {run}; try again later.") from None
     except OSError as error:
-        raise UserError(f"{run}: cannot be written to ({error.strerror}).") from error
+        raise UserError(f"{run}: cannot be read or written ({error.strerror}).") from error
 
 
 def _send(config: Config, run: Path, name: str) -> int:

@@ -13,6 +13,11 @@ import torch
 
 from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage
 from accel_train.errors import UserError
+from accel_train.untrusted import TooLargeError, read_regular_file
+
+BYTES_OF_PIXEL = 8
+"""Four channels of 16 bits, not compressed."""
+BYTES_OF_HEADERS = 1 << 26
 
 
 class EncodedImages(ABC):
@@ -82,6 +87,17 @@ class _SourceImage(LazyImage):
 
 def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
+    """The bytes of an image file. Raises ImageError if they are more than `max_pixels` need in any format, and OSError.
+
+    A pipe or a device is an OSError, too: reading it could take for ever.
+    """
+    try:
+        return read_regular_file(path, BYTES_OF_HEADERS + BYTES_OF_PIXEL * max_pixels, follow=True)
+    except TooLargeError as error:
+        raise ImageError(f"it has {error.strerror} with max-pixels {max_pixels:,}") from error
 
 
 class SharedArray:
@@ -160,7 +176,7 @@ class FileImages(EncodedImages):
         self.root, self.paths = root, StringArray(paths)
 
     def read(self, id: int) -> bytes:
-        return (self.root / self.paths[id]).read_bytes()
+        return read_image(self.root / self.paths[id], self.max_pixels)
 
     def name(self, id: int) -> str:
         return f"{self.root}/{self.paths[id]}"
