@@ -10,14 +10,13 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-import psutil
 import torch
 
+from accel_train.doctor import memory
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.process import available_cores, core_set
 
-CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 SIGNALS = ("USR1", "10", "TERM", "15", "INT", "2")  # after which the training saves
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
@@ -51,34 +50,6 @@ def cpu_quota(file: Path = CPU_MAX) -> float | None:
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         return None
-
-
-def memory(exam: Examination) -> Finding:
-    """The host's memory that the processes of a node may use."""
-
-    def look() -> Finding:
-        total, limit = psutil.virtual_memory().total, memory_limit()
-        usable = min(total, limit or total)
-        each = usable / exam.hosts.count(exam.hosts[exam.launch.rank])
-        found = f"{usable / 2**30:.1f} GiB a node, {each / 2**30:.1f} GiB a process"
-        if each < 2 * 2**30:
-            return Finding(WARN, found, "2 GiB a process", "Ask for more: --mem")
-        return Finding(PASS, found, "2 GiB a process")
-
-    return worst_of(exam, look)
-
-
-def memory_limit() -> int | None:
-    """The limit of the control group or of Slurm, in bytes; None: no limit."""
-    limits = []
-    for file in CGROUPS:
-        try:
-            limits.append(int(file.read_text()))
-        except (OSError, ValueError):  # "max"
-            continue
-    if os.environ.get("SLURM_MEM_PER_NODE", "").isdigit():
-        limits.append(int(os.environ["SLURM_MEM_PER_NODE"]) * 2**20)
-    return min(limits, default=None)
 
 
 def time_left(exam: Examination) -> Finding:
@@ -205,7 +176,7 @@ def _scontrol(*words: str) -> str:
         return ""
 
 
-RECEIVED = (Check("cores", cores, quick=True), Check("memory", memory, quick=True), Check("gpus", gpus, quick=True))
+RECEIVED = (Check("cores", cores, quick=True), *memory.CHECKS, Check("gpus", gpus, quick=True))
 LIMITS = (
     Check("time-left", time_left, quick=True),
     Check("requeue", requeue, quick=True),

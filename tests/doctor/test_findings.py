@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from accel_train.bench.machine import computes_bf16
 from accel_train.config.options import parse
-from accel_train.doctor import data, network, scheduler, storage
+from accel_train.doctor import data, memory, network, scheduler, storage
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN
 from accel_train.doctor.devices import QUERY, judged
 from accel_train.doctor.forecast import duration
@@ -120,10 +120,39 @@ def test_limits_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert scheduler.cpu_quota(tmp_path / "cpu.max") == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert scheduler.cpu_quota(tmp_path / "cpu.max") is None is scheduler.cpu_quota(tmp_path / "none")
-    (tmp_path / "memory.max").write_text("1073741824\n")
-    monkeypatch.setattr(scheduler, "CGROUPS", (tmp_path / "memory.max",))
-    monkeypatch.setenv("SLURM_MEM_PER_NODE", "512")
-    assert scheduler.memory_limit() == 512 * 2**20
+
+
+def test_the_memory_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OWN_CGROUP", tmp_path / "own")
+    for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_CPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert memory.memory_limit() is None
+    (tmp_path / "memory.max").write_text("8589934592\n")  # of a container
+    assert memory.memory_limit() == 8 * 2**30
+    job, step = tmp_path / "system.slice" / "job_7", tmp_path / "system.slice" / "job_7" / "step_0"
+    step.mkdir(parents=True)
+    (step / "memory.max").write_text("max\n")
+    (job / "memory.max").write_text("1073741824\n")  # Slurm limits the job, and not its steps
+    (tmp_path / "own").write_text("0::/system.slice/job_7/step_0\n")
+    assert memory.memory_limit() == 2**30
+    old = tmp_path / "memory" / "slurm" / "job_7"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("536870912\n")
+    (tmp_path / "own").write_text("4:cpu:/\n3:memory,hugetlb:/slurm/job_7\n0::/\n")  # version 1 beside version 2
+    assert memory.memory_limit() == 2**29
+    (tmp_path / "own").write_text("0::/../../elsewhere\n")  # outside of what a container sees
+    assert memory.memory_limit() == 8 * 2**30
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
+    assert memory.memory_limit() == 400 * 2**20
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all of the node's
+    assert memory.memory_limit() == 400 * 2**20
+    exam: Any = SimpleNamespace(
+        launch=Launch("srun", 0, 1, 0, 1), hosts=["here"], gather=lambda value: [value], names=str
+    )
+    found = memory.memory(exam)
+    assert found.status == WARN and "0.4 GiB a process" in found.measured and "--mem-per-cpu" in found.advice
 
 
 def test_too_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
