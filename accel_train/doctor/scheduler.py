@@ -16,8 +16,13 @@ from accel_train.doctor import memory
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.process import available_cores, core_set
+from accel_train.untrusted import is_number, read_json_object
 
 SIGNALS = ("USR1", "10", "TERM", "15", "INT", "2")  # after which the training saves
+PREFLIGHT = "ACCEL_TRAIN_PREFLIGHT"
+"""Set by slurm/preflight.sbatch: the job's limits are not those of the training."""
+PBS_TIMES, PBS_LEAD = "ACCEL_TRAIN_JOB_TIMES", "ACCEL_TRAIN_LEAD_SECONDS"
+"""Set by pbs/train.pbs: when its job began and ends, "1767323045 1767337445", and how long before the end it saves."""
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -55,13 +60,24 @@ def cpu_quota(file: Path = CPU_MAX) -> float | None:
 def time_left(exam: Examination) -> Finding:
     """The rest of the job's time, against the time that the recipe needs."""
     needed = exam.measured.get("training_seconds")
-    return broadcast_from_main(exam.accelerator, lambda: judged_time(job_times()[1], needed))
+    return broadcast_from_main(exam.accelerator, lambda: judged_time(job_times()[1], needed or _rest_of_run(exam)))
+
+
+def _rest_of_run(exam: Examination) -> float | None:
+    """The seconds that the run has left, as its last start has written; None if this is its first start."""
+    if exam.config.output_dir is None:
+        return None
+    rest = read_json_object(exam.config.output_dir / "status.json").get("eta_seconds")
+    return float(rest) if is_number(rest) and rest else None
 
 
 def judged_time(end: float | None, needed: float | None) -> Finding:
     """Judge the time of the job's end by the seconds that the training needs, None if that was not measured."""
+    if PREFLIGHT in os.environ:
+        need = "was not measured" if needed is None else f"is {needed / 3600:.2f} h: give its job that --time"
+        return Finding(NOT_CHECKED, f"this job only looks at the nodes; the training's time {need}")
     if end is None:
-        return Finding(NOT_CHECKED, "not in a job of Slurm with a time limit")
+        return Finding(NOT_CHECKED, "not in a job with a time limit that is known here")
     left = end - time.time()
     found = f"{left / 3600:.2f} h left"
     if needed is None:
@@ -74,7 +90,10 @@ def judged_time(end: float | None, needed: float | None) -> Finding:
 
 
 def job_times() -> tuple[float | None, float | None]:
-    """When this job of Slurm began and when it will end, in seconds since 1970; None if it is not known."""
+    """When this job began and when it will end, in seconds since 1970; None if it is not known."""
+    if re.fullmatch(r"\d+ \d+", given := os.environ.get(PBS_TIMES, "")):
+        began, ends = given.split()
+        return float(began), float(ends)
     names = ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME")
     if all(os.environ.get(name, "").isdigit() for name in names):
         return float(os.environ[names[0]]), float(os.environ[names[1]])
@@ -114,11 +133,13 @@ def gpus(exam: Examination) -> Finding:
 
 
 def requeue(exam: Examination) -> Finding:
-    """Slurm may requeue the job."""
+    """The job may be requeued, or submits itself again."""
 
     def look() -> Finding:
+        if PBS_LEAD in os.environ:
+            return Finding(PASS, "pbs/train.pbs submits itself again", "allowed")
         if not os.environ.get("SLURM_JOB_ID"):
-            return Finding(NOT_CHECKED, "not a job of Slurm")
+            return Finding(NOT_CHECKED, "not a job of Slurm, nor of pbs/train.pbs")
         allowed = re.search(r"\bRequeue=(\d)", _job_record(os.environ["SLURM_JOB_ID"]))
         if allowed is None:
             return Finding(NOT_CHECKED, "scontrol does not answer here")
@@ -131,16 +152,47 @@ def requeue(exam: Examination) -> Finding:
 
 def lead(exam: Examination) -> Finding:
     """The signal comes early enough before the time limit: a save takes at most half of that time."""
-    return broadcast_from_main(
-        exam.accelerator, lambda: judged_lead(signal_option(), exam.measured.get("save_seconds"))
-    )
+    save = exam.measured.get("save_seconds")
+
+    def look() -> Finding:
+        if PREFLIGHT in os.environ:
+            need = "was not measured" if save is None else f"takes {save:.2g} s: --signal=USR1@{_enough(save, 60)}"
+            return Finding(NOT_CHECKED, f"this job only looks at the nodes; a save of the training {need}")
+        if os.environ.get(PBS_LEAD, "").isdigit():
+            return judged_stop(int(os.environ[PBS_LEAD]), save)
+        return judged_lead(signal_option(), save)
+
+    return broadcast_from_main(exam.accelerator, look)
+
+
+def judged_stop(seconds: int, save: float | None) -> Finding:
+    """Judge how many seconds before the end pbs/train.pbs asks the training to save."""
+    expected = "at least twice as long before the limit as a save takes"
+    if save is None:
+        return Finding(NOT_CHECKED, f"{seconds} s (LEAD_SECONDS); a save was not measured", expected)
+    measured = f"{seconds} s (LEAD_SECONDS), a save takes {save:.2g} s"
+    if save > seconds / 2:
+        return Finding(FAIL, measured, expected, f"qsub -v TRAIN,LEAD_SECONDS={_enough(save, seconds)}")
+    return Finding(PASS, measured, expected)
+
+
+def _enough(save: float, seconds: int) -> int:
+    return max(seconds, int(save * 4) + 1)
 
 
 def signal_option() -> str:
-    """What --signal was given, "B:USR1@120": of sbatch's variable, else of the batch script; "" if neither says."""
+    """What --signal was given, such as "B:USR1@120"; "" if nothing says it.
+
+    It is asked of sbatch's variable, of its command line, if Slurm keeps accounts, and of the batch script.
+    """
     if "SBATCH_SIGNAL" in os.environ or not os.environ.get("SLURM_JOB_ID"):
         return os.environ.get("SBATCH_SIGNAL", "")
-    script = _scontrol("write", "batch_script", os.environ["SLURM_JOB_ID"], "-")
+    job = os.environ["SLURM_JOB_ID"]
+    line = _answer("sacct", "--jobs", job, "--allocations", "--noheader", "--parsable2", "--format=SubmitLine")
+    before_script = re.split(r"\s\S+\.(?:sbatch|sh)\b", line)[0]
+    if found := re.findall(r"\s--signal[= ](\S+)", before_script):
+        return str(found[-1])
+    script = _scontrol("write", "batch_script", job, "-")
     found = re.findall(r"^#SBATCH.*\s--signal[= ](\S+)", script, re.MULTILINE)
     return found[-1] if found else ""
 
@@ -150,9 +202,9 @@ def judged_lead(given: str, save: float | None) -> Finding:
     match = re.fullmatch(r"([RB]*:)?(?:SIG)?(\w+)(?:@(\d+))?", given)
     expected = "USR1, at least twice as long before the limit as a save takes"
     if match is None:
-        return Finding(NOT_CHECKED, "neither SBATCH_SIGNAL nor the batch script has --signal", expected)
+        return Finding(NOT_CHECKED, "neither SBATCH_SIGNAL, sbatch's line nor the batch script has --signal", expected)
     only, name, seconds = match[1] or "", match[2], int(match[3] or 60)
-    again = f"sbatch --signal=USR1@{max(seconds, int((save or 0) * 4) + 1)}"
+    again = f"sbatch --signal=USR1@{_enough(save or 0, seconds)}"
     if name not in SIGNALS or "B" in only:
         reason = "only the batch script gets it" if "B" in only else "the training does not listen to it"
         return Finding(FAIL, f"--signal={given}: {reason}", expected, again)
@@ -170,8 +222,12 @@ def _job_record(job: str) -> str:
 
 
 def _scontrol(*words: str) -> str:
+    return _answer("scontrol", *words)
+
+
+def _answer(*words: str) -> str:
     try:
-        return subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=10).stdout
+        return subprocess.run(words, capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 

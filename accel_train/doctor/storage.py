@@ -12,16 +12,20 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
+from accel_train import models
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
 from accel_train.doctor.network import has_infiniband
 from accel_train.errors import UserError
 from accel_train.launch.agreement import check_shared_directory
 from accel_train.launch.consensus import broadcast_from_main
+from accel_train.user_code.reference import parse_reference
 
 # https://github.com/stas00/ml-engineering, storage: a disk that is more than 80 % full is slow, and soon full.
 UNSEEN_SECONDS = 5.0  # a network file system may show a new file late
 FULL, SHM_BYTES, IMPORT_SECONDS, FILES = 0.8, 2**30, 10.0, 1024
-MOST_WRITTEN = 2**30  # bytes of a trial save; a larger one is extrapolated
+MOST_WRITTEN, MOST_WRITTEN_QUICKLY = 2**30, 2**27  # bytes of a trial save; a larger one is extrapolated
 ASKED, ASKED_SECONDS = 16 * 2**20, 0.02  # bytes that a disk which can reserve room reserves in no time
 INODES = 1000  # files of a run with its checkpoints, generously
 
@@ -40,7 +44,37 @@ def shared_folder(exam: Examination) -> Finding:
 
 def room(exam: Examination) -> Finding:
     """The disk has room for the checkpoints."""
+    _estimate_checkpoint(exam)
     return broadcast_from_main(exam.accelerator, lambda: _room(exam))
+
+
+def _estimate_checkpoint(exam: Examination) -> None:
+    """Estimate the size of a checkpoint, if no update was measured: from the model, made without memory, and from what
+    the optimizer and the EMA keep. Collective."""
+    if "checkpoint_bytes" in exam.measured or exam.splits is None:
+        return
+    splits = exam.splits
+
+    def size() -> float | None:
+        config = exam.config
+        if parse_reference("model.name", config.model.name):  # it may need real numbers, and take any time
+            return None
+        try:
+            with torch.device("meta"):
+                pixels = models.input_size(config.model, splits.image_size, config.origin)
+                model = models.create_model(
+                    config.model, num_classes=len(splits.classes), channels=splits.channels, image_size=pixels,
+                    published=False, origin=config.origin,
+                )  # fmt: skip
+        except (UserError, RuntimeError, NotImplementedError):  # the training will say it
+            return None
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+        copies = 1 if config.optim.name in ("sgd", "momentum", "lion", "muon") else 2  # of Adam and its relatives
+        return float(weights * (1 + copies + config.ema.enabled))
+
+    estimated = broadcast_from_main(exam.accelerator, size)
+    if estimated is not None:
+        exam.measured["checkpoint_bytes"] = estimated
 
 
 def _room(exam: Examination) -> Finding:
@@ -87,7 +121,7 @@ def save(exam: Examination) -> Finding:
 def _save(exam: Examination) -> tuple[Finding, float | None]:
     size = int(exam.measured.get("checkpoint_bytes", 2**20))
     expected = "it can be written, synchronised and renamed"
-    written = min(size, MOST_WRITTEN)
+    written = min(size, MOST_WRITTEN_QUICKLY if exam.quick else MOST_WRITTEN)
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=exam.folder) as place:
             began, block = time.perf_counter(), os.urandom(2**20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import time
 from dataclasses import replace
@@ -23,11 +24,14 @@ from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN
 from accel_train.doctor.devices import QUERY, judged
 from accel_train.doctor.forecast import duration
 from accel_train.launch.environment import Launch
+from accel_train.models import create_model
 
 
 def test_a_disk_without_room(tmp_path: Path) -> None:
     with helpers.small_disk(tmp_path / "disk", "200k") as disk:
-        exam: Any = SimpleNamespace(folder=disk, config=parse(["digits"]), measured={"checkpoint_bytes": 1e6})
+        exam: Any = SimpleNamespace(
+            folder=disk, config=parse(["digits"]), measured={"checkpoint_bytes": 1e6}, quick=False
+        )
         room = storage._room(exam)
         assert (
             room.status == FAIL and "4 checkpoints of 1.0 MiB" in room.expected and "--checkpoint.keep" in room.advice
@@ -111,8 +115,78 @@ def test_the_signal_is_read_from_the_batch_script(tmp_path: Path, monkeypatch: p
     assert scheduler.signal_option() == ""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert scheduler.signal_option() == "USR1@90"
+    accounts = tmp_path / "sacct"  # what was given on sbatch's line comes before what is in the script
+    accounts.write_text(
+        "#!/bin/sh\necho 'sbatch --nodes=2 --signal=B:USR1@60 slurm/multi_node.sbatch r --signal=X@1'\n"
+    )
+    accounts.chmod(0o755)
+    assert scheduler.signal_option() == "B:USR1@60"
+    accounts.write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
+    assert scheduler.signal_option() == "USR1@90"
     monkeypatch.setenv("SBATCH_SIGNAL", "USR1@30")
     assert scheduler.signal_option() == "USR1@30"
+
+
+def exam_of(folder: Path, **measured: float) -> Any:
+    accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
+    config = parse(["digits", "--output-dir", str(folder)])
+    return SimpleNamespace(config=config, measured=measured, accelerator=accelerator, folder=folder, quick=True)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (scheduler, storage):
+        monkeypatch.setattr(module, "broadcast_from_main", lambda _, decide: decide())
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "SBATCH_SIGNAL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_limits_of_a_job_of_pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exam = exam_of(tmp_path, save_seconds=2.0, training_seconds=7200.0)
+    assert {check.look(exam).status for check in scheduler.LIMITS} == {NOT_CHECKED}
+    now = int(time.time())
+    monkeypatch.setenv("ACCEL_TRAIN_LEAD_SECONDS", "120")
+    monkeypatch.setenv("ACCEL_TRAIN_JOB_TIMES", f"{now - 60} {now + 3600}")
+    assert [check.look(exam).status for check in scheduler.LIMITS] == [WARN, PASS, PASS]
+    slow = scheduler.lead(exam_of(tmp_path, save_seconds=100.0))
+    assert slow.status == FAIL and slow.advice.endswith("LEAD_SECONDS=401")
+    monkeypatch.setenv("ACCEL_TRAIN_JOB_TIMES", "")  # no walltime
+    assert scheduler.time_left(exam).status == NOT_CHECKED
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_requeued_run_knows_its_rest_and_a_preflight_is_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = int(time.time())
+    monkeypatch.setenv("SLURM_JOB_START_TIME", str(now))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(now + 600))
+    exam = exam_of(tmp_path)
+    assert scheduler.time_left(exam).status == NOT_CHECKED
+    for rest, status in ((60.0, PASS), (6000.0, WARN), (None, NOT_CHECKED), ("much", NOT_CHECKED)):
+        (tmp_path / "status.json").write_text(json.dumps({"eta_seconds": rest}))
+        assert scheduler.time_left(exam).status == status
+    monkeypatch.setenv("SBATCH_SIGNAL", "USR1@120")
+    exam.measured.update(save_seconds=80.0, training_seconds=7200.0)
+    monkeypatch.setenv("ACCEL_TRAIN_PREFLIGHT", "1")
+    left, lead = scheduler.time_left(exam), scheduler.lead(exam)
+    assert left.status == lead.status == NOT_CHECKED
+    assert "2.00 h" in left.measured and "--signal=USR1@321" in lead.measured
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_quick_save_has_the_size_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exam = exam_of(tmp_path)
+    exam.splits = SimpleNamespace(image_size=8, classes=tuple("0123456789"), channels=1)
+    assert storage.room(exam).expected.startswith("4 checkpoints of")
+    real = sum(tensor.numel() * 4 for tensor in create_model(
+        exam.config.model, num_classes=10, channels=1, image_size=8).state_dict().values())  # fmt: skip
+    assert exam.measured["checkpoint_bytes"] >= 2 * real
+    assert storage.save(exam).status == PASS and exam.measured["save_seconds"] > 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SBATCH_SIGNAL", "USR1@120")
+    assert scheduler.lead(exam).status == PASS
 
 
 def test_limits_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +324,7 @@ def test_each_pair_is_measured_once_and_each_round_at_the_same_time(count: int) 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with helpers.small_disk(tmp_path / "disk", "200k") as disk:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        exam: Any = SimpleNamespace(folder=disk, config=parse(["digits"]), measured={})
+        exam: Any = SimpleNamespace(folder=disk, config=parse(["digits"]), measured={}, quick=False)
         finding, seconds = storage._save(exam)
         assert finding.status == FAIL and seconds is None and "Read-only file system" in finding.measured
         assert "--output-dir" in finding.advice
