@@ -21,7 +21,13 @@ from pathlib import Path
 import psutil
 
 from accel_train.errors import UserError
-from accel_train.launch.parent import is_launcher, only_launcher_set, parent_process
+from accel_train.launch.parent import (
+    asked_of_accelerate,
+    is_launcher,
+    launcher_command,
+    only_launcher_set,
+    parent_process,
+)
 from accel_train.launch.process import available_cores, start_time
 from accel_train.starter import how_to_get
 
@@ -197,6 +203,13 @@ def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
             every_process=False,
         )
     launchers, group_size = env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("GROUP_WORLD_SIZE", "")
+    if launch.launcher == "accelerate" and group_size not in ("", "1"):
+        asked = asked_of_accelerate(launcher_command(), "num_processes")
+        if asked is not None and asked != launch.world_size:
+            raise UserError(
+                f"accelerate launch was asked for {asked} processes on {group_size} machines, but it starts the same "
+                f"number on each: {launch.world_size} in all. Give --num_processes a multiple of --num_machines."
+            )
     if group_size and _in_slurm_step(env) and launchers not in ("1", group_size):
         raise UserError(
             f"srun started {launchers} launchers, but this one knows of {group_size}, so each would train alone. "

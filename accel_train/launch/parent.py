@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
+
+from accel_train.untrusted import read_regular_file
 
 LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 
@@ -35,6 +39,28 @@ def launcher_command() -> list[str]:
     except psutil.Error:
         return []
     return command if is_launcher(command) else []
+
+
+def asked_of_accelerate(command: list[str], name: str) -> int | None:
+    """The number that `accelerate launch` was given for an option such as num_processes, on its command line or in the
+    config file that it names; None if neither says one."""
+
+    def on_line(option: str) -> str | None:
+        spellings = (f"--{option}", f"--{option.replace('_', '-')}")
+        for word, following in pairwise([*command, ""]):
+            key, equals, value = word.partition("=")
+            if key in spellings:
+                return value if equals else following
+        return None
+
+    given: object = on_line(name)
+    if given is None and (file := on_line("config_file")):
+        import yaml
+
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            values = yaml.safe_load(read_regular_file(Path(file), follow=True))
+            given = values.get(name) if isinstance(values, dict) else None
+    return int(str(given)) if str(given).isdecimal() else None
 
 
 def only_launcher_set(variable: str, option: str | None = None) -> bool:

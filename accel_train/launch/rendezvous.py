@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import distributed
 
+from accel_train import __version__
 from accel_train.errors import UserError, reason_of
 from accel_train.launch.environment import Launch, allocated_hosts
 from accel_train.launch.process import hostname, ranges
@@ -65,6 +66,7 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float) -> 
         )
     keys, verdict = [f"accel_train/{attempt}/{rank}" for rank in range(launch.world_size)], f"accel_train/{attempt}/met"
     mine = [hostname(), device_id, launch.world_size]
+    store.set(f"{keys[launch.rank]}/version", __version__)  # a key of its own: older versions read only the other
     store.set(keys[launch.rank], json.dumps(mine))
     began = time.monotonic()
     found, is_first = "", launch.rank == 0
@@ -72,11 +74,12 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float) -> 
         if is_first:
             _wait_for(store, keys, verdict, began + seconds)
             if not store.check([verdict]):
-                found = _judge(store.multi_get(keys))
+                found = _other_version(store, keys) or _judge(store.multi_get(keys))
         else:  # rank 0 gives up first, and says who is missing
             _wait_for(store, [keys[0]], verdict, began + seconds + VERDICT_SECONDS)
             if not store.check([verdict]):
-                found = _other_world_size({0: json.loads(store.get(keys[0])), launch.rank: mine})
+                found = _other_version(store, [keys[0]])
+                found = found or _other_world_size({0: json.loads(store.get(keys[0])), launch.rank: mine})
             if not found:
                 _wait_for(store, [verdict], verdict, began + seconds + VERDICT_SECONDS)
     except TimeoutError:
@@ -109,6 +112,22 @@ def _judge(written: list[bytes]) -> str:
                 "may see its own GPU only, or all GPUs. NCCL cannot connect MIG slices of one GPU. "
                 "--share-gpus true allows sharing, which is slow; "
                 "ACCELERATE_USE_CPU=true trains on the CPU."
+            )
+    return ""
+
+
+def _other_version(store: Any, keys: list[str]) -> str:
+    """Says which rank runs another version of this program than this one; "" if none does."""
+    own, old = __version__, "an older one"
+    names = [f"{key}/version" for key in keys]
+    known = store.check(names)
+    for key, name in zip(keys, names, strict=True):
+        found = store.get(name).decode() if known or store.check([name]) else old
+        if found != own:
+            host, rank = json.loads(store.get(key))[0], key.rpartition("/")[2]
+            return (
+                f"The processes run different versions of accel-train: {own} on {hostname()}, {found} on {host} (rank "
+                f"{rank}). Install the same one on all nodes, and activate the same environment."
             )
     return ""
 

@@ -136,6 +136,28 @@ def test_a_promise_that_cannot_be_kept_is_an_error(env: dict[str, str], message:
         _check_promise(_detect(env), env)
 
 
+def test_a_number_of_processes_that_the_machines_cannot_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no", "GROUP_WORLD_SIZE": "2"}
+    line = ["python", "/bin/accelerate", "launch", "--num_machines", "2"]
+    file = tmp_path / "config.yaml"
+
+    def promise(*words: str) -> None:
+        monkeypatch.setattr("accel_train.launch.environment.launcher_command", lambda: [*line, *words])
+        _check_promise(_detect(env), env)
+
+    file.write_text("num_processes: 3\n")
+    for words in (["--num_processes", "3"], ["--num-processes=3"], ["--config_file", str(file)]):
+        with pytest.raises(UserError, match=r"asked for 3 processes on 2 machines, .*: 2 in all"):
+            promise(*words)
+    promise("--num_processes", "2", "--config_file", str(file))
+    promise()
+    line.clear()  # the parent is hidden
+    promise()
+    promise("--num_processes")
+    file.write_text("[")
+    promise("--config_file", str(file))
+
+
 def test_rank_0_is_on_the_first_node_and_each_job_has_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # no scontrol
     launch = Launch("srun", 3, 4, 1, 2)
@@ -279,6 +301,23 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
         assert codes == [2, 2, 2] and not worlds and "Rank 1 exists twice" in text
         codes, worlds, text = finish(*unlike[:2], unlike[2])
         assert codes[0] == 2 and not worlds and "expects 2 processes, but rank 1" in text
+
+
+def test_two_versions_of_the_program_do_not_train_together() -> None:
+    program = (
+        "import runpy, sys; from accel_train.launch import rendezvous\n"
+        "if sys.argv[1] == 'silent': rendezvous._other_version = lambda store, keys: ''\n"  # as older versions
+        "rendezvous.__version__ = sys.argv[1]\n"
+        f"sys.argv = [{PROGRAM!r}]; runpy.run_path({PROGRAM!r}, run_name='__main__')\n"
+    )
+    for versions in (("1.0", "2.0"), ("silent", "2.0")):
+        port = helpers.free_port()
+        codes, worlds, text = finish(
+            *(by_hand(rank, port, 2, "-c", program, version) for rank, version in enumerate(versions))
+        )
+        assert codes == [2, 2] and not worlds, text
+        assert "different versions of accel-train: " in text and "(rank " in text, text
+        assert len(set(text.splitlines())) == 1, text  # all raise the same error, which the program prints once
 
 
 def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -> None:
