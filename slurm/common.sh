@@ -233,6 +233,8 @@ launch_node() {
         unset MASTER_ADDR MASTER_PORT # there is no other process to connect to
         become_rank "$@"
     fi
+    # Before the training the hosts meet: a launcher would wait for a missing one for ten minutes, and not name it.
+    if [[ $nodes != 1 && $* == "-m accel_train.train "* ]]; then "${container[@]}" python -m accel_train meet "${@:3}" --num-machines "$nodes" --machine-rank "$node" --main-process-ip "$MASTER_ADDR" --main-process-port "$MASTER_PORT"; fi
     exec "${container[@]}" accelerate launch --config_file "$ACCELERATE_CONFIG" \
         --num_machines "$nodes" --num_processes $((nodes * processes)) --machine_rank "$node" \
         --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" \

@@ -21,6 +21,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "track": ("of_run.track", "send a run's curves to TensorBoard, W&B or MLflow"),
     "runs": ("of_run.runs", "list runs: state, epoch, accuracy, age, owner"),
     "doctor": ("doctor", "look for what will go wrong in the next twenty hours"),
+    "meet": ("meet", "wait for the other hosts before the launcher, and name the missing"),
     "bench": ("bench", "measure how close the trainer comes to the device's limit"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("recipes", "list the recipes, or print one"),
@@ -71,10 +72,21 @@ def _run(words: list[str]) -> int:
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}.{nearest(name, COMMANDS)} See accel-train --help.")
     if name != "train":  # train has this option in its configuration
-        rest = [word for word in rest if word != "--traceback"]
+        rest = _without_traceback(rest)
     module = importlib.import_module(f"accel_train.cli.{COMMANDS[name][0]}")
     code: int = getattr(module, name.replace("-", "_"))(rest)
     return code
+
+
+def _without_traceback(words: list[str]) -> list[str]:
+    """Return the words without --traceback, --traceback=true or --traceback true, as train understands them."""
+    following = zip(["", *words], words, strict=False)
+    values = [before == "--traceback" and word in ("true", "false") for before, word in following]
+    return [
+        word
+        for word, is_value in zip(words, values, strict=True)
+        if not (is_value or word.partition("=")[0] == "--traceback")
+    ]
 
 
 def _print_help() -> None:

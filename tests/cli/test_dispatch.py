@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from accel_train import __version__
+from accel_train.cli import dispatch
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # Runs the command line in this process, then says which heavy packages it has imported.
@@ -32,12 +33,17 @@ def accel_train(
     return done.returncode, done.stdout, done.stderr
 
 
+def test_traceback_is_an_option_of_every_command() -> None:
+    for words in (["--traceback"], ["--traceback", "true"], ["--traceback=false"]):
+        assert dispatch._without_traceback(["digits", *words, "--quick", "true"]) == ["digits", "--quick", "true"]
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["--help"], ["train", "--help"], ["evaluate", "--help"], ["predict", "-h"], ["recipes", "--help"],
         ["check-data", "--help"], ["init", "--help"], ["bench", "--help"], ["recipes"], ["runs", "--help"],
-        ["completion", "--help"],
+        ["completion", "--help"], ["meet", "--help"],
     ],
 )  # fmt: skip
 def test_help_exits_0_and_does_not_import_torch(words: list[str]) -> None:
