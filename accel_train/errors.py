@@ -82,10 +82,26 @@ def writing(option: str, path: Path, instead: str = "another file") -> Iterator[
         raise UserError(f"{option}: {path} cannot be written ({reason}); name {instead}.") from error
 
 
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody may be looking at `stream`.
+
+    Open MPI gives its processes a terminal of its own, also if mpirun's output goes to a file; then it is none.
+    """
+    try:
+        if not os.isatty(stream.fileno()):
+            return False
+        if "OMPI_COMM_WORLD_RANK" in os.environ:
+            target = Path(f"/proc/{os.getppid()}/fd/{stream.fileno()}").readlink()
+            return str(target).startswith(("/dev/pts/", "/dev/tty"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def columns(stream: TextIO) -> int | None:
     """Return the width of the terminal behind `stream`; None if it is not a terminal, or does not say its width."""
     try:
-        return os.get_terminal_size(stream.fileno()).columns or None
+        return os.get_terminal_size(stream.fileno()).columns or None if is_terminal(stream) else None
     except (OSError, ValueError):
         return None
 

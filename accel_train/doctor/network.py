@@ -25,6 +25,7 @@ SLOW_PAIR, MOST_IN_PAIRS = 0.5, 32
 INFINIBAND = Path("/sys/class/infiniband")
 NCCL_LOG = "accel-train-doctor-nccl"
 SLOW_BUS = 0.5e9  # bytes a second: half of a 10-Gigabit network
+SLOW_BUS_OF_CPUS = 0.05e9  # half of a 1-Gigabit network: gloo's sum alone takes a CPU as long as such a network
 
 
 def all_reduce(exam: Examination) -> Finding:
@@ -61,10 +62,7 @@ def all_reduce(exam: Examination) -> Finding:
     if device.type == "cuda" and cards and sizes[-1] == LARGE:
         advice = "Look at ibstat and at transport below; NCCL_IB_HCA names the adapters."
         return judged_speed(measured, bus, cards, "through InfiniBand", advice)
-    if bus < SLOW_BUS:
-        advice = "Compare NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME with the names of the fast interfaces (ip link)."
-        return Finding(WARN, measured, f"{SLOW_BUS / 1e9} GB/s between nodes", advice)
-    return Finding(PASS, measured, f"{SLOW_BUS / 1e9} GB/s between nodes")
+    return judged_network(measured, bus, device.type)
 
 
 def _all_reduce_seconds(exam: Examination, size: int, group: Any) -> tuple[float, bool]:
@@ -92,6 +90,16 @@ def judged_bus(measured: str, bus: float, device_name: str) -> Finding:
         return Finding(PASS, measured, "the right sum")
     advice = "Look at nvidia-smi topo -m and nvlink --status: a link may be down, or the GPUs have none."
     return judged_speed(measured, bus, full, "through NVLink", advice)
+
+
+def judged_network(measured: str, bus: float, device_type: str) -> Finding:
+    """Judge the bus bandwidth between nodes by the network that such devices need."""
+    needed = SLOW_BUS if device_type == "cuda" else SLOW_BUS_OF_CPUS
+    expected = f"{needed / 1e9} GB/s between nodes"
+    if bus < needed:
+        advice = "Compare NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME with the names of the fast interfaces (ip link)."
+        return Finding(WARN, measured, expected, advice)
+    return Finding(PASS, measured, expected)
 
 
 def judged_speed(measured: str, bus: float, full: float, way: str, advice: str) -> Finding:

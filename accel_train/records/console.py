@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from accel_train.errors import columns, print_line, wrapped
+from accel_train.errors import columns, is_terminal, print_line, wrapped
 from accel_train.records.metrics import headlines
 from accel_train.records.terminal.display import Display, EpochRow, command_lines, line_of
 
@@ -44,7 +44,7 @@ class Console:
         self._pace: tuple[float, int] | None = None  # time and update from which the speed is computed
         self._figures: dict[str, str] = {}
         self._rich = RichConsole(highlight=False)
-        self.is_live = prints and self._rich.is_terminal and not self._rich.is_dumb_terminal
+        self.is_live = prints and is_terminal(sys.stdout) and self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._live: Live | None = None
         self._drawn: list[int] = []  # the lengths of the lines of the display, as they are on the terminal
         self._row: EpochRow | None = None  # of the epoch that has just ended

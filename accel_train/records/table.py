@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from accel_train.errors import wrapped
+from accel_train.errors import is_terminal, wrapped
 
 SHORT = 24  # characters: a column of cells up to this width is never wrapped
 
@@ -26,7 +26,7 @@ def print_table(
         cells = (row[i].rjust(widths[i]) if head[i] in numbers else row[i].ljust(widths[i]) for i in shown)
         return "  ".join(cells).rstrip()
 
-    if not sys.stdout.isatty():
+    if not is_terminal(sys.stdout):
         for row in [head, *rows]:
             print(aligned(row, range(len(head))))
         return

@@ -289,6 +289,10 @@ def test_what_nccl_has_chosen(log: str, has_infiniband: bool, status: str, words
 
 def test_the_bus_within_a_host_is_judged_by_its_gpus() -> None:
     assert network.judged_bus("", 1e9, "").status == PASS  # nothing is known of it
+    # two healthy nodes with CPUs and gigabit Ethernet, one that is slow, and GPUs on such a network
+    speeds = ((0.11e9, "cpu", PASS), (0.01e9, "cpu", WARN), (0.11e9, "cuda", WARN), (1e9, "cuda", PASS))
+    for speed, device, status in speeds:
+        assert network.judged_network("", speed, device).status == status
     assert network.judged_bus("", 1e9, "NVIDIA A100-PCIE-40GB".replace("PCIE", "PCIe")).status == PASS
     statuses = [network.judged_bus("", speed, "NVIDIA H100 80GB HBM3").status for speed in (450e9, 300e9, 100e9)]
     assert statuses == [PASS, WARN, FAIL]

@@ -98,6 +98,23 @@ def test_a_log_has_plain_dense_lines() -> None:
     assert done.stderr == "accel-train: warning: careful\n"
 
 
+def test_the_terminal_that_mpirun_makes_for_a_file_is_none() -> None:
+    program = "import os; os.environ['OMPI_COMM_WORLD_RANK'] = '0'\n" + RUN  # its parent's output is no terminal here
+    assert "\x1b" not in on_a_terminal(program=program)
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun (Open MPI) is not installed")
+def test_mpirun_into_a_file_prints_lines(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(RUN)
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TERM": "xterm-256color"}
+    line = ["mpirun", "-n", "1", sys.executable, str(tmp_path / "run.py")]
+    with (tmp_path / "log").open("wb") as log:
+        done = subprocess.run(line, stdout=log, stderr=subprocess.PIPE, env=os.environ | as_root, timeout=60)
+    text = (tmp_path / "log").read_text()
+    assert done.returncode == 0 and "\x1b" not in text and "epoch 2/2  test" in text
+
+
 @pytest.mark.ci
 def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     """Also the interpreter's end, which writes what is left."""
