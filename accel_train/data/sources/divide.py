@@ -20,6 +20,7 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.sources.splits import Source, Splits, names_root, present_classes, subset, unwrap_subset
 from accel_train.errors import UserError
+from accel_train.untrusted import read_regular_file
 from accel_train.user_code.reference import parse_reference, short_name
 
 
@@ -129,8 +130,8 @@ def listed_names(data: Data) -> set[str]:
     """The paths in the list of --data.skip-unreadable, relative to data.root. Raises UserError."""
     assert data.skip_unreadable is not None
     try:
-        with data.skip_unreadable.open(encoding="utf-8", errors="surrogateescape") as file:
-            return {line.rstrip("\r\n") for line in file} - {""}
+        text = read_regular_file(data.skip_unreadable, follow=True).decode("utf-8", "surrogateescape")
+        return {line.rstrip("\r") for line in text.split("\n")} - {""}
     except OSError as error:
         reason = error.strerror or error
         raise UserError(

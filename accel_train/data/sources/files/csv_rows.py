@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel_train.errors import UserError, first_of, raise_mistakes
-from accel_train.untrusted import NotRegularFileError, require_regular_file
+from accel_train.untrusted import NotRegularFileError, read_regular_file
 
 DELIMITERS = ",\t;"
 """The first of these that is in the header separates the cells: Excel writes ; where the comma is the decimal point."""
 SHOWN = 5  # rows with the same mistake that are named
+MAX_BYTES = 1 << 32  # some ten million rows
 LONGEST = 500  # characters of a message: a cell may have a hundred thousand
 
 Row = tuple[int, list[str]]
@@ -72,8 +73,7 @@ def csv_rows(path: Path) -> Iterator[Row]:
 def _text(path: Path) -> str:
     """The text of the file, without a byte order mark. Raises UserError."""
     try:
-        require_regular_file(path, follow=True)
-        content = path.read_bytes()
+        content = read_regular_file(path, MAX_BYTES, follow=True)
     except NotRegularFileError as error:
         tables = sorted(file.name for file in path.glob("*.csv")) if path.is_dir() else []
         there = f" {first_of(tables)} {'is' if len(tables) == 1 else 'are'} in it." if tables else ""

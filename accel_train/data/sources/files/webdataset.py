@@ -16,6 +16,7 @@ from accel_train.data.sources.files.folder import is_image
 from accel_train.data.sources.files.tars import Member, members_of, splits_of_members
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
+from accel_train.untrusted import read_regular_file
 
 MOST_CLASSES = 1_000_000
 
@@ -46,7 +47,7 @@ def _shards(root: Path) -> dict[str, list[str]]:
     for name in ("_info.json", "info.json"):
         if (root / name).is_file():
             try:
-                for split, info in json.loads((root / name).read_text(encoding="utf-8"))["splits"].items():
+                for split, info in json.loads(read_regular_file(root / name, follow=True))["splits"].items():
                     if split.lower() in SPLIT_NAMES:
                         shards[SPLIT_NAMES[split.lower()]] = list(info["filenames"])
                 for path in itertools.chain(*shards.values()):
