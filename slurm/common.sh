@@ -28,6 +28,11 @@ ACCEL_TRAIN_ROOT=${ACCEL_TRAIN_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}
 say() { echo "[$(date +%T)] ${script##*/}: $*"; }
 fail() { say "error: $*" >&2; exit 2; }
 
+# In bash's arithmetic a word is the name of a variable: `set -u` would end the job there, perhaps after the training.
+for name in PROCESSES_PER_NODE MAX_REQUEUES MASTER_PORT LEAD_SECONDS; do
+    if [[ ${!name:-0} == *[!0-9]* ]]; then fail "$name is ${!name}; expected a number"; fi
+done
+
 use_site() { # load modules, virtual environment or container; also in tasks, which --export=NONE starts without them
     container=()
     site_environment() {
@@ -133,7 +138,8 @@ start_launchers() {
     count_processes
     if [[ -z $address ]]; then
         address=127.0.0.1
-        if ((nodes > 1)); then address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); fi
+        if ((nodes > 1)); then address=$(scontrol show hostnames "$SLURM_JOB_NODELIST"); fi
+        address=${address%%$'\n'*} # `| head -n 1` could end scontrol, and with it the job, by SIGPIPE
     fi
     MASTER_ADDR=$address start_tasks on_node --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 -- "$@"
 }
@@ -166,22 +172,30 @@ start_tasks() {
 }
 
 # examine START...: before the training, accel-train doctor looks at the nodes for some seconds, with the same launchers
-# and processes. START is the function that starts them, with its arguments. A job that is requeued must not end by it.
+# and processes. START is the function that starts them, with its arguments. Whatever happens to the doctor, the training
+# starts, unless DOCTOR=strict: a data set whose first load is slow, or a mistake in the doctor, must not end the job.
 examine() {
-    local options=(--quick)
-    case ${DOCTOR:-print} in
+    local options=(--quick --exit-zero) mode=${DOCTOR:-print}
+    case $mode in
         off) return ;;
-        strict) ;;
-        print) options+=(--exit-zero) ;;
-        *) fail "DOCTOR is $DOCTOR; expected print, strict or off" ;;
+        strict) options=(--quick) ;;
+        print) ;;
+        *)
+            say "warning: DOCTOR is $mode; expected print, strict or off: taken as print" >&2
+            mode=print
+            ;;
     esac
     say "accel-train doctor looks at the nodes first (DOCTOR=off: without it)"
-    SLURM_TIMELIMIT=5 "$@" -m accel_train doctor "${arguments[@]}" "${options[@]}" # minutes, of this step
+    # Slurm ends all processes of the step after these minutes. Under PBS start_nodes does.
+    step_minutes=2 SLURM_TIMELIMIT=2 "$@" -m accel_train doctor "${arguments[@]}" "${options[@]}"
     rm -f "$START/exit-code" # it speaks of the training
-    if ((terminated)); then end_run "$code"; fi
-    if ((code != 0)) && [[ $DOCTOR == strict ]]; then
-        fail "DOCTOR=strict and a check of accel-train doctor failed (see above): the training was not started"
+    if ((${terminated:-0})); then end_run "$code"; fi
+    if ((code == 0)); then return; fi
+    if [[ $mode == strict ]]; then
+        fail "DOCTOR=strict and a check of accel-train doctor failed, or did not end in time (see above):" \
+            "the training was not started"
     fi
+    say "accel-train doctor failed, or did not end in time (see above); the training starts without its answer" >&2
 }
 
 # stand_by FUNCTION ARGUMENT...: run a function in a child process and wait for it; sets $code. Each task uses it,
@@ -365,9 +379,9 @@ job_options() {
         echo "gpus-per-socket ${SLURM_GPUS_PER_SOCKET:-}"
     )
     if [[ $(job_field OverSubscribe) == NO ]]; then options+=(--exclusive); fi
-    if [[ -n ${SLURM_GPUS:-} ]]; then # --gpus counts all nodes together: 4, or a100:4
+    if [[ ${SLURM_GPUS:-} =~ [0-9]$ ]]; then # --gpus counts all nodes together: 4, or a100:4
         value=${SLURM_GPUS##*:}
-        options+=(--gpus="${SLURM_GPUS%"$value"}$((value * $1 / SLURM_NNODES))")
+        options+=(--gpus="${SLURM_GPUS%"$value"}$((value * $1 / ${SLURM_NNODES:-1}))")
     fi
 }
 

@@ -1,6 +1,7 @@
 """The job scripts without a cluster: their own decisions, and their style."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -192,6 +193,61 @@ def test_a_short_warning_is_measured(tmp_path: Path) -> None:
     short, long = (bash(script, tmp_path, SLURM_JOB_ID="7", END=end).stderr for end in ("1010", "1060"))
     assert "a save takes 8 s, the warning came 10 s before the end: sbatch --signal=USR1@32" in short
     assert long == ""
+
+
+SLURM = {  # what Slurm sets in each batch script; everything else may be missing
+    "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n[1-2]",
+}  # fmt: skip
+
+
+def job(script: str, cwd: Path, doctor: int, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a batch script with an srun whose doctor ends with this code, and whose training fails with 3."""
+    commands = {
+        "srun": f'[[ "$*" == *" doctor "* ]] && exit {doctor}; echo "training starts"; exit 3',
+        "scontrol": "if [[ $2 == hostnames ]]; then echo n1; echo n2; else echo NodeName=n1 Gres=gpu:2; fi",
+        "accelerate": "exit 3",
+    }
+    (cwd / "bin").mkdir(exist_ok=True)
+    for name, text in commands.items():
+        (cwd / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (cwd / "bin" / name).chmod(0o755)
+    environment = {"PATH": f"{cwd}/bin:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(ROOT)} | SLURM | variables
+    return subprocess.run(
+        ["bash", str(ROOT / "slurm" / script), "digits", "--output-dir", str(cwd / "run")],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ["single_node.sbatch", "multi_node.sbatch", "tasks.sbatch"])
+def test_the_doctor_never_costs_the_job(script: str, tmp_path: Path) -> None:
+    """Whatever DOCTOR is, with no other variable set; 143 is a step that Slurm has cut."""
+    for value in (None, "", "print", "nonsense", "off", "strict"):
+        given = {} if value is None else {"DOCTOR": value}
+        done = job(script, tmp_path, 143, **given)
+        assert "unbound" not in done.stderr
+        if value == "strict":
+            assert done.returncode == 2 and "training starts" not in done.stdout
+            continue
+        assert done.returncode == 3 and "training starts" in done.stdout, (value, done.stdout, done.stderr)
+        assert "To continue the run: cd " in done.stderr
+        assert ("starts without its answer" in done.stderr) == (value != "off")
+        assert ("DOCTOR is nonsense; expected print, strict or off" in done.stderr) == (value == "nonsense")
+
+
+@pytest.mark.ci
+def test_no_variable_ends_a_job(tmp_path: Path) -> None:
+    """Each variable that the scripts read, empty or with a value that it should not have: at most one line, at once."""
+    text = "".join(path.read_text() for path in [*ROOT.glob("slurm/*.s*"), ROOT / "pbs" / "train.pbs"])
+    read = set(re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)) - SLURM.keys()
+    ours = {"START", "RUN", "JOB", "PATH", "HOSTNAME", "PWD", "SECONDS", "SLURM_SUBMIT_DIR"}
+    assert {"DOCTOR", "MAX_REQUEUES", "TMPDIR", "SLURM_GPUS", "ACCEL_TRAIN_SITE"} <= read
+    for name in sorted(read - ours):
+        for value in ("",) if name.startswith(("SLURM", "PBS")) else ("", "a b"):
+            done = job("multi_node.sbatch", tmp_path, 0, **{name: value})
+            assert "unbound" not in done.stderr and "syntax error" not in done.stderr, (name, done.stderr)
+            assert done.returncode in ((3,) if value == "" else (2, 3)), (name, value, done.stderr)
+            if done.returncode == 2:
+                assert done.stderr.count("\n") == 1 and "error: " in done.stderr, (name, done.stderr)
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
