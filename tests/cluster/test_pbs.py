@@ -47,9 +47,7 @@ Job Id: $2
     Resource_List.walltime = ${WALLTIME:-01:00:00}
     schedselect = 2:ncpus=2:mpiprocs=2
     Variable_List = PBS_O_HOME=/root,PBS_O_PATH=/opt/pbs/bin:/usr/sb
-	in:/bin,TRAIN=digits --x 1\\,2,ACCEL_TRAIN_ROOT=/x,
-	PROCESSES_PER_NODE=1,ACCELERATE_CONFIG=/y,LEAD_SECONDS=11,
-	PBS_O_QUEUE=entry
+	in:/bin,${GIVEN}PBS_O_QUEUE=entry
 END""",
     # this site has no GPUs to count
     "qsub": """
@@ -79,7 +77,11 @@ def train(
         SPOOL=str(directory), **variables,
     )  # fmt: skip
     ours = {"ACCEL_TRAIN_SITE": str(directory / "site"), "ACCEL_TRAIN_ROOT": str(ROOT), "DOCTOR": "off"}
-    environment = ours | environment
+    # qsub -v: what this submission was given and nothing more; a continuation is given nothing but CONTINUE
+    given = variables if "CONTINUE" in variables else ours | variables
+    environment = given | environment
+    words = [f"{name}={value}".replace(",", "\\,") for name, value in given.items()]
+    environment["GIVEN"] = "".join(f"{word},\n\t" for word in words)
     site = directory / "site"
     if not site.exists():
         site.write_text("export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n")
@@ -124,6 +126,35 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     assert logs["rank-1.log"].count("rank 1 on ") == 3  # the second job's doctor, too
     # once more: nothing is left to do
     assert "my run holds a finished run" in train(tmp_path, TRAIN=words, **CPU).stdout
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("doctor", ["sleep 300", "exit 1"])
+def test_a_chain_of_jobs(doctor: str, tmp_path: Path) -> None:
+    """Each job saves and submits the next, which has the variables of the first, whatever the doctor does."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "accelerate").write_text(
+        f'#!/bin/bash\n[[ "$*" != *" doctor "* ]] || {doctor}\n'
+        'echo "$ONLY_MINE $*" >>"$RUN/trained"; expr $(wc -l <"$RUN/trained") / 2 >"$RUN/REQUEUE"\n'
+    )
+    (tmp_path / "bin" / "accelerate").chmod(0o755)
+    run = tmp_path / "my run"
+    given = {"LEAD_SECONDS": "11", "ACCEL_ONLY_MINE": "1,2", "DOCTOR": "", **CPU}
+    (tmp_path / "site").write_text("site_environment() { export ONLY_MINE=$ACCEL_ONLY_MINE; }\n")
+    jobs = [train(tmp_path, TRAIN="digits --epochs 2 --output-dir 'my run'", walltime="00:00:15", **given)]
+    kept = (run / "slurm" / "variables.sh").read_text()
+    jobs += [train(tmp_path, CONTINUE=str(run), walltime="00:00:15") for _ in range(3)]
+    for job in jobs:
+        assert job.returncode == 0, job.stdout + job.stderr
+        assert "the training starts without its answer" in job.stderr
+    assert (run / "slurm" / "variables.sh").read_text() == kept and "TRAIN=" in kept and "LEAD_SECONDS=11" in kept
+    trained = (run / "trained").read_text().splitlines()
+    assert len(trained) == 8 and all(line.startswith("1,2 ") and "--epochs 2" in line for line in trained)
+    # after a failure in a continuation, the command that it prints has them, too
+    (tmp_path / "bin" / "accelerate").write_text("#!/bin/bash\nexit 3\n")
+    failed = train(tmp_path, CONTINUE=str(run), walltime="00:00:15")
+    assert failed.returncode == 3 and "qsub -v CONTINUE" in failed.stderr
+    assert (run / "slurm" / "variables.sh").read_text() == kept
 
 
 @pytest.mark.ci
