@@ -5,6 +5,7 @@ Only the named files are kept. What they import is recorded by version or hash, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.config.schema import Config, value
+from accel_train.config.schema import Config, to_yaml, value
 from accel_train.errors import UserError
 from accel_train.untrusted import is_file_name, read_regular_file
 from accel_train.user_code.record import file_hash, imports
 from accel_train.user_code.reference import PREFIXES, Reference, code_file, parse_reference
+from accel_train.user_code.trust import is_remembered, remember
 
 FILE, FOLDER = "code.json", "code"
 
@@ -69,6 +71,39 @@ def keep_code(config: Config, run: Path, write: Callable[[str, bytes], object], 
     return notes
 
 
+def remember_training(config: Config) -> list[str]:
+    """Record outside the run's folder that this user trains with this code. Returns a note if that is not possible."""
+    used = references(config)
+    if not used and not config.model.kwargs:
+        return []
+    files = {option: code_file(reference) for option, reference in used.items()}
+    try:
+        remember(to_yaml(config), {option: file_hash(path) for option, path in files.items() if path is not None})
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        return [
+            f"your folder for the state of programs cannot be used ({error}): evaluate, predict, report and export "
+            "will ask for --trust-code true for this run. Set XDG_STATE_HOME to a folder of yours."
+        ]
+    return []
+
+
+def was_trained_here(run: Path) -> bool:
+    """Whether this user has trained the run in the folder `run`: with its config.yaml and the code that it keeps.
+
+    A record outside the folder says so: what is in the folder may have been written by anybody.
+    """
+    code = {}
+    try:
+        config = read_regular_file(run / "config.yaml", follow=True)
+        for option, entry in _read(run).items():
+            name = str(entry.get("kept", "")).removeprefix(f"{FOLDER}/")
+            if is_file_name(name):
+                code[option] = hashlib.sha256(read_regular_file(run / FOLDER / name, follow=True)).hexdigest()
+    except (OSError, ValueError):
+        return False
+    return is_remembered(config, code)
+
+
 def _read(run: Path) -> dict[str, dict[str, Any]]:
     """Return the content of code.json; {} if there is none. Raises UserError if it is damaged."""
     path = run / FILE
@@ -92,20 +127,24 @@ class KeptCode:
     path: Path
     """The kept file."""
 
-    def to_run(self, option: str, *, trust: bool) -> str:
+    def to_run(self, option: str, *, trained: bool, trust: bool) -> str:
         """Return the value of `option` that runs this code. Raises UserError if nobody has said that it is safe.
 
-        It is if `trust`, or if the file that the run names is on this machine, belongs to this user or to root, and has
-        the same bytes.
+        It is if `trust`, or if `trained` (this user has trained this run, see `was_trained_here`) and the file that the
+        run names is as it was. A module is run by its name only if `trained`: else the kept text is what one can read.
         """
         named = code_file(self.reference)
-        if named is not None and _is_own(named) and file_hash(named) == file_hash(self.path):
+        same = named is not None and _is_own(named) and file_hash(named) == file_hash(self.path)
+        if same and (trained or (trust and self.reference.file)):
             return str(self.reference)
         if trust:
             return f"{self.path.absolute()}:{self.reference.name}"
+        reason = "this file is missing, is not yours, or has changed"
+        if same:
+            reason = "you have not trained the run with this configuration on this machine"
         raise UserError(
-            f"--{option} {self.reference}: the run uses its own code, but this file is missing, is not yours, or has "
-            f"changed. Read {self.path}; if you trust that code, add --trust-code true."
+            f"--{option} {self.reference}: the run uses its own code, but {reason}. Read {self.path} and the arguments "
+            f"in config.yaml; if you trust them, add --trust-code true."
         )
 
 

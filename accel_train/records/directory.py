@@ -18,7 +18,7 @@ from accel_train.errors import print_line
 from accel_train.files import atomic_write
 from accel_train.ownership.folders import cannot_be_written, make_directory
 from accel_train.ownership.lease import Lease
-from accel_train.records.code import FOLDER, keep_code, references
+from accel_train.records.code import FOLDER, keep_code, references, remember_training
 from accel_train.records.environment import environment
 from accel_train.records.model_info import FILE, ModelInfo
 from accel_train.untrusted import MAX_LOG_BYTES, json_object, read_json_object, read_regular_file
@@ -75,11 +75,14 @@ class RunDirectory:
         self._replace("environment.json", _json(environment(world_size, devices, precision), indent=2))
 
     def keep_code(self, config: Config, update: int) -> list[str]:
-        """Keep the user's own code in code/ and code.json. Returns notes about what has changed in it."""
-        if not (self.writes and references(config)):
+        """Keep the user's own code in code/ and code.json, and record who trains with it. Returns notes."""
+        if not self.writes:
             return []
+        notes = remember_training(config)
+        if not references(config):
+            return notes
         self._try(FOLDER, lambda: (self.path / FOLDER).mkdir(exist_ok=True))
-        return keep_code(config, self.path, self._replace, update)
+        return keep_code(config, self.path, self._replace, update) + notes
 
     def log(self, kind: str, **values: Any) -> dict[str, Any]:
         """Append {"kind": kind, "time": seconds since 1970, **values} to metrics.jsonl; return these values.
