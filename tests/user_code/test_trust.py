@@ -91,7 +91,7 @@ def test_a_home_that_cannot_be_written_is_a_note(tmp_path: Path, monkeypatch: py
     {"block": "name"}, {"cache_dir": 3},
 ])  # fmt: skip
 def test_an_argument_that_could_open_a_file_is_refused_before_the_model_is_made(
-    tmp_path: Path, arguments: dict
+    tmp_path: Path, arguments: dict[str, object]
 ) -> None:
     run = tmp_path / "run"
     write_run(run, f"model: {{name: resnet18, kwargs: {json.dumps(arguments)}}}", trained=False)
