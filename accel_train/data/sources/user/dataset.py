@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from io import BytesIO
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +15,14 @@ from PIL import Image
 from torch import Tensor
 
 from accel_train.data.sources.files.images import to_tensor
+from accel_train.data.sources.user.packed import Packed
 from accel_train.errors import UserError
 from accel_train.user_code.loading import described, load_file
 from accel_train.user_code.reference import Reference
 
 OPTION = "data.name"
+
+KEPT_BYTES = 2**26  # of a pickled dataset, tensors not counted, that is kept for the next workers
 
 Label = int | list[int]
 """The number of a class, or for each class whether the image has it: 0 or 1."""
@@ -44,6 +44,7 @@ class UserDataset:
         """`labels`: int64 [n]. `channels`: of PIL images. `shape`: [C, H, W] of all images; None: PIL images."""
         self.dataset, self.reference, self.split = dataset, reference, split
         self.labels, self.channels, self.shape = labels, channels, shape
+        self.packed: Packed | None = None  # what data workers are sent
 
     @property
     def one_size(self) -> bool:
@@ -91,15 +92,23 @@ class UserDataset:
     def __getstate__(self) -> Any:
         """A data worker imports the user's file first: the dataset's class is defined there."""
         path = self.reference.file
-        return (_ImportFirst(Path(path)) if path else None, self.__dict__)
+        return (_ImportFirst(Path(path)) if path else None, self.__dict__ | {"dataset": self._pack(), "packed": None})
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state[1])
+        self.dataset = self.dataset.unpack()
+
+    def _pack(self) -> Packed:
+        """The dataset, packed once for all workers. A large one that is mostly no tensors is not kept twice."""
+        packed = self.packed or Packed(self.dataset)
+        if len(packed.pickled) <= KEPT_BYTES:
+            self.packed = packed
+        return packed
 
     def check_picklable(self) -> None:
         """Raise UserError if the dataset cannot be sent to a data worker."""
         try:
-            ForkingPickler(BytesIO(), pickle.HIGHEST_PROTOCOL).dump(self)
+            self._pack()
         except Exception as error:
             raise UserError(
                 f"--{OPTION} {self.reference.short}: the {self.split} dataset cannot be sent to data workers "
