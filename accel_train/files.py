@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -25,16 +25,17 @@ def set_default_permissions(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_replacement(path: Path) -> Iterator[Path]:
+def atomic_replacement(path: Path, *, check: Callable[[], None] = lambda: None, ending: str = ".tmp") -> Iterator[Path]:
     """Yield the path of a temporary file to write; when the block ends, that file replaces `path` in one rename.
 
-    If the block raises, the temporary file is removed and `path` stays as it was. Each call has its own temporary name
-    (`.NAME.XXXXXXXX.tmp`, beside `path`), so that several processes may write the same file at the same time. The
-    folder must exist. Raises OSError.
+    If the block raises, or `check`, which is called right before the rename, the temporary file is removed and `path`
+    stays as it was. Each call has its own temporary name (`.NAME.XXXXXXXX` and the `ending`, beside `path`), so that
+    several processes may write the same file at the same time. The folder must exist. Raises OSError.
     """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{ending}")
     try:
         yield temporary
+        check()
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -42,14 +43,21 @@ def atomic_replacement(path: Path) -> Iterator[Path]:
         raise
 
 
-def atomic_write(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+def atomic_write(
+    path: Path,
+    content: str | bytes,
+    *,
+    durable: bool = True,
+    check: Callable[[], None] = lambda: None,
+    ending: str = ".tmp",
+) -> None:
     """Replace the content of a file atomically. Text is written as UTF-8. Raises OSError.
 
     `durable`: wait until the content is on the disk before the rename, so that it survives a power failure. Files that
-    are rewritten every few seconds do without.
+    are rewritten every few seconds do without. `check`, `ending`: see `atomic_replacement`.
     """
     data = content.encode("utf-8", errors="surrogateescape") if isinstance(content, str) else content
-    with atomic_replacement(path) as temporary, temporary.open("wb") as file:
+    with atomic_replacement(path, check=check, ending=ending) as temporary, temporary.open("wb") as file:
         file.write(data)
         file.flush()
         if durable:

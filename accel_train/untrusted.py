@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ MAX_LOG_BYTES = 1 << 32
 """Size of the largest metrics.jsonl that is read: some ten million lines."""
 MAX_LINE_BYTES = 1 << 24
 """Size of the longest line that is read; a longer one is damaged."""
+
+GENERATION = re.compile(rb'"generation": ([0-9]{1,15})\b')
+"""In a line of a run's log: which owner wrote it."""
 
 
 class NotRegularFileError(OSError):
@@ -105,10 +108,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_json_lines(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of a file, without damaged lines and one that is being written.
+    """Yield the JSON objects in the lines of a run's log, without damaged lines and one that is being written.
 
-    With `kind` only those whose "kind" it is. A file that is not there has no lines. Raises OSError, also for what is
-    no regular file or has more than MAX_LOG_BYTES.
+    With `kind` only those whose "kind" it is. `log_lines` says what else is left out. A file that is not there has no
+    lines. Raises OSError, also for what is no regular file or has more than MAX_LOG_BYTES.
     """
     wanted = b"" if kind is None else f'"kind": "{kind}"'.encode()  # parsing each line of many runs would take long
     try:
@@ -118,10 +121,22 @@ def read_json_lines(path: Path, kind: str | None = None) -> Iterator[dict[str, A
     with os.fdopen(descriptor, "rb") as file:
         if (size := os.fstat(descriptor).st_size) > MAX_LOG_BYTES:
             raise TooLargeError(errno.EFBIG, f"{size:,} bytes, more than such a file can have", str(path))
-        while line := file.readline(MAX_LINE_BYTES):  # the pieces of a longer line are no objects
+        # The pieces of a longer line are no objects.
+        for line in log_lines(iter(lambda: file.readline(MAX_LINE_BYTES), b"")):
             values = json_object(line) if wanted in line else None
             if values is not None and (kind is None or values.get("kind") == kind):
                 yield values
+
+
+def log_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Leave out lines that an earlier owner of the run wrote after a later one: their "generation" is lower."""
+    newest = 0
+    for line in lines:
+        found = GENERATION.search(line)
+        generation = int(found[1]) if found else newest  # older versions do not name it
+        if generation >= newest:
+            newest = generation
+            yield line
 
 
 def is_number(value: Any, least: float = 0.0, most: float = LARGEST) -> bool:

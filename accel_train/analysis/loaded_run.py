@@ -18,8 +18,9 @@ from accel_train.config.schema import Config
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.errors import UserError
+from accel_train.ownership.generation import read_result
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.untrusted import json_object, read_json_lines, read_regular_file
+from accel_train.untrusted import read_json_lines
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ class LoadedRun:
     @property
     def result(self) -> dict[str, Any] | None:
         """The content of result.json; None if the run is not finished."""
-        path = self.path / "result.json"
-        return json_object(read_regular_file(path, follow=True)) if path.is_file() else None
+        return read_result(self.path) or None
 
 
 def load(run: Path, checkpoint: Path | None = None, *, trust_code: bool = False) -> LoadedRun:

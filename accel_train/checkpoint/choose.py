@@ -14,7 +14,8 @@ from accel_train.checkpoint.directory import (
 )
 from accel_train.checkpoint.format import Snapshot, read_checkpoint, verify_checkpoint
 from accel_train.errors import UserError
-from accel_train.untrusted import NotRegularFileError, read_regular_file
+from accel_train.ownership.generation import is_late
+from accel_train.untrusted import NotRegularFileError, json_object, read_regular_file
 
 
 def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path, Snapshot] | None:
@@ -47,13 +48,16 @@ def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path
 def find_newest_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint in a run's directory (or in its folder of checkpoints), or None.
 
-    Changes nothing on the disk. Raises OSError if the folder or a checkpoint cannot be read.
+    One that an earlier owner wrote after a later one had begun does not count. Changes nothing on the disk. Raises
+    OSError if the folder or a checkpoint cannot be read.
     """
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     for update in reversed(list_updates(folder)):
         path = checkpoint_path(folder, update)
         try:
             verify_checkpoint(path)
+            if is_late(folder.parent, json_object(read_regular_file(path / "state.json")) or {}, update):
+                continue
         except BrokenError:
             continue
         return path
@@ -100,7 +104,10 @@ def _newest_of_this_run(folder: Path, notes: list[str]) -> tuple[Path, Snapshot]
     for update in reversed(list_updates(folder)):
         path = checkpoint_path(folder, update)
         try:
-            return path, read_checkpoint(path)
+            snapshot = read_checkpoint(path)
+            if is_late(folder.parent, snapshot.state, update):
+                raise BrokenError(f"{path} was written by an earlier owner after a later one had begun")
+            return path, snapshot
         except BrokenError as error:
             renamed = quarantine(path)
             notes.append(f"broken checkpoint: {error}; renamed to {renamed.name}, the previous one is used")

@@ -110,7 +110,7 @@ def _check_records(state: Any) -> None:
     ):  # fmt: skip
         if not isinstance(state[name], kinds):
             raise ValueError(f"{name} is {state[name]!r}")
-    for name in ("semantics", "pixels", "samples"):  # checkpoints of older versions lack them
+    for name in ("semantics", "pixels", "samples", "generation"):  # checkpoints of older versions lack them
         if name in state and not is_count(state[name]):
             raise ValueError(f"{name} is {state[name]!r}")
     if not isinstance(table := state.get("table", ""), str):

@@ -41,7 +41,6 @@ from accel_train.config.compatibility import check_changes, learning_fingerprint
 from accel_train.config.schema import Config, as_dict
 from accel_train.config.semantics import IN_MEMORY, SEMANTICS
 from accel_train.errors import UserError
-from accel_train.files import atomic_replacement
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.ownership.lease import Lease, LostError
@@ -169,9 +168,7 @@ class Checkpoints:
         self._check_owner()
         try:
             for weights in sorted(checkpoint_path(self.folder, update).glob("*.safetensors")):
-                for leftover in self.folder.parent.glob(f".{weights.name}.*.tmp"):  # of a killed process
-                    leftover.unlink()
-                with atomic_replacement(self.folder.parent / weights.name) as temporary:
+                with self.lease.replacing(self.folder.parent / weights.name) as temporary:
                     shutil.copyfile(weights, temporary)
         except OSError as error:
             self.failures.append(f"the final weights are only in {self.folder}: {error}")
@@ -247,6 +244,7 @@ class Checkpoints:
             "pixels": self.parts.pixels,
             "bits": self.parts.bits,
             "processes": self.accelerator.num_processes,
+            "generation": self.lease.generation,
             "scaler": None if scaler is None else scaler.state_dict(),
             "schedule": None if schedule is None else schedule.state_dict(),
         }
@@ -271,7 +269,7 @@ class Checkpoints:
 
     def _check_owner(self) -> None:
         """Raise LostError if another start has taken over the run."""
-        self.lease.check(fresh=True)
+        self.lease.check()
 
     def _free_space(self) -> str:
         """For the message of a failed save: torch.save's own message does not say that the disk is full."""

@@ -21,7 +21,8 @@ from accel_train.config.schema import Config
 from accel_train.errors import UserError, print_line
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.ownership.folders import cannot_be_written, make_directory, new_directory, remove_empty
-from accel_train.ownership.lease import BEAT_SECONDS, LOOK_SECONDS, Lease
+from accel_train.ownership.generation import claim_next
+from accel_train.ownership.lease import BEAT_SECONDS, Lease, remove_unfinished_writes
 from accel_train.ownership.owner import (
     FILE,
     STALE_SECONDS,
@@ -52,11 +53,10 @@ class Claim:
         self._first_look: OwnerFile | None = None  # at the current owner
         self._last_look: OwnerFile | None = None
         self._last_change = 0.0  # when the owner file was first seen in its present state
-        self._took_over = False
 
-    def attempt(self) -> tuple[Path, Owner | None, tuple[Path, ...]] | None:
-        """Try once to become the owner. Returns the directory, this start's entry as its owner and the folders that
-        were created; or None if it has to be called again.
+    def attempt(self) -> tuple[Path, Owner | None, tuple[Path, ...], int] | None:
+        """Try once to become the owner. Returns the directory, this start's entry as its owner, the folders that
+        were created and its generation; or None if it has to be called again.
 
         The owner is None if the directory holds a finished run and cannot be written. Raises UserError.
         """
@@ -78,16 +78,21 @@ class Claim:
                             published = publish_owner(private, place)
             finally:
                 private.unlink(missing_ok=True)
+            if not published:
+                return None
+            try:
+                generation = claim_next(directory)
+                # Only now: an earlier owner that still writes either finds this one, or has its unfinished write here.
+                remove_unfinished_writes(directory)
+            except OSError:
+                place.unlink()
+                raise
         except OSError as error:
             remove_empty(created)
             if (directory / "result.json").is_file():
-                return directory, None, ()
+                return directory, None, (), 0
             raise cannot_be_written(directory, error) from error
-        if not published:
-            return None
-        if self._took_over:
-            time.sleep(2 * LOOK_SECONDS)  # by then an owner that is still alive has noticed
-        return directory, self.owner, created
+        return directory, self.owner, created, generation
 
     def _is_free(self, directory: Path, seen: OwnerFile, age: float) -> bool:
         """Remove the owner if it is dead and return True; else wait a moment and return False.
@@ -104,7 +109,6 @@ class Claim:
         dead = lives is False or (lives is None and max(age, silent) >= STALE_SECONDS and silent >= CONFIRM_SECONDS)
         if dead or self.config.take_over:
             if not dead:
-                self._took_over = True
                 print_line(f"accel-train: {directory} is taken over from {seen.who}")
             remove_owner(directory, seen, self.owner)
             return True

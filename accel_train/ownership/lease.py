@@ -3,21 +3,29 @@
 The owner shows every few seconds that it is alive: it renews the modification time of owner.json. Before it writes
 anything it checks that the file still names it. If another start has taken over the run (while this one was suspended,
 or cut off from the file system), it ends without writing.
+
+An owner can be stopped between this check and the write itself, and wake up after the next owner has ended. So the
+order is: fill a temporary file, or open the log; check; rename, or append. A new owner first puts its name into
+owner.json, and then removes all temporary files and replaces the log by a copy. So the old owner either finds the new
+name, or its rename fails, or it appends to a file that nobody reads any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from accel_train.errors import UserError
+from accel_train.files import atomic_replacement, atomic_write
+from accel_train.ownership import generation
 from accel_train.ownership.folders import remove_empty
 from accel_train.ownership.owner import FILE, Owner, publish_owner, read_owner, write_private
 
 BEAT_SECONDS = 10.0  # between two signs of life
-LOOK_SECONDS = 1.0  # how long a check that the run is still ours is valid for lines of logs; other writes check again
+UNFINISHED = ".owners.tmp"  # how the names of an owner's temporary files end: commands such as evaluate have others
 
 
 class LostError(UserError):
@@ -28,12 +36,19 @@ class Lease:
     """The ownership of a run's directory, on each process of a start; the main process renews it."""
 
     def __init__(
-        self, directory: Path, owner: Owner | None, created: tuple[Path, ...] = (), *, renews: bool = False
+        self,
+        directory: Path,
+        owner: Owner | None,
+        created: tuple[Path, ...] = (),
+        number: int = 0,
+        *,
+        renews: bool = False,
     ) -> None:
         """`owner`: this start; None if it only reads the directory. `created`: folders that this start has created.
-        `renews`: this process shows that the owner is alive, in a thread."""
+        `number`: its generation, see generation.py. `renews`: this process shows that the owner is alive, in a thread.
+        """
         self.directory, self.owner, self._renews, self._created = directory, owner, renews, created
-        self._last_check = time.monotonic()
+        self.generation = number
         self._lost_to = ""
         self._released = owner is None
         self._lock = threading.Lock()
@@ -42,17 +57,48 @@ class Lease:
         if renews and owner is not None:
             self._thread.start()
 
-    def holds(self, *, fresh: bool = False) -> bool:
-        """Whether this start still owns the run. The answer may be LOOK_SECONDS old unless `fresh` is set."""
-        return self._check(fresh=fresh, renew=False)
+    def holds(self) -> bool:
+        """Whether this start still owns the run."""
+        return self._check(renew=False)
 
-    def check(self, *, fresh: bool = False) -> None:
-        """Raise LostError if another start has taken over the run. Call it before each write."""
-        if not self.holds(fresh=fresh):
+    def check(self) -> None:
+        """Raise LostError if another start has taken over the run. Call it right before each write."""
+        if not self.holds():
             raise LostError(
                 f"Another start has taken {self.directory} over: {self._lost_to}. This one ends, and writes "
                 "nothing more."
             )
+
+    def begin(self, update: int) -> None:
+        """Record that this start trains from `update` on: from now on nothing of earlier owners is accepted.
+
+        Raises OSError.
+        """
+        if self.generation:
+            generation.begin(self.directory, self.generation, update, self.write)
+
+    @contextlib.contextmanager
+    def replacing(self, path: Path) -> Iterator[Path]:
+        """As `files.atomic_replacement`, for a file of the run. Raises LostError and OSError."""
+        with atomic_replacement(path, check=self.check, ending=UNFINISHED) as temporary:
+            yield temporary
+
+    def write(self, path: Path, content: str | bytes, *, durable: bool = True) -> None:
+        """As `files.atomic_write`, for a file of the run. Raises LostError and OSError."""
+        atomic_write(path, content, durable=durable, check=self.check, ending=UNFINISHED)
+
+    def append(self, path: Path, content: bytes) -> None:
+        """Append to a file of the run, all of it or nothing. Raises LostError and OSError."""
+        with path.open("ab", buffering=0) as file:
+            self.check()
+            size, written = os.fstat(file.fileno()).st_size, 0
+            try:
+                while written < len(content):
+                    written += file.write(content[written:])
+            except OSError:
+                if written:
+                    file.truncate(size)
+                raise
 
     def release(self) -> None:
         """Give up the ownership, and remove the folders that this start has created if they are empty."""
@@ -65,6 +111,7 @@ class Lease:
                 return
             with contextlib.suppress(OSError, ValueError):
                 if read_owner(self.directory / FILE).owner == self.owner:
+                    generation.give_back(self.directory, self.generation)
                     (self.directory / FILE).unlink()
         if self._created:
             remove_empty((self.directory / "checkpoints", *self._created))
@@ -78,32 +125,52 @@ class Lease:
     def _renew_until_released(self) -> None:
         """In a thread: show that this start is alive, and notice early if the run was taken over."""
         while not self._leaving.wait(BEAT_SECONDS):
-            self._check(fresh=True, renew=True)
+            self._check(renew=True)
 
-    def _check(self, *, fresh: bool, renew: bool) -> bool:
-        """Whether this start still owns the run; reads owner.json if `fresh` or if the last check is too old."""
+    def _check(self, *, renew: bool) -> bool:
+        """Whether this start still owns the run: reads owner.json."""
         with self._lock:
-            now = time.monotonic()
-            if not self._lost_to and not self._released and (fresh or now - self._last_check >= LOOK_SECONDS):
+            if not self._lost_to and not self._released:
                 with contextlib.suppress(OSError):  # a file system that does not answer accepts no writes either
                     self._read_file(renew=renew)
-                self._last_check = now
             return not self._lost_to
 
     def _read_file(self, *, renew: bool) -> None:
-        """Read owner.json, restore it if it was deleted, and note if it names another start. Raises OSError."""
+        """Read owner.json, restore it if it was deleted, and note if another start owns or owned the run since.
+
+        Raises OSError.
+        """
         place = self.directory / FILE
         try:
             seen = read_owner(place, renew=self.owner if renew else None)
         except FileNotFoundError:
-            if not self._renews or self.owner is None or not self.directory.is_dir():
+            if self._has_successor() or not self._renews or self.owner is None or not self.directory.is_dir():
                 return
-            # Somebody has deleted it. As long as nobody else has created it, the run is still ours.
+            # Somebody has deleted it. As long as nobody has trained the run since, it is still ours.
             private = write_private(self.directory, self.owner)
             try:
+                if self._has_successor():  # now the file server has told what is in the directory
+                    return
                 publish_owner(private, place)
             finally:
                 private.unlink(missing_ok=True)
             seen = read_owner(place)
+            if seen.owner == self.owner and self._has_successor():  # this process was stopped before it wrote the file
+                place.unlink()
+                return
         if seen.owner != self.owner:
             self._lost_to = seen.who
+
+    def _has_successor(self) -> bool:
+        """Whether another start has trained the run since, even if it has ended; noted. Raises OSError."""
+        if generation.last_begun(self.directory)[0] > self.generation > 0:
+            self._lost_to = "a start that has trained it since, and has ended"
+        return bool(self._lost_to)
+
+
+def remove_unfinished_writes(directory: Path) -> None:
+    """Remove the temporary files of earlier owners of the run in `directory`: what they had not written by now, they
+    never will. Raises OSError."""
+    for pattern in (f".*{UNFINISHED}", f"*/.*{UNFINISHED}"):
+        for path in directory.glob(pattern):
+            path.unlink(missing_ok=True)

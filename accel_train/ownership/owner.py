@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import os
 import time
@@ -137,6 +138,7 @@ def read_owner(place: Path, renew: Owner | None = None) -> OwnerFile:
     return OwnerFile(owner, status.st_ino, status.st_mtime_ns)
 
 
+@functools.lru_cache(maxsize=8)  # an owner reads its own file before each write
 def _parse(content: bytes) -> Owner | None:
     """The owner in the contents of owner.json; None if they are incomplete or not from this program."""
     try:

@@ -15,13 +15,13 @@ from typing import Any
 
 from accel_train.config.schema import Config, to_yaml
 from accel_train.errors import print_line
-from accel_train.files import atomic_write
 from accel_train.ownership.folders import cannot_be_written, make_directory
-from accel_train.ownership.lease import Lease
+from accel_train.ownership.lease import Lease, LostError
 from accel_train.records.code import FOLDER, keep_code, references, remember_training
 from accel_train.records.environment import environment
+from accel_train.records.metrics_log import MetricsLog
 from accel_train.records.model_info import FILE, ModelInfo
-from accel_train.untrusted import MAX_LOG_BYTES, json_object, read_json_object, read_regular_file
+from accel_train.untrusted import read_json_object
 
 DAMAGED = "metrics.damaged.jsonl"
 MARKER = "REQUEUE"  # a file that asks the job script to start the run again
@@ -32,7 +32,8 @@ class RunDirectory:
     """Writes config.yaml, model.json, environment.json, metrics.jsonl, status.json, starts.json and result.json.
 
     Before each write it checks that this start still owns the run, and raises LostError if not. A failed write (disk
-    full, mount gone) does not end the run: it is counted in `failures`, and the first one is printed on stderr.
+    full, mount gone) does not end the run: it is counted in `failures`, and the first one is printed on stderr. Lines
+    of metrics.jsonl that cannot be written are written later.
     """
 
     def __init__(self, path: Path, *, writes: bool, lease: Lease | None = None) -> None:
@@ -44,6 +45,7 @@ class RunDirectory:
         self.writes = writes
         self.lease = lease or Lease(path, None)
         self.failures = 0
+        self._metrics = MetricsLog(self.metrics_path, self.lease)
         self._status: dict[str, Any] = {}
         self._status_time = -math.inf
         if not writes:
@@ -53,7 +55,7 @@ class RunDirectory:
             probe = path / f".write-test-{os.getpid()}"
             probe.touch()  # os.access() is wrong on network file systems and for root
             probe.unlink()
-            _cut_torn_lines(self.metrics_path)
+            self._metrics.cut_torn_lines()
         except OSError as error:
             raise cannot_be_written(path, error) from error
 
@@ -67,9 +69,12 @@ class RunDirectory:
         return (self.path / "result.json").is_file()
 
     def begin(
-        self, config: Config, info: ModelInfo, *, world_size: int, devices: list[str], precision: str = "fp32"
-    ) -> None:
-        """Write config.yaml, model.json and environment.json. `devices`: the name of each process's device."""
+        self, config: Config, info: ModelInfo, *, world_size: int, devices: list[str], precision: str = "fp32",
+        update: int = 0,
+    ) -> None:  # fmt: skip
+        """Write config.yaml, model.json and environment.json. `devices`: the name of each process's device; `update`:
+        from which this start trains on."""
+        self._try("generations", lambda: self.lease.begin(update))
         self._replace("config.yaml", to_yaml(config))
         self._replace(FILE, info.to_json())
         self._replace("environment.json", _json(environment(world_size, devices, precision), indent=2))
@@ -89,16 +94,8 @@ class RunDirectory:
 
         Values may be plain Python, NumPy's or tensors. JSON has no NaN and no infinity: they become null.
         """
-        plain: dict[str, Any] = _plain({"kind": kind, "time": round(time.time(), 3), **values})
-        line = _json(plain) + "\n"
-
-        def append() -> None:
-            if self.failures:  # an earlier write may have left half a line
-                _cut_torn_lines(self.metrics_path)
-            with self.metrics_path.open("ab") as file:
-                file.write(line.encode())
-
-        self._try("metrics.jsonl", append)
+        plain: dict[str, Any] = _plain({"kind": kind, "time": round(time.time(), 3), **values, **self._generation})
+        self._try("metrics.jsonl", lambda: self._metrics.append(_json(plain) + "\n"))
         return plain
 
     def event(self, text: str, **values: Any) -> None:
@@ -108,27 +105,20 @@ class RunDirectory:
     def rewind(self, update: int, epochs: int | None = None, *, tests_again: bool = False) -> int:
         """Remove the lines of what will be done again from metrics.jsonl, and return the number of damaged lines.
 
-        Removed are the train and eval lines after `update`; if `epochs` is given, also the eval lines of later epochs;
-        with `tests_again`, also the test lines of `update` itself: the run was stopped within its final test. Damaged
-        lines are moved to metrics.damaged.jsonl.
+        `tests_again`: the run was stopped within its final test. See `MetricsLog.without`. Damaged lines are moved to
+        metrics.damaged.jsonl.
         """
         if not (self.writes and self.metrics_path.exists()):
             return 0
-        kept, damaged = [], []
-        for line in read_regular_file(self.metrics_path, MAX_LOG_BYTES, follow=True).splitlines(keepends=True):
-            values = _values(line)
-            if values is None:
-                damaged.append(line)
-            elif not _is_after(values, update, epochs, tests_again):
-                kept.append(line)
+        kept, damaged = self._metrics.without(update, epochs, tests_again=tests_again)
 
         def move() -> None:
             with (self.path / DAMAGED).open("ab") as file:
                 file.writelines(damaged)
 
-        if damaged and not self._try(DAMAGED, move, fresh=True):
+        if damaged and not self._try(DAMAGED, move):
             return 0  # they stay in metrics.jsonl until they can be moved
-        self._replace("metrics.jsonl", b"".join(kept), fresh=True)
+        self._replace("metrics.jsonl", kept)  # always: an earlier owner may have the old file open, see lease.py
         return len(damaged)
 
     def status(self, state: str, *, force: bool = False, **values: Any) -> None:
@@ -142,7 +132,9 @@ class RunDirectory:
         if not (is_new or force or now - self._status_time >= STATUS_SECONDS):
             return
         self._status_time = now
-        self._status.update(time=round(time.time(), 3), pid=os.getpid(), host=platform.node())
+        if self._metrics.waiting:
+            self._try("metrics.jsonl", self._metrics.write_waiting)
+        self._status.update(time=round(time.time(), 3), pid=os.getpid(), host=platform.node(), **self._generation)
         if self.failures:
             self._status["failed_writes"] = self.failures
         self._replace("status.json", _json(self._status, indent=2) + "\n")
@@ -153,17 +145,19 @@ class RunDirectory:
 
     def fail(self, reason: str) -> None:
         """Write into status.json that the run has failed. Any process and thread may call it, also if not `writes`."""
-        if not self.lease.holds(fresh=True):
-            return
         path = self.path / "status.json"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, LostError):
             status = read_json_object(path)
             status = status | {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
-            atomic_write(path, _json(status, indent=2) + "\n", durable=False)
+            self.lease.write(path, _json(status, indent=2) + "\n", durable=False)
 
     def result(self, values: Mapping[str, Any]) -> None:
-        """Write result.json, which marks the run as finished."""
-        self._replace("result.json", _json(values, indent=2) + "\n", durable=True, fresh=True)
+        """Write result.json, which marks the run as finished. It says how many lines metrics.jsonl lacks, if any."""
+        if self._metrics.waiting:
+            self._try("metrics.jsonl", self._metrics.write_waiting)
+        missing = self._metrics.missing + self._metrics.waiting
+        lacks = {"missing_log_lines": missing} if missing else {}
+        self._replace("result.json", _json({**values, **self._generation, **lacks}, indent=2) + "\n", durable=True)
 
     def ask_for_requeue(self, update: int) -> bool:
         """Write the file that asks the job script to start the run again. Returns whether it was written.
@@ -171,18 +165,23 @@ class RunDirectory:
         `update`: of the checkpoint from which the run will resume.
         """
         failures = self.failures
-        self._replace(MARKER, f"{update}\n", fresh=True)  # replaced, because a full disk would leave an empty file
+        self._replace(MARKER, f"{update}\n")  # replaced, because a full disk would leave an empty file
         return self.failures == failures
 
-    def _replace(self, name: str, content: str | bytes, *, durable: bool = False, fresh: bool = False) -> None:
-        """The file is the old one or the new one at any moment, whole. `fresh`: see `owner.Lease.holds`."""
-        self._try(name, lambda: atomic_write(self.path / name, content, durable=durable), fresh=fresh)
+    @property
+    def _generation(self) -> dict[str, int]:
+        """What each record says of the owner that wrote it; see ownership/generation.py."""
+        return {"generation": self.lease.generation} if self.lease.generation else {}
 
-    def _try(self, name: str, write: Callable[[], None], *, fresh: bool = False) -> bool:
-        """Call `write` and return whether it succeeded. `fresh`: see `Lease.holds`."""
+    def _replace(self, name: str, content: str | bytes, *, durable: bool = False) -> None:
+        """The file is the old one or the new one at any moment, whole."""
+        self._try(name, lambda: self.lease.write(self.path / name, content, durable=durable))
+
+    def _try(self, name: str, write: Callable[[], None]) -> bool:
+        """Call `write` and return whether it succeeded."""
         if not self.writes:
             return False
-        self.lease.check(fresh=fresh)
+        self.lease.check()
         try:
             write()
             return True
@@ -201,37 +200,6 @@ def remove_requeue_marker(run: Path) -> None:
     """Remove the file with which an earlier start asked to be started again."""
     with contextlib.suppress(OSError):  # the directory of a finished run may be read-only
         (run / MARKER).unlink()
-
-
-def _cut_torn_lines(path: Path) -> None:
-    """Cut off the incomplete last lines that a killed writer or a failed write left in a JSON-lines file."""
-    if not path.exists():
-        return
-    content = read_regular_file(path, MAX_LOG_BYTES, follow=True)
-    with path.open("r+b") as file:
-        end = len(content)
-        while end:
-            start = content.rfind(b"\n", 0, end - 1) + 1
-            if content[end - 1 : end] == b"\n" and json_object(content[start:end]) is not None:
-                break
-            end = start
-        file.truncate(end)
-
-
-def _values(line: bytes) -> dict[str, Any] | None:
-    """Return the values of a line of metrics.jsonl, or None if this program cannot have written it."""
-    values = json_object(line)
-    if values is None or not line.endswith(b"\n") or not isinstance(values.get("kind"), str):
-        return None
-    return values if all(isinstance(values.get(name, 0), int) for name in ("epoch", "update")) else None
-
-
-def _is_after(line: dict[str, Any], update: int, epochs: int | None, tests_again: bool) -> bool:
-    if tests_again and line["kind"] == "eval" and line.get("split") == "test" and line.get("update", 0) >= update:
-        return True
-    if line["kind"] == "eval" and epochs is not None and line.get("epoch", 0) > epochs:
-        return True
-    return line["kind"] in ("train", "eval") and line.get("update", 0) > update
 
 
 def _json(value: Any, indent: int | None = None) -> str:

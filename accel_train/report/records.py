@@ -14,6 +14,7 @@ from accel_train.config.options import parse
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError
+from accel_train.ownership.generation import read_result
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines, read_json_object
 
@@ -86,7 +87,7 @@ def read_run(path: Path) -> RunRecords:
         path,
         config,
         read_model_info(path),
-        read_json_object(path / "result.json"),
+        read_result(path),
         read_json_object(path / "status.json"),
         read_json_object(path / "environment.json"),
         lines,

@@ -18,6 +18,7 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict, value
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
+from accel_train.ownership.generation import is_late
 from accel_train.ownership.lease import Lease
 from accel_train.run.relaunch import resume_command
 from accel_train.untrusted import read_regular_file
@@ -42,10 +43,13 @@ class FinishedRun:
     def rename_results(self, lease: Lease) -> None:
         """Rename the results of the finished run in its directory. Raises UserError."""
         run = lease.directory
-        lease.check(fresh=True)
         for name, kept in self.renamed.items():
+            lease.check()
             try:
                 (run / name).rename(run / kept)
+                if not lease.holds():  # stopped after the check: what was renamed is another start's
+                    (run / kept).rename(run / name)
+                    lease.check()
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -56,6 +60,8 @@ class FinishedRun:
 
 def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun | None:
     """The finished run in the folder `run`; None if there is none. Changes nothing on the disk.
+
+    A result that an earlier owner wrote after a later one had begun to train does not finish the run.
 
     Raises UserError if its settings differ from `config`, and `config` does not allow it to go on from its end.
     """
@@ -70,6 +76,8 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
         ) from None
     checkpoints = run / "checkpoints"
     result = _read(content)
+    if result is not None and is_late(run, result):
+        return None
     if result is None:
         if not list_updates(checkpoints):
             raise UserError(

@@ -230,7 +230,7 @@ class Guard:
         """
         folder = self.log.directory.path / "nonfinite"
         name = f"update-{window.number:08d}"
-        if not self.log.directory.lease.holds(fresh=True):
+        if not self.log.directory.lease.holds():
             return str(folder)
         try:
             folder.mkdir(exist_ok=True)

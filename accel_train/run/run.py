@@ -135,6 +135,7 @@ class Run:
             world_size=setup.launch.world_size,
             devices=gather_object([str(setup.device)]),
             precision=precision(self.accelerator),
+            update=self.state.update,
         )
         self.checkpoints.notes += broadcast_from_main(
             self.accelerator, lambda: self.directory.keep_code(self.config, self.state.update)

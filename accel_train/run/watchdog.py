@@ -240,7 +240,7 @@ class Watchdog:
 
     def _write_stacks(self, text: str) -> None:
         """Write the stacks of all threads of this process and of its data workers into the run's folder."""
-        if not self.run.lease.holds(fresh=True):
+        if not self.run.lease.holds():
             return
         name = f"rank {self.rank} on {hostname()}, process {os.getpid()}: {self._activity}, after update {self._update}"
         self._stacks.write(self.run.path / "hang" / f"rank-{self.rank}.txt", f"{text}\n{name}")

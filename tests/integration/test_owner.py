@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -19,7 +20,7 @@ import helpers
 import pytest
 from helpers import started
 
-from accel_train.checkpoint.directory import checkpoint_path, commit, list_updates
+from accel_train.checkpoint.directory import checkpoint_path, commit, list_updates, remove_leftovers
 from accel_train.cli import main
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
@@ -28,9 +29,11 @@ from accel_train.ownership import claim as claim_module
 from accel_train.ownership import lease as lease_module
 from accel_train.ownership import owner as owner_module
 from accel_train.ownership.claim import Claim
+from accel_train.ownership.generation import is_late, last_begun, read_result
 from accel_train.ownership.lease import Lease, LostError
 from accel_train.ownership.owner import FILE, Owner
 from accel_train.records.directory import RunDirectory
+from accel_train.untrusted import read_json_lines
 
 LONG = ("digits", "--epochs", 500, "--log-every-updates", 5, "--checkpoint.every-updates", 20)
 
@@ -60,7 +63,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the waits to seconds, and hide the job in which the tests may run."""
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
-    for name, seconds in {"BEAT": 0.1, "CONFIRM": 0.3, "STALE": 1.5, "LOOK": 0.05, "POLL": 0.02}.items():
+    for name, seconds in {"BEAT": 0.1, "CONFIRM": 0.3, "STALE": 1.5, "POLL": 0.02}.items():
         for module in (claim_module, lease_module, owner_module):
             monkeypatch.setattr(module, f"{name}_SECONDS", seconds, raising=False)
 
@@ -274,11 +277,12 @@ def test_of_many_starts_that_find_a_dead_owner_one_gets_the_run(
         for thread in threads:
             thread.join()
         time.sleep(0.15)
-        assert [lease.holds(fresh=True) for lease in winners].count(True) == 1
+        assert [lease.holds() for lease in winners].count(True) == 1
         assert len(winners) + len(losers) == 6
         for lease in winners:
             lease.release()
-        assert list(run.iterdir()) == []
+        for path in run.iterdir():  # of losers that were stopped before they could give it back
+            assert path.name == "generations" and not any(file.stat().st_size for file in path.iterdir())
 
 
 def test_who_has_lost_the_run_writes_no_file_more(quick: None, tmp_path: Path) -> None:
@@ -306,7 +310,7 @@ def test_who_has_lost_the_run_writes_no_file_more(quick: None, tmp_path: Path) -
     assert contents(tmp_path) == before
     assert not list((tmp_path / "checkpoints").iterdir())
     lease.release()
-    assert winner.holds(fresh=True) and (tmp_path / FILE).exists()
+    assert winner.holds() and (tmp_path / FILE).exists()
     winner.release()
 
 
@@ -331,3 +335,160 @@ def test_a_number_that_another_process_has_now_is_a_process_that_is_gone() -> No
         time.sleep(0.01)
     child.communicate()
     assert process.has_ended(child.pid, began)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_an_owner_that_slept_through_a_whole_other_start_has_lost_the_run(tmp_path: Path, elsewhere: bool) -> None:
+    """Its owner.json is gone, but not because somebody deleted it: it must not take the finished run back."""
+    sleeper = claim(tmp_path)
+    sleeper._leaving.set()  # it is suspended: no more signs of life
+    sleeper._thread.join()
+    if elsewhere:
+        forge(tmp_path, age=100)  # to the next start it is dead on another host
+    other = claim(tmp_path, take_over=not elsewhere)
+    other.begin(7)
+    other.release()
+    assert not (tmp_path / FILE).exists()
+    with pytest.raises(LostError, match="has ended"):
+        sleeper.check()
+    assert not (tmp_path / FILE).exists() and not list(tmp_path.glob(".owner*"))
+
+
+def test_an_owner_goes_on_if_the_next_one_has_not_trained(quick: None, tmp_path: Path) -> None:
+    sleeper = claim(tmp_path)
+    sleeper.begin(0)
+    claim(tmp_path, take_over=True).release()  # its options were wrong, say
+    assert sleeper.holds() and (tmp_path / FILE).exists()
+    sleeper.release()
+    assert [path.name for path in (tmp_path / "generations").iterdir()] == ["00000001.json"]
+
+
+def test_generations_grow_also_where_only_the_records_were_copied(quick: None, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"generation": 4}')
+    (tmp_path / "result.json").write_text('{"generation": "?"}')
+    numbers = []
+    for _ in range(3):
+        lease = claim(tmp_path)
+        lease.begin(5)
+        numbers.append(lease.generation)
+        lease.release()
+    assert numbers == [5, 6, 7]
+    assert last_begun(tmp_path) == (7, 5)
+    assert len(list((tmp_path / "generations").iterdir())) == 1
+
+
+LATE: dict[str, Callable[[RunDirectory], object]] = {
+    "log": lambda late: late.log("train", update=12),
+    "status": lambda late: late.status("training", force=True, update=12),
+    "rewind": lambda late: late.rewind(0),
+    "result": lambda late: late.result({"of": "late"}),
+    "failure": lambda late: late.fail("late"),
+    "requeue": lambda late: late.ask_for_requeue(12),
+    "code": lambda late: late._replace("code/net.py", "late"),
+    "checkpoint": lambda late: checkpoint_of(late, 12),
+    "weights": lambda late: weights_of(late),
+}
+
+
+def checkpoint_of(directory: RunDirectory, update: int) -> None:
+    def write(folder: Path) -> None:
+        (folder / "state.json").write_text(json.dumps({"generation": directory.lease.generation}))
+
+    commit(directory.path / "checkpoints", update, write, check=directory.lease.check)
+
+
+def weights_of(directory: RunDirectory) -> None:
+    with directory.lease.replacing(directory.path / "model.safetensors") as temporary:
+        temporary.write_text("late")
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("what", LATE)
+def test_an_owner_stopped_between_its_check_and_its_write_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It is stopped right after the check; the next owner trains, finishes and ends; only then it writes."""
+    (tmp_path / "code").mkdir()
+    late = RunDirectory(tmp_path, writes=True, lease=claim(tmp_path))
+    late.lease.begin(0)
+    late.log("train", update=8)
+    late.log("train", update=12)
+    checkpoint_of(late, 10)
+    check, states = late.lease.check, []
+
+    def stopped_after_the_check() -> None:
+        check()
+        monkeypatch.setattr(late.lease, "check", check)
+        other = RunDirectory(tmp_path, writes=True, lease=claim(tmp_path, take_over=True))
+        remove_leftovers(tmp_path / "checkpoints")
+        other.lease.begin(10)
+        other.rewind(10)
+        other.log("train", update=12)
+        for update in (12, 15):
+            checkpoint_of(other, update)
+        weights_of(other)
+        other.status("finished", force=True)
+        other.result({"of": "other"})
+        other.lease.release()
+        states.append(contents(tmp_path))
+
+    monkeypatch.setattr(late.lease, "check", stopped_after_the_check)
+    with contextlib.suppress(LostError, OSError):
+        LATE[what](late)
+    assert len(states) == 1
+    assert contents(tmp_path) == states[0]
+    with pytest.raises(LostError, match="Another start has taken"):
+        late.lease.check()
+
+
+def test_readers_leave_out_what_was_written_late(quick: None, tmp_path: Path) -> None:
+    """On a file system that shows a new file late, the next owner may miss an unfinished write."""
+    run = RunDirectory(tmp_path, writes=True, lease=claim(tmp_path))
+    run.log("train", update=5)
+    checkpoint_of(run, 5)
+    run.lease.release()
+    for number, content in ((2, {"of": "late"}), (3, {"of": "newest"})):
+        (tmp_path / "generations").mkdir(exist_ok=True)
+        (tmp_path / "generations" / f"{number:08d}.json").write_text(json.dumps({"update": 5 * (number - 1)}))
+        (tmp_path / "result.json").write_text(json.dumps({**content, "generation": number}))
+        assert read_result(tmp_path)["of"] == content["of"]
+    (tmp_path / "result.json").write_text('{"of": "late", "generation": 2}')
+    assert read_result(tmp_path) == {}
+    lines = [
+        '{"kind": "train", "update": 6, "generation": 2}',
+        '{"kind": "train", "update": 6, "generation": 3}',
+        '{"kind": "train", "update": 7, "generation": 2}',
+        '{"kind": "train", "update": 7}',  # of an older version, which has no generations
+        '{"kind": "train", "update": 8, "generation": 3}',
+    ]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    updates = [
+        (line["update"], line.get("generation")) for line in read_json_lines(tmp_path / "metrics.jsonl", "train")
+    ]
+    assert updates == [(5, 1), (6, 2), (6, 3), (7, None), (8, 3)]
+    for update, number in ((10, 2), (11, 2), (12, 3)):
+        assert is_late(tmp_path, {"generation": number}, update) == (update == 11)
+
+
+@pytest.mark.ci
+def test_a_suspended_owner_does_not_take_a_finished_run_back(tmp_path: Path) -> None:
+    short = ("digits", "--epochs", 30, "--log-every-updates", 5, "--checkpoint.every-updates", 20)
+    with started(tmp_path / "run", *short) as run:
+        run.until_trained(25)
+        run.until(lambda: list_updates(run.run / "checkpoints"))
+        run.popen.send_signal(signal.SIGSTOP)
+        longer = ("--epochs", 40, "--allow-change", "epochs", "--take-over", "true", "--output-dir", run.run)
+        try:
+            other = helpers.run(*short[:1], *short[3:], *longer)
+            assert other.returncode == 0, other.stderr
+            result = (run.run / "result.json").read_bytes()
+        finally:
+            run.popen.send_signal(signal.SIGCONT)
+        assert run.ended() == 2, run.output
+        assert "Another start has taken" in run.output
+        assert (run.run / "result.json").read_bytes() == result and not (run.run / FILE).exists()
+        lines = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
+        updates = [line["update"] for line in lines if line["kind"] == "train"]
+        assert updates == sorted(set(updates))

@@ -213,7 +213,7 @@ print(full, directory.failures)
 """
 
 
-def test_a_full_disk_costs_lines_but_neither_the_run_nor_a_whole_line(tmp_path: Path) -> None:
+def test_a_full_disk_costs_neither_the_run_nor_a_line(tmp_path: Path) -> None:
     """A limit on the size of files replaces the full disk: the kernel writes part of a line, then refuses."""
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     full, failures = map(int, done.stdout.split())
@@ -221,7 +221,7 @@ def test_a_full_disk_costs_lines_but_neither_the_run_nor_a_whole_line(tmp_path: 
     assert done.stderr.count("warning") == 1
     assert "metrics.jsonl cannot be written (File too large)" in done.stderr
     updates = [line["update"] for line in read_lines(tmp_path / "metrics.jsonl")]
-    assert updates == [*range(30 - full), 99]
+    assert updates == [*range(30), 99]  # those that failed were written later
     assert json.loads((tmp_path / "status.json").read_text())["failed_writes"] == failures
 
 

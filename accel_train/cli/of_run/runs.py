@@ -15,6 +15,7 @@ from tyro.conf import Positional, arg
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import MAX_BYTES
 from accel_train.errors import print_line
+from accel_train.ownership.generation import read_result
 from accel_train.ownership.owner import FILE, age_text, read_owner
 from accel_train.records.table import print_table
 from accel_train.untrusted import read_json_lines, read_json_object, read_regular_file
@@ -76,7 +77,7 @@ def _run_folders(top: Path) -> Iterator[Path]:
 
 
 def _read_run(path: Path) -> Run:
-    status, result = read_json_object(path / "status.json"), read_json_object(path / "result.json")
+    status, result = read_json_object(path / "status.json"), read_result(path)
     changed = status.get("time")
     if not isinstance(changed, (int, float)):
         changed = (path / "config.yaml").stat().st_mtime

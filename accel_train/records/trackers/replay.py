@@ -13,11 +13,11 @@ from accel_train.checkpoint.directory import list_updates
 from accel_train.config.options import parse
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, print_line, reason_of
+from accel_train.ownership.generation import read_result
 from accel_train.ownership.owner import FILE, read_owner
 from accel_train.records.trackers.curves import points_of, read_lines, saves_in
 from accel_train.records.trackers.sending import check_trackers
 from accel_train.records.trackers.services import create_service
-from accel_train.untrusted import read_json_object
 
 
 def track(run: Path, name: str) -> int:
@@ -63,7 +63,7 @@ def _send(config: Config, run: Path, name: str) -> int:
 
 
 def _result(run: Path) -> dict[str, Any] | None:
-    values = read_json_object(run / "result.json")
+    values = read_result(run)
     return values if isinstance(values.get("updates"), int) else None
 
 
