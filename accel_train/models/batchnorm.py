@@ -7,7 +7,8 @@ is. Hoffer et al. 2017 (arxiv.org/abs/1705.08741) call this Ghost Batch Normaliz
 better than statistics of a large batch.
 
 The running statistics, which evaluation uses, are updated once per update, by the mean over its virtual batches on all
-processes. Padding never counts.
+processes, and over all calls of a layer that a forward pass calls several times. Padding never counts, nor does a call
+that gradient checkpointing repeats.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ class VirtualBatchNorm:
 
     window: Window
     statistics: Tensor
-    """float32 [virtual batches, 3, channels] of this forward pass, a part of `VirtualBatches.current`: the mean, the
-    unbiased variance, and 1 if they count. A second call in the same pass, as of gradient checkpointing, writes them
-    anew."""
+    """float32 [virtual batches, 3, channels] of this forward pass, a part of `VirtualBatches.current`: the sums over
+    its calls of the mean, of the unbiased variance, and of 1 if they count."""
+    calls: int
+    """Of this forward pass, not compiled."""
+    whole_calls: int
+    """Those of them that wait for `VirtualBatches` to count them: torch's kernel does not."""
 
     def forward(self: Any, values: Tensor) -> Tensor:
         """The same as BatchNorm's, for values [samples * k, channels, ...] of k rows of each sample."""
@@ -51,8 +55,6 @@ class VirtualBatchNorm:
         if not self.training or not window.samples:
             return cast(Tensor, super().forward(values))  # type: ignore[misc]
         if len(values) % window.samples:  # nobody knows whose values these are: models/independence.py tells the user
-            if self.track_running_stats:
-                self.statistics.zero_()
             return cast(Tensor, super().forward(values))  # type: ignore[misc]
         rows = window.virtual_batch * (len(values) // window.samples)
         single = rows * values[0, 0].numel() == 1
@@ -68,12 +70,22 @@ class VirtualBatchNorm:
     def _normalise_whole(self: Any, values: Tensor, rows: int) -> Tensor:
         """Virtual batches without padding: torch's kernel for each, which also gives the statistics at no cost."""
         parts = torch.split(values, rows)
-        # With momentum 1 the kernel writes the statistics of its samples over the zeros.
-        statistics = self.statistics.unbind() if self.track_running_stats else [(None, None)] * len(parts)
+        statistics: Any = [(None, None)] * len(parts)
+        first = recomputed = False
+        if self.track_running_stats:
+            first, recomputed = not self.calls, _is_recomputation()
+            # With momentum 1 the kernel writes its statistics over the zeros, and autograd keeps the tensor.
+            collected = self.statistics if first and not recomputed else torch.zeros_like(self.statistics)
+            statistics = collected.unbind()
         normalised = [
             F.batch_norm(part, of_part[0], of_part[1], self.weight, self.bias, True, 1.0, self.eps)
             for part, of_part in zip(parts, statistics, strict=True)
         ]
+        if self.track_running_stats and not recomputed:
+            self.calls += 1
+            self.whole_calls += 1
+            if not first:
+                self.statistics.data.add_(collected)
         return normalised[0] if len(parts) == 1 else torch.cat(normalised)
 
     def _normalise_real(self: Any, values: Tensor, rows: int) -> Tensor:
@@ -98,10 +110,17 @@ class VirtualBatchNorm:
             return vector.view(1, 1, -1, *[1] * (groups.ndim - 3))
 
         if self.track_running_stats:
-            with torch.no_grad():
-                unbiased = variance * (count / (count - 1).clamp(min=1))
-                for row, each in enumerate((mean, unbiased, torch.ones_like(mean))):
-                    self.statistics[:, row].copy_(torch.where(enough, each, 0).flatten(1))
+            compiled = torch.compiler.is_compiling()
+            if compiled or not _is_recomputation():
+                # All layers' statistics are parts of one tensor, of which autograd keeps those of other calls. `data`
+                # does not tell it of a change that cannot matter: the kernel's gradient does not read them.
+                statistics = self.statistics if compiled else self.statistics.data
+                with torch.no_grad():
+                    unbiased = variance * (count / (count - 1).clamp(min=1))
+                    for row, each in enumerate((mean, unbiased, torch.ones_like(mean))):
+                        statistics[:, row].add_(torch.where(enough, each, 0).flatten(1))
+                if not compiled:
+                    self.calls += 1
             mean = torch.where(enough, mean, per_channel(self.running_mean))
             variance = torch.where(enough, variance, per_channel(self.running_var))
         scale = torch.rsqrt(variance + self.eps)
@@ -111,6 +130,11 @@ class VirtualBatchNorm:
         if self.bias is not None:
             normalised = normalised + per_channel(self.bias)
         return normalised.flatten(0, 1).to(values.dtype)
+
+
+def _is_recomputation() -> bool:
+    """Whether a backward pass is under way: gradient checkpointing calls a layer again (checked with torch 2.15)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class VirtualBatchNorm1d(VirtualBatchNorm, nn.BatchNorm1d):
@@ -173,6 +197,7 @@ class VirtualBatches:
         for module in self.modules:
             module.__class__ = VIRTUAL[type(module)]
             module.window = self.window  # type: ignore[assignment]
+        self._forget_calls()
         # A momentum of None is a mean over all updates.
         momentum = [1.0 if module.momentum is None else module.momentum for module in self.tracked]
         values = [value for value, size in zip(momentum, self._sizes, strict=True) for _ in range(size)]
@@ -190,23 +215,38 @@ class VirtualBatches:
             self.current = self.current.new_zeros(count, *self.current.shape[1:])
             for module, part in zip(self.tracked, torch.split(self.current, self._sizes, dim=2), strict=True):
                 module.statistics = part
-        self.current[:, :2].zero_()
-        self.current[:, 2].fill_(1)
+        self.current.zero_()
 
     def discard(self) -> None:
         """The update is skipped: its samples do not count."""
         self.window.samples, self.window.real = 0, None
+        self._forget_calls()
         self._sums.zero_()
         self._rows.clear()
 
     def _keep(self) -> None:
         """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
         if self.tracked and self.window.samples:
+            self._count_calls()
             if self._exact is None:
                 self._sums.add_(self.current.sum(0))
             else:
                 self._rows.append(self.current.flatten(1).clone())
         self.window.samples = 0
+
+    def _count_calls(self) -> None:
+        """Write how often torch's kernel has collected the statistics of each layer: mostly once for all of them."""
+        if all(module.whole_calls == 1 for module in self.tracked):
+            self.current[:, 2].fill_(1)
+        else:
+            for module in self.tracked:
+                if module.whole_calls:
+                    module.statistics[:, 2].add_(module.whole_calls)
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        for module in self.tracked:
+            module.calls = module.whole_calls = 0
 
     @torch.no_grad()
     def end_update(self) -> None:
