@@ -24,7 +24,7 @@ from accel_train.config.schema import Config, as_dict
 from accel_train.config.semantics import IN_MEMORY, check_same_pixels, check_same_splits, with_older_batchnorm
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
-from accel_train.models.batchnorm import VirtualBatchNorm
+from accel_train.models.batchnorm.layers import VirtualBatchNorm
 from accel_train.untrusted import is_count
 
 # The settings of an optimizer's parameter groups that are derived from an option with a different name.

@@ -99,7 +99,7 @@ def accumulation_steps(
     """The smallest number of micro-batches per update with at most `micro_batch_size` samples of each process.
 
     A micro-batch is a whole number of units of `unit` samples: pairs, because mixup and cutmix mix neighbours
-    (transforms/batch.py), or virtual batches (models/batchnorm.py). For messages: `why` ("in pairs, as mixup and cutmix
+    (transforms/batch.py), or virtual batches (models/batchnorm/). For messages: `why` ("in pairs, as mixup and cutmix
     need"), and whether --virtual-batch-size may change (`virtual`). Raises UserError, with the nearest possible sizes,
     if the batch cannot be divided evenly.
     """

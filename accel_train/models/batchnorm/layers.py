@@ -1,0 +1,162 @@
+"""The BatchNorm layers: in training each normalises virtual batches, and collects the statistics of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+
+
+@dataclass
+class Window:
+    """What the layers have to know of the current forward pass. All layers of a model share one."""
+
+    virtual_batch: int
+    """Samples."""
+    samples: int = 0
+    """Of this forward pass; 0: BatchNorm is torch's own, over all samples together."""
+    real: Tensor | None = None
+    """float32 [samples], 0 for padding; None: all samples are real."""
+
+
+class VirtualBatchNorm:
+    """Mixed into a BatchNorm class: in training it normalises each virtual batch by itself."""
+
+    window: Window
+    statistics: Tensor
+    """float32 [virtual batches, 3, channels] of this forward pass, a part of `VirtualBatches.current`: the sums over
+    its calls of the mean, of the unbiased variance, and of 1 if they count."""
+    calls: int
+    """Of this forward pass, not compiled."""
+    whole_calls: int
+    """Those of them that wait for `VirtualBatches` to count them: torch's kernel does not."""
+
+    def forward(self: Any, values: Tensor) -> Tensor:
+        """The same as BatchNorm's, for values [samples * k, channels, ...] of k rows of each sample."""
+        window = self.window
+        if not self.training or not window.samples:
+            return cast(Tensor, super().forward(values))  # type: ignore[misc]
+        if len(values) % window.samples:  # nobody knows whose values these are: models/independence.py tells the user
+            return cast(Tensor, super().forward(values))  # type: ignore[misc]
+        rows = window.virtual_batch * (len(values) // window.samples)
+        single = rows * values[0, 0].numel() == 1
+        if window.real is None and not single and not torch.compiler.is_compiling():
+            normalised = self._normalise_whole(values, rows)
+        else:
+            normalised = self._normalise_real(values, rows)
+        return cast(Tensor, self._then(normalised))
+
+    def _then(self: Any, values: Tensor) -> Tensor:
+        return values
+
+    def _normalise_whole(self: Any, values: Tensor, rows: int) -> Tensor:
+        """Virtual batches without padding: torch's kernel for each, which also gives the statistics at no cost."""
+        parts = torch.split(values, rows)
+        statistics: Any = [(None, None)] * len(parts)
+        first = recomputed = False
+        if self.track_running_stats:
+            first, recomputed = not self.calls, _is_recomputation()
+            # With momentum 1 the kernel writes its statistics over the zeros, and autograd keeps the tensor.
+            collected = self.statistics if first and not recomputed else torch.zeros_like(self.statistics)
+            statistics = collected.unbind()
+        normalised = [
+            F.batch_norm(part, of_part[0], of_part[1], self.weight, self.bias, True, 1.0, self.eps)
+            for part, of_part in zip(parts, statistics, strict=True)
+        ]
+        if self.track_running_stats and not recomputed:
+            self.calls += 1
+            self.whole_calls += 1
+            if not first:
+                self.statistics.data.add_(collected)
+        return normalised[0] if len(parts) == 1 else torch.cat(normalised)
+
+    def _normalise_real(self: Any, values: Tensor, rows: int) -> Tensor:
+        """Virtual batches with padding, which is normalised but not counted; and what torch.compile records, in whose
+        kernels the samples' weights cost nothing.
+
+        A virtual batch with fewer than two real values per channel has no variance: as in evaluation it is normalised
+        by the running statistics, and it does not count in them.
+        """
+        groups = values.view(-1, rows, *values.shape[1:]).to(torch.promote_types(values.dtype, torch.float32))
+        shape = [groups.shape[0], rows] + [1] * (groups.ndim - 2)
+        weights = groups.new_ones(shape)
+        if self.window.real is not None:
+            weights = self.window.real.repeat_interleave(len(values) // self.window.samples).view(shape).to(groups)
+        summed = (1, *range(3, groups.ndim))
+        count = weights.sum(1, keepdim=True) * groups[0, 0, 0].numel()
+        mean = (groups * weights).sum(summed, keepdim=True) / count.clamp(min=1)
+        variance = ((groups - mean).square() * weights).sum(summed, keepdim=True) / count.clamp(min=1)
+        enough = count >= 2
+
+        def per_channel(vector: Tensor) -> Tensor:
+            return vector.view(1, 1, -1, *[1] * (groups.ndim - 3))
+
+        if self.track_running_stats:
+            with torch.no_grad():
+                unbiased = variance * (count / (count - 1).clamp(min=1))
+                rows_of_call = (mean, unbiased, torch.ones_like(mean))
+                self._collect([torch.where(enough, each, 0).flatten(1) for each in rows_of_call])
+            mean = torch.where(enough, mean, per_channel(self.running_mean))
+            variance = torch.where(enough, variance, per_channel(self.running_var))
+        scale = torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            scale = scale * per_channel(self.weight)
+        normalised = (groups - mean) * scale
+        if self.bias is not None:
+            normalised = normalised + per_channel(self.bias)
+        return normalised.flatten(0, 1).to(values.dtype)
+
+    def _collect(self: Any, rows: Sequence[Tensor]) -> None:
+        """Add a call's means, variances and counts, each [virtual batches, channels], to the statistics."""
+        compiled = torch.compiler.is_compiling()
+        if not compiled and _is_recomputation():
+            return
+        # All layers' statistics are parts of one tensor, of which autograd keeps those of other calls. `data` does not
+        # tell it of a change that cannot matter: the kernel's gradient does not read them.
+        statistics = self.statistics if compiled else self.statistics.data
+        for row, values in enumerate(rows):
+            statistics[:, row].add_(values)
+        if not compiled:
+            self.calls += 1
+
+
+def _is_recomputation() -> bool:
+    """Whether a backward pass is under way: gradient checkpointing calls a layer again (checked with torch 2.15)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class VirtualBatchNorm1d(VirtualBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class VirtualBatchNorm2d(VirtualBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+class VirtualBatchNorm3d(VirtualBatchNorm, nn.BatchNorm3d):
+    pass
+
+
+class VirtualBatchNormAct2d(VirtualBatchNorm, BatchNormAct2d):  # type: ignore[misc]
+    """timm's BatchNorm with an activation function after it."""
+
+    def _then(self, values: Tensor) -> Tensor:
+        return cast(Tensor, self.act(self.drop(values)))
+
+
+VIRTUAL: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: VirtualBatchNorm1d,
+    nn.BatchNorm2d: VirtualBatchNorm2d,
+    nn.BatchNorm3d: VirtualBatchNorm3d,
+    BatchNormAct2d: VirtualBatchNormAct2d,
+}
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether the model has a BatchNorm that `VirtualBatches` would convert."""
+    return any(type(module) in VIRTUAL for module in model.modules())

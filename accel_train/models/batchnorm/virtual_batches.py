@@ -1,0 +1,141 @@
+"""The running statistics of a model's BatchNorms: summed over an update's virtual batches on all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_train.exact_sum import exact_sum
+from accel_train.models.batchnorm.layers import VIRTUAL, Window
+
+
+class VirtualBatches:
+    """The BatchNorms of a model, over virtual batches, and the sums for their running statistics.
+
+    All processes make the same calls: `begin` before each forward pass of an update, then `end_update` or `discard`.
+    """
+
+    def __init__(self, model: nn.Module, virtual_batch: int, exact: int | None = None) -> None:
+        """Convert the BatchNorms of `model` (on its device, not yet wrapped) in place; the state dict stays the same.
+
+        `virtual_batch`: samples. `exact`: the number of virtual batches of an update, if their statistics must be
+        summed exactly, without order; a forward pass then has only one.
+
+        It assigns `__class__`, as models/padding.py does: references to a module, hooks and parameters stay valid
+        (checked with torch 2.15 and timm 1.0.31; tests/models/test_batchnorm.py).
+        """
+        self.modules = [module for module in model.modules() if type(module) in VIRTUAL]
+        self.tracked: list[Any] = [module for module in self.modules if module.track_running_stats]
+        first = self.tracked[0].running_mean if self.tracked else torch.empty(0)
+        self.window = Window(virtual_batch)
+        self._sizes = [len(module.running_mean) for module in self.tracked]
+        self.current = first.new_zeros(0, 3, sum(self._sizes))
+        """The statistics of the current forward pass: those of all layers, one after the other."""
+        self._sums = first.new_zeros(3, sum(self._sizes))  # of the update's forward passes before this one
+        self._exact = exact
+        self._rows: list[Tensor] = []  # in place of the sums: what will be summed exactly
+        for module in self.modules:
+            module.__class__ = VIRTUAL[type(module)]
+            module.window = self.window  # type: ignore[assignment]
+        self._forget_calls()
+        # A momentum of None is a mean over all updates in which the layer was called.
+        self._momentum = self._per_channel(
+            [1.0 if module.momentum is None else module.momentum for module in self.tracked]
+        )
+        starts = [sum(self._sizes[:number]) for number in range(len(self._sizes))]
+        self._first_channels = torch.tensor(starts, dtype=torch.long, device=first.device)
+        self._calls: list[int] = []
+        self._calls_per_channel = self._momentum  # of `self._calls`, once there are any
+
+    def begin(self, real: Tensor, *, padded: bool) -> None:
+        """Before a forward pass of an update. `real`: float32 [b], 0 for padding; `padded`: whether there is any in the
+        whole update, on any process."""
+        self._keep()
+        self.window.samples, self.window.real = len(real), real if padded else None
+        if not self.tracked:
+            return
+        count = len(real) // self.window.virtual_batch
+        if len(self.current) != count:
+            self.current = self.current.new_zeros(count, *self.current.shape[1:])
+            for module, part in zip(self.tracked, torch.split(self.current, self._sizes, dim=2), strict=True):
+                module.statistics = part
+        self.current.zero_()
+
+    def discard(self) -> None:
+        """The update is skipped: its samples do not count."""
+        self.window.samples, self.window.real = 0, None
+        self._forget_calls()
+        self._sums.zero_()
+        self._rows.clear()
+
+    def _keep(self) -> None:
+        """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
+        if self.tracked and self.window.samples:
+            self._count_calls()
+            if self._exact is None:
+                self._sums.add_(self.current.sum(0))
+            else:
+                self._rows.append(self.current.flatten(1).clone())
+        self.window.samples = 0
+
+    def _count_calls(self) -> None:
+        """Add how often torch's kernel has collected each layer's statistics. Mostly that is as in the pass before."""
+        calls = [module.whole_calls for module in self.tracked]
+        if any(calls):
+            if calls != self._calls:
+                self._calls, self._calls_per_channel = calls, self._per_channel(calls)
+            self.current[:, 2].add_(self._calls_per_channel)
+        self._forget_calls()
+
+    def _per_channel(self, values: Sequence[float]) -> Tensor:
+        """One value of each tracked layer, for all of its channels."""
+        spread = torch.tensor(values, dtype=self.current.dtype).repeat_interleave(torch.tensor(self._sizes).long())
+        return spread.to(self.current.device)
+
+    def _forget_calls(self) -> None:
+        for module in self.tracked:
+            module.calls = module.whole_calls = 0
+
+    @torch.no_grad()
+    def end_update(self) -> None:
+        """Update the running statistics by the sums of all processes. Collective."""
+        counted = [module for module in self.tracked if module.training]  # a frozen body's statistics stay as they are
+        if counted:
+            self._keep()
+            self._sum_processes()
+            means, variances, counts = self._sums
+            shares = self._momentum * (counts > 0)
+            called = (counts[self._first_channels] > 0).long().unbind()
+            counts = counts.clamp(min=1)
+            torch._foreach_add_(
+                [module.num_batches_tracked for module in counted],
+                [once for module, once in zip(self.tracked, called, strict=True) if module.training],
+            )
+            self._move("running_mean", means / counts, shares)
+            self._move("running_var", variances / counts, shares)
+        self.discard()
+
+    def _sum_processes(self) -> None:
+        if self._exact is not None:
+            self._sums.copy_(exact_sum(torch.cat(self._rows), self._exact).view_as(self._sums))
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self._sums)
+
+    def _move(self, name: str, towards: Tensor, shares: Tensor) -> None:
+        """Move a running statistic of all layers by `shares` of its distance to that of this update."""
+        running, steps, factors = [], [], []
+        parts = zip(self.tracked, torch.split(towards, self._sizes), torch.split(shares, self._sizes), strict=True)
+        for module, new, share in parts:
+            if module.training:
+                running.append(getattr(module, name))
+                steps.append(new)
+                if module.momentum is None:
+                    share = share / module.num_batches_tracked.clamp(min=1)
+                factors.append(share)
+        steps = list(torch._foreach_sub(steps, running))
+        torch._foreach_mul_(steps, factors)
+        torch._foreach_add_(running, steps)
