@@ -21,7 +21,13 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.checkpoint.weights import check_same_model
 from accel_train.config.compatibility import SAMPLE_KEYS, check_changes, differences, flatten
 from accel_train.config.schema import Config, as_dict
-from accel_train.config.semantics import IN_MEMORY, check_same_pixels, check_same_splits, with_older_batchnorm
+from accel_train.config.semantics import (
+    IN_MEMORY,
+    check_same_calls,
+    check_same_pixels,
+    check_same_splits,
+    with_older_batchnorm,
+)
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.models.batchnorm.layers import VirtualBatchNorm
@@ -56,6 +62,11 @@ class RunParts:
         """Whether BatchNorm counts over virtual batches."""
         return any(isinstance(module, VirtualBatchNorm) for module in self.model.modules())
 
+    @property
+    def has_regular_batchnorm(self) -> bool:
+        """Whether each forward pass calls each BatchNorm exactly once."""
+        return all(module.regular for module in self.model.modules() if isinstance(module, VirtualBatchNorm))
+
 
 @dataclass(frozen=True)
 class RestorePlan:
@@ -87,6 +98,7 @@ def plan_restore(
     obstacle = _obstacle(path, snapshot, run, position, changes)
     check_changes(saved, run.config, allow, samples=samples, tables=tables, obstacle=obstacle)
     check_same_pixels(str(path), snapshot.state.get("pixels", IN_MEMORY), run.pixels)
+    check_same_calls(str(path), semantics, regular=run.has_regular_batchnorm)
     check_same_splits(str(path), semantics, saved.get("data", {}))
     if snapshot.ema is not None and run.ema is not None:
         check_same_model(named_tensors(run.ema), snapshot.ema, path)

@@ -7,6 +7,9 @@
     moved up, some of them into other splits.
 3   BatchNorm normalises virtual batches, not the micro-batch of a process, and its running statistics are updated once
     an update, not once a micro-batch. Masks of dropout and drop path are functions of (seed, update, sample, layer).
+4   Each call of a BatchNorm that a forward pass calls several times counts in its running statistics; before, only the
+    last one did. An update without a call leaves them as they are; before, it moved them to 0. Values that are not as
+    many for each sample, such as learned prototypes, count once an update; before, once a forward pass of a process.
 
 A run continues only with the semantics that it began with: an older run that a change affects is refused. No change has
 affected the pixels of datasets in memory (digits, MNIST, …).
@@ -19,7 +22,7 @@ from typing import Any
 
 from accel_train.errors import UserError
 
-SEMANTICS = 3
+SEMANTICS = 4
 IN_MEMORY, IMAGE_FILES = 1, 2  # the latest numbers that changed the pixels of these datasets: see Splits.semantics
 
 
@@ -44,6 +47,20 @@ def with_older_batchnorm(saved: dict[str, Any], before: int) -> dict[str, Any]:
     which changes its BatchNorm statistics, requires --allow-change virtual-batch-size.
     """
     return {**saved, "virtual_batch_size": "each process's micro-batch"} if before < 3 else saved
+
+
+def check_same_calls(what: str, before: int, *, regular: bool) -> None:
+    """Raise UserError if `what`, of a run with the number `before`, counted other calls of a BatchNorm.
+
+    `regular`: each forward pass calls each BatchNorm of the model exactly once. An older run than 3 has already been
+    asked for its permission (`with_older_batchnorm`).
+    """
+    if before == 3 and not regular:
+        raise UserError(
+            f"{what} is from an older accel-train. A forward pass of this model does not call each BatchNorm exactly "
+            "once, and the older version counted only the last call in its running statistics. Finish the run with the "
+            "version in state.json, or start a new run with another --output-dir."
+        )
 
 
 def check_same_splits(what: str, before: int, data: Mapping[str, Any]) -> None:

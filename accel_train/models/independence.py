@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from accel_train.errors import UserError
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
-from accel_train.models.trial import other_states, torch_states, unchanged
+from accel_train.models.training_pass import try_training
+from accel_train.models.trial import SAMPLES, different_images, other_states, torch_states, unchanged
 
-SAMPLES = 4
 TOLERANCE = 1e-4
 """Relative. Kernels round differently for other batch sizes, which changes at most some 1e-6 in 30 models."""
 
@@ -61,20 +61,27 @@ def make_independent(
     is not possible."""
     in_update = config.batch_size // virtual_batch if config.bitwise else None
     virtual_batches = VirtualBatches(model, virtual_batch, in_update)
-    dropout = convert_dropout(model, config.seed)
+    dropout, modules = convert_dropout(model, config.seed), virtual_batches.modules
+    parameter = next(model.parameters())
     tried = check_independence(
         model,
         channels,
         size,
-        next(model.parameters()).device,
+        parameter.device,
         dropout,
-        batch_norms=virtual_batches.modules,
+        batch_norms=modules,
         recomputes=config.model.gradient_checkpointing,
     )
+    by_ddp = accelerator.num_processes > 1 and not accelerator.is_fsdp2 and not config.bitwise  # gradients are summed
+    images = different_images(channels, size).to(parameter)
+    passes = try_training(model, images, modules, gradients=by_ddp)
     # All processes must do the same, even if the trial rounded otherwise on another kind of device.
-    independence = broadcast_from_main(accelerator, lambda: tried)
+    independence, passes = broadcast_from_main(accelerator, lambda: (tried, passes))
+    independence = replace(independence, warnings=(*independence.warnings, *passes.warnings(bitwise=config.bitwise)))
     if config.bitwise and independence.warnings:
         raise UserError(f"--bitwise: {independence.warnings[0]}")
+    virtual_batches.set_calls(irregular=passes.irregular, of_no_sample=passes.of_no_sample)
+    passes.prepare_ddp(accelerator)
     return virtual_batches, dropout, independence
 
 
@@ -98,7 +105,7 @@ def check_independence(
     functions = False
     try:
         with unchanged(model, device), _checked(keys, batch_norms):
-            images = _different_images(channels, size).to(device, next(model.parameters()).dtype)
+            images = different_images(channels, size).to(device, next(model.parameters()).dtype)
             released = _release_unrepeatable(model, images, keys) if recomputes else []
             draws, coupled = _dependencies(model, images, keys, nullcontext())
             # A function that gradient checkpointing calls again would not be redirected then.
@@ -134,18 +141,6 @@ def check_independence(
 def _first(places: Sequence[str]) -> str:
     """The first three of a list, and how many more there are."""
     return ", ".join(places[:3]) + (f" and {len(places) - 3} others" if len(places) > 3 else "")
-
-
-def _different_images(channels: int, size: int) -> Tensor:
-    """Random float32 images [4, channels, size, size] that differ in brightness and contrast.
-
-    A mean over samples that are alike would differ little from a mean over half of them.
-    """
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(SAMPLES, channels, size, size, generator=generator)
-    contrast, brightness = torch.rand(2, SAMPLES, channels, 1, 1, generator=generator)
-    images: Tensor = noise * (4 * contrast + 0.2) + 4 * brightness - 2
-    return images
 
 
 @contextmanager

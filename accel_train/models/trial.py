@@ -12,6 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+SAMPLES = 4
+
+
+def different_images(channels: int, size: int) -> Tensor:
+    """Random float32 images [4, channels, size, size] that differ in brightness and contrast.
+
+    A mean over samples that are alike would differ little from a mean over half of them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(SAMPLES, channels, size, size, generator=generator)
+    contrast, brightness = torch.rand(2, SAMPLES, channels, 1, 1, generator=generator)
+    images: Tensor = noise * (4 * contrast + 0.2) + 4 * brightness - 2
+    return images
+
 
 @contextmanager
 def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -45,7 +59,12 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Inside, there are no gradients at first.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     states, (python, numpy) = torch_states(device), (random.getstate(), np.random.get_state())
@@ -55,8 +74,12 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
+            for module, name, buffer, value in buffers:
                 buffer.copy_(value)
+                now = module._buffers.get(name)
+                # A pass may have put another tensor there. One of another shape is a table that it keeps.
+                if now is not None and now is not buffer and (now.shape, now.dtype) == (value.shape, value.dtype):
+                    module._buffers[name] = buffer
         for module, training in modes:
             module.training = training  # not `train`, which changes children, too
         for parameter, gradient in gradients:

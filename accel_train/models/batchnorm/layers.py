@@ -35,14 +35,18 @@ class VirtualBatchNorm:
     """Of this forward pass, not compiled."""
     whole_calls: int
     """Those of them that wait for `VirtualBatches` to count them: torch's kernel does not."""
+    regular = True
+    """Whether each forward pass of training calls it exactly once, for values of the samples."""
+    of_no_sample = False
+    """Whether its values are the same for any samples, such as learned prototypes."""
 
     def forward(self: Any, values: Tensor) -> Tensor:
         """The same as BatchNorm's, for values [samples * k, channels, ...] of k rows of each sample."""
         window = self.window
         if not self.training or not window.samples:
             return cast(Tensor, super().forward(values))  # type: ignore[misc]
-        if len(values) % window.samples:  # nobody knows whose values these are: models/independence.py tells the user
-            return cast(Tensor, super().forward(values))  # type: ignore[misc]
+        if self.of_no_sample or len(values) % window.samples:
+            return cast(Tensor, self._then(self._normalise_together(values)))
         rows = window.virtual_batch * (len(values) // window.samples)
         single = rows * values[0, 0].numel() == 1
         if window.real is None and not single and not torch.compiler.is_compiling():
@@ -111,8 +115,19 @@ class VirtualBatchNorm:
             normalised = normalised + per_channel(self.bias)
         return normalised.flatten(0, 1).to(values.dtype)
 
+    def _normalise_together(self: Any, values: Tensor) -> Tensor:
+        """Values that are no virtual batch's own: their statistics count once for each virtual batch."""
+        mean = variance = None
+        if self.track_running_stats:
+            mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        # With momentum 1 the kernel writes its statistics over the zeros.
+        normalised = F.batch_norm(values, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        if mean is not None and variance is not None:
+            self._collect([mean, variance, torch.ones_like(mean)])
+        return normalised
+
     def _collect(self: Any, rows: Sequence[Tensor]) -> None:
-        """Add a call's means, variances and counts, each [virtual batches, channels], to the statistics."""
+        """Add a call's means, variances and counts, [virtual batches, channels] or [channels], to the statistics."""
         compiled = torch.compiler.is_compiling()
         if not compiled and _is_recomputation():
             return

@@ -51,6 +51,12 @@ class VirtualBatches:
         self._calls: list[int] = []
         self._calls_per_channel = self._momentum  # of `self._calls`, once there are any
 
+    def set_calls(self, *, irregular: Sequence[int], of_no_sample: Sequence[int]) -> None:
+        """Say what a trial of the model has found of the modules with these numbers: see `VirtualBatchNorm`."""
+        for number, module in enumerate(self.modules):
+            module.regular = number not in irregular  # type: ignore[assignment]
+            module.of_no_sample = number in of_no_sample  # type: ignore[assignment]
+
     def begin(self, real: Tensor, *, padded: bool) -> None:
         """Before a forward pass of an update. `real`: float32 [b], 0 for padding; `padded`: whether there is any in the
         whole update, on any process."""

@@ -1,0 +1,205 @@
+"""Finds out, before a run, what the forward passes of training change in a model, and what they leave out.
+
+A buffer that each pass changes belongs to one process: each counts its own passes, of its own samples. DDP waits for
+the gradients of all parameters, unless it knows that a pass may leave some out. And the running statistics of a
+BatchNorm depend on how often a pass calls it, and on whose values it normalises.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_train.errors import UserError
+from accel_train.models.trial import other_states, restored
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """What `try_training` found."""
+
+    changing: tuple[str, ...] = ()
+    """The buffers that each pass changes, such as "norm.running_mean (InstanceNorm2d)"."""
+    leaves_out: bool = False
+    """Whether a pass may leave out parameters. It was only looked for if asked for."""
+    irregular: tuple[int, ...] = ()
+    """The numbers of the BatchNorms that a pass does not call exactly once, or whose values are not its samples'."""
+    of_no_sample: tuple[int, ...] = ()
+    """The numbers of the BatchNorms that normalise the same number of values for any number of samples."""
+    uneven: tuple[str, ...] = ()
+    """The BatchNorms that normalise neither these nor a whole number of values for each sample."""
+
+    def warnings(self, *, bitwise: bool) -> tuple[str, ...]:
+        """What depends on the number of processes, for the user; with --bitwise a pass has always one virtual batch."""
+        found = []
+        if self.changing:
+            found.append(
+                f"model: each forward pass of training changes the buffer {_and_others(self.changing)}. Each process "
+                "does so by its own samples, and the main process's values are kept. So the result depends on the "
+                "number of processes. To avoid that, choose another model or normalisation."
+            )
+        if self.uneven and not bitwise:
+            found.append(
+                f"model: {_and_others(self.uneven)} normalises together values of all samples of a micro-batch, but "
+                "not as many for each sample. So the result depends on the number of processes. To avoid that, choose "
+                "another model or normalisation, or --bitwise true."
+            )
+        return tuple(found)
+
+    def prepare_ddp(self, accelerator: Accelerator) -> None:
+        """Set what DDP has to know of the model. Call it before `Accelerator.prepare`."""
+        if accelerator.ddp_handler is not None:
+            accelerator.ddp_handler.find_unused_parameters = self.leaves_out
+            # Processes with different buffers would not go on in the same way after a restart: all use the main's.
+            accelerator.ddp_handler.broadcast_buffers = bool(self.changing)
+
+
+def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *, gradients: bool) -> TrainingPass:
+    """Try `model`, which is in training and not wrapped yet, with half of the `images`, again, and with all of them.
+
+    `batch_norms`: those whose statistics something else takes care of; they are tried in evaluation mode. `gradients`:
+    look for parameters that a pass leaves out. Nothing is changed, and nothing is raised: in a model that cannot be
+    tried nothing was found.
+    """
+    half = images[: len(images) // 2]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with restored(model, images.device):
+                first, again = [_run(model, half, batch_norms, gradients=gradients) for _ in range(2)]
+            with restored(model, images.device):
+                whole = _run(model, images, batch_norms, gradients=gradients)
+    except Exception:  # whatever a model does: training will show whether it is a mistake
+        return TrainingPass()
+    passes = [first, again, whole]
+    places = {f"{name}.{own}".strip("."): module for name, module in model.named_modules() for own in module._buffers}
+    names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
+    of_sample = [_is_of_samples(passes, number) for number in range(len(batch_norms))]
+    of_none = [_is_of_no_sample(passes, number) for number in range(len(batch_norms))]
+    return TrainingPass(
+        changing=tuple(
+            f"{place} ({type(module).__name__})"
+            for place, module in places.items()
+            # Those of SyncBatchNorm are the same on all processes: docs/guarantees.md says how far.
+            if _is_changing(place, passes) and not isinstance(module, nn.SyncBatchNorm)
+        ),
+        leaves_out=any(each.leaves_out for each in passes),
+        irregular=tuple(
+            number
+            for number in range(len(batch_norms))
+            if not of_sample[number] or any(len(each.rows[number]) != 1 for each in passes)
+        ),
+        of_no_sample=tuple(
+            number for number, (one, none) in enumerate(zip(of_sample, of_none, strict=True)) if none and not one
+        ),
+        uneven=tuple(
+            names[module]
+            for module, one, none in zip(batch_norms, of_sample, of_none, strict=True)
+            if not one and not none
+        ),
+    )
+
+
+@contextmanager
+def unused_parameters_advice() -> Iterator[None]:
+    """Raise UserError in place of DDP's error for parameters that a pass has left out, unseen in the trial."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction in the prior iteration" not in str(error):
+            raise
+        raise UserError(
+            "model: an update did not use some of the parameters, although the passes that were tried at the start "
+            "used them all. Let each pass use all parameters, or give --bitwise true, which does not need that.",
+            every_process=False,
+        ) from error
+
+
+@dataclass
+class _Pass:
+    """What was seen in one forward pass."""
+
+    samples: int
+    rows: list[list[int]]
+    """Of each BatchNorm: how many rows of values each of its calls had."""
+    buffers: dict[str, Tensor]
+    """Afterwards."""
+    leaves_out: bool
+
+
+class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether a value of a tensor is read in Python, which may then decide what is computed."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default):
+            self.seen = True
+        return func(*args, **(kwargs or {}))
+
+
+def _run(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *, gradients: bool) -> _Pass:
+    """Run a forward pass of training, and with `gradients` the backward pass."""
+    rows: dict[Any, list[int]] = {module: [] for module in batch_norms}
+
+    def record(module: nn.Module, _: Any, output: Tensor) -> None:
+        rows[module].append(len(output))
+
+    hooks = [module.register_forward_hook(record) for module in batch_norms]
+    drawn, reads = other_states(), _HostReads()  # type: ignore[no-untyped-call]
+    try:
+        for module in batch_norms:
+            module.eval()
+        with reads, torch.set_grad_enabled(gradients):
+            output = model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    leaves_out = False
+    if gradients:
+        output.float().square().sum().backward()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        decides = reads.seen or drawn != other_states()  # as stochastic depth that skips blocks, or experts
+        leaves_out = decides or any(parameter.grad is None for parameter in trained)
+        for parameter in trained:
+            parameter.grad = None
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    return _Pass(len(images), list(rows.values()), buffers, leaves_out)
+
+
+def _is_changing(place: str, passes: Sequence[_Pass]) -> bool:
+    """Whether a buffer depends on the samples of a pass, or on the number of passes: not a table that the first pass
+    has made, nor one for the number of samples."""
+    first, *others = [each.buffers.get(place) for each in passes]
+    return first is not None and any(
+        other is not None
+        and other.shape == first.shape
+        and not ((first == other) | (first.isnan() & other.isnan())).all()
+        for other in others
+    )
+
+
+def _is_of_samples(passes: Sequence[_Pass], number: int) -> bool:
+    """Whether a BatchNorm normalises the same number of rows for each sample, in all passes that call it."""
+    called = [(each.samples, each.rows[number]) for each in passes if each.rows[number]]
+    shares = [{row / samples for row in rows} for samples, rows in called]
+    return all(share == int(share) for part in shares for share in part) and (
+        not shares or bool(set.intersection(*shares))
+    )
+
+
+def _is_of_no_sample(passes: Sequence[_Pass], number: int) -> bool:
+    """Whether a BatchNorm normalises the same number of rows in all passes: learned prototypes, for example."""
+    return len({tuple(each.rows[number]) for each in passes}) == 1
+
+
+def _and_others(places: Sequence[str]) -> str:
+    return places[0] + (f" and {len(places) - 1} others" if len(places) > 1 else "")
