@@ -42,6 +42,7 @@ from accel_train.keyed import key
 from accel_train.launch.agreement import check_agreement
 from accel_train.launch.consensus import broadcast_from_main, fail_together
 from accel_train.launch.environment import Launch
+from accel_train.models.training_pass import unused_parameters_advice
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.clipping import clip_gradients
 from accel_train.optim.ema import update_ema
@@ -97,7 +98,8 @@ def train(config: Config, launch: Launch) -> int:
                 config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
             )
         check.finish(accelerator)
-        with Run(setup, lease, finished, stop_requests, began) as run, memory_advice(training_advice(setup.plan)):
+        run = Run(setup, lease, finished, stop_requests, began)
+        with run, memory_advice(training_advice(setup.plan)), unused_parameters_advice():
             try:
                 fit(setup, run)
             except StopAskedError:

@@ -214,7 +214,8 @@ def create_training_setup(
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
     check_compilation(accelerator)
     shape = plan.micro_batch, splits.channels, size, size
-    rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
+    if not config.bitwise:  # then DDP sums no gradients
+        rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
     return setup
 
 

@@ -68,7 +68,7 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
             layer_decay=optim.layer_decay,
             **options,
         )
-        if options.get("fused") and kind is torch.optim.SGD and devices != {"cpu"}:
+        if options.get("fused") and kind is torch.optim.SGD:
             optimizer.register_step_pre_hook(_zero_momentum)
     except (AssertionError, ImportError) as error:  # bitsandbytes or Apex
         raise UserError(f"optim.name: {optim.name} is not available in this environment: {error}") from error
@@ -78,11 +78,14 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Set the momentum of fused SGD to zeros before its first step. The result of that step is the same.
+    """Set the momentum of fused SGD to zeros before a parameter's first step. The result of that step is the same.
 
     torch makes it of memory that nobody has written to, for the first step to fill. If the kernel leaves that step out
-    (found_inf: an overflow under fp16, as happens at first, or a loss that is not finite) it would stay as it is.
+    (found_inf: an overflow under fp16, as happens at first, or a loss that is not finite) it would stay as it is. And
+    it fails if only some parameters have theirs: if the others had no gradient in the steps before.
     """
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return
     for group in optimizer.param_groups:
         if group["momentum"]:
             for parameter in group["params"]:

@@ -118,9 +118,9 @@ def rebuild_ddp_buckets(accelerator: Accelerator, model: nn.Module, inputs: Tens
     """Run one forward and backward pass of the prepared `model`, so that DDP rebuilds its buckets now.
 
     Weights and buffers do not change. Collective. `inputs`: float32 [b, C, size, size], with the shape of a training
-    batch; their values do not matter.
+    batch; their values do not matter. A model that may leave out parameters keeps the buckets that it has.
     """
-    if accelerator.num_processes < 3:
+    if accelerator.num_processes < 3 or accelerator.ddp_handler.find_unused_parameters:
         return
     before = [buffer.clone() for buffer in model.buffers()]
     model(inputs).sum().backward()

@@ -18,12 +18,15 @@ from torchvision.transforms.functional import to_pil_image
 from accel_train.config.schema import Data
 from accel_train.data.sources.synthetic import Synthetic
 
+ODD_MODELS = Path(__file__).parent.parent / "odd_models.py"
 MADE = "--data.name synthetic --data.train-images 88 --data.test-images 24 --data.image-size 32 --data.val-fraction 0"
 COMMON = "--bitwise true --log-every-updates 1 --data.workers 0"
 RUNS = {
     "digits": "digits --epochs 1 --data.train-limit 500",
     "batchnorm": f"cifar10_resnet18 {MADE} --epochs 2 --batch-size 32 --virtual-batch-size 8 --model.name test_resnet "
     "--model.drop-path 0.2 --augment.mixup 0.4 --ema.enabled true --optim.clip 1 --augment.flip 0.5",
+    # A BatchNorm that is called twice, another one over learned prototypes, and layers that are never called.
+    "odd": f"digits {MADE} --epochs 2 --batch-size 32 --virtual-batch-size 8 --model.name {ODD_MODELS}:SharedNorm",
 }
 SLOW = {
     "mnist_cnn": f"mnist_cnn {MADE} --data.image-size 28 --data.channels 1 --epochs 2 --batch-size 32",
@@ -71,7 +74,7 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "worlds"),
     [
-        *((name, (1, 2, 4)) for name in RUNS),
+        *(pytest.param(name, (1, 2, 4), marks=[pytest.mark.ci] * (name == "odd")) for name in RUNS),
         *(pytest.param(name, (1, 2, 4), marks=pytest.mark.slow) for name in SLOW),
         pytest.param("digits", (1, 8), marks=pytest.mark.ci),
     ],

@@ -12,15 +12,19 @@ from accel_train.config.options import parse
 from accel_train.config.recipe import recipe_names
 
 WORKER = Path(__file__).parent.parent / "update_worker.py"
+ODD_MODELS = Path(__file__).parent.parent / "odd_models.py"
 SPLITS = {1: "1,4", 2: "2", 4: "1"}  # processes -> accumulations
 SHAPES = {"digits": ("1", "8"), "mnist": ("1", "28"), "fashion_mnist": ("1", "28"), "cifar10": ("3", "32")}
 
 
 def small(recipe: str) -> list[str]:
-    """Two updates of the recipe on made images; the second has 10 samples of 16, in virtual batches of 4.
+    """Two updates of the recipe, or of one of `odd_models.py`, on made images; the second has 10 samples of 16, in
+    virtual batches of 4.
 
     The learning rate is 0: both begin with equal weights, and a rounding cannot grow from one to the other.
     """
+    if recipe.startswith("odd:"):
+        return [*small("cifar10_resnet18"), "--model.name", f"{ODD_MODELS}:{recipe.removeprefix('odd:')}"]
     config = parse([recipe])
     channels, size = SHAPES.get(config.data.name, ("3", "96"))
     options = [recipe, "--data.name", "synthetic", "--data.channels", channels, "--data.image-size", size]
@@ -68,7 +72,9 @@ def differences(results: dict, recipes: list[str], limits: dict[str, float]) -> 
     return far
 
 
-QUICK = ["mnist_cnn", "cifar10_resnet18"]  # dropout; BatchNorm and mixup
+# Dropout; BatchNorm and mixup; a BatchNorm that is called twice, and layers that are never called; some that are called
+# in some passes, on some processes.
+QUICK = ["mnist_cnn", "cifar10_resnet18", "odd:SharedNorm", "odd:Experts"]
 # The gradient of a ResNet-50 with new weights cannot be told from float32: images that differ by 1e-8 give gradients
 # that differ by 5e-3, because ReLUs change their sides. Float64 shows below that it is the same.
 DEEP = "imagenet_resnet50"
