@@ -1,4 +1,4 @@
-"""Sums of float32 values whose bits do not depend on the order of the values, or on which process has which of them.
+"""Sums of floats whose bits do not depend on the order of the values, or on which process has which of them.
 
 A float sum depends on its order, because each addition rounds. Here each value is rounded once, before it is added, to
 a multiple of one power of two, the unit of a grid. Sums of such multiples are exact in float64, so they have no order:
@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from accel_train.errors import UserError
 
+NOT_FINITE = 2047 - (1023 - 127)
+"""What `exponents_of` says of infinity and NaN."""
 LEAST_BITS = 24  # of a float32 value: with fewer, the largest values themselves would be rounded
 BUCKET = 1 << 20  # elements of float64 that are summed over all processes at once: 8 MiB, which a CPU's cache holds
 # So many values are rounded at once: on a CPU 2 MiB as float64 for each thread, which its cache holds; on a GPU many,
@@ -39,17 +41,20 @@ class ExactGradients:
     """Sums the gradients of an update's virtual batches, on all processes, to the same bits however they are divided.
 
     Call `add` after each backward pass, then `finish` once, and set the gradients to None before the next update, as
-    `zero_grad` does. This keeps the gradients of all virtual batches of a process, 4 bytes an element each, because
-    their grid is known only after the last one; and 4 bytes an element for the sum.
+    `zero_grad` does. This keeps the gradients of all virtual batches of a process, because their grid is known only
+    after the last one, and the sum: of float32 parameters 4 bytes an element each. Sparse gradients become dense.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], virtual_batches: int) -> None:
-        """`parameters`: float32, all on one device; of a DDP model, not of FSDP2. The same order on all processes.
+        """`parameters`: all on one device; of a DDP model, not of FSDP2. The same order on all processes.
 
         `virtual_batches`: at most so many in one update, over all processes. It decides the grid, so it must be the
-        same on any number of processes. Raises UserError if they are too many, or if the device has no float64.
+        same on any number of processes. Raises UserError if they are too many, if the device has no float64, or if a
+        parameter is complex.
         """
         self._parameters = [parameter for parameter in parameters if parameter.numel()]
+        if any(parameter.is_complex() for parameter in self._parameters):
+            raise UserError("--bitwise: the model has complex parameters. Keep their real and imaginary parts instead.")
         self._virtual_batches, self._bits = virtual_batches, grid_bits(virtual_batches)
         for device in {parameter.device for parameter in self._parameters}:
             check_device(device)
@@ -77,7 +82,7 @@ class ExactGradients:
         """Set each `.grad` to the sum of all gradients since the last call, over all processes, divided by `divisor`.
 
         Collective; a process may have added nothing. The sum is exact on the grid; it is divided in float64, and the
-        quotient is rounded to float32. A parameter without any gradient keeps None. If a gradient has a NaN or an
+        quotient is rounded to the type of the parameter. A parameter without any gradient keeps None. If a gradient has a NaN or an
         infinite value, the sum of this tensor is NaN in all elements, on all processes.
         """
         if not self._parameters:
@@ -106,7 +111,7 @@ class ExactGradients:
 
     def _largest_exponents(self) -> Tensor:
         """`exponents_of` the largest gradient of each parameter on this process; int32 [parameters]."""
-        absent = torch.full((), -1.0, device=self._parameters[0].device)
+        absent = torch.full((), -1.0, dtype=torch.float64, device=self._parameters[0].device)
         if not self._rows:
             return exponents_of(absent.expand(len(self._parameters)))
         found = iter(_largest([gradient for row in self._rows for gradient in row if gradient is not None]))
@@ -133,7 +138,7 @@ class ExactGradients:
 
 @torch.no_grad()
 def exact_sum(rows: Tensor, terms: int) -> Tensor:
-    """The sum of each column of `rows` float32 [n, k] over all processes; float64 [k] on the same device. Collective.
+    """The sum of each column of `rows` [n, k] over all processes; float64 [k] on the same device. Collective.
 
     As `ExactGradients` does it, but each column has a grid of its own. `terms`: all processes together have at most so
     many rows, and it decides the grid; a process may have none. For statistics of BatchNorm a row is a virtual batch.
@@ -164,29 +169,32 @@ def check_device(device: torch.device) -> None:
 
 
 def exponents_of(largest: Tensor) -> Tensor:
-    """The exponent bits of the largest absolute values, float32 of any shape; int32 of this shape, 0 to 255.
+    """The exponents of the largest absolute values, floats of any shape and type; int32 of this shape, from 0 on.
 
-    They are 0 for zero and denormals, 255 for infinity and NaN: as integers, no maximum can lose a NaN. -1 for -1,
-    which says that there is no value.
+    They count as float32's exponent bits do: 0 for all that is below 2^-126; a float64 can have more than 254.
+    `NOT_FINITE` for infinity and NaN: as integers, no maximum can lose a NaN. -1 for -1, which says that there is no
+    value.
     """
-    return (largest.abs().view(torch.int32) >> 23).masked_fill_(largest < 0, -1)
+    exponents = (largest.double().abs().view(torch.int64) >> 52) - (1023 - 127)
+    return exponents.clamp_(min=0).int().masked_fill_(largest < 0, -1)
 
 
 def rounding_constants(exponents: Tensor, bits: int) -> Tensor:
-    """What `round_to_grid` adds, float64, for values whose largest has these exponent bits (int32, `exponents_of`).
+    """What `round_to_grid` adds, float64, for values whose largest has these exponents (int32, `exponents_of`).
 
     The values are smaller than 2^e with e = exponent - 126, the unit is 2^(e - bits), and the constant is 1.5 * 2^52
-    units; NaN if a value is infinite or NaN. An exponent of -1 (no values) counts as 0.
+    units; NaN if a value is infinite or NaN, or a float64 so large that its sum could be infinite. An exponent of -1
+    (no values) counts as 0.
     """
-    # Set the bits of the constant instead of computing a power, which not every device computes exactly. Its exponent
-    # is between -125 and 156, far from the ends of float64.
-    power = exponents.clamp(min=0).long() - 126 + 52 - bits
-    constants = (((power + 1023) << 52) | (1 << 51)).view(torch.float64)
-    return constants.masked_fill_(exponents == 255, torch.nan)
+    # Set the bits of the constant instead of computing a power, which not every device computes exactly. For float32
+    # its exponent is between -125 and 156, far from the ends of float64.
+    power = exponents.clamp(min=0, max=NOT_FINITE).long() - 126 + 52 - bits
+    constants = (((power.clamp(max=1022) + 1023) << 52) | (1 << 51)).view(torch.float64)
+    return constants.masked_fill_((exponents >= NOT_FINITE) | (power > 1022), torch.nan)
 
 
 def round_to_grid(values: Tensor, constants: Tensor) -> Tensor:
-    """Round float32 `values` to multiples of the grid's unit, half to even; float64 of the same shape.
+    """Round `values` to multiples of the grid's unit, half to even; float64 of the same shape.
 
     Between 2^52 and 2^53 units, where the constant is, float64 has no fractions of a unit: adding the constant rounds,
     and subtracting it is exact. `constants`: of `rounding_constants`, broadcast to the values.
@@ -195,7 +203,7 @@ def round_to_grid(values: Tensor, constants: Tensor) -> Tensor:
 
 
 def _sum_on_grid(rows: Sequence[Tensor], constant: Tensor, out: Tensor) -> None:
-    """Write the sum of `rows`, each float32 [k] and rounded to the grid, to `out`, float64 [k]; 0 without rows."""
+    """Write the sum of `rows`, each [k] and rounded to the grid, to `out`, float64 [k]; 0 without rows."""
     if not rows:
         out.zero_()
         return
@@ -206,18 +214,20 @@ def _sum_on_grid(rows: Sequence[Tensor], constant: Tensor, out: Tensor) -> None:
 
 
 def _largest(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The largest absolute value of each of the float32 tensors, NaN if it has a NaN; float32 [] each."""
+    """The largest absolute value of each of the tensors, NaN if it has a NaN; a float [] each."""
     if tensors and tensors[0].device.type == "cpu":  # some 15 times as fast as the norm
         smallest, largest = zip(*(torch.aminmax(tensor) for tensor in tensors), strict=True)
-        return torch.maximum(torch.stack(largest), -torch.stack(smallest)).unbind()
+        return torch.maximum(torch.stack(largest), -torch.stack(smallest)).unbind()  # of the widest type
     return torch._foreach_norm(tensors, torch.inf) if tensors else ()  # few launches for all tensors
 
 
 def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
     """The elements of `gradient`, [n], in the order in which `empty_like(parameter)` has them in memory.
 
-    A view if autograd has given the gradient this layout, as it does; otherwise a copy.
+    A view if autograd has given the gradient this layout, as it does; otherwise a copy, as of a sparse one.
     """
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
     layout = torch.empty_like(parameter, device="meta")
     steps = zip(gradient.shape, gradient.stride(), layout.stride(), strict=True)
     if any(size > 1 and step != expected for size, step, expected in steps):

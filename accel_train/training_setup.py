@@ -213,8 +213,8 @@ def create_training_setup(
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
     check_compilation(accelerator)
-    shape = plan.micro_batch, splits.channels, size, size
-    if not config.bitwise:  # then DDP sums no gradients
+    if not config.bitwise:  # otherwise DDP never sums gradients
+        shape = plan.micro_batch, splits.channels, size, size
         rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
     return setup
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from accel_train import exact_sum as module
 from accel_train.errors import UserError
@@ -110,6 +111,22 @@ class TestArithmetic:
         finite, other = torch.ones(2, 3), torch.tensor([[1.0, bad, 1.0]])
         for parts in ([finite, other], [other, finite]):
             assert torch.equal(sum_of_parts(parts, 8).isnan(), torch.tensor([False, True, False]))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+    def test_the_exponents_of_other_types_are_those_of_float32(self, dtype: torch.dtype) -> None:
+        values = torch.tensor([0.0, 2.0**-14, 0.75, 1.0, 1.5, 3e4, math.inf, math.nan, -1.0])
+        assert torch.equal(exponents_of(values.to(dtype)), exponents_of(values))
+        assert exponents_of(values).tolist()[:4] == [0, 113, 126, 127]
+
+    @pytest.mark.parametrize("scale", [1.0, 1e-200, 1e250])
+    def test_float64_has_no_order_either(self, scale: float) -> None:
+        rows = torch.randn(64, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
+        total = exact_sum(rows, 64)
+        assert bits(total) == bits(exact_sum(rows.flip(0), 64)) == bits(sum_of_parts(list(rows.split(7)), 64))
+        torch.testing.assert_close(total, rows.sum(0), rtol=1e-11, atol=2.0**-160)
+
+    def test_a_float64_whose_sum_could_be_infinite_is_nan(self) -> None:
+        assert exact_sum(torch.tensor([[1e308], [1e308]], dtype=torch.float64), 2).isnan().all()
 
     def test_how_many_bits_so_many_terms_leave(self) -> None:
         found = [grid_bits(terms) for terms in (1, 4, 5, 128, 129, 2**29)]
@@ -222,6 +239,47 @@ class TestGradients:
             exact.add()
         exact.finish(3)
         assert weights[0].grad.tolist() == weights[1].grad.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+    def test_parameters_of_several_types(self) -> None:
+        """Each sum has its parameter's type, and the bits that this parameter alone would have."""
+        types = (torch.float64, torch.float32, torch.bfloat16)
+        weights = [nn.Parameter(torch.zeros(30, 5, dtype=dtype)) for dtype in types]
+        gradients = [gradient_of.to(weight) for weight in weights for gradient_of in torch.randn(4, 30, 5).unbind()]
+        together = ExactGradients(weights, 4)
+        alone = [ExactGradients([nn.Parameter(torch.zeros(30, 5, dtype=dtype))], 4) for dtype in types]
+        for number in (3, 1, 0, 2):
+            for index, weight in enumerate(weights):
+                weight.grad = gradients[4 * index + number].clone()
+                if number or index:  # a process may have no gradient of some
+                    alone[index]._parameters[0].grad = weight.grad.clone()
+                else:
+                    weight.grad = None
+                alone[index].add()
+            together.add()
+        together.finish(3)
+        for weight, single in zip(weights, alone, strict=True):
+            single.finish(3)
+            assert weight.grad is not None and weight.grad.dtype == weight.dtype
+            assert torch.equal(weight.grad, single._parameters[0].grad)
+        expected = torch.stack(gradients[4:8]).double().sum(0).div(3).float()
+        assert torch.equal(weights[1].grad, expected)
+
+    def test_sparse_gradients_become_dense(self) -> None:
+        sums = []
+        for sparse in (False, True):
+            weight = nn.Parameter(torch.zeros(9, 2))
+            exact = ExactGradients([weight], 2)
+            for words in (torch.tensor([1, 4, 1]), torch.tensor([4, 8, 0])):
+                F.embedding(words, weight, sparse=sparse).mul(torch.tensor([1.0, 0.1])).sum().backward()
+                assert weight.grad is not None and weight.grad.is_sparse == sparse
+                exact.add()
+            exact.finish(1)
+            sums.append(weight.grad)
+        assert sums[1].layout == torch.strided and torch.equal(*sums)
+
+    def test_complex_parameters_are_refused(self) -> None:
+        with pytest.raises(UserError, match="complex parameters"):
+            ExactGradients([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], 2)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_what_is_not_finite_makes_its_whole_tensor_nan(self, bad: float) -> None:

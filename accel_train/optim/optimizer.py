@@ -29,7 +29,13 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
 
     Muon is for the hidden layers' weights (K. Jordan 2024, kellerjordan.github.io/posts/muon): first and last layer
     and embeddings go to timm's fallback, AdamW, as biases and norms do.
+
+    Embeddings with sparse gradients get dense ones: most optimizers do not accept sparse ones, and where one does, its
+    step is the same.
     """
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False
     if optim.name not in list_optimizers():
         hint = nearest(optim.name, list_optimizers(), count=5)
         raise UserError(f"optim.name: timm has no optimizer {optim.name!r}.{hint}")
