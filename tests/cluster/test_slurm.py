@@ -63,16 +63,19 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         subprocess.run([*self.control, "stop", self.daemons], env=self.environment, check=True)
 
-    def command(self, *words: str) -> str:
+    def command(self, *words: str, without: tuple[str, ...] = ()) -> str:
+        environment = {name: value for name, value in self.environment.items() if name not in without}
         return subprocess.run(
-            words, env=self.environment, cwd=self.directory, check=True, text=True, capture_output=True
+            words, env=environment, cwd=self.directory, check=True, text=True, capture_output=True
         ).stdout.strip()
 
-    def submit(self, script: str, *arguments: str, options: str = "", **variables: str) -> "Job":
+    def submit(
+        self, script: str, *arguments: str, options: str = "", without: tuple[str, ...] = (), **variables: str
+    ) -> "Job":
         exported = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
         path = str(ROOT / "slurm" / script)
         line = ["sbatch", "--parsable", "--cpus-per-task=1", f"--export={exported}", *options.split(), path]
-        return Job(self, self.command(*line, *arguments), arguments)
+        return Job(self, self.command(*line, *arguments, without=without), arguments)
 
 
 class Job:
@@ -112,26 +115,31 @@ class Job:
         self.until(lambda: self.field("JobState") not in going_on, seconds, pause=0.5)
         return self.field("JobState")
 
-    def trains_on(self) -> None:
-        """Wait for the next logged update."""
+    def trains_on(self, seconds: float = 180) -> None:
+        """Wait for the next logged updates."""
         before = self.update()
-        self.until(lambda: self.update() >= before + 20)
+        self.until(lambda: self.update() >= before + 20, seconds)
 
     def restarted(self, starts: int) -> None:
         self.until(lambda: self.log().count(f"job {self.number}, start {starts},") > 0)
 
-    def ranks(self) -> dict[int, int]:
-        """Return the process ids of the training processes, by rank."""
-        found = {}
+    def processes(self) -> Iterator[tuple[int, list[str], dict[str, str]]]:
+        """Yield the number, command line and environment of each process of this job."""
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                line = (process / "cmdline").read_bytes().split(b"\0")
+                words = (process / "cmdline").read_text(errors="replace").split("\0")
                 pairs = (process / "environ").read_text(errors="replace").split("\0")
                 environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-                is_python = line[1:3] == [b"-m", b"accel_train.train"]  # not srun, not a shell, not the launcher
-                if is_python and environment.get("SLURM_JOB_ID") == self.number:
-                    found[int(environment.get("RANK", environment["SLURM_PROCID"]))] = int(process.name)
-        return found
+                if environment.get("SLURM_JOB_ID") == self.number:
+                    yield int(process.name), words, environment
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process ids of the training processes, by rank."""
+        return {
+            int(environment.get("RANK", environment["SLURM_PROCID"])): number
+            for number, words, environment in self.processes()
+            if words[1:3] == ["-m", "accel_train.train"]  # not srun, not a shell, not the launcher
+        }
 
 
 @pytest.fixture(scope="module")
@@ -318,6 +326,60 @@ def test_the_doctor_before_a_training(cluster: Cluster) -> None:
     assert (strict.ended(), strict.field("ExitCode")) == ("FAILED", "2:0"), strict.log()
     assert "the training was not started" in strict.log() and not (strict.run / "metrics.jsonl").exists()
     assert tasks.result()["world_size"] == 2 and "PASS" in tasks.log(), tasks.log()
+
+
+BESIEGED = """
+import os, signal, subprocess, sys, time
+import torch
+from torch.utils.data import TensorDataset
+
+def dataset(count):
+    labels = torch.arange(count) % 2
+    made = TensorDataset((labels * 200).view(-1, 1, 1, 1).expand(-1, 1, 8, 8).to(torch.uint8).contiguous(), labels)
+    made.classes, made.targets = ["dark", "light"], labels
+    return made
+
+def data():
+    start = os.environ.get("SLURM_RESTART_COUNT", "0")
+    if "doctor" in sys.argv and start == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "doctor" in sys.argv and start == "1":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.run(["sleep", "400"])
+    if "doctor" in sys.argv and start == "2":
+        os._exit(2)
+    return {"train": dataset(1440), "test": dataset(96)}
+"""
+
+
+def test_a_chain_of_jobs_whatever_the_doctor_does(cluster: Cluster) -> None:
+    """With default variables. The doctor is killed, takes too long and is deaf to SIGTERM, ends with 2, and is well."""
+    scripts = cluster.directory / "scripts"
+    for folder in ("slurm", "accelerate_configs"):
+        shutil.copytree(ROOT / folder, scripts / folder)
+    common = (scripts / "slurm" / "common.sh").read_text()
+    assert common.count("SLURM_TIMELIMIT=2 ") == 1  # the least that Slurm can do is one minute
+    (scripts / "slurm" / "common.sh").write_text(common.replace("SLURM_TIMELIMIT=2 ", "SLURM_TIMELIMIT=1 "))
+    (cluster.directory / "besieged.py").write_text(BESIEGED)
+    words = ["--data.name", "besieged.py:data", "--data.workers", "0", "--epochs", "20", "--log-every-updates", "1"]
+    defaults = ("DOCTOR", "ACCELERATE_CONFIG", "ACCELERATE_USE_CPU")
+    job = cluster.submit(
+        "multi_node.sbatch", "digits", *words, options="--nodes=2", without=defaults, ACCEL_TRAIN_ROOT=str(scripts)
+    )
+    for start in range(1, 4):
+        job.trains_on(300)  # the doctor comes first
+        assert [words for _, words, _ in job.processes() if "doctor" in words or words[0] == "sleep"] == []
+        cluster.command("scancel", "--signal=USR1", job.number)
+        job.restarted(start)
+    assert job.result()["world_size"] == 2
+    assert [line["update"] for line in lines(job)] == list(range(1, 601))
+    log, saved = job.log(), (job.run / "slurm" / "requeues").read_text().split()
+    assert re.findall(r"continuing after update (\d+)", log) == saved and len(saved) == 3
+    assert log.count("the training starts without its answer") == 3
+    times = re.findall(r"\[(\d+):(\d+):(\d+)\] multi_node.sbatch: accel-train doctor (?:looks|failed)", log)
+    looks = [int(hours) * 3600 + int(minutes) * 60 + int(seconds) for hours, minutes, seconds in times]
+    killed, cut, failed = ((looks[index + 1] - looks[index]) % 86400 for index in (0, 2, 4))
+    assert max(killed, failed) < 60 and cut < 60 + 30 + 15 + 30  # Slurm looks every 30 s, and KillWait is 15 s
 
 
 @pytest.mark.ci
