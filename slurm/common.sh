@@ -95,6 +95,7 @@ begin_run() {
     rm -rf "$START"
     mkdir -p "$START/nodes" "$RUN/slurm/nccl"
     touch "$START/begun"
+    trap 'signalled=1; pass_on_warning' USR1
     ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-$ACCEL_TRAIN_ROOT/accelerate_configs/multi_node.yaml}
     [[ -f $ACCELERATE_CONFIG ]] || fail "no accelerate config $ACCELERATE_CONFIG"
     MASTER_PORT=${MASTER_PORT:-$(find_port)}
@@ -158,17 +159,17 @@ start_tasks() {
     if ((${SLURM_NTASKS:-1} > 1)); then options+=(--label); fi
     # If Slurm ends the job (scancel, time limit, lost node, requeue by someone else), this script does not requeue it.
     # But this shell must outlive its srun: an srun that is left behind would cancel the next start's step of the same
-    # number.
-    terminated=0
-    trap 'terminated=1' TERM
-    code=0
+    # number. It waits for it in `wait`, where a trap runs at once.
+    terminated=0 signalled=0
+    trap 'terminated=1 signalled=1' TERM
     # Only the tasks get these: a job that this script submits would inherit whatever this shell exports.
     local for_tasks=(MASTER_PORT="$MASTER_PORT")
     if [[ -n ${MASTER_ADDR:-} ]]; then for_tasks+=(MASTER_ADDR="$MASTER_ADDR"); fi
     if [[ -n ${PROCESSES_PER_NODE:-} ]]; then for_tasks+=(PROCESSES_PER_NODE="$PROCESSES_PER_NODE"); fi
     # shellcheck disable=SC2016 # expanded in the task, not here
     env "${for_tasks[@]}" srun "${options[@]}" bash -c \
-        'source "$ACCEL_TRAIN_ROOT/slurm/common.sh"; stand_by "$@"; exit "$code"' "$script" "$function" "$@" || code=$?
+        'source "$ACCEL_TRAIN_ROOT/slurm/common.sh"; stand_by "$@"; exit "$code"' "$script" "$function" "$@" &
+    wait_for $!
 }
 
 # examine START...: before the training, accel-train doctor looks at the nodes for some seconds, with the same launchers
@@ -203,17 +204,24 @@ examine() {
 # the ranks have installed their handlers. So they all ignore it, and a rank that was not ready yet finds the file
 # `warned` later.
 stand_by() {
-    local child again signalled=0
+    local child
+    signalled=0
     trap '' USR1
     "$@" &
     child=$!
     trap 'signalled=1; date +%s >"$START/warned"' USR1
     trap 'signalled=1' TERM
+    wait_for "$child"
+}
+
+# wait_for CHILD: wait for its end, whatever signals come meanwhile (their traps set signalled=1); sets $code
+wait_for() {
+    local again
     code=0
-    wait "$child" || code=$?
+    wait "$1" || code=$?
     while ((signalled)); do # the signal ended `wait`; the child may still be running
         signalled=0 again=0
-        wait "$child" 2>/dev/null || again=$?
+        wait "$1" 2>/dev/null || again=$?
         ((again == 127)) || code=$again # 127: the child had already ended, and its code is known
     done
 }
@@ -334,6 +342,13 @@ warn_of_short_lead() { # warn if the time between Slurm's warning and the job's 
 more_time='sbatch --time'
 
 requeue() { scontrol requeue "$JOB"; }
+
+# With sbatch --signal=B:USR1@120 only this shell gets the warning. So it sends it to all processes of the job's steps;
+# ranks that are not ready yet find the file `warned`.
+pass_on_warning() {
+    if [[ -d $START ]]; then date +%s >"$START/warned"; fi
+    scancel --signal=USR1 "$JOB" || true
+}
 
 all_nodes() { scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null || true; }
 

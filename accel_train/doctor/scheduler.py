@@ -19,6 +19,8 @@ from accel_train.launch.process import available_cores, core_set
 from accel_train.untrusted import is_number, read_json_object
 
 SIGNALS = ("USR1", "10", "TERM", "15", "INT", "2")  # after which the training saves
+PASSED_ON, JOB_SCRIPT = ("USR1", "10"), "ACCEL_TRAIN_START"
+"""What the job scripts pass on to the training if only they get it (--signal=B:…), and a variable that they set."""
 PREFLIGHT = "ACCEL_TRAIN_PREFLIGHT"
 """Set by slurm/preflight.sbatch: the job's limits are not those of the training."""
 PBS_TIMES, PBS_LEAD = "ACCEL_TRAIN_JOB_TIMES", "ACCEL_TRAIN_LEAD_SECONDS"
@@ -205,8 +207,9 @@ def judged_lead(given: str, save: float | None) -> Finding:
         return Finding(NOT_CHECKED, "neither SBATCH_SIGNAL, sbatch's line nor the batch script has --signal", expected)
     only, name, seconds = match[1] or "", match[2], int(match[3] or 60)
     again = f"sbatch --signal=USR1@{_enough(save or 0, seconds)}"
-    if name not in SIGNALS or "B" in only:
-        reason = "only the batch script gets it" if "B" in only else "the training does not listen to it"
+    lost = "B" in only and not (name in PASSED_ON and JOB_SCRIPT in os.environ)
+    if name not in SIGNALS or lost:
+        reason = "only the batch script gets it" if lost else "the training does not listen to it"
         return Finding(FAIL, f"--signal={given}: {reason}", expected, again)
     if save is None:
         return Finding(NOT_CHECKED, f"{seconds} s; a save was not measured", expected)

@@ -203,7 +203,7 @@ SLURM = {  # what Slurm sets in each batch script; everything else may be missin
 def job(script: str, cwd: Path, doctor: int, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run a batch script with an srun whose doctor ends with this code, and whose training fails with 3."""
     commands = {
-        "srun": f'[[ "$*" == *" doctor "* ]] && exit {doctor}; echo "training starts"; exit 3',
+        "srun": f'[[ "$*" == *" doctor "* ]] && exit {doctor}; eval "$SRUN"; echo "training starts"; exit 3',
         "scontrol": "if [[ $2 == hostnames ]]; then echo n1; echo n2; else echo NodeName=n1 Gres=gpu:2; fi",
         "accelerate": "exit 3",
     }
@@ -216,6 +216,19 @@ def job(script: str, cwd: Path, doctor: int, **variables: str) -> "subprocess.Co
         ["bash", str(ROOT / "slurm" / script), "digits", "--output-dir", str(cwd / "run")],
         cwd=cwd, env=environment, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ["multi_node.sbatch", "tasks.sbatch"])
+def test_a_warning_that_only_the_batch_script_gets_is_passed_on(script: str, tmp_path: Path) -> None:
+    """sbatch --signal=B:USR1@120. The script goes on waiting for its srun, and ends with its code."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "scancel").write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/scancel\n')
+    (tmp_path / "bin" / "scancel").chmod(0o755)
+    srun = 'kill -USR1 $PPID; for i in {1..100}; do [[ -s "$SEEN" ]] && break; sleep 0.1; done; exit 3'
+    done = job(script, tmp_path, 0, DOCTOR="off", SRUN=srun, SEEN=str(tmp_path / "scancel"))
+    assert done.returncode == 3, done.stderr
+    assert (tmp_path / "scancel").read_text() == "--signal=USR1 7\n"
+    assert (tmp_path / "run" / "slurm" / "start-7.0" / "warned").read_text().strip().isdigit()
 
 
 @pytest.mark.parametrize("script", ["single_node.sbatch", "multi_node.sbatch", "tasks.sbatch"])

@@ -394,6 +394,18 @@ def test_a_warning_while_the_launcher_imports_is_kept(cluster: Cluster) -> None:
     cluster.command("scancel", job.number)
 
 
+@pytest.mark.ci
+def test_a_warning_to_the_batch_script_alone_reaches_the_ranks(cluster: Cluster) -> None:
+    """--signal=B:USR1, common in batch scripts."""
+    options = "--nodes=2 --time=1 --signal=B:USR1@5"
+    job = cluster.submit("multi_node.sbatch", *LONG, options=options, PROCESSES_PER_NODE="1")
+    job.restarted(1)
+    assert "Stopped by SIGUSR1 after update" in job.log() and "requeueing" in job.log()
+    job.trains_on()
+    cluster.command("scancel", job.number)
+    assert "continuing after update" in job.log()
+
+
 def test_the_launcher_by_hand_is_as_the_docs_say(cluster: Cluster, jobs: dict[str, Job]) -> None:
     """docs/clusters.md, "By hand", in an ordinary allocation of several tasks a node."""
     text = (ROOT / "docs" / "clusters.md").read_text().split("### By hand")[1].split("```")[1].removeprefix("bash\n")

@@ -105,6 +105,15 @@ def test_a_signal_that_comes_too_late_or_not_to_the_training(
         assert scheduler.judged_lead(again, save).status == PASS  # the advice helps
 
 
+def test_the_job_scripts_pass_on_a_signal_that_only_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_START", "/runs/digits/job-7/slurm/start-7.0")
+    verdicts = {given: scheduler.judged_lead(given, 10.0).status for given in ("B:USR1@60", "RB:10@60", "B:TERM@60")}
+    assert verdicts == {"B:USR1@60": PASS, "RB:10@60": PASS, "B:TERM@60": FAIL}
+    assert "a save takes 40 s" in scheduler.judged_lead("B:USR1@60", 40.0).measured
+    monkeypatch.delenv("ACCEL_TRAIN_START")
+    assert scheduler.judged_lead("B:USR1@60", 10.0).status == FAIL  # a script of the user's own
+
+
 def test_the_signal_is_read_from_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "scontrol"
     fake.write_text("#!/bin/sh\necho '#!/bin/bash'\necho '#SBATCH --signal=USR1@90  # seconds'\n")
