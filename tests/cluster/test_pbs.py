@@ -118,6 +118,9 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     assert "PASS    processes" in second.stdout
     result = json.loads((run / "result.json").read_text())
     assert (result["world_size"], result["updates"]) == (2, 60)
+    assert "2 machines met within" in second.stdout
+    program = json.loads((run / "environment.json").read_text())["command"][0]
+    assert program == str(ROOT / "accel_train" / "train.py")  # the nodes have the job's PYTHONPATH, if it has one
     assert "continuing after update" in second.stdout
     # each rank's own log, of both starts
     logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
