@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,7 +214,7 @@ def _obstacle(
     if inside_epoch and changed:
         checkpoints = [checkpoint_path(path.parent, update) for update in list_updates(path.parent)]
         epoch_ends = [checkpoint for checkpoint in checkpoints if epochs_done(checkpoint)]
-        instead = f": --resume {epoch_ends[-1]}" if epoch_ends else ", if there is one"
+        instead = f": --resume {shlex.quote(str(epoch_ends[-1]))}" if epoch_ends else ", if there is one"
         return (
             f"{path} is in the middle of epoch {position.epoch + 1}, which has to be completed with the samples with "
             f"which it began ({'; '.join(changed)}). Give the old settings until the epoch is complete, or start with "

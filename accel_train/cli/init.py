@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ def init(arguments: Sequence[str]) -> int:
     if environment:
         print(f"  .venv                 a link to {environment}, which the job scripts activate")
     if new:
-        print(f"Next:{'' if folder == Path() else f' cd {folder} &&'} accel-train train {RECIPE}")
+        there = "" if folder == Path() else f" cd {shlex.quote(str(folder))} &&"
+        print(f"Next:{there} accel-train train {RECIPE}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from accel_train.errors import UserError, reason_of
@@ -31,7 +32,7 @@ def push(folder: Path, repository: str) -> str:
     except Exception as error:
         raise UserError(
             f"--push-to-hub: {_reason(error)}. The export is in {folder}; to push it later: "
-            f"hf upload {repository} {folder}"
+            f"hf upload {repository} {shlex.quote(str(folder))}"
         ) from error
     return str(address)
 

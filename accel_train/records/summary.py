@@ -229,7 +229,9 @@ def typed_program() -> str:
     """Return how to type this program's name: after `make train` it is not on the PATH."""
     if shutil.which("accel-train"):
         return "accel-train"
-    return sys.argv[0] if Path(sys.argv[0]).name == "accel-train" else f"{sys.executable} -m accel_train"
+    if Path(sys.argv[0]).name == "accel-train":
+        return shlex.quote(sys.argv[0])
+    return f"{shlex.quote(sys.executable)} -m accel_train"
 
 
 FOLDER, COUNT = "examples", 5  # where example images are written, and how many

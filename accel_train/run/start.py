@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,7 +118,10 @@ def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
             raise UserError(f"{option} is not a complete checkpoint ({error}).") from error
     elif path.is_dir():
         if not (path / FILE).exists():
-            advice = f" Give --model.name local-dir:{path} --model.pretrained true." * (path / hub.CONFIG).exists()
+            advice = (
+                f" Give --model.name {shlex.quote(f'local-dir:{path}')} --model.pretrained true."
+                * (path / hub.CONFIG).exists()
+            )
             raise UserError(f"{option} is a folder, but neither a run (with {FILE}) nor a checkpoint.{advice}")
         file = list(find_weights(path).values())[-1]
     else:

@@ -235,13 +235,14 @@ def test_a_tracker_that_fails_is_warned_of_once_and_the_others_go_on(tmp_path: P
         raise OSError("api.example cannot be reached\nand more")
 
     wandb.init = refuse  # type: ignore[method-assign]
-    training = Training(tmp_path / "run", ["wandb", "tensorboard"]).train(5)
+    run = tmp_path / "my run"
+    training = Training(run, ["wandb", "tensorboard"]).train(5)
     training.trackers._senders[0].join(20)
     (warning,) = training.trackers.warnings()
     assert "wandb has failed: api.example cannot be reached. The training goes on" in warning
-    assert f"accel-train track {tmp_path / 'run'} --to wandb" in warning
+    assert f"accel-train track '{run}' --to wandb" in warning
     training.train(15).finish()
-    assert_same(tensorboard(tmp_path / "run"), tmp_path / "run")
+    assert_same(tensorboard(run), run)
 
 
 def test_a_tracker_that_hangs_is_not_waited_for(

@@ -19,6 +19,7 @@ import hashlib
 import io
 import json
 import mmap
+import shlex
 import struct
 import zipfile
 import zlib
@@ -261,7 +262,7 @@ def cache(data: Data) -> Splits:
         raise UserError(f"--data.channels 1: {data.root} contains colour images; cache them with --channels 1.")
     if description.semantics > SEMANTICS:
         raise UserError(f"--data.root {data.root} was written by a newer accel-train; update this one.")
-    check_command = f"accel-train check-data cache --root {data.root}"
+    check_command = shlex.join(["accel-train", "check-data", "cache", "--root", str(data.root)])
     sources: dict[str, Source] = {}
     first = 0
     for split, count in description.splits.items():

@@ -7,6 +7,7 @@ generator makes the choice.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
@@ -140,7 +141,7 @@ def listed_names(data: Data) -> set[str]:
 
 
 def _check_command(data: Data) -> str:
-    return f"`accel-train check-data {data.name} --root {data.root}` writes the list"
+    return f"`{shlex.join(['accel-train', 'check-data', data.name, '--root', str(data.root)])}` writes the list"
 
 
 def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def _hugging_face(data: Data) -> Splits:
     features = tables["train"].features or {}
     image_key = _column(data, features, datasets.Image, "image")
     label_key = _column(data, features, datasets.ClassLabel, "label")
-    check_command = f"accel-train check-data {data.name} --root {data.root}"
+    check_command = shlex.join(["accel-train", "check-data", data.name, "--root", str(data.root)])
     mode = _mode(data)
     sources: dict[str, Source] = {}
     for split, table in tables.items():

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from accel_train.config.schema import Data
@@ -83,7 +84,7 @@ def _load(data: Data, download: bool) -> Splits:
             raise UserError(f"the dataset '{data.name}' is not available here; training downloads it from its hub.")
         return hub(data)
     if name.lower().endswith(".csv"):
-        raise UserError(f"--data.name {name}: for a table give --data.name csv --data.root {name}.")
+        raise UserError(f"--data.name {name}: for a table give --data.name csv --data.root {shlex.quote(name)}.")
     raise UserError(
         f"--data.name: unknown dataset '{data.name}'.{nearest(data.name, known_sources())} "
         f"Known datasets: {', '.join(known_sources())}, and your own FILE.py:FUNCTION."

@@ -56,7 +56,7 @@ def check_data(data: Data, output: Path, processes: int) -> int:
         console.print(
             f"{len(unreadable)} of {total} images cannot be read. They are listed in {output}. Leave them out with"
         )
-        options = f"--data.name {data.name} --data.root {shlex.quote(str(data.root))}"
+        options = f"--data.name {shlex.quote(data.name)} --data.root {shlex.quote(str(data.root))}"
         console.print(f"  accel-train train RECIPE {options} --data.skip-unreadable {shlex.quote(str(output))}")
     elif sources:
         console.print(f"All {total} images can be read.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -125,7 +126,7 @@ class Trackers:
         self._warned |= failed.keys()
         return [
             f"the tracker {name} has failed: {reason_of(error)}. The training goes on without it; "
-            f"`accel-train track {self.run} --to {name}` sends its curves later."
+            f"`accel-train track {shlex.quote(str(self.run))} --to {name}` sends its curves later."
             for name, error in failed.items()
         ]
 
@@ -145,7 +146,7 @@ class Trackers:
                 name = sender.service.name
                 late.append(
                     f"the tracker {name} is still sending; the run ends without waiting for it. "
-                    f"`accel-train track {self.run} --to {name}` sends the rest."
+                    f"`accel-train track {shlex.quote(str(self.run))} --to {name}` sends the rest."
                 )
         warnings = [*self.warnings(), *late]
         self._senders = []

@@ -196,8 +196,8 @@ class TestSkipping:
         assert divided.left_out == 0 and len(divided.train) == 20
 
     def test_no_list(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match=r"No such file.*accel-train check-data folder --root root"):
-            self.skip(tmp_path / "list")
+        with pytest.raises(UserError, match=r"No such file.*accel-train check-data folder --root 'my root'"):
+            self.skip(tmp_path / "list", root=Path("my root"))
 
     def test_a_list_of_another_folder(self, tmp_path: Path) -> None:
         (tmp_path / "list").write_text("2/other\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def folder(data: Data) -> Splits:
             f"{root} has symbolic links to folders that are already included; they are not followed: "
             f"{_some(contents.repeated)}"
         )
-    check_command = f"accel-train check-data folder --root {root}"
+    check_command = shlex.join(["accel-train", "check-data", "folder", "--root", str(root)])
     sources: dict[str, Source] = {
         split: FileImages(root, paths, labels, data.channels, check_command, data.max_pixels)
         for split, (paths, labels) in splits.items()

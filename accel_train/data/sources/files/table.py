@@ -12,6 +12,7 @@ import json
 import math
 import posixpath
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ def table(data: Data) -> Splits:
     _check_training_classes(rows, classes, labels, splits == "train", mistakes)
     mistakes.raise_all()
 
-    check_command = f"accel-train check-data csv --root {path}"
+    check_command = shlex.join(["accel-train", "check-data", "csv", "--root", str(path)])
     order = np.array(sorted(range(len(rows.paths)), key=rows.paths.__getitem__))
     sources: dict[str, Source] = {}
     weights = None

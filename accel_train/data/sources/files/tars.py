@@ -7,6 +7,7 @@ samples can have any order, as with files, and need not fit into memory.
 from __future__ import annotations
 
 import posixpath
+import shlex
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -199,7 +200,7 @@ def splits_of_members(
     root: Path | None = None,
 ) -> Splits:
     """The splits, from the images and labels (int64 [n]) of each; the tar files are in `root` (None: data.root)."""
-    check_command = f"accel-train check-data {data.name} --root {data.root}"
+    check_command = shlex.join(["accel-train", "check-data", data.name, "--root", str(data.root)])
     sources: dict[str, Source] = {
         split: TarImages(root or data.root, members, labels, data.channels, check_command, data.max_pixels)
         for split, (members, labels) in samples.items()
