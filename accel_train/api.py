@@ -13,7 +13,6 @@ Mistakes raise `accel_train.errors.UserError`. Importing this module does not im
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from accel_train.config.options import parse, parse_settings
 from accel_train.errors import UserError
 from accel_train.launch.environment import prepare_environment
-from accel_train.untrusted import read_regular_file
 
 if TYPE_CHECKING:
     from accel_train.analysis.loaded_run import LoadedRun
@@ -39,6 +37,9 @@ def train(recipe: str | Path | Mapping[str, Any], *options: str) -> Path:
     With accelerate's `notebook_launcher(train, (recipe, "--output-dir", "runs/mine"), num_processes=2)` it trains on
     several processes; then the output directory must be given, and nothing may have created an Accelerator before. An
     interrupted training (the notebook's stop button) saves a checkpoint and returns; the same call continues it.
+
+    Raises UnsavedError, a UserError, if the training ended but its checkpoint, weights or result could not be written:
+    what is returned has them. A failed save in between is a warning.
     """
     config = parse_settings(recipe, options) if isinstance(recipe, Mapping) else parse([str(recipe), *options])
     launch = prepare_environment(bitwise=config.bitwise)
@@ -73,18 +74,17 @@ def evaluate(
     checkpoint: str | Path | None = None,
     trust_code: bool = False,
 ) -> dict[str, Any]:
-    """Evaluate a run's model on every sample of a split, and return what RUN/evaluation-SPLIT.json holds.
+    """Evaluate a run's model on every sample of a split, and return the figures, as RUN/evaluation-SPLIT.json has them.
 
-    `options`: other data, as on the command line: "--data.root", "elsewhere".
+    If that file cannot be written, there is a warning, and the figures are returned all the same. `options`: other
+    data, as on the command line: "--data.root", "elsewhere".
     """
     run = Path(run)
     launch = prepare_environment()
     from accel_train.analysis.evaluate_run import evaluate_run
 
     path = None if checkpoint is None else Path(checkpoint)
-    evaluate_run(launch, run, split=split, checkpoint=path, overrides=options, trust_code=trust_code)
-    result: dict[str, Any] = json.loads(read_regular_file(run / f"evaluation-{split}.json"))
-    return result
+    return evaluate_run(launch, run, split=split, checkpoint=path, overrides=options, trust_code=trust_code).record
 
 
 def predict(

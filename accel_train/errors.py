@@ -36,6 +36,17 @@ class UserError(Exception):
         self.every_process = every_process
 
 
+class UnsavedError(UserError):
+    """A training has ended, but not all that it should leave could be saved. Its console has said so already.
+
+    `code`: the exit code of a program that does nothing else.
+    """
+
+    def __init__(self, message: str, *, code: int = 1) -> None:
+        super().__init__(message, every_process=False)
+        self.code = code
+
+
 def raise_mistakes(mistakes: Iterable[str]) -> None:
     """Raise one UserError that lists all `mistakes`, each of them once; do nothing if there are none."""
     if messages := tuple(dict.fromkeys(mistakes)):

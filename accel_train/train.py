@@ -55,6 +55,7 @@ from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.metrics import LOWER_IS_BETTER, best_metric, check_best_metric
 from accel_train.records.summary import plan_text
 from accel_train.records.trackers.sending import check_trackers
+from accel_train.run.ending import finish, interrupt
 from accel_train.run.finished import find_finished_run
 from accel_train.run.run import Run
 from accel_train.run.start import find_start
@@ -64,7 +65,10 @@ from accel_train.user_code.reference import parse_reference
 
 
 def train(config: Config, launch: Launch) -> int:
-    """Start the run of `config`, or continue the run in its output directory. Returns the program's exit code."""
+    """Start the run of `config`, or continue the run in its output directory. Returns the program's exit code.
+
+    Raises UserError; UnsavedError if the training ended, but its weights or result could not be written.
+    """
     with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
         began = time.monotonic()  # for wall_seconds of result.json
         check_trackers(config.trackers)
@@ -103,8 +107,8 @@ def train(config: Config, launch: Launch) -> int:
             try:
                 fit(setup, run)
             except StopAskedError:
-                return run.interrupted()
-            return run.finished()
+                return interrupt(run)
+            return finish(run)
 
 
 def load_data(config: Config, accelerator: Accelerator) -> Splits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +74,53 @@ def test_evaluate_returns_the_figures(run: Path) -> None:
     assert result["model"]["count"] == 30
     assert result["split"] == "test"
     assert evaluate(run)["model"]["accuracy"] == load_run(run).rows("eval")[-1]["accuracy"]
+
+
+def test_evaluate_returns_what_it_measured_also_if_that_cannot_be_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file of an earlier evaluation has other figures."""
+    evaluate(run)
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert evaluate(run, "--data.test-limit", "30")["model"]["count"] == 30
+    assert f"{run}/evaluation-test.json cannot be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_a_training_whose_end_cannot_be_saved_raises_what_the_command_line_says(tmp_path: Path) -> None:
+    script = f"""
+import resource
+from pathlib import Path
+from accel_train.api import train
+from accel_train.errors import UserError
+
+def attempt(name):
+    try:
+        train({SMALL!r}, "--output-dir", name)
+        print("returned")
+    except UserError as error:
+        print("raised:", error)
+
+for name in ("result.json", "model.safetensors"):
+    Path(name, name).mkdir(parents=True)
+    attempt(name)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # less than a checkpoint
+attempt("full")
+attempt("full")
+"""
+    done = helpers.python("-c", script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith(("raised: ", "returned"))]
+    assert len(said) == 4, done.stdout
+    assert said[0].startswith("raised: result.json/result.json could not be written: the run is not finished.")
+    assert said[1].startswith("raised: the final weights are only in model.safetensors/checkpoints: ")
+    kept = "Kept: nothing, because there is no checkpoint."
+    assert said[2].startswith(f"raised: The final weights could not be saved: the run is not finished. {kept}")
+    assert "--output-dir full" in said[2]
+    assert said[3] == said[2]
 
 
 def test_mistakes_are_raised(run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from accel_train.analysis.load_run import find_weights, load_model, read_config
-from accel_train.analysis.measure import Subject, measure
+from accel_train.analysis.measure import Measured, Subject, measure
 from accel_train.analysis.predictions import check_can_write
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict
@@ -37,14 +37,14 @@ def evaluate_run(
     overrides: Sequence[str],
     trust_code: bool,
     predictions: Path | None = None,
-) -> int:
-    """Evaluate the model of the run in the folder `run`, and its EMA if there is one. Returns the exit code.
+) -> Measured:
+    """Evaluate the model of the run in the folder `run`, and its EMA if there is one.
 
     `split`: "train" (without augmentation), "val" or "test". `checkpoint`: see `find_weights`. `overrides`: options
     that replace the run's data settings (--data.KEY VALUE). `trust_code`: see `read_config`. `predictions`: a file for
     the logits of the EMA, or of the model if there is none; see `Predictions`. Prints the figures and writes them to
-    RUN/evaluation-SPLIT.json, and to a file of RUN/evaluations that stays; the exit code is 1 if a file cannot be
-    written. Raises UserError.
+    RUN/evaluation-SPLIT.json, and to a file of RUN/evaluations that stays, as far as they can be written. Raises
+    UserError.
     """
     config, info = _open(run, overrides, trust_code=trust_code)
     accelerator = create_accelerator(launch)

@@ -34,6 +34,7 @@ from accel_train.data.sources.load import Source, Splits
 from accel_train.errors import UserError
 from accel_train.evaluate import evaluate, evaluation_batch_size
 from accel_train.files import atomic_write
+from accel_train.launch.consensus import broadcast_from_main
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
 from accel_train.records.metrics import Evaluation
 from accel_train.user_code.reference import short_name
@@ -73,9 +74,21 @@ class Subject:
         return chosen
 
 
-def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path], predictions: Path | None) -> int:
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation found. The files may be missing or older: use these."""
+
+    record: dict[str, Any]
+    """The figures, as a JSON file has them: the same on all processes."""
+    predictions: Predictions | None = None
+    """If they are to be kept, on the main process."""
+    unwritten: Sequence[Path] = ()
+    """The files that could not be written, of which the main process has warned."""
+
+
+def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path], predictions: Path | None) -> Measured:
     """Evaluate the models, write the figures to `outputs` (the first is the one that is named) and the predictions to
-    `predictions`, and print them. Collective. Returns the exit code: 1 if a file cannot be written. Raises UserError.
+    `predictions`, and print them. Collective. Raises UserError.
     """
     began = datetime.now().astimezone()
     config, splits, source, processes = subject.config, subject.splits, subject.source, accelerator.num_processes
@@ -100,19 +113,24 @@ def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path],
     # A temperature must be fitted on other images than those that it is measured on.
     fits = subject.split == "test" and splits.validation is not None and not splits.multi_label
     fitted = evaluated(models[subject.last], splits.validation) if fits and splits.validation else None
+    last = evaluations[subject.last]
+    about = {"split": subject.split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
+
+    def figures() -> str:
+        records = {name: _record(evaluation, subject.names[name]) for name, evaluation in evaluations.items()}
+        if fitted is not None:
+            records[subject.last]["temperature"] = _temperature(fitted, last)
+        return json.dumps({**about, "processes": processes, "classes": subject.classes, **records})
+
+    text = broadcast_from_main(accelerator, figures)
+    record: dict[str, Any] = json.loads(text)
     accelerator.end_training()
     if not accelerator.is_main_process:
-        return 0
-    records = {name: _record(evaluation, subject.names[name]) for name, evaluation in evaluations.items()}
-    last = evaluations[subject.last]
-    if fitted is not None:
-        records[subject.last]["temperature"] = _temperature(fitted, last)
-    about = {"split": subject.split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
-    record = {**about, "processes": processes, "classes": subject.classes, **records}
-    text = json.dumps(record) + "\n"
-    failures = _try_to_write({path: lambda path: atomic_write(path, text) for path in outputs})
-    if predictions is not None:
-        kept = _predictions(subject, source, last, about)
+        return Measured(record)
+    records = {name: record[name] for name in subject.models}
+    failures = _try_to_write({path: lambda path: atomic_write(path, text + "\n") for path in outputs})
+    kept = None if predictions is None else _predictions(subject, source, last, about)
+    if predictions is not None and kept is not None:
         failures += _try_to_write({predictions: kept.save})
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
     print_figures(records, subject.classes, multi_label=splits.multi_label)
@@ -122,7 +140,7 @@ def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path],
         print(f"the logits of {subject.names[subject.last]}: {predictions}")
     if outputs and outputs[0] not in failures:
         print(f"all classes{'' if splits.multi_label else ' and the confusion counts'}: {outputs[0]}")
-    return 1 if failures else 0
+    return Measured(record, kept, failures)
 
 
 def _array(values: Tensor | None) -> npt.NDArray[Any]:

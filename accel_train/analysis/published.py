@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import models
-from accel_train.analysis.measure import Subject, measure
+from accel_train.analysis.measure import Measured, Subject, measure
 from accel_train.analysis.predictions import check_can_write
 from accel_train.config.options import parse_settings
 from accel_train.config.origin import Origin
@@ -50,12 +50,12 @@ class Published:
 
 def evaluate_published(
     launch: Launch, overrides: Sequence[str], *, split: str, predictions: Path | None, output: Path | None
-) -> int:
+) -> Measured:
     """Evaluate the published model that `overrides` name (--model.KEY, --data.KEY, --augment.KEY) on a split.
 
     Its images are prepared as its publisher evaluates it, unless --augment.resize, --augment.mean, --augment.std or
-    --model.image-size says otherwise. `predictions`, `output`: files for the logits and the figures. Returns the exit
-    code. Raises UserError, also if a class of the data is none of the model's.
+    --model.image-size says otherwise. `predictions`, `output`: files for the logits and the figures. Raises
+    UserError, also if a class of the data is none of the model's.
     """
     config = parse_settings({}, overrides)
     accelerator = create_accelerator(launch)

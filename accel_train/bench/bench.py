@@ -36,7 +36,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.sources.arrays import PUBLISHED
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.data.transforms.image import resize_default
-from accel_train.errors import UserError, writing
+from accel_train.errors import UnsavedError, UserError, writing
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.environment import environment
@@ -195,8 +195,11 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
     reset_peaks(accelerator.device)
     short = dataclasses.replace(shortened(config, plan, warm_up + updates, warm_up), output_dir=run)
     with contextlib.redirect_stdout(io.StringIO()):
-        code = train(short, launch)
-    if code:
+        try:
+            saved = train(short, launch) == 0
+        except UnsavedError:
+            saved = False
+    if not saved:
         raise UserError(
             "The trainer could not save its checkpoints (see above); free disk space or name another --output.",
             every_process=False,

@@ -52,6 +52,7 @@ class Checkpoints:
     The main process knows (the writing thread appends to `failures`; it may be read at any time):
 
     failures        one line for each save that failed; the older checkpoints stay complete
+    unpublished     one line if the final weights could not be copied into the run's directory, else ""
     notes           one line for each fact about a restore that the user should know
     last_saved      update of the newest checkpoint that is complete on the disk, or None
     last_seconds    duration of the last completed save
@@ -95,6 +96,7 @@ class Checkpoints:
             what_bits_depend_on(accelerator) if config.bitwise else {},
         )
         self.failures: list[str] = []
+        self.unpublished = ""
         self.notes: list[str] = []
         self.last_saved: int | None = None
         self.last_seconds = self.stalled_seconds = 0.0
@@ -171,7 +173,8 @@ class Checkpoints:
                 with self.lease.replacing(self.folder.parent / weights.name) as temporary:
                     shutil.copyfile(weights, temporary)
         except OSError as error:
-            self.failures.append(f"the final weights are only in {self.folder}: {error}")
+            self.unpublished = f"the final weights are only in {self.folder}: {error}"
+            self.failures.append(self.unpublished)
 
     def restore(self, resume: str, allow_change: Sequence[str] = ()) -> TrainState | None:
         """Restore model, optimizer, EMA, loss scaler and schedule; return the position, or None for a new run.

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from accel_train.cli.common import importing
+from accel_train.errors import UnsavedError
 from accel_train.launch.environment import prepare_environment
 from accel_train.launch.signals import recording_stop_signals
 
@@ -29,6 +30,9 @@ def train(arguments: Sequence[str]) -> int:
             from accel_train.launch.accelerator import end_world
             from accel_train.train import train
 
-        code = train(config, launch)
+        try:
+            code = train(config, launch)
+        except UnsavedError as error:  # the run's console has said why
+            code = error.code
         end_world()
         return code

@@ -151,36 +151,38 @@ class RunDirectory:
             status = status | {"state": "failed", "reason": reason, "time": round(time.time(), 3)}
             self.lease.write(path, _json(status, indent=2) + "\n", durable=False)
 
-    def result(self, values: Mapping[str, Any]) -> None:
-        """Write result.json, which marks the run as finished. It says how many lines metrics.jsonl lacks, if any."""
+    def result(self, values: Mapping[str, Any]) -> bool:
+        """Write result.json, which marks the run as finished. Returns False if it cannot be written.
+
+        It says how many lines metrics.jsonl lacks, if any.
+        """
         if self._metrics.waiting:
             self._try("metrics.jsonl", self._metrics.write_waiting)
         missing = self._metrics.missing + self._metrics.waiting
         lacks = {"missing_log_lines": missing} if missing else {}
-        self._replace("result.json", _json({**values, **self._generation, **lacks}, indent=2) + "\n", durable=True)
+        text = _json({**values, **self._generation, **lacks}, indent=2) + "\n"
+        return self._replace("result.json", text, durable=True)
 
     def ask_for_requeue(self, update: int) -> bool:
         """Write the file that asks the job script to start the run again. Returns whether it was written.
 
         `update`: of the checkpoint from which the run will resume.
         """
-        failures = self.failures
-        self._replace(MARKER, f"{update}\n")  # replaced, because a full disk would leave an empty file
-        return self.failures == failures
+        return self._replace(MARKER, f"{update}\n")  # replaced: a full disk would leave an empty file
 
     @property
     def _generation(self) -> dict[str, int]:
         """What each record says of the owner that wrote it; see ownership/generation.py."""
         return {"generation": self.lease.generation} if self.lease.generation else {}
 
-    def _replace(self, name: str, content: str | bytes, *, durable: bool = False) -> None:
+    def _replace(self, name: str, content: str | bytes, *, durable: bool = False) -> bool:
         """The file is the old one or the new one at any moment, whole."""
-        self._try(name, lambda: self.lease.write(self.path / name, content, durable=durable))
+        return self._try(name, lambda: self.lease.write(self.path / name, content, durable=durable))
 
     def _try(self, name: str, write: Callable[[], None]) -> bool:
-        """Call `write` and return whether it succeeded."""
+        """Call `write`, if this process writes, and return whether nothing failed."""
         if not self.writes:
-            return False
+            return True
         self.lease.check()
         try:
             write()

@@ -203,16 +203,16 @@ class RunLog:
         self.console.say(f"going back to the checkpoint of update {state.update}")
         self.console.advance(state.update)
 
-    def log_interruption(self, state: TrainState, reason: str, checkpoints: Checkpoints, go_on: str) -> int:
-        """Log that the run was asked to stop, after its last save. `go_on`: the command that resumes it.
+    def log_interruption(self, state: TrainState, reason: str, checkpoints: Checkpoints, go_on: str) -> str:
+        """Log that the run was asked to stop, after its last save. Returns a sentence if that has failed, else "".
 
-        Returns the exit code: 1 if the save or another write has failed.
+        `go_on`: the command that resumes the run.
         """
         self.directory.event("interrupted", update=state.update, reason=reason)
         self.trackers.settle(checkpoints.last_saved)
         by = "Ctrl-C" if reason == "SIGINT" else reason
         stopped = f"Stopped by {by} after update {state.update} of {self._updates}"
-        newest, figures = checkpoints.newest(), {"run": str(self.directory.path)}
+        newest, figures, problem = checkpoints.newest(), {"run": str(self.directory.path)}, ""
         if newest is not None and checkpoints.last_saved == state.update:
             title = f"{stopped}; nothing is lost."
             if not self.directory.ask_for_requeue(state.update):
@@ -224,10 +224,10 @@ class RunLog:
             # Without a checkpoint of its own this start made no progress, nor would the next: do not requeue for ever.
             if newest is not None and (checkpoints.last_saved or 0) > self._first_update:
                 self.directory.ask_for_requeue(checkpoints.last_saved or 0)
-            reason = f"{title} Kept: {figures['kept']}."
-            self.directory.status("failed", update=state.update, reason=reason, force=True)
+            problem = f"{title} Kept: {figures['kept']}."
+            self.directory.status("failed", update=state.update, reason=problem, force=True)
         self.console.finish(title, figures, {"go on": go_on})
-        return 1 if checkpoints.failures or self.directory.failures else 0
+        return problem
 
     @contextmanager
     def last_words(self, checkpoints: Checkpoints, go_on: str) -> Iterator[None]:
@@ -243,16 +243,14 @@ class RunLog:
             )
             raise
 
-    def log_unsaved_end(self, checkpoints: Checkpoints, go_on: str) -> int:
-        """Log that all is trained but the last checkpoint could not be written. Returns the exit code.
-
-        The run counts as failed, not as finished. `go_on`: the command that resumes it.
-        """
+    def log_unsaved_end(self, checkpoints: Checkpoints, go_on: str) -> str:
+        """Log that all is trained but the last checkpoint could not be written; return this in sentences. The run
+        counts as failed, not as finished. `go_on`: the command that resumes it."""
         kept = self._kept(checkpoints)
         self.directory.fail(f"the final checkpoint could not be written; kept: {kept}")
         title = "The final weights could not be saved: the run is not finished."
         self.console.finish(title, {"kept": kept, "run": str(self.directory.path)}, {"after freeing space": go_on})
-        return 1
+        return f"{title} Kept: {kept}. After freeing space: {go_on}"
 
     def _kept(self, checkpoints: Checkpoints) -> str:
         if checkpoints.newest() is None:
@@ -261,10 +259,11 @@ class RunLog:
 
     def log_end(
         self, state: TrainState, last: dict[str, Evaluation], watch: Stopwatch, times: Mapping[str, Any]
-    ) -> None:
+    ) -> str:
         """Write result.json and print the final screen. `last`: the final evaluations, "test", "test (ema)", "val"…
 
-        `times`: "wall_seconds" of the last start and "cost" of all, see `cost_of`.
+        `times`: "wall_seconds" of the last start and "cost" of all, see `cost_of`. Returns a sentence if result.json
+        could not be written, else "".
         """
         config, run = self.config, self.directory
         result = result_of(config, self.plan, self._train_images, state, last, multi_label=self._multi_label) | {
@@ -272,8 +271,9 @@ class RunLog:
             "warm_up_seconds": watch.warm_up,  # like wall_seconds, of the last start
             **times,
         }
-        run.result(result)
-        run.status("finished", force=True, epoch=state.epoch, update=state.update, eta_seconds=0)
+        problem = "" if run.result(result) else f"{run.path}/result.json could not be written: the run is not finished."
+        ended = {"state": "failed", "reason": problem} if problem else {"state": "finished"}
+        run.status(**ended, force=True, epoch=state.epoch, update=state.update, eta_seconds=0)
         self.end_trackers(result)
         figures = {
             f"{name} {metric}": shown
@@ -297,3 +297,4 @@ class RunLog:
         title = f"{config.recipe}: {epochs}, {state.update} updates"
         image = example_image(self._splits, run.path) if run.writes and self._splits else None
         self.console.finish(title, figures, next_steps(run.path, image))
+        return problem

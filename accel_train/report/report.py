@@ -80,14 +80,15 @@ def _evaluated(
     if found is None and evaluates:
         try:
             path = run.path / f"predictions-{splits[0]}.npz"
-            evaluate_run(
+            measured = evaluate_run(
                 launch, run.path, split=splits[0], checkpoint=None, overrides=(), trust_code=trust_code,
                 predictions=path,
             )  # fmt: skip
         except UserError as error:
             notes.append(f"The model could not be evaluated: {error}")
             return {}, []
-        found = _kept(run.path, weights, splits, notes)
+        # Not read from the files, which may be impossible to write.
+        found = None if measured.predictions is None else (measured.record, measured.predictions)
     if found is None:
         notes.append("These weights have no predictions yet. To compute them, leave out --no-evaluate true.")
         return {}, []

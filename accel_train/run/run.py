@@ -16,13 +16,11 @@ from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.launch.agreement import check_shared_directory
 from accel_train.launch.consensus import broadcast_from_main
-from accel_train.launch.environment import INTERRUPTED, at_terminal
 from accel_train.optim.ema import broadcast_buffers
 from accel_train.optim.micro_batch import evaluation_advice, memory_advice
 from accel_train.ownership.lease import Lease
 from accel_train.records.console import Console
 from accel_train.records.cost.ledger import Ledger
-from accel_train.records.cost.summary import cost_of
 from accel_train.records.cost.usage import Usage, sum_of
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter, Stopwatch
@@ -274,27 +272,3 @@ class Run:
                 self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
             self.log.log_evaluation(name, self.state, self.evaluations[name])
         return self.evaluations[name]
-
-    def interrupted(self) -> int:
-        """Save and end a run that was asked to stop; return the exit code."""
-        self.save(wait=True)
-        self.stop_requests.end()
-        self.ledger.end(finished=False)
-        reason = self.stop_requests.reason or "another process's signal"
-        code = broadcast_from_main(
-            self.accelerator,
-            lambda: self.log.log_interruption(self.state, reason, self.checkpoints, self.resume_command),
-        )
-        self.accelerator.wait_for_everyone()  # if one process left first, its launcher would end the others
-        return INTERRUPTED if reason == "SIGINT" and at_terminal() else code
-
-    def finished(self) -> int:
-        """End a run that is trained and tested; return the exit code."""
-        self.stop_requests.end()
-        self.log.warn_of_failed_saves(self.checkpoints)
-        if self.is_main and self.checkpoints.last_saved != self.state.update:
-            return self.log.log_unsaved_end(self.checkpoints, self.resume_command)
-        self.ledger.end(finished=True)
-        times = {"wall_seconds": time.monotonic() - self.began, "cost": cost_of(self.ledger.starts)}
-        self.log.log_end(self.state, self.evaluations, self.stopwatch, times)
-        return 1 if self.checkpoints.failures or self.directory.failures else 0

@@ -74,7 +74,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     with importing(str(options.run)):
         from accel_train.analysis.evaluate_run import evaluate_run
 
-    return evaluate_run(
+    measured = evaluate_run(
         launch,
         options.run,
         split=options.split,
@@ -83,6 +83,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         trust_code=options.trust_code,
         predictions=options.predictions,
     )
+    return 1 if measured.unwritten else 0
 
 
 def _evaluate_published(arguments: Sequence[str], prog: str) -> int:
@@ -93,6 +94,7 @@ def _evaluate_published(arguments: Sequence[str], prog: str) -> int:
     with importing():
         from accel_train.analysis.published import evaluate_published
 
-    return evaluate_published(
+    measured = evaluate_published(
         launch, overrides, split=options.split, predictions=options.predictions, output=options.output
     )
+    return 1 if measured.unwritten else 0
