@@ -82,8 +82,8 @@ class ExactGradients:
         """Set each `.grad` to the sum of all gradients since the last call, over all processes, divided by `divisor`.
 
         Collective; a process may have added nothing. The sum is exact on the grid; it is divided in float64, and the
-        quotient is rounded to the type of the parameter. A parameter without any gradient keeps None. If a gradient has a NaN or an
-        infinite value, the sum of this tensor is NaN in all elements, on all processes.
+        quotient is rounded to the type of the parameter. A parameter without any gradient keeps None. If a gradient has
+        a NaN or an infinite value, the sum of this tensor is NaN in all elements, on all processes.
         """
         if not self._parameters:
             return
