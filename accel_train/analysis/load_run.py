@@ -13,11 +13,11 @@ from torch import nn
 from accel_train import models
 from accel_train.checkpoint.choose import find_weights as find_weights
 from accel_train.checkpoint.weights import load_weights
-from accel_train.config.options import parse
+from accel_train.config.options import parse_run
 from accel_train.config.schema import Config, Model, value
 from accel_train.errors import UserError, one_line
 from accel_train.models.weights.hub import is_hub_name
-from accel_train.records.code import kept_code, was_trained_here
+from accel_train.records.code import kept_code, trained_code
 from accel_train.records.model_info import FILE, ModelInfo
 from accel_train.user_code.reference import parse_reference
 from accel_train.user_code.trust import doubtful_arguments
@@ -30,10 +30,9 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     code is only used with `trust_code`, or if this user has trained the run; see `KeptCode`. The same is true of
     arguments of a library's model that could open a file. Raises UserError otherwise.
     """
-    text = str(run / "config.yaml")
-    config, own = parse([text, *overrides], checks_code=False), parse([text], checks_code=False)
-    trained = was_trained_here(run)
-    if "model.name" in uses and not (trained or trust_code) and config.model.kwargs == own.model.kwargs:
+    config, own, text = parse_run(run, overrides)
+    trained = trained_code(run, text)
+    if "model.name" in uses and trained is None and not trust_code and config.model.kwargs == own.model.kwargs:
         _check_arguments(run, own)
     for option in uses:
         reference = parse_reference(option, value(own, option))

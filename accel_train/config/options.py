@@ -64,6 +64,22 @@ def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_c
     return config
 
 
+def parse_run(run: Path, arguments: Sequence[str] = ()) -> tuple[Config, Config, str]:
+    """Return (the configuration of the run in the folder `run` with the options `arguments`, the one without them, the
+    text of config.yaml that both were read from). The user's own code need not exist here.
+
+    The file is read once, so that a text that has been checked is the one that is used. Raises one UserError with all
+    mistakes.
+    """
+    mistakes: list[str] = []
+    recipe = _read_recipe(str(run / "config.yaml"), mistakes)
+    own = _to_config(recipe, {}, mistakes, checks_code=False)
+    raise_mistakes(mistakes)
+    config = _to_config(recipe, read_arguments(arguments, option_types(), mistakes), mistakes, checks_code=False)
+    raise_mistakes(mistakes)
+    return config, own, recipe.text
+
+
 def parse_settings(settings: Mapping[str, Any], arguments: Sequence[str] = ()) -> Config:
     """Return the configuration of a recipe that is given as a dict, with the options `--key value …`.
 

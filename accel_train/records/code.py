@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,21 +87,22 @@ def remember_training(config: Config) -> list[str]:
     return []
 
 
-def was_trained_here(run: Path) -> bool:
-    """Whether this user has trained the run in the folder `run`: with its config.yaml and the code that it keeps.
+def trained_code(run: Path, text: str) -> dict[str, str] | None:
+    """Return the SHA-256 of the code of the run in the folder `run` (option -> hash), if this user has trained the run:
+    with `text` as its config.yaml and with this code. Else None.
 
-    A record outside the folder says so: what is in the folder may have been written by anybody.
+    A record outside the folder says so: what is in the folder may have been written by anybody, at any time. So what
+    is returned, not what is in the folder a moment later, is the code that may be run.
     """
     code = {}
     try:
-        config = read_regular_file(run / "config.yaml", follow=True)
         for option, entry in _read(run).items():
             name = str(entry.get("kept", "")).removeprefix(f"{FOLDER}/")
             if is_file_name(name):
                 code[option] = hashlib.sha256(read_regular_file(run / FOLDER / name, follow=True)).hexdigest()
     except (OSError, ValueError):
-        return False
-    return is_remembered(config, code)
+        return None
+    return code if is_remembered(text.encode(), code) else None
 
 
 def _read(run: Path) -> dict[str, dict[str, Any]]:
@@ -127,18 +128,20 @@ class KeptCode:
     path: Path
     """The kept file."""
 
-    def to_run(self, option: str, *, trained: bool, trust: bool) -> str:
+    def to_run(self, option: str, *, trained: Mapping[str, str] | None, trust: bool) -> str:
         """Return the value of `option` that runs this code. Raises UserError if nobody has said that it is safe.
 
-        It is if `trust`, or if `trained` (this user has trained this run, see `was_trained_here`) and the file that the
-        run names is as it was. A module is run by its name only if `trained`: else the kept text is what one can read.
+        It is if `trust`, or if this user has trained the run (see `trained_code`) and the file that the run names is as
+        it was. A module is run by its name only if `trained`: else the kept text is what one can read.
         """
         named = code_file(self.reference)
-        same = named is not None and _is_own(named) and file_hash(named) == file_hash(self.path)
-        if same and (trained or (trust and self.reference.file)):
+        found = file_hash(named) if named is not None and _is_own(named) else ""
+        if trained is not None and found and found == trained.get(option):
             return str(self.reference)
+        same = found == file_hash(self.path)
         if trust:
-            return f"{self.path.absolute()}:{self.reference.name}"
+            kept = f"{self.path.absolute()}:{self.reference.name}"
+            return str(self.reference) if same and self.reference.file else kept
         reason = "this file is missing, is not yours, or has changed"
         if same:
             reason = "you have not trained the run with this configuration on this machine"

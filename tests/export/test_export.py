@@ -25,6 +25,8 @@ from accel_train.export.preprocess import prepare
 from accel_train.models.factory import create_model
 from accel_train.models.weights.hub import describe
 from accel_train.records.model_info import ModelInfo
+from accel_train.user_code.record import file_hash
+from accel_train.user_code.trust import remember
 
 
 @pytest.fixture
@@ -244,10 +246,12 @@ def own(photos: Path, tmp_path: Path) -> Path:
 
 
 def own_run(folder: Path, photos: Path, code: Path, function: str) -> Path:
+    """The folder of a run with the user's own model, as if this user had trained it."""
     run = run_of(folder, photos, f"{code}:{function}", 24)
     (run / "code").mkdir()
     shutil.copyfile(code, run / "code" / "own.py")
     (run / "code.json").write_text(json.dumps({"model.name": {"kept": "code/own.py"}}))
+    remember((run / "config.yaml").read_text(), {"model.name": file_hash(code)})
     info = json.loads((run / "model.json").read_text())
     info |= {"mean": [0.5] * 3, "std": [0.25] * 3}
     (run / "model.json").write_text(json.dumps(info))

@@ -81,6 +81,10 @@ def program(*words: object) -> subprocess.CompletedProcess[str]:
     return helpers.python("-m", "accel_train", *words)
 
 
+def images_of(run: Path) -> list[Path]:
+    return sorted((run / "examples").glob("*.png"))
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("processes", "workers", "kills", "epochs"),
@@ -113,13 +117,18 @@ def test_a_run_is_opened_without_running_code_that_is_not_the_user_s(recipe: Pat
     imports = kept["model.name"]["imports"]
     assert set(imports) == {"beside", "torch", "torchvision"}
     assert imports["beside"].startswith("sha256 ")
-    images = sorted((run / "examples").glob("*.png"))
+    images = images_of(run)
 
     # The user's own file is as it was.
     done = program("evaluate", run)
     assert done.returncode == 0, done.stderr
     assert "mine.py:net on mine.py:data test, 24 images" in done.stdout
-    assert program("predict", run, *images).stdout.count("%") == len(images)
+    moved = run.rename(tmp_path / "moved")
+    assert program("predict", moved, *images_of(moved)).stdout.count("%") == len(images)
+    moved.rename(run)
+    other = helpers.python("-m", "accel_train", "evaluate", run, XDG_STATE_HOME=str(tmp_path / "other"))
+    assert other.returncode == 2
+    assert "you have not trained the run with this configuration on this machine" in other.stderr
 
     # The file has changed, has gone, or there is another run's code in its place: nothing of it runs.
     marker = tmp_path / "was-run"

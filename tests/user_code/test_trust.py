@@ -12,7 +12,7 @@ from accel_train.analysis.load_run import read_config
 from accel_train.config.options import parse
 from accel_train.config.schema import to_yaml
 from accel_train.errors import UserError
-from accel_train.records.code import keep_code, remember_training, was_trained_here
+from accel_train.records.code import keep_code, remember_training, trained_code
 
 
 def write_run(run: Path, text: str, *, trained: bool) -> None:
@@ -25,6 +25,10 @@ def write_run(run: Path, text: str, *, trained: bool) -> None:
     keep_code(config, run, lambda name, content: (run / name).write_bytes(content), 0)
     if trained:
         assert remember_training(config) == []
+
+
+def is_trained(run: Path) -> bool:
+    return trained_code(run, (run / "config.yaml").read_text()) is not None
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,7 @@ def test_a_run_is_trusted_if_this_user_has_trained_it_with_these_bytes_and_argum
     write_run(run, f'model: {{name: "{code}:net", kwargs: {{width: 2}}}}', trained=True)
     assert read_config(run, uses=("model.name",), trust_code=False).model.name == f"{code}:net"
     moved = run.rename(tmp_path / "moved")
-    assert was_trained_here(moved)
+    assert is_trained(moved)
     configuration = moved / "config.yaml"
     configuration.write_text(
         configuration.read_text().replace('"width": 2', '"width": 3').replace("width: 2", "width: 3")
@@ -65,17 +69,17 @@ def test_a_run_is_trusted_if_this_user_has_trained_it_with_these_bytes_and_argum
 def test_records_that_others_could_have_written_do_not_count(tmp_path: Path, state: Path) -> None:
     run = tmp_path / "run"
     write_run(run, "model: {name: resnet18, kwargs: {checkpoint_path: /any/file}}", trained=True)
-    assert was_trained_here(run)
+    assert is_trained(run)
     record = next(state.iterdir())
     assert (state.stat().st_mode & 0o777, record.stat().st_mode & 0o777) == (0o700, 0o600)
     for path in (state, record):
         before = path.stat().st_mode
         path.chmod(before | 0o020)
-        assert not was_trained_here(run)
+        assert not is_trained(run)
         path.chmod(before)
     if os.getuid() == 0:
         os.chown(record, 12345, -1)
-        assert not was_trained_here(run)
+        assert not is_trained(run)
 
 
 def test_a_home_that_cannot_be_written_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +109,26 @@ def test_harmless_arguments_need_no_question(tmp_path: Path) -> None:
     kwargs = {"act_layer": "gelu", "global_pool": "avg", "layers": [1, 1, 1, 1], "base_width": 32, "aa_layer": None}
     write_run(run, f"model: {{name: resnet18, kwargs: {json.dumps(kwargs)}}}", trained=False)
     read_config(run, uses=("model.name",), trust_code=False)
+
+
+def test_what_is_checked_is_what_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who can write in the run's folder puts other files there a moment after they were looked at."""
+    run, code = tmp_path / "run", tmp_path / "mine.py"
+    code.write_text("def net(num_classes): ...\n")
+    write_run(run, f'model: {{name: "{code}:net"}}', trained=True)
+    own, evil = (run / "config.yaml").read_text(), tmp_path / "evil.py"
+    evil.write_text("def net(num_classes): ...  # evil\n")
+
+    def swapped(folder: Path, text: str) -> dict[str, str] | None:
+        found = trained_code(folder, text)
+        (run / "config.yaml").write_text(own.replace(str(code), str(evil)))
+        for kept in (run / "code").iterdir():
+            kept.write_text(evil.read_text())
+        return found
+
+    monkeypatch.setattr("accel_train.analysis.load_run.trained_code", swapped)
+    assert read_config(run, uses=("model.name",), trust_code=False).model.name == f"{code}:net"
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with pytest.raises(UserError, match="--trust-code true"):
+        read_config(run, uses=("model.name",), trust_code=False)
