@@ -5,7 +5,7 @@
 # (a checkout, or what accel-train init wrote).
 #
 # The site's file (slurm/site.sh, see slurm/sites/) or the user may set these variables; all have a default:
-#   ACCELERATE_CONFIG    accelerate's config file: the precision, DDP or FSDP, torch.compile
+#   ACCELERATE_CONFIG    accelerate's config file: the precision, DDP or FSDP, torch.compile; see begin_run
 #   PROCESSES_PER_NODE   default: see count_processes below
 #   MASTER_ADDR          default: the job's first node
 #   MASTER_PORT          default: computed from the job's number and how often it was started
@@ -70,7 +70,7 @@ find_module() { # for users of csh and zsh: bash, whose start-up files they do n
 begin_run() {
     [[ ${1:--} != -* ]] || fail "usage: sbatch [options of sbatch] slurm/NAME.sbatch RECIPE [--key value ...]"
     local recipe=$1 previous='' word
-    RUN=''
+    RUN='' gpus=''
     arguments=("$@")
     for word in "$@"; do
         [[ $previous != --output-dir ]] || RUN=$word
@@ -96,7 +96,14 @@ begin_run() {
     mkdir -p "$START/nodes" "$RUN/slurm/nccl"
     touch "$START/begun"
     trap 'signalled=1; pass_on_warning' USR1
-    ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-$ACCEL_TRAIN_ROOT/accelerate_configs/multi_node.yaml}
+    if [[ -z ${ACCELERATE_CONFIG:-} ]]; then
+        count_gpus
+        ACCELERATE_CONFIG=$ACCEL_TRAIN_ROOT/accelerate_configs/multi_node.yaml
+        if ((gpus == 0)); then
+            ACCELERATE_CONFIG=$ACCEL_TRAIN_ROOT/accelerate_configs/multi_cpu.yaml # bf16 is slow on most CPUs
+            say "no GPUs in this job: it computes on CPUs, in float32 (accelerate_configs/multi_cpu.yaml)"
+        fi
+    fi
     [[ -f $ACCELERATE_CONFIG ]] || fail "no accelerate config $ACCELERATE_CONFIG"
     MASTER_PORT=${MASTER_PORT:-$(find_port)}
     # When an NCCL collective hangs, each rank writes its last collectives here (PyTorch's flight recorder).
@@ -119,24 +126,52 @@ find_port() {
     echo "$port"
 }
 
-# The number of processes per node: PROCESSES_PER_NODE; else the GPUs that the batch system gave to the job there; else,
-# if it does not count GPUs, those that PyTorch sees; else one.
+# Sets $gpus: how many GPUs the batch system gave to the job on this node; if it does not count GPUs, how many PyTorch
+# sees.
+count_gpus() {
+    gpus=${gpus:-${SLURM_GPUS_ON_NODE:-}}
+    if [[ -n $gpus ]]; then return; fi
+    if [[ $(scontrol show node "${SLURMD_NODENAME:-}" 2>/dev/null) =~ Gres=[^[:space:]]*gpu ]]; then
+        gpus=0 # Slurm counts GPUs here and the job asked for none: visible GPUs belong to other jobs
+        return
+    fi
+    gpus=$("${container[@]}" python -c 'import torch; print(torch.accelerator.device_count())') ||
+        fail "PyTorch cannot count the GPUs of $HOSTNAME (see above): set PROCESSES_PER_NODE and ACCELERATE_CONFIG"
+}
+
+# count_processes NODES: sets the number of processes per node: PROCESSES_PER_NODE; else the GPUs there; else one.
 count_processes() {
-    PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
-    if [[ -z $PROCESSES_PER_NODE && $(scontrol show node "${SLURMD_NODENAME:-}" 2>/dev/null) =~ Gres=[^[:space:]]*gpu ]]; then
-        PROCESSES_PER_NODE=1 # Slurm counts GPUs here and the job asked for none: visible GPUs belong to other jobs
-    elif [[ -z $PROCESSES_PER_NODE ]]; then
-        PROCESSES_PER_NODE=$("${container[@]}" python -c 'import torch; print(torch.accelerator.device_count())') ||
-            fail "PyTorch cannot count the GPUs of $HOSTNAME (see above): set PROCESSES_PER_NODE"
+    if [[ -z ${PROCESSES_PER_NODE:-} ]]; then
+        count_gpus
+        if (($1 > 1)); then check_gpus_of_nodes; fi
+        PROCESSES_PER_NODE=$gpus
     fi
     if ((PROCESSES_PER_NODE == 0)); then PROCESSES_PER_NODE=1; fi
+}
+
+check_gpus_of_nodes() { # two nodes of --gpus=3 have different numbers, those of --gpus=4 may have
+    local details nodes kinds kind number uneven='' list=''
+    details=$(scontrol show job --details --oneliner "$JOB" 2>/dev/null || true)
+    while read -r nodes kinds; do # such as: n[1-2] gpu:a100:4(IDX:0-3)
+        number=0
+        for kind in ${kinds//,/ }; do
+            if [[ $kind == gpu:*[0-9] ]]; then number=$((number + ${kind##*:})); fi
+        done
+        list+="${list:+, }$number on $nodes"
+        if ((number != gpus)); then uneven=1; fi
+    done < <(grep -o ' Nodes=[^ ]* CPU_IDs=[^ ]* Mem=[^ ]* GRES=[^ ]*' <<<"$details" |
+        sed 's/ Nodes=\([^ ]*\).* GRES=/\1 /; s/([^)]*)//g')
+    if [[ -n $uneven ]]; then
+        fail "the nodes have different numbers of GPUs ($list), but each gets the same number of processes:" \
+            "ask with --gpus-per-node instead of --gpus, or set PROCESSES_PER_NODE"
+    fi
 }
 
 # start_launchers NODES PROGRAM...: start a launcher on each of the job's first NODES nodes; sets $code
 start_launchers() {
     local nodes=$1 address=${MASTER_ADDR:-}
     shift
-    count_processes
+    count_processes "$nodes"
     if [[ -z $address ]]; then
         address=127.0.0.1
         if ((nodes > 1)); then address=$(scontrol show hostnames "$SLURM_JOB_NODELIST"); fi

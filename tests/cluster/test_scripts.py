@@ -14,6 +14,7 @@ import helpers
 import pytest
 
 ROOT = helpers.ROOT
+WITH_GPUS = {"SLURM_GPUS_ON_NODE": "2"}  # otherwise the script asks PyTorch, which takes seconds
 
 
 def test_a_stop_without_progress_is_requeued_three_times(tmp_path: Path) -> None:
@@ -22,7 +23,7 @@ def test_a_stop_without_progress_is_requeued_three_times(tmp_path: Path) -> None
     scontrol.chmod(0o755)
     run = tmp_path / "runs" / "digits" / "job-7"
     script = f"source {ROOT}/slurm/common.sh; begin_run digits; echo $UPDATE > $RUN/REQUEUE; end_run 0"
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "ACCEL_TRAIN_ROOT": str(ROOT)}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ACCEL_TRAIN_ROOT": str(ROOT), "SLURM_JOB_ID": "7", **WITH_GPUS}
     outcomes = []
     for update in ("10", "20", "20", "20", "20", "30"):
         done = subprocess.run(
@@ -45,7 +46,7 @@ def test_a_job_whose_run_another_one_owns_changes_and_obeys_nothing_of_its(tmp_p
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho scontrol $*\n")
     (tmp_path / "scontrol").chmod(0o755)
     script = f"source {ROOT}/slurm/common.sh; begin_run digits --output-dir {run}; echo 2 >$START/exit-code; "
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "8", "ACCEL_TRAIN_ROOT": str(ROOT)}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ACCEL_TRAIN_ROOT": str(ROOT), "SLURM_JOB_ID": "8", **WITH_GPUS}
     # srun says 1 or 137 of a rank that was refused with 2
     done = subprocess.run(["bash", "-c", f"{script} end_run 1"], cwd=tmp_path, env=environment, capture_output=True)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -69,9 +70,11 @@ def test_only_this_start_asks_for_a_requeue(tmp_path: Path) -> None:
     run.mkdir(parents=True)
     (run / "REQUEUE").write_text("10\n")
     os.utime(run / "REQUEUE", (1, 1))
-    failed = bash("begin_run digits; echo 137 >$START/exit-code; end_run 1", tmp_path, SLURM_JOB_ID="7")
+    slurm = WITH_GPUS | {"SLURM_JOB_ID": "7"}
+    failed = bash("begin_run digits; echo 137 >$START/exit-code; end_run 1", tmp_path, **slurm)
     assert failed.returncode == 137 and "failed with exit code 137" in failed.stderr
-    refused = bash("begin_run digits; echo 2 >$START/exit-code; touch $RUN/REQUEUE; end_run 1", tmp_path, PBS_JOBID="7")
+    owned = "begin_run digits; echo 2 >$START/exit-code; touch $RUN/REQUEUE; end_run 1"
+    refused = bash(owned, tmp_path, PBS_JOBID="7", **WITH_GPUS)
     assert refused.returncode == 2 and "requeueing" not in refused.stdout
     # and it says how to go on, also when Slurm has forgotten the job
     hint = f"sbatch --nodes=1 {ROOT}/job digits --output-dir runs/digits/job-7"
@@ -115,23 +118,56 @@ def test_a_sites_file_runs_as_in_an_ordinary_shell(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_processes_of_a_node(tmp_path: Path) -> None:
-    """What the user says, what Slurm gave, or, where Slurm does not count GPUs, what PyTorch sees."""
+    """What the user says, what Slurm gave, or, where Slurm does not count GPUs, what PyTorch sees.
+
+    Without GPUs the processes compute in float32, unless the user names accelerate's config file.
+    """
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.write_text("#!/bin/sh\necho NodeName=n1 Gres=$GRES Partitions=gpu\n")
     scontrol.chmod(0o755)
     (tmp_path / "torch.py").write_text("class accelerator: device_count = staticmethod(lambda: 4)\n")
-    script = "container=(env PYTHONPATH=.); count_processes; echo $PROCESSES_PER_NODE"
+    script = (
+        "container=(env PYTHONPATH=.); begin_run digits >log; count_processes 1; "
+        "echo $PROCESSES_PER_NODE $(basename $ACCELERATE_CONFIG)"
+    )
 
     def count(gres: str, **variables: str) -> str:
         return bash(script, tmp_path, SLURMD_NODENAME="n1", GRES=gres, **variables).stdout.strip()
 
-    assert count("gpu:8", PROCESSES_PER_NODE="3", SLURM_GPUS_ON_NODE="2") == "3"
-    assert count("gpu:8", SLURM_GPUS_ON_NODE="2") == "2"
-    assert count("gpu:a100:8(S:0-1)") == "1"  # the job asked for none: those it sees are others'
-    assert count("(null)") == "4"
+    assert count("gpu:8", PROCESSES_PER_NODE="3", SLURM_GPUS_ON_NODE="2") == "3 multi_node.yaml"
+    assert count("gpu:8", SLURM_GPUS_ON_NODE="2") == "2 multi_node.yaml"
+    assert "in float32" not in (tmp_path / "log").read_text()
+    assert count("gpu:a100:8(S:0-1)") == "1 multi_cpu.yaml"  # the job asked for none: those it sees are others'
+    assert "no GPUs in this job: it computes on CPUs, in float32" in (tmp_path / "log").read_text()
+    assert count("gpu:8", PROCESSES_PER_NODE="3") == "3 multi_cpu.yaml"
+    assert count("gpu:8", ACCELERATE_CONFIG=str(ROOT / "accelerate_configs/cpu.yaml")) == "1 cpu.yaml"
+    assert count("(null)") == "4 multi_node.yaml"
+    (tmp_path / "torch.py").write_text("class accelerator: device_count = staticmethod(lambda: 0 + 0)\n")
+    assert count("(null)") == "1 multi_cpu.yaml"
     (tmp_path / "torch.py").unlink()
     assert bash(script, tmp_path).stdout.strip() >= "1"  # PBS, with the real torch: one process on the CPU
+
+
+def test_nodes_with_different_numbers_of_gpus_are_refused(tmp_path: Path) -> None:
+    """--gpus=3 on two nodes would start four processes. The lines are those of Slurm 22.05."""
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "JobId=7 NodeList=n[1-3] JOB_GRES=gpu:3  $NODES MinCPUsNode=1"\n')
+    scontrol.chmod(0o755)
+    one, two = (f"  Nodes={nodes} CPU_IDs=7 Mem=0 GRES=" for nodes in ("n1", "n[2-3]"))
+
+    def count(nodes: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        script = "gpus=''; count_processes 3; echo $PROCESSES_PER_NODE"
+        return bash(script, tmp_path, NODES=nodes, SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="2", **variables)
+
+    for even in ("", f"{one}gpu:2(IDX:0-1)", f"{one}gpu:a100:1(IDX:0),gpu:h100:1(IDX:4){two}gpu:2(IDX:0,3)"):
+        assert count(even).stdout == "2\n", even
+    refused = count(f"{one}gpu:a100:2(IDX:0-1){two}gpu:a100:1(IDX:0)")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "(2 on n1, 1 on n[2-3])" in refused.stderr and "--gpus-per-node" in refused.stderr
+    assert "(2 on n1, 0 on n[2-3])" in count(f"{one}gpu:2(IDX:0-1){two}").stderr
+    assert count(f"{one}gpu:2(IDX:0-1){two}", PROCESSES_PER_NODE="1").stdout == "1\n"
 
 
 def test_the_port_is_another_after_a_restart_and_never_one_that_is_taken(tmp_path: Path) -> None:
@@ -190,7 +226,8 @@ def test_a_short_warning_is_measured(tmp_path: Path) -> None:
     scontrol.chmod(0o755)
     checkpoint = '{"kind": "checkpoint", "seconds": 8.2}'
     script = f"begin_run digits; echo '{checkpoint}' >$RUN/metrics.jsonl; echo 1000 >$START/warned; warn_of_short_lead"
-    short, long = (bash(script, tmp_path, SLURM_JOB_ID="7", END=end).stderr for end in ("1010", "1060"))
+    slurm = WITH_GPUS | {"SLURM_JOB_ID": "7"}
+    short, long = (bash(script, tmp_path, END=end, **slurm).stderr for end in ("1010", "1060"))
     assert "a save takes 8 s, the warning came 10 s before the end: sbatch --signal=USR1@32" in short
     assert long == ""
 

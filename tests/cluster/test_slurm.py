@@ -490,7 +490,8 @@ def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
         address = cluster.submit(
             "tasks.sbatch", "digits", "--rendezvous-timeout-seconds", "3", options=TWO_NODES, MASTER_ADDR="no-such-host"
         )
-        failed = [taken, unlike, wrong, usage, address, Job(cluster, unknown, ())]
+        uneven = cluster.submit("multi_node.sbatch", "digits", options="--nodes=2 --gpus=3")
+        failed = [taken, unlike, wrong, usage, address, uneven, Job(cluster, unknown, ())]
         assert [(job.ended(60), job.field("ExitCode")) for job in failed] == [("FAILED", "2:0")] * len(failed)
     assert "MASTER_ADDR=no-such-node, but no host of that name is known here" in failed[-1].log()
     assert "MASTER_ADDR=no-such-host, but no host of that name is known here" in address.log()
@@ -501,6 +502,7 @@ def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
     assert f"cannot listen on port {port}" in taken.log()
     assert "WORLD_SIZE is 8, but this is process" in unlike.log()
     assert "usage: sbatch" in usage.log()
+    assert "different numbers of GPUs (2 on 127.0.0.11, 1 on 127.0.0.12)" in uneven.log()
 
 
 def test_a_folder_without_a_checkout(cluster: Cluster, tmp_path: Path) -> None:
