@@ -4,6 +4,7 @@
 # make lint    check formatting, lint, types
 # make docs    build the documentation as a site, in site/
 # make bench   compare the trainer with others, half an hour; writes docs/benchmarks.md (ARGS: --data-root DIR)
+# make siege   attack it at random for an hour, in three ways at once (SIEGE_SECONDS=60 SIEGE_SEED=7)
 # make gpu     on a machine with a GPU: run the tests for it, measure its speed, print a table for docs/benchmarks.md
 PYTHON ?= python3
 # Of the tests: many of them wait, so more than there are processors; each needs a gigabyte.
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: train test lint docs bench gpu clean
+.PHONY: train test siege lint docs bench gpu clean
 
 train: $(VENV)/.installed
 	@set -x; run=runs/digits/$$(date +%Y-%m-%d_%H-%M-%S) && \
@@ -20,6 +21,9 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SLOW),-m "slow or not slow",$(if $(FULL),-m "not slow")) $(ARGS)
+
+siege: $(VENV)/.installed-test
+	SIEGE_SECONDS=$${SIEGE_SECONDS:-3600} $(BIN)/python -m pytest -n 3 --dist loadfile -m ci tests/siege $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest: then no worker is left with one of them while the others are done."""
 
     def place(item: pytest.Item) -> int:
-        starts_processes = item.path.parent.name in ("integration", "cluster", "doctor")
+        starts_processes = item.path.parent.name in ("integration", "cluster", "doctor", "siege")
         return 0 if item.path.name in LONGEST else 1 if starts_processes else 2
 
     items.sort(key=place)

@@ -91,7 +91,8 @@ COMMANDS: dict[str, Callable[[Victim, Path], list[object]]] = {  # of a damaged 
         "train", victim.run / "config.yaml", *FEW.split(), "--output-dir", victim.folder / "runs/new"
     ],
     "train from its weights": lambda victim, _: [
-        "train", "digits", *FEW.split(), "--model.name", "test_resnet", "--model.weights", victim.run, "--output-dir", victim.folder / "runs/new"
+        "train", "digits", *FEW.split(), "--model.name", "test_resnet", "--model.weights", victim.run,
+        "--output-dir", victim.folder / "runs/new",
     ],
     "train from its checkpoint": lambda victim, _: [
         "train", victim.run / "config.yaml", *FEW.split(), "--epochs", "3", "--allow-change", "epochs",
@@ -173,10 +174,11 @@ def attack(command: str, words: list[object], victim: Victim, good: dict[str, Pa
         done = execute(command, words, victim)
     except subprocess.TimeoutExpired:
         raise FallenError(f"it has not ended after {DEADLINE} s") from None
-    text = f"exit code {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+    text = f"exit code {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-1500:]}"
     check(not victim.sentinel.exists(), f"it executes code of the run\n{text}")
     check(done.returncode in (0, 1, 2) and "Traceback (most" not in done.stderr, text)
     raw = RAW.findall(done.stdout + done.stderr)
+    raw += re.findall(r"^lines.*", done.stdout + done.stderr, re.MULTILINE)  # of "two\nlines"
     check(not raw, f"raw characters {set(raw)} in {done.stdout + done.stderr!r:.3000}")
     warned = re.findall(r".*\.py:\d+: \w*Warning.*", done.stderr)
     check(not warned, f"a library warns: {warned}")
