@@ -74,10 +74,16 @@ def evaluate(
             f"evaluation counted {len(ids)} results of {len(torch.unique(ids))} samples, but the split has "
             f"{pipeline.samples} samples"
         )
-    figures = {
-        metric.name: score.double().sum().item() / pipeline.samples for metric, score in zip(means, scores, strict=True)
-    }
+    of_samples = {metric.name: score.double() for metric, score in zip(means, scores, strict=True)}
+    figures = {name: score.sum().item() / pipeline.samples for name, score in of_samples.items()}
     table = metrics_for(multi_label=multi_label)
+    all_logits = torch.cat(kept)[order] if kept else None
+    if multi_label and keep_logits and accelerator.is_main_process:
+        all_logits = predictions
+    no_numbers = ~predictions.isfinite().all(1) if multi_label else of_samples["loss"].isnan()
+    if (broken := int(no_numbers.sum())) > 0:
+        # The highest of such logits is their first: its accuracy could be the best of the run, and mean nothing.
+        return Evaluation.without_figures(table, labels, pipeline.transform.num_classes, broken, all_logits)
     figures |= {metric.name: metric.compute(predictions, labels) for metric in table if isinstance(metric, SplitMetric)}
     figures = {metric.name: figures[metric.name] for metric in table}
     if multi_label:
@@ -86,14 +92,12 @@ def evaluate(
             "f1": f1_of_classes(predictions, labels),
         }
         images = labels.sum(0).tolist()
-        all_logits = predictions if keep_logits and accelerator.is_main_process else None
         return Evaluation(figures, pipeline.samples, of_classes, images, labels=labels, logits=all_logits)
     classes = pipeline.transform.num_classes
     confusion = torch.bincount(labels * classes + predictions, minlength=classes * classes).view(classes, classes)
     images, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
     accuracy = [hits / count if count else None for hits, count in zip(right, images, strict=True)]
     of_classes = {"accuracy": accuracy}
-    all_logits = torch.cat(kept)[order] if kept else None
     return Evaluation(figures, pipeline.samples, of_classes, images, confusion.tolist(), labels, all_logits)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from accel_train.analysis.figures import TEMPERATURES
 from accel_train.records.metrics import metrics_for
 from accel_train.records.table import print_table
 
+LOWEST, HIGHEST = TEMPERATURES
 SHOWN = 20  # at most so many classes are printed
 
 PERCENT = ".2%"
@@ -36,16 +38,21 @@ def print_figures(records: dict[str, dict[str, Any]], classes: Sequence[str], *,
         values = [record.get(key) for record in records.values()]
         if any(value is not None for value in values):
             rows.append([title, *("" if value is None else format(value, form) for value in values)])
-        if key == "accuracy":
-            intervals = [record["accuracy_interval"] for record in records.values()]
-            rows.append(["  95% interval", *(f"{low:.2%} … {high:.2%}" for low, high in intervals)])
+        intervals = [record.get("accuracy_interval") for record in records.values()]
+        if key == "accuracy" and any(intervals):
+            rows.append(
+                ["  95% interval", *("" if each is None else f"{each[0]:.2%} … {each[1]:.2%}" for each in intervals)]
+            )
     print()
     head = ["", *(record["weights"] for record in records.values())]
     print_table(head, rows, numbers=head[1:])
     scaled = list(records.values())[-1].get("temperature")
     if scaled:
+        kind = "the temperature fitted on"
+        if scaled["at_bound"]:
+            kind = f"not a fitted temperature, because a bound of the search ({LOWEST:g} to {HIGHEST:g}) is as good on"
         print(
-            f"\nWith the logits divided by {scaled['value']:.3f}, the temperature fitted on {scaled['split']}: "
+            f"\nWith the logits divided by {scaled['value']:.3f}, {kind} {scaled['split']}: "
             f"loss {scaled['loss']:.4f}, calibration error {scaled['calibration_error']:.2%}. The accuracy is the same."
         )
 
@@ -57,14 +64,16 @@ def print_classes(record: dict[str, Any], classes: Sequence[str]) -> None:
     """
     confusion = record.get("confusion")
     images = record["class_images"] if confusion is None else [sum(row) for row in confusion]
-    columns = {
+    all_columns = {
         "average precision": record.get("class_average_precision"),
-        "precision": record["class_precision"],
-        "recall": record["class_recall"],
-        "f1": record["class_f1"],
+        "precision": record.get("class_precision"),
+        "recall": record.get("class_recall"),
+        "f1": record.get("class_f1"),
     }
-    columns = {title: values for title, values in columns.items() if values is not None}
+    columns: dict[str, Any] = {title: values for title, values in all_columns.items() if values is not None}
     first = "recall" if confusion is not None else "average precision"
+    if first not in columns:  # the model's output is NaN
+        return
     labels = [label for label, count in enumerate(images) if count]
     if len(labels) > SHOWN:
         labels = sorted(labels, key=lambda label: columns[first][label] or 0.0)[:SHOWN]

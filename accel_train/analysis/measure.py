@@ -31,7 +31,7 @@ from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.evaluate import evaluate, evaluation_batch_size
 from accel_train.files import atomic_write
 from accel_train.launch.consensus import broadcast_from_main
@@ -119,7 +119,7 @@ def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path],
     def figures() -> str:
         records = {name: _record(evaluation, subject.names[name]) for name, evaluation in evaluations.items()}
         if fitted is not None:
-            records[subject.last]["temperature"] = _temperature(fitted, last)
+            records[subject.last] |= _temperature(fitted, last)
         return json.dumps({**about, "processes": processes, "classes": subject.classes, **records})
 
     text = broadcast_from_main(accelerator, figures)
@@ -133,6 +133,8 @@ def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path],
     if predictions is not None and kept is not None:
         failures += _try_to_write({predictions: kept.save})
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
+    if (warning := last.warning(subject.split)) is not None:
+        print_line(f"accel-train: warning: {warning}", sys.stderr)
     print_figures(records, subject.classes, multi_label=splits.multi_label)
     print_classes(records[subject.last], subject.classes)
     print()
@@ -174,22 +176,28 @@ def _try_to_write(writers: Mapping[Path, Callable[[Path], None]]) -> list[Path]:
 
 
 def _temperature(fitted: Evaluation, tested: Evaluation) -> dict[str, Any]:
-    """The temperature that suits the validation split, and what it makes of the tested one."""
-    value = fit_temperature(_array(fitted.logits), _array(fitted.labels))
-    logits, labels = _array(tested.logits), _array(tested.labels)
-    return {
+    """{"temperature": …}: the one that suits the validation split, and what it makes of the tested one. {} if there are
+    logits that are not finite."""
+    given, logits, labels = _array(fitted.logits), _array(tested.logits), _array(tested.labels)
+    if not (np.isfinite(given).all() and np.isfinite(logits).all()):
+        return {}
+    value, is_fitted = fit_temperature(given, _array(fitted.labels))
+    temperature = {
         "value": value,
+        "at_bound": not is_fitted,
         "split": "val",
         "loss": negative_log_likelihood(logits, labels, value),
         "calibration_error": calibration(softmax(logits, value), labels)[0],
     }
+    return {"temperature": temperature}
 
 
 def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:
     """Return an evaluation for JSON, which has no NaN: that becomes null."""
     figures = {name: value if math.isfinite(value) else None for name, value in evaluation.figures.items()}
     logits, labels = _array(evaluation.logits), _array(evaluation.labels)
-    if not np.isfinite(logits).all():  # of broken weights; scikit-learn would refuse them
+    # NaN or infinity of broken weights. A logit of -infinity is a class that the model excludes.
+    if evaluation.broken or not (logits < np.inf).all():
         more: dict[str, Any] = {}
     else:
         more = multi_label_figures(logits, labels) if labels.ndim == 2 else single_label_figures(logits, labels)

@@ -112,7 +112,7 @@ def _figures(run: RunRecords, info: ModelInfo, weights: str, file: Path) -> list
     for split, record in rows.items():
         cells = [metric.show(record[metric.name]) + _interval(metric.name, record) for metric in shown]
         lines.append(f"| {split} | {record['count'] or ''} | " + " | ".join(cells) + " |")
-    return [*lines, "", "In brackets: the 95% bootstrap interval."] if "accuracy" in names else lines
+    return [*lines, "", "In brackets: the 95% interval (Wilson)."] if "accuracy" in names else lines
 
 
 def _interval(metric: str, record: dict[str, Any]) -> str:
@@ -120,7 +120,7 @@ def _interval(metric: str, record: dict[str, Any]) -> str:
     if metric != "accuracy" or not record["count"]:
         return ""
     hits = round(record[metric] * record["count"])
-    low, high = record.get("accuracy_interval") or accuracy_interval(hits, record["count"])
+    low, high = accuracy_interval(hits, record["count"])
     return f" ({low:.1%} to {high:.1%})"
 
 

@@ -6,7 +6,8 @@ top-3 accuracy, add `top_k("top3_accuracy", 3)` to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -230,6 +231,35 @@ class Evaluation:
     """What the source has as labels, and the model's logits, float32 [n, classes], in the order of the samples'
     numbers, on the CPU of the main process. None unless they were to be kept."""
     logits: Tensor | None = None
+    broken: int = 0
+    """Samples for which the model's output is NaN (or infinite, with several labels an image). If there are any, the
+    figures are NaN, and those of the classes None."""
+
+    @classmethod
+    def without_figures(
+        cls, metrics: Sequence[Metric | SplitMetric], labels: Tensor, classes: int, broken: int, logits: Tensor | None
+    ) -> Evaluation:
+        """The result for a split with `broken` samples. `labels`: int64 [n], or bool [n, classes]."""
+        images = labels.sum(0) if labels.ndim == 2 else torch.bincount(labels, minlength=classes)
+        of_classes = ("average_precision", "f1") if labels.ndim == 2 else ("accuracy",)
+        return cls(
+            {metric.name: math.nan for metric in metrics},
+            len(labels),
+            {name: [None] * classes for name in of_classes},
+            images.tolist(),
+            labels=labels,
+            logits=logits,
+            broken=broken,
+        )
+
+    def warning(self, name: str) -> str | None:
+        """A sentence about the evaluation `name` if it has no figures, else None."""
+        if not self.broken:
+            return None
+        return (
+            f"{name}: the model's output is NaN or infinite for {self.broken:,} of {self.count:,} images, so there are "
+            "no figures"
+        )
 
     def as_record(self) -> dict[str, Any]:
         """The figures of the classes as result.json and evaluation-SPLIT.json have them."""

@@ -122,7 +122,12 @@ def _headline(run: RunRecords, evaluation: Row) -> list[tuple[str, str]]:
             if "accuracy_interval" in record:
                 low, high = record["accuracy_interval"]
                 interval = f", 95% interval {100 * low:.1f} to {high:.1%}"
-            tiles.append((f"{evaluation['split']} {metric}{suffix}{interval}", f"{record[metric]:.2%}"))
+            tiles.append(
+                (
+                    f"{evaluation['split']} {metric}{suffix}{interval}",
+                    "NaN" if record[metric] is None else f"{record[metric]:.2%}",
+                )
+            )
     if not tiles:
         for each in metrics_for(multi_label=run.info.multi_label):
             value = run.result.get(f"test_{each.name}")
@@ -163,8 +168,9 @@ def _figures(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[st
         if any(value is not None for value in values):
             shown.append((title, ["" if value is None else format(value, form) for value in values]))
     scaled = [record.get("temperature") or {} for record in records]
+    at_bound = any(entry.get("at_bound") for entry in scaled)  # older evaluations do not say so
     for key, title, form in (
-        ("value", "temperature, fitted on val", ".3f"),
+        ("value", f"temperature, {'at a bound of the search' if at_bound else 'fitted on val'}", ".3f"),
         ("loss", "loss at this temperature", ".4f"),
         ("calibration_error", "calibration error at this temperature", ".2%"),
     ):

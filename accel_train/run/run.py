@@ -85,6 +85,7 @@ class Run:
         self.stopwatch = Stopwatch(self.state.train_seconds, self.state.timed_samples)
         self.evaluations: dict[str, Evaluation] = {}
         """The newest of each split: "val", "test", and with the EMA's weights "test (ema)"."""
+        self._warned_of_nan = False
         self.save_is_due = False
         """A signal, a file, the clock or --checkpoint.every-updates requests a save that is not done yet."""
         self.resume_command = resume_command(setup.launch, lease.directory)
@@ -271,4 +272,8 @@ class Run:
             with memory_advice(evaluation_advice(self.setup.evaluation_batch)), self.ledger.during("evaluating"):
                 self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
             self.log.log_evaluation(name, self.state, self.evaluations[name])
+            warning = self.evaluations[name].warning(name)
+            if warning is not None and not self._warned_of_nan:  # once: the next epochs will hardly be better
+                self.log.warn(warning)
+            self._warned_of_nan |= warning is not None
         return self.evaluations[name]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import softmax as scipy_softmax
-from scipy.stats import bootstrap
+from scipy.stats import binomtest
 from sklearn.metrics import (
     balanced_accuracy_score,
     log_loss,
@@ -79,20 +79,30 @@ def test_the_temperature_has_the_lowest_likelihood_of_all() -> None:
     logits, labels = drawn(400, 6, 5)
     assert negative_log_likelihood(logits, labels) == pytest.approx(log_loss(labels, softmax(logits)))
     for factor in (0.1, 1.0, 7.0):  # the temperature undoes a factor
-        found = fit_temperature(logits * np.float32(factor), labels)
-        assert found == pytest.approx(factor * fit_temperature(logits, labels), rel=1e-4)
+        found, is_fitted = fit_temperature(logits * np.float32(factor), labels)
+        assert is_fitted
+        assert found == pytest.approx(factor * fit_temperature(logits, labels)[0], rel=1e-4)
         lowest = negative_log_likelihood(logits * factor, labels, found)
         for other in np.geomspace(found / 3, found * 3, 31):
             assert negative_log_likelihood(logits * factor, labels, other) >= lowest - 1e-9
 
 
-@pytest.mark.parametrize(("hits", "count"), [(180, 200), (57, 60), (500, 1000)])
-def test_the_interval_is_that_of_a_bootstrap(hits: int, count: int) -> None:
-    sample = np.arange(count) < hits
-    drawn = bootstrap((sample,), np.mean, n_resamples=9999, method="percentile", rng=np.random.default_rng(0))
-    # Both are multiples of 1 / count; the percentile of draws may be one step off.
-    assert accuracy_interval(hits, count) == pytest.approx(tuple(drawn.confidence_interval), abs=1.01 / count)
+def test_a_temperature_at_a_bound_is_not_fitted() -> None:
+    logits, labels = drawn(60, 6, 5)
+    sure = logits + 30 * np.eye(6, dtype=np.float32)[labels]  # each sample is right: the lower, the better
+    wrong = logits - 30 * np.eye(6, dtype=np.float32)[labels]
+    assert not fit_temperature(sure, labels)[1]
+    value, is_fitted = fit_temperature(wrong, labels)
+    assert value == pytest.approx(100, rel=1e-3) and not is_fitted
+    assert not fit_temperature(np.zeros_like(logits), labels)[1]
 
 
-def test_an_interval_of_all_or_nothing() -> None:
-    assert accuracy_interval(7, 7) == (1.0, 1.0) and accuracy_interval(0, 7) == (0.0, 0.0)
+@pytest.mark.parametrize(("hits", "count"), [(180, 200), (57, 60), (500, 1000), (10, 10), (0, 7), (1, 1)])
+def test_the_interval_is_wilsons_of_scipy(hits: int, count: int) -> None:
+    expected = binomtest(hits, count).proportion_ci(0.95, method="wilson")
+    assert accuracy_interval(hits, count) == pytest.approx((expected.low, expected.high))
+
+
+def test_ten_of_ten_are_not_sure() -> None:
+    low, high = accuracy_interval(10, 10)
+    assert f"{low:.2%} {high:.2%}" == "72.25% 100.00%"
