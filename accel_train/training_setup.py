@@ -174,7 +174,6 @@ def create_training_setup(
     model, optimizer = accelerator.prepare(model, optimizer)
     bare_model = unwrap_model(model)
     trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
-    clipped = parameters_to_clip(config.optim, bare_model)  # FSDP2 has replaced the parameters
     recomputed_buffers = models.prepare_recomputation(model, config.model)
     mixes = mixes_samples(config)
     criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=mixes)
@@ -194,7 +193,7 @@ def create_training_setup(
         dropout=dropout,
         exact_gradients=ExactGradients(trained, plan.virtual_batches) if config.bitwise else None,
         criterion=criterion,
-        clipped=clipped,
+        clipped=parameters_to_clip(config.optim, bare_model),  # FSDP2 has replaced the parameters
         recomputed_buffers=recomputed_buffers,
         around_forward=KeyedFunctions(dropout) if independence.needs_functions else nullcontext(),
         warnings=(*warnings, *independence.warnings),
@@ -213,8 +212,8 @@ def create_training_setup(
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
     check_compilation(accelerator)
-    if not config.bitwise:  # otherwise DDP never sums gradients
-        shape = plan.micro_batch, splits.channels, size, size
+    shape = plan.micro_batch, splits.channels, size, size
+    if not config.bitwise:  # then DDP sums no gradients
         rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
     return setup
 
