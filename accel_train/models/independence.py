@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
+from accel_train.models.recomputation import release_unrepeatable
 from accel_train.models.training_pass import try_training
-from accel_train.models.trial import SAMPLES, different_images, other_states, torch_states, unchanged
+from accel_train.models.trial import SAMPLES, different_images, trace_pass, unchanged
 
 TOLERANCE = 1e-4
 """Relative. Kernels round differently for other batch sizes, which changes at most some 1e-6 in 30 models."""
@@ -37,20 +37,6 @@ class Independence:
     """Whether the model must run inside `KeyedFunctions` in training."""
     warnings: tuple[str, ...]
     """What still depends on the number of processes, for the user."""
-
-
-@dataclass
-class _Trace:
-    """What was seen in a forward pass."""
-
-    draws: dict[str, str] = field(default_factory=dict)
-    """For each place, such as "head.drop (Dropout)": the operator that drew there from a global generator."""
-    totals: list[tuple[str, int, Tensor]] = field(default_factory=list)
-    """Of each module's output, in order: the place, the number of elements, the sum of their magnitudes."""
-    comparable: int | None = None
-    """How many of the totals were computed before the first draw. None: all."""
-    outputs: list[Tensor] = field(default_factory=list)
-    """What the model returned."""
 
 
 def make_independent(
@@ -106,7 +92,7 @@ def check_independence(
     try:
         with unchanged(model, device), _checked(keys, batch_norms):
             images = different_images(channels, size).to(device, next(model.parameters()).dtype)
-            released = _release_unrepeatable(model, images, keys) if recomputes else []
+            released = release_unrepeatable(model, images, keys) if recomputes else []
             draws, coupled = _dependencies(model, images, keys, nullcontext())
             # A function that gradient checkpointing calls again would not be redirected then.
             if draws and not recomputes:
@@ -165,7 +151,7 @@ def _dependencies(
     for part in (slice(None), slice(SAMPLES // 2), slice(SAMPLES // 2, None)):
         keys.set_samples(ids[part], 0)
         with context, torch.no_grad():
-            traces.append(_trace(model, images[part]))
+            traces.append(trace_pass(model, images[part]))
     whole, *halves = traces
     compared = min((trace.comparable for trace in traces if trace.comparable is not None), default=len(whole.totals))
     coupled = None
@@ -196,85 +182,3 @@ def _close(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors agree up to rounding, relative to the largest value. Values that are not finite agree."""
     difference = (one - other).abs().max() <= TOLERANCE * one.abs().max()
     return bool(difference | ~one.isfinite().all())
-
-
-def _trace(model: nn.Module, images: Tensor) -> _Trace:
-    """Run the forward pass and watch the modules and the random generators."""
-    trace, places = _Trace(), ["the model"]
-    names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name}
-
-    def enter(module: nn.Module, _: Any) -> None:
-        places.append(names.get(module, "the model"))
-
-    def leave(module: nn.Module, _: Any, output: Any) -> None:
-        places.pop()
-        place = names.get(module, "the model")
-        trace.totals += [(place, values.numel(), values.abs().sum()) for values in _tensors(output)]
-
-    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if torch.Tag.nondeterministic_seeded not in func.tags:
-                return func(*args, **(kwargs or {}))
-            before = torch_states(images.device)
-            result = func(*args, **(kwargs or {}))
-            if not all(map(torch.equal, before, torch_states(images.device))):
-                trace.draws.setdefault(places[-1], func.overloadpacket.__name__)
-                trace.comparable = len(trace.totals) if trace.comparable is None else trace.comparable
-            return result
-
-    others = other_states()
-    hooks = [module.register_forward_pre_hook(enter) for module in model.modules()]
-    hooks += [module.register_forward_hook(leave) for module in model.modules()]
-    try:
-        with Watch():  # type: ignore[no-untyped-call]
-            trace.outputs = _tensors(model(images))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for library, before, after in zip(("random", "numpy.random"), others, other_states(), strict=True):
-        if before != after:
-            trace.draws.setdefault("the model", library)
-            trace.comparable = 0  # nobody knows where it was
-    return trace
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors of floats that a module returned, alone or in a tuple, list or dict."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() and output.numel() else []
-    parts = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
-
-
-def _release_unrepeatable(model: nn.Module, images: Tensor, keys: DropoutKeys) -> list[str]:
-    """Run a backward pass, and release the layers that do not have the same masks when checkpointing calls them again.
-
-    That can only be a layer that several checkpointed segments share. torch restores its own generators for a segment,
-    so a released layer repeats its masks. Returns the places of such layers.
-    """
-    layers: dict[nn.Module, str] = {
-        module: name for name, module in model.named_modules() if getattr(module, "keys", None) is keys
-    }
-    calls: list[tuple[nn.Module, list[Tensor]]] = []
-
-    def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        calls.append((module, [values.detach().abs().sum() for values in (*_tensors(inputs), *_tensors(output))]))
-
-    keys.set_samples(torch.arange(SAMPLES, device=images.device), 0)
-    hooks = [layer.register_forward_hook(record) for layer in layers]
-    try:
-        with torch.enable_grad():
-            outputs = _tensors(model(images.clone().requires_grad_()))
-            first = len(calls)
-            torch.stack([output.float().square().sum() for output in outputs]).sum().backward()  # type: ignore[no-untyped-call]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    released = []
-    for layer, sums in calls[first:]:
-        name, before = layers[layer], [others for module, others in calls[:first] if module is layer]
-        row = keys.layers.index(name)
-        if row not in keys.released and not any(all(map(torch.isclose, sums, others)) for others in before):
-            keys.released.add(row)
-            released.append(f"{name} ({type(layer).__name__})")
-    return released

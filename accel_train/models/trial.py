@@ -1,4 +1,4 @@
-"""Running a model without leaving a trace in it or in the random generators."""
+"""Running a model to see what it does, without leaving a trace in it or in the random generators."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SAMPLES = 4
 
@@ -115,3 +117,65 @@ def other_states() -> tuple[Any, Any]:
     """The states of random and numpy.random, to compare."""
     state: Any = np.random.get_state(legacy=False)
     return random.getstate(), (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"])
+
+
+@dataclass
+class Trace:
+    """What was seen in a forward pass."""
+
+    draws: dict[str, str] = field(default_factory=dict)
+    """For each place, such as "head.drop (Dropout)": the operator that drew there from a global generator."""
+    totals: list[tuple[str, int, Tensor]] = field(default_factory=list)
+    """Of each module's output, in order: the place, the number of elements, the sum of their magnitudes."""
+    comparable: int | None = None
+    """How many of the totals were computed before the first draw. None: all."""
+    outputs: list[Tensor] = field(default_factory=list)
+    """What the model returned."""
+
+
+def trace_pass(model: nn.Module, images: Tensor) -> Trace:
+    """Run the forward pass and watch the modules and the random generators."""
+    trace, places = Trace(), ["the model"]
+    names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        places.append(names.get(module, "the model"))
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        places.pop()
+        place = names.get(module, "the model")
+        trace.totals += [(place, values.numel(), values.abs().sum()) for values in float_tensors(output)]
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if torch.Tag.nondeterministic_seeded not in func.tags:
+                return func(*args, **(kwargs or {}))
+            before = torch_states(images.device)
+            result = func(*args, **(kwargs or {}))
+            if not all(map(torch.equal, before, torch_states(images.device))):
+                trace.draws.setdefault(places[-1], func.overloadpacket.__name__)
+                trace.comparable = len(trace.totals) if trace.comparable is None else trace.comparable
+            return result
+
+    others = other_states()
+    hooks = [module.register_forward_pre_hook(enter) for module in model.modules()]
+    hooks += [module.register_forward_hook(leave) for module in model.modules()]
+    try:
+        with Watch():  # type: ignore[no-untyped-call]
+            trace.outputs = float_tensors(model(images))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for library, before, after in zip(("random", "numpy.random"), others, other_states(), strict=True):
+        if before != after:
+            trace.draws.setdefault("the model", library)
+            trace.comparable = 0  # nobody knows where it was
+    return trace
+
+
+def float_tensors(output: Any) -> list[Tensor]:
+    """The tensors of floats that a module returned, alone or in a tuple, list or dict."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() and output.numel() else []
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in float_tensors(part)]
