@@ -5,15 +5,18 @@ They behave as a real OpenPBS with two nodes did.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import helpers
 import pytest
 import wheel_environment
 import worlds
+from test_scripts import PROGRAM, read_variables
 
 ROOT = helpers.ROOT
 COMMANDS = {
@@ -57,9 +60,13 @@ END""",
 }
 
 
+ALWAYS_SET = {"PBS_JOBID", "PBS_NODEFILE", "PBS_O_WORKDIR"}
+
+
 def train(
-    directory: Path, *, walltime: str = "01:00:00", without: str = "", **variables: str
+    directory: Path, *, walltime: str = "01:00:00", without: str = "", **variables: str | None
 ) -> "subprocess.CompletedProcess[str]":
+    """Run the script as PBS would. A variable that is None is not set."""
     commands = directory / "bin"
     commands.mkdir(exist_ok=True)
     for name, text in COMMANDS.items():
@@ -74,12 +81,13 @@ def train(
     environment = worlds.environment(
         PBS_JOBID="123.server", PBS_NODEFILE=str(directory / "nodes"), PBS_O_WORKDIR=str(directory),
         PBS_O_QUEUE="entry", LOG=str(directory / "log"), WALLTIME=walltime,
-        SPOOL=str(directory), **variables,
+        SPOOL=str(directory),
     )  # fmt: skip
     ours = {"ACCEL_TRAIN_SITE": str(directory / "site"), "ACCEL_TRAIN_ROOT": str(ROOT), "DOCTOR": "off"}
     # qsub -v: what this submission was given and nothing more; a continuation is given nothing but CONTINUE
-    given = variables if "CONTINUE" in variables else ours | variables
-    environment = given | environment
+    merged = variables if "CONTINUE" in variables else ours | variables
+    given = {name: value for name, value in merged.items() if value is not None}
+    environment = {name: value for name, value in (environment | given).items() if name not in merged or name in given}
     words = [f"{name}={value}".replace(",", "\\,") for name, value in given.items()]
     environment["GIVEN"] = "".join(f"{word},\n\t" for word in words)
     site = directory / "site"
@@ -161,6 +169,37 @@ def test_a_chain_of_jobs(doctor: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
+def test_no_missing_variable_ends_a_job(tmp_path: Path) -> None:
+    """None, and all but one of the variables that the script and its nodes read; with a doctor that fails."""
+    read = read_variables("pbs/train.pbs", "slurm/common.sh", "slurm/rank.sh")
+    names = {name for name in read if not name.startswith("SLURM")} - {"TRAIN", "CONTINUE", *ALWAYS_SET}
+    config = str(ROOT / "accelerate_configs" / "cpu.yaml")
+    everything = dict.fromkeys(names, "1") | {"ACCELERATE_CONFIG": config, "DOCTOR": "print", "TMPDIR": str(tmp_path)}
+    assert {"LEAD_SECONDS", "PBS_O_QUEUE", "DOCTOR", "MASTER_ADDR"} <= names
+
+    def run(left_out: set[str]) -> "subprocess.CompletedProcess[str]":
+        folder = tmp_path / f"without {len(left_out)} {min(left_out)}"
+        for part in ("slurm", "pbs", "accelerate_configs"):  # and no .venv, which would bring the real programs
+            shutil.copytree(ROOT / part, folder / part)
+        (folder / "bin").mkdir()
+        for name in ("accelerate", "python"):
+            (folder / "bin" / name).write_text(f"#!/bin/bash\n{PROGRAM}\n")
+            (folder / "bin" / name).chmod(0o755)
+        here = everything | {"ACCEL_TRAIN_ROOT": str(folder)}
+        return train(
+            folder, TRAIN="digits", **{name: None if name in left_out else value for name, value in here.items()}
+        )
+
+    choices = [names, *({name} for name in sorted(names))]
+    with ThreadPoolExecutor(8) as pool:  # they mostly sleep
+        for left_out, done in zip(choices, pool.map(run, choices), strict=True):
+            assert "unbound" not in done.stderr and "syntax error" not in done.stderr, (left_out, done.stderr)
+            assert done.returncode == 3 and "training starts" in done.stdout, (left_out, done.stdout, done.stderr)
+            assert "the training starts without its answer" in done.stderr, (left_out, done.stderr)
+            assert "qsub -v CONTINUE" in done.stderr, (left_out, done.stderr)
+
+
+@pytest.mark.ci
 def test_a_failed_run_fails_though_pbsdsh_does_not_say_so(tmp_path: Path) -> None:
     (tmp_path / "runs/digits/job-123.server").mkdir(parents=True)
     (tmp_path / "runs/digits/job-123.server/REQUEUE").touch()  # of a start long ago
@@ -188,7 +227,7 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("expected", "arguments"),
     [
-        ("a walltime of 60 s is too short: STOP is created 120 s before", {"TRAIN": "digits", "walltime": "00:01:00"}),
+        ("a walltime of 60 s is too short: STOP is created 120 s before", {"TRAIN": "digits", "walltime": "00:01:00", **CPU}),
         ("no program qstat on ", {"TRAIN": "digits", "without": "qstat"}),
         ("no program pbsdsh on ", {"TRAIN": "digits", "without": "pbsdsh"}),
         ('usage: export TRAIN="RECIPE [--key value ...]"', {}),

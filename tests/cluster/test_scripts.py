@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import helpers
@@ -237,21 +238,26 @@ SLURM = {  # what Slurm sets in each batch script; everything else may be missin
 }  # fmt: skip
 
 
-def job(script: str, cwd: Path, doctor: int, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run a batch script with an srun whose doctor ends with this code, and whose training fails with 3."""
-    commands = {
-        "srun": f'[[ "$*" == *" doctor "* ]] && exit {doctor}; eval "$SRUN"; echo "training starts"; exit 3',
-        "scontrol": "if [[ $2 == hostnames ]]; then echo n1; echo n2; else echo NodeName=n1 Gres=gpu:2; fi",
-        "accelerate": "exit 3",
-    }
-    (cwd / "bin").mkdir(exist_ok=True)
+BY_WORDS = {
+    "srun": '[[ "$*" == *" doctor "* ]] && exit $DOCTOR_CODE; eval "$SRUN"; echo "training starts"; exit 3',
+    "scontrol": "if [[ $2 == hostnames ]]; then echo n1; echo n2; else echo NodeName=n1 Gres=gpu:2; fi",
+    "accelerate": "exit 3",
+}
+
+
+def job(
+    script: str, cwd: Path, doctor: int, root: Path = ROOT, commands: dict[str, str] = BY_WORDS, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run a batch script with these commands; the doctor ends with this code, and the training fails with 3."""
+    (cwd / "bin").mkdir(exist_ok=True, parents=True)
     for name, text in commands.items():
         (cwd / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (cwd / "bin" / name).chmod(0o755)
-    environment = {"PATH": f"{cwd}/bin:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(ROOT)} | SLURM | variables
+    environment = {"PATH": f"{cwd}/bin:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(root), "DOCTOR_CODE": str(doctor)}
+    words = ["2", "digits"] if script == "scaling.sbatch" else ["digits", "--output-dir", str(cwd / "run")]
     return subprocess.run(
-        ["bash", str(ROOT / "slurm" / script), "digits", "--output-dir", str(cwd / "run")],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=60,
+        ["bash", str(root / "slurm" / script), *words],
+        cwd=cwd, env=environment | SLURM | variables, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
 
@@ -284,20 +290,67 @@ def test_the_doctor_never_costs_the_job(script: str, tmp_path: Path) -> None:
         assert ("DOCTOR is nonsense; expected print, strict or off" in done.stderr) == (value == "nonsense")
 
 
-@pytest.mark.ci
-def test_no_variable_ends_a_job(tmp_path: Path) -> None:
-    """Each variable that the scripts read, empty or with a value that it should not have: at most one line, at once."""
-    text = "".join(path.read_text() for path in [*ROOT.glob("slurm/*.s*"), ROOT / "pbs" / "train.pbs"])
-    read = set(re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)) - SLURM.keys()
+def read_variables(*files: str) -> set[str]:
+    """Return the variables that these scripts read and may not find."""
+    text = "".join((ROOT / file).read_text() for file in files)
     ours = {"START", "RUN", "JOB", "PATH", "HOSTNAME", "PWD", "SECONDS", "SLURM_SUBMIT_DIR"}
+    return set(re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)) - SLURM.keys() - ours
+
+
+@pytest.mark.ci
+def test_no_value_ends_a_job(tmp_path: Path) -> None:
+    """Each variable that the scripts read, empty or with a value that it should not have: at most one line, at once."""
+    files = [str(path.relative_to(ROOT)) for path in ROOT.glob("slurm/*.s*")]
+    read = read_variables(*files, "pbs/train.pbs")
     assert {"DOCTOR", "MAX_REQUEUES", "TMPDIR", "SLURM_GPUS", "ACCEL_TRAIN_SITE"} <= read
-    for name in sorted(read - ours):
+    for name in sorted(read):
         for value in ("",) if name.startswith(("SLURM", "PBS")) else ("", "a b"):
             done = job("multi_node.sbatch", tmp_path, 0, **{name: value})
             assert "unbound" not in done.stderr and "syntax error" not in done.stderr, (name, done.stderr)
             assert done.returncode in ((3,) if value == "" else (2, 3)), (name, value, done.stderr)
             if done.returncode == 2:
                 assert done.stderr.count("\n") == 1 and "error: " in done.stderr, (name, done.stderr)
+
+
+PROGRAM = """
+case "$*" in
+    *"torch.accelerator"*) echo 2 ;;
+    *" meet "* | *" scaling "*) exit 0 ;;
+    *"accel_train doctor"*) exit 1 ;;
+    *) echo "training starts"; exit 3 ;;
+esac"""
+REAL_TASKS = {  # srun starts the task on this host
+    "srun": 'while [[ $1 != bash ]]; do shift; done; SLURM_NODEID=0 SLURM_PROCID=0 "$@"',
+    "scontrol": "if [[ $2 == hostnames ]]; then echo n1; echo n2; else echo NodeName=n1; fi",
+    "accelerate": PROGRAM,
+    "python": PROGRAM,
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("slurm/*.sbatch")))
+def test_no_missing_variable_ends_a_job(script: str, tmp_path: Path) -> None:
+    """None, and all but one of the variables that the script and its tasks read; with a doctor that fails."""
+    root = tmp_path / "root"  # without a .venv, which would bring the real programs
+    for folder in ("slurm", "accelerate_configs"):
+        shutil.copytree(ROOT / folder, root / folder)
+    everything = dict.fromkeys(read_variables(f"slurm/{script}", "slurm/common.sh", "slurm/rank.sh"), "1") | {
+        "ACCEL_TRAIN_ROOT": str(root), "ACCELERATE_CONFIG": str(root / "accelerate_configs" / "cpu.yaml"),
+        "DOCTOR": "print", "PBS_JOBID": "7", "SCALING": "scaling", "TMPDIR": str(tmp_path),
+    }  # fmt: skip
+    choices = {"none": {}} | {
+        name: {other: value for other, value in everything.items() if other != name} for name in everything
+    }
+
+    def run(name: str) -> "subprocess.CompletedProcess[str]":
+        return job(script, tmp_path / name, 1, root, REAL_TASKS, **choices[name])
+
+    with ThreadPoolExecutor(4) as pool:
+        for name, done in zip(choices, pool.map(run, choices), strict=True):
+            assert "unbound" not in done.stderr and "syntax error" not in done.stderr, (name, done.stderr)
+            assert done.returncode == (1 if script == "preflight.sbatch" else 3), (name, done.stdout, done.stderr)
+            assert ("training starts" in done.stdout) == (script != "preflight.sbatch"), (name, done.stdout)
+            assert "To continue the run: cd " in done.stderr, (name, done.stderr)
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
