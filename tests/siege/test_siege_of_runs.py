@@ -48,7 +48,9 @@ TIMES = {
 
 
 def kill(scene: Scene) -> None:
-    scene.owner().signal(signal.SIGKILL)
+    owner = scene.owner()
+    owner.signal(signal.SIGKILL)
+    owner.end()
 
 
 def kill_one_process(scene: Scene) -> None:
@@ -83,6 +85,7 @@ def stop_and_kill(scene: Scene) -> None:
     owner.popen.send_signal(signal.SIGTERM)
     time.sleep(scene.chance.uniform(0, 0.5))
     owner.signal(signal.SIGKILL)
+    owner.end()
 
 
 def ask_to_stop(scene: Scene) -> None:
@@ -129,8 +132,9 @@ def take_over(scene: Scene) -> None:
     scene.living = scene.start("--take-over", "true")
     if owned:
         owner.end()
-    else:  # it may be waiting, or take the run itself a moment later
+    else:  # it may take the run itself a moment later
         owner.signal(signal.SIGKILL)
+        owner.end()
 
 
 def take_over_from_a_sleeper(scene: Scene) -> None:
