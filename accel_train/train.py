@@ -43,7 +43,7 @@ from accel_train.launch.agreement import check_agreement
 from accel_train.launch.consensus import broadcast_from_main, fail_together
 from accel_train.launch.environment import Launch
 from accel_train.models.training_pass import unused_parameters_advice
-from accel_train.optim.bitwise import what_bits_depend_on
+from accel_train.optim.bitwise import seed_virtual_batch, what_bits_depend_on
 from accel_train.optim.clipping import clip_gradients
 from accel_train.optim.ema import update_ema
 from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, training_advice
@@ -183,7 +183,13 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
     for number, batch in enumerate(micro_batches):
         with accelerator.no_sync(setup.model) if exact else accelerator.accumulate(setup.model):
             # For random numbers that are not drawn by sample: a restart draws the same ones.
-            seed_generators(setup.device, key(config.seed, "dropout", state.update, accelerator.process_index, number))
+            process = accelerator.process_index
+            if exact:  # this pass is one virtual batch, and the processes take turns: data/order/plan.py
+                seed_virtual_batch(
+                    setup.device, config.seed, state.update, number * accelerator.num_processes + process
+                )
+            else:
+                seed_generators(setup.device, key(config.seed, "dropout", state.update, process, number))
             logits, targets = setup.forward(batch, state.update, padded=samples < config.batch_size)
             losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
             with models.preserve_buffers(setup.recomputed_buffers):  # from gradient checkpointing

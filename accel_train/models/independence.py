@@ -2,16 +2,19 @@
 
 Such a model learns something else on another number of processes. Nobody can list all layers of all libraries, so the
 model is tried with a few samples: does it draw from a global random generator, and does the whole batch give what its
-halves give?
+halves give? With --bitwise each forward pass of training is one virtual batch, whose random numbers are seeded
+(optim/bitwise.py): there it may do both, but not in evaluation.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -23,7 +26,7 @@ from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
 from accel_train.models.recomputation import release_unrepeatable
 from accel_train.models.training_pass import try_training
-from accel_train.models.trial import SAMPLES, different_images, trace_pass, unchanged
+from accel_train.models.trial import SAMPLES, different_images, float_tensors, trace_pass, unchanged
 
 TOLERANCE = 1e-4
 """Relative. Kernels round differently for other batch sizes, which changes at most some 1e-6 in 30 models."""
@@ -57,6 +60,7 @@ def make_independent(
         dropout,
         batch_norms=modules,
         recomputes=config.model.gradient_checkpointing,
+        bitwise=config.bitwise,
     )
     by_ddp = accelerator.num_processes > 1 and not accelerator.is_fsdp2 and not config.bitwise  # gradients are summed
     images = different_images(channels, size).to(parameter)
@@ -80,13 +84,16 @@ def check_independence(
     *,
     batch_norms: Sequence[nn.Module] = (),
     recomputes: bool = False,
+    bitwise: bool = False,
 ) -> Independence:
     """Try `model` on the device, in the mode (training) that it is in, with 4 random images of `size` x `size` pixels.
 
     `keys`: what `convert_dropout(model)` returned. `batch_norms`: modules that something else takes care of; they are
-    tried in evaluation mode. `recomputes`: the model uses gradient checkpointing. Call it before the model is wrapped.
-    Layers whose masks cannot be repeated in gradient checkpointing are released from `keys`. Besides, nothing is
-    changed: buffers, gradients, random generators. It raises nothing: a model that cannot be tried is a warning.
+    tried in evaluation mode. `recomputes`: the model uses gradient checkpointing. `bitwise`: a forward pass of training
+    always has the samples of one virtual batch, and its random numbers are seeded; then the warnings are what --bitwise
+    cannot do nevertheless. Call it before the model is wrapped. Layers whose masks cannot be repeated in gradient
+    checkpointing are released from `keys`. Besides, nothing is changed: buffers, gradients, random generators. It
+    raises nothing: a model that cannot be tried is a warning.
     """
     functions = False
     try:
@@ -98,6 +105,8 @@ def check_independence(
             if draws and not recomputes:
                 others, coupled = _dependencies(model, images, keys, KeyedFunctions(keys))
                 functions, draws = others != draws, others
+            if bitwise:
+                return Independence(functions, tuple(_obstacles(model, images, keys, functions)))
     except Exception as error:  # whatever a model does: training will show whether it is a mistake
         line = (str(error).splitlines() or [type(error).__name__])[0]
         return Independence(
@@ -122,6 +131,43 @@ def check_independence(
             "result depends on the number of processes. To avoid that, choose another model or normalisation."
         )
     return Independence(functions, tuple(found))
+
+
+def _obstacles(model: nn.Module, images: Tensor, keys: DropoutKeys, functions: bool) -> list[str]:
+    """What depends on the number of processes, though each forward pass of training is one virtual batch.
+
+    `functions`: the model runs inside `KeyedFunctions` in training. Afterwards the model is in evaluation mode.
+    """
+    found, passes = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        keys.set_samples(torch.arange(len(images), device=images.device), 0)
+        with KeyedFunctions(keys) if functions else nullcontext(), torch.no_grad():
+            passes.append(float_tensors(model(images)))
+    if not all(_equal(one, other) for one, other in zip(*passes, strict=True)):
+        found.append(
+            "model: two forward passes with the same images and random numbers do not give the same. So it has a "
+            "random generator of its own, or another state, which depends on the number of processes. Draw from the "
+            "global generators of torch, NumPy or Python, or choose another model."
+        )
+    model.eval()
+    keys.clear()
+    draws, coupled = _dependencies(model, images, keys, nullcontext())
+    why = "So the results of an evaluation depend on the number of processes. Choose another model or normalisation."
+    if draws:
+        operators = [f"{operator} in {place}" for place, operator in draws.items()]
+        found.append(f"model: draws random numbers in evaluation, too: {_first(operators)}. {why}")
+    if coupled:
+        found.append(
+            f"model: in evaluation the output of {coupled} for a sample depends on the others of its batch. {why}"
+        )
+    return found
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _first(places: Sequence[str]) -> str:
@@ -149,7 +195,8 @@ def _dependencies(
     ids = torch.arange(SAMPLES, device=images.device)
     traces = []
     for part in (slice(None), slice(SAMPLES // 2), slice(SAMPLES // 2, None)):
-        keys.set_samples(ids[part], 0)
+        if model.training:
+            keys.set_samples(ids[part], 0)
         with context, torch.no_grad():
             traces.append(trace_pass(model, images[part]))
     whole, *halves = traces

@@ -1,4 +1,5 @@
-"""What `--bitwise true` needs besides exact sums: deterministic kernels, and to know what the bits depend on.
+"""What `--bitwise true` needs besides exact sums: deterministic kernels, the random numbers of a virtual batch, and to
+know what the bits depend on.
 
 A kernel's result depends on the shapes, the kind of device, the libraries and, on a CPU, the number of threads. The
 shapes are those of one virtual batch (data/order/plan.py). The rest is recorded in each checkpoint, and compared
@@ -8,7 +9,9 @@ between the processes and at each start.
 from __future__ import annotations
 
 import os
+import random
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -16,7 +19,9 @@ from accelerate.utils.dataclasses import DynamoBackend
 
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
+from accel_train.keyed import key
 from accel_train.launch.accelerator import precision
+from accel_train.optim.performance import seed_generators
 
 
 def use_deterministic_kernels(config: Config, accelerator: Accelerator) -> None:
@@ -49,6 +54,18 @@ def _check(config: Config, accelerator: Accelerator) -> None:
         obstacle = "model.sync-batchnorm sums over the processes in floats: set it to false"
     if obstacle is not None:
         raise UserError(f"--bitwise: {obstacle}.")
+
+
+def seed_virtual_batch(device: torch.device, seed: int, update: int, number: int) -> None:
+    """Seed the global random generators for the forward pass of virtual batch `number` of `update`.
+
+    So all that a model draws from them is the same on any number of processes: torch's on the CPU and on `device`,
+    NumPy's and Python's.
+    """
+    word = key(seed, "dropout", update, 0, number)  # as without --bitwise on one process
+    seed_generators(device, word)
+    np.random.seed(word % 2**32)
+    random.seed(word)
 
 
 def what_bits_depend_on(accelerator: Accelerator) -> dict[str, str]:

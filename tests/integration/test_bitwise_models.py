@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import helpers
 import pytest
 from test_bitwise import assert_same, trained
 
-# The last window of the epoch has 30 real samples and 18 of padding: a virtual batch of 6 has none of them or some.
-WORDS = "digits --epochs 1 --data.train-limit 75 --virtual-batch-size 6"
+# The last window of an epoch has padding: of its virtual batches of 6 samples some have none, one has some, and the
+# others have nothing else.
+WORDS = (
+    "digits --schedule.name constant --data.train-limit 75 --data.test-limit 30 --data.val-fraction 0 "
+    "--virtual-batch-size 6"
+)
 CODE = """
+import random
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+
 
 class Types(nn.Module):
     \"\"\"Parameters of three types, two of them with sparse gradients.\"\"\"
@@ -28,18 +37,102 @@ class Types(nn.Module):
         numbers = (images.flatten(1).clamp(0, 1) * 16).long()
         x = self.words(numbers) * F.embedding(numbers, self.more_words, sparse=True)
         return self.head(self.norm(x.mean(1)).to(torch.bfloat16)).float()
+
+
+class Draws(nn.Module):
+    \"\"\"All that draws: in a layer of torch's, of torch's C++, and from the generators of three libraries.\"\"\"
+
+    def __init__(self, num_classes):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=False)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.recurrent = nn.LSTM(8, 8, num_layers=2, dropout=0.3, batch_first=True)
+        self.relu, self.drop = nn.RReLU(), nn.Dropout(0.2)
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, images):
+        x = self.encoder(images.flatten(1, 2).transpose(0, 1)).transpose(0, 1)
+        x = self.drop(self.relu(self.recurrent(x)[0][:, -1]))
+        if self.training:
+            x = x + 0.1 * torch.rand_like(x) + 0.1 * F.gumbel_softmax(x, hard=True)
+            x = x * random.uniform(0.9, 1.1) + 0.1 * torch.from_numpy(np.random.rand(8)).float()
+        return self.head(x)
+
+
+class Couples(nn.Module):
+    \"\"\"In training the samples of a batch depend on each other.\"\"\"
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.first, self.attention = nn.Linear(64, 8), nn.MultiheadAttention(8, 2, dropout=0.1)
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, num_classes)
+
+    def forward(self, images):
+        x = self.first(images.flatten(1))
+        if self.training:
+            x = x + self.attention(x, x, x)[0] + 0.2 * x[torch.randperm(len(x))]
+            x = x - 0.1 * x.mean(0) / (x.std(0) + 1e-5)
+        return self.head(self.norm(x).relu())
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head, self.generator = nn.Linear(64, num_classes), torch.Generator()
+
+    def forward(self, images):
+        x = images.flatten(1)
+        return self.head(x + 0.1 * torch.rand(x.shape, generator=self.generator))
+
+
+class InEvaluation(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.first, self.attention = nn.Linear(64, 8), nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, images):
+        x = self.first(images.flatten(1))
+        return self.head(self.attention(x, x, x)[0])
 """
 
 
-def model_file(folder: Path, code: str = CODE) -> Path:
-    path = folder / "mine.py"
-    path.write_text(code)
-    return path
+def named(folder: Path, name: str) -> str:
+    (folder / "mine.py").write_text(CODE)
+    return f"{WORDS} --model.name {folder / 'mine.py'}:{name}"
 
 
-@pytest.mark.parametrize("name", ["Types"])
+@pytest.mark.parametrize("name", [pytest.param("Types", marks=pytest.mark.ci), "Draws", "Couples"])
 def test_the_weights_are_the_same_on_any_number_of_processes(name: str, tmp_path: Path) -> None:
-    words = f"{WORDS} --model.name {model_file(tmp_path)}:{name}"
+    words = f"{named(tmp_path, name)} --epochs 1"
     for processes in (1, 2, 4):
         trained(tmp_path / str(processes), words, processes)
         assert_same(tmp_path / "1", tmp_path / str(processes))
+
+
+@pytest.mark.ci
+def test_a_run_continues_on_another_number_of_processes(tmp_path: Path) -> None:
+    """What a model draws follows from the update: not from the updates that a process has computed before."""
+    words = named(tmp_path, "Draws")
+    trained(tmp_path / "whole", f"{words} --epochs 2", 1)
+    trained(tmp_path / "parts", f"{words} --epochs 1", 1)
+    options = ("--bitwise", "true", "--data.workers", "0", "--allow-change", "epochs")
+    done = helpers.run(*words.split(), "--epochs", 2, *options, "--output-dir", tmp_path / "parts", processes=4)
+    assert done.returncode == 0 and "goes on from the end" in done.stderr, done.stderr
+    whole, parts = (tmp_path / name / "model.safetensors" for name in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("OwnGenerator", "it has a random generator of its own"),
+        ("InEvaluation", "in evaluation the output of attention (MultiheadAttention) for a sample depends on"),
+    ],
+)
+def test_what_stays_out_of_reach_is_one_line(name: str, told: str, tmp_path: Path) -> None:
+    words = f"{named(tmp_path, name)} --bitwise true --output-dir {tmp_path / 'run'}"
+    done = helpers.run(*words.split())
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1

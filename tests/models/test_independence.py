@@ -78,11 +78,12 @@ def created(name: str, options: dict) -> nn.Module:
 
 
 def checked(
-    model: nn.Module, size: int = 32, *, normalised: bool = True, recomputes: bool = False
+    model: nn.Module, size: int = 32, *, normalised: bool = True, recomputes: bool = False, bitwise: bool = False
 ) -> tuple[Independence, DropoutKeys]:
     keys = convert_dropout(model.train(), 0)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)] if normalised else []
-    return check_independence(model, 3, size, CPU, keys, batch_norms=norms, recomputes=recomputes), keys
+    result = check_independence(model, 3, size, CPU, keys, batch_norms=norms, recomputes=recomputes, bitwise=bitwise)
+    return result, keys
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,8 @@ def test_models_of_timm_and_torchvision(name: str, size: int, options: dict, fun
     model = created(name, options)
     result, keys = checked(model, size)
     assert result == Independence(functions, ())
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    assert check_independence(model, 3, size, CPU, keys, batch_norms=norms, bitwise=True) == result
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.eval()
@@ -225,6 +228,70 @@ class TestSamplesThatDependOnEachOther:
         assert checked(Net(middle))[0].warnings == ()
 
 
+class Modes(nn.Module):
+    """One function in training, another one in evaluation."""
+
+    def __init__(self, training: object, evaluation: object) -> None:
+        super().__init__()
+        self.functions = evaluation, training
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.functions[self.training](x)  # type: ignore[operator, no-any-return]
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+class TestBitwise:
+    """Each forward pass of training is one virtual batch, and its random numbers are seeded."""
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: x * torch.rand(len(x), 1, 1, 1),
+            lambda x: x[torch.randperm(len(x))],
+            lambda x: x * random.random() * np.random.rand(),
+            lambda x: x - x.mean(0),
+        ],
+    )
+    def test_training_may_draw_and_couple_samples(self, function: object) -> None:
+        assert checked(Net(Modes(function, same)), bitwise=True)[0] == Independence(False, ())
+        assert checked(Net(Modes(function, same)))[0].warnings
+
+    def test_functions_still_draw_by_sample(self) -> None:
+        for function in (lambda x: F.dropout(x, 0.1) * torch.rand(len(x), 1, 1, 1), wrong_order):
+            assert checked(Net(Modes(function, same)), bitwise=True)[0] == Independence(True, ())
+
+    def test_a_layer_of_two_checkpointed_segments_may_draw_as_torch_does(self) -> None:
+        result, keys = checked(Shared(both=True), recomputes=True, bitwise=True)
+        assert result == Independence(False, ()) and keys.released == {0}
+
+    @pytest.mark.parametrize(
+        ("function", "told"),
+        [
+            (lambda x: x - x.mean(0), "in evaluation the output of middle (Modes) for a sample depends on the others"),
+            (lambda x: x * torch.rand(1), "draws random numbers in evaluation, too: rand in middle (Modes)"),
+            (lambda x: F.dropout(x, 0.5), "draws random numbers in evaluation, too: bernoulli_ in middle (Modes)"),
+            (lambda x: x * np.random.rand(), "draws random numbers in evaluation, too: numpy.random in the model"),
+        ],
+    )
+    def test_evaluation_may_not(self, function: object, told: str) -> None:
+        (warning,) = checked(Net(Modes(function, function)), bitwise=True)[0].warnings
+        assert told in warning and "Choose another model" in warning
+
+    def test_a_generator_of_its_own_is_told(self) -> None:
+        own: tuple[object, ...] = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        functions = [
+            lambda x: x * torch.rand(1, generator=own[0]),
+            lambda x: x * own[1].random(),
+            lambda x: x * own[2].random(),
+        ]
+        for function in functions:
+            (warning,) = checked(Net(Modes(function, same)), bitwise=True)[0].warnings
+            assert "has a random generator of its own, or another state" in warning
+
+
 class Shared(nn.Module):
     """One dropout layer that both checkpointed segments call, or only one of them."""
 
@@ -283,7 +350,7 @@ class TestNothingChanges:
         modes, hooks = [module.training for module in model.modules()], [len(m._forward_hooks) for m in model.modules()]
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
         keys = convert_dropout(model, 0)
-        check_independence(model, 3, 64, CPU, keys, recomputes=recomputes)
+        check_independence(model, 3, 64, CPU, keys, recomputes=recomputes, bitwise=recomputes)
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
         assert all(one is p.grad for one, p in zip(gradients, model.parameters(), strict=True))
         assert all(torch.equal(one, other) for one, other in zip(values, gradients, strict=True))
