@@ -38,16 +38,14 @@ from accel_train.data.loading import start_workers_early
 from accel_train.data.order.drawing import digest, sample_weights
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.evaluate import Batch
-from accel_train.keyed import key
 from accel_train.launch.agreement import check_agreement
 from accel_train.launch.consensus import broadcast_from_main, fail_together
 from accel_train.launch.environment import Launch
 from accel_train.models.training_pass import unused_parameters_advice
-from accel_train.optim.bitwise import seed_virtual_batch, what_bits_depend_on
+from accel_train.optim.bitwise import seed_pass, what_bits_depend_on
 from accel_train.optim.clipping import clip_gradients
 from accel_train.optim.ema import update_ema
 from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, training_advice
-from accel_train.optim.performance import seed_generators
 from accel_train.optim.schedule import check_schedule
 from accel_train.ownership.claim import claim_run
 from accel_train.records.code import code_hashes
@@ -182,14 +180,7 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
     guard.start(state)  # the guard looks for losses and gradients that are not finite
     for number, batch in enumerate(micro_batches):
         with accelerator.no_sync(setup.model) if exact else accelerator.accumulate(setup.model):
-            # For random numbers that are not drawn by sample: a restart draws the same ones.
-            process = accelerator.process_index
-            if exact:  # this pass is one virtual batch, and the processes take turns: data/order/plan.py
-                seed_virtual_batch(
-                    setup.device, config.seed, state.update, number * accelerator.num_processes + process
-                )
-            else:
-                seed_generators(setup.device, key(config.seed, "dropout", state.update, process, number))
+            seed_pass(config, accelerator, state.update, number)  # for random numbers that are not drawn by sample
             logits, targets = setup.forward(batch, state.update, padded=samples < config.batch_size)
             losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
             with models.preserve_buffers(setup.recomputed_buffers):  # from gradient checkpointing

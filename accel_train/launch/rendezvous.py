@@ -77,9 +77,10 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float) -> 
                 found = _other_version(store, keys) or _judge(store.multi_get(keys))
         else:  # rank 0 gives up first, and says who is missing
             _wait_for(store, [keys[0]], verdict, began + seconds + VERDICT_SECONDS)
-            if not store.check([verdict]):
+            if store.check([keys[0]]):  # also if rank 0 has judged already: older versions do not judge the version
                 found = _other_version(store, [keys[0]])
-                found = found or _other_world_size({0: json.loads(store.get(keys[0])), launch.rank: mine})
+            if not (found or store.check([verdict])):
+                found = _other_world_size({0: json.loads(store.get(keys[0])), launch.rank: mine})
             if not found:
                 _wait_for(store, [verdict], verdict, began + seconds + VERDICT_SECONDS)
     except TimeoutError:
@@ -88,7 +89,8 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float) -> 
             raise UserError("Rank 0 does not answer.") from None  # that one says more
         found = _missing(store, keys, time.monotonic() - began)
     if found or is_first:
-        found = json.loads(store.compare_set(verdict, "", json.dumps(found)))  # the first verdict counts
+        first = json.loads(store.compare_set(verdict, "", json.dumps(found)))
+        found = first or ("" if is_first else found)  # the first verdict counts, unless it is that all is well
     else:
         found = json.loads(store.get(verdict))
     if found:

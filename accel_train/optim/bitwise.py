@@ -56,14 +56,19 @@ def _check(config: Config, accelerator: Accelerator) -> None:
         raise UserError(f"--bitwise: {obstacle}.")
 
 
-def seed_virtual_batch(device: torch.device, seed: int, update: int, number: int) -> None:
-    """Seed the global random generators for the forward pass of virtual batch `number` of `update`.
+def seed_pass(config: Config, accelerator: Accelerator, update: int, number: int) -> None:
+    """Seed what a model may draw from in forward pass `number` of this process in `update`: a restart draws the same.
 
-    So all that a model draws from them is the same on any number of processes: torch's on the CPU and on `device`,
-    NumPy's and Python's.
+    With --bitwise the pass is one virtual batch, and the seed follows from its number in the update, in which the
+    processes take turns (data/order/plan.py): so all that a model draws is the same on any number of processes, also
+    from NumPy's and Python's generators.
     """
-    word = key(seed, "dropout", update, 0, number)  # as without --bitwise on one process
-    seed_generators(device, word)
+    process, processes = accelerator.process_index, accelerator.num_processes
+    if not config.bitwise:
+        seed_generators(accelerator.device, key(config.seed, "dropout", update, process, number))
+        return
+    word = key(config.seed, "dropout", update, 0, number * processes + process)  # as on one process without --bitwise
+    seed_generators(accelerator.device, word)
     np.random.seed(word % 2**32)
     random.seed(word)
 

@@ -227,7 +227,10 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("expected", "arguments"),
     [
-        ("a walltime of 60 s is too short: STOP is created 120 s before", {"TRAIN": "digits", "walltime": "00:01:00", **CPU}),
+        (
+            "a walltime of 60 s is too short: STOP is created 120 s before",
+            {"TRAIN": "digits", "walltime": "00:01:00", **CPU},
+        ),
         ("no program qstat on ", {"TRAIN": "digits", "without": "qstat"}),
         ("no program pbsdsh on ", {"TRAIN": "digits", "without": "pbsdsh"}),
         ('usage: export TRAIN="RECIPE [--key value ...]"', {}),

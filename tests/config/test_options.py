@@ -358,7 +358,7 @@ def test_the_recipe_itself_is_checked(tmp_path: Path) -> None:
     assert "the recipe comes before the options" in told("--epochs", "3", "digits")
     assert "unknown recipe 'no_such_one'." in told("no_such_one")
     assert "no such file" in told("./no_such.yaml")
-    assert "cannot be read: Is a directory" in told(f"{tmp_path}/")
+    assert "cannot be read: a folder, not a regular file" in told(f"{tmp_path}/")
 
 
 def test_packaged_recipes_are_named_and_described() -> None:

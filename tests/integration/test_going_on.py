@@ -22,7 +22,7 @@ from accel_train.ownership.lease import Lease
 from accel_train.run.finished import find_finished_run
 
 SAMPLES, BATCH = 1438, 48  # of digits; 30 updates an epoch
-TIMES = {"train_seconds", "images_per_second", "warm_up_seconds", "wall_seconds", "cost"}
+TIMES = {"train_seconds", "images_per_second", "warm_up_seconds", "wall_seconds", "cost", "generation"}
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ digits --log-every-updates 1 --checkpoint.every-updates 2 --micro-batch-size 12 
 """.split()  # noqa: SIM905
 TIMES = {
     "time", "seconds", "images_per_second", "data_wait_fraction", "train_seconds", "timed_samples", "wall_seconds",
-    "warm_up_seconds", "world_size", "cost",
+    "warm_up_seconds", "world_size", "cost", "generation",
 }  # fmt: skip
 
 

@@ -48,11 +48,13 @@ class VirtualBatches:
         )
         starts = [sum(self._sizes[:number]) for number in range(len(self._sizes))]
         self._first_channels = torch.tensor(starts, dtype=torch.long, device=first.device)
+        self._all_regular = False  # each pass calls each layer, as far as a trial has shown
         self._calls: list[int] = []
         self._calls_per_channel = self._momentum  # of `self._calls`, once there are any
 
     def set_calls(self, *, irregular: Sequence[int], of_no_sample: Sequence[int]) -> None:
         """Say what a trial of the model has found of the modules with these numbers: see `VirtualBatchNorm`."""
+        self._all_regular = not irregular and not of_no_sample
         for number, module in enumerate(self.modules):
             module.regular = number not in irregular  # type: ignore[assignment]
             module.of_no_sample = number in of_no_sample  # type: ignore[assignment]
@@ -109,21 +111,26 @@ class VirtualBatches:
     @torch.no_grad()
     def end_update(self) -> None:
         """Update the running statistics by the sums of all processes. Collective."""
-        counted = [module for module in self.tracked if module.training]  # a frozen body's statistics stay as they are
-        if counted:
+        if any(module.training for module in self.tracked):  # a frozen body's statistics stay as they are
             self._keep()
             self._sum_processes()
             means, variances, counts = self._sums
             shares = self._momentum * (counts > 0)
-            called = (counts[self._first_channels] > 0).long().unbind()
+            self._count_updates(counts)
             counts = counts.clamp(min=1)
-            torch._foreach_add_(
-                [module.num_batches_tracked for module in counted],
-                [once for module, once in zip(self.tracked, called, strict=True) if module.training],
-            )
             self._move("running_mean", means / counts, shares)
             self._move("running_var", variances / counts, shares)
         self.discard()
+
+    def _count_updates(self, counts: Tensor) -> None:
+        """Count this update for each layer that is not frozen and was called. `counts`: calls, of each channel."""
+        trained = [module.training for module in self.tracked]
+        tracked = [module.num_batches_tracked for module in self.tracked if module.training]
+        if self._all_regular:
+            torch._foreach_add_(tracked, 1)
+            return
+        called = (counts[self._first_channels] > 0).long().unbind()
+        torch._foreach_add_(tracked, [once for once, counted in zip(called, trained, strict=True) if counted])
 
     def _sum_processes(self) -> None:
         if self._exact is not None:
