@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
 from accel_train.models.recomputation import release_unrepeatable
 from accel_train.models.training_pass import try_training
-from accel_train.models.trial import SAMPLES, different_images, float_tensors, trace_pass, unchanged
+from accel_train.models.trial import SAMPLES, class_name, different_images, float_tensors, trace_pass, unchanged
 
 TOLERANCE = 1e-4
 """Relative. Kernels round differently for other batch sizes, which changes at most some 1e-6 in 30 models."""
@@ -97,7 +98,7 @@ def check_independence(
     """
     functions = False
     try:
-        with unchanged(model, device), _checked(keys, batch_norms):
+        with unchanged(model, device), _checked(model, keys, batch_norms):
             images = different_images(channels, size).to(device, next(model.parameters()).dtype)
             released = release_unrepeatable(model, images, keys) if recomputes else []
             draws, coupled = _dependencies(model, images, keys, nullcontext())
@@ -105,14 +106,15 @@ def check_independence(
             if draws and not recomputes:
                 others, coupled = _dependencies(model, images, keys, KeyedFunctions(keys))
                 functions, draws = others != draws, others
-            if bitwise:
-                return Independence(functions, tuple(_obstacles(model, images, keys, functions)))
+            obstacles = _obstacles(model, images, keys, functions) if bitwise else []
     except Exception as error:  # whatever a model does: training will show whether it is a mistake
         line = (str(error).splitlines() or [type(error).__name__])[0]
         return Independence(
             False, (f"model: could not check whether a sample depends on the others of its micro-batch ({line})",)
         )
-    found = []
+    found = _without_statistics(model, batch_norms)
+    if bitwise:
+        return Independence(functions, (*found, *obstacles))
     if released:
         found.append(
             f"model.gradient_checkpointing: {_first(released)}: called in several checkpointed parts of the model, so "
@@ -131,6 +133,18 @@ def check_independence(
             "result depends on the number of processes. To avoid that, choose another model or normalisation."
         )
     return Independence(functions, tuple(found))
+
+
+def _without_statistics(model: nn.Module, batch_norms: Sequence[Any]) -> list[str]:
+    """A warning of those of the BatchNorms that have no running statistics for evaluation."""
+    untracked = [module for module in batch_norms if not module.track_running_stats]
+    places = [f"{name} ({class_name(module)})" for name, module in model.named_modules() if module in untracked]
+    if not places:
+        return []
+    return [
+        f"model: {_first(places)}: without running statistics (track_running_stats=False) an evaluation normalises by "
+        "the samples of its batch. So its results depend on the number of processes. Set track_running_stats to true."
+    ]
 
 
 def _obstacles(model: nn.Module, images: Tensor, keys: DropoutKeys, functions: bool) -> list[str]:
@@ -176,14 +190,22 @@ def _first(places: Sequence[str]) -> str:
 
 
 @contextmanager
-def _checked(keys: DropoutKeys, batch_norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, masks drop half of their elements, because one that drops little hides errors."""
+def _checked(model: nn.Module, keys: DropoutKeys, batch_norms: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, masks drop half of their elements, because one that drops little hides errors. All BatchNorms normalise
+    by running statistics, even one that has none."""
+    untracked: list[Any] = [module for module in batch_norms if not module.track_running_stats]
     for module in batch_norms:
         module.eval()
+    for module in untracked:
+        parameter = next(chain(module.parameters(), model.parameters()))
+        module.running_mean = parameter.new_zeros(module.num_features)
+        module.running_var = parameter.new_ones(module.num_features)
     keys.rate_of_check = 0.5
     try:
         yield
     finally:
+        for module in untracked:
+            module.running_mean = module.running_var = None
         keys.rate_of_check = None
         keys.clear()
 

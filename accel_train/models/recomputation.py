@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 
 from accel_train.config.schema import Model
 from accel_train.models.dropout import DropoutKeys
-from accel_train.models.trial import float_tensors
+from accel_train.models.trial import class_name, float_tensors
 
 
 def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
@@ -73,5 +73,5 @@ def release_unrepeatable(model: nn.Module, images: Tensor, keys: DropoutKeys) ->
         row = keys.layers.index(name)
         if row not in keys.released and not any(all(map(torch.isclose, sums, others)) for others in before):
             keys.released.add(row)
-            released.append(f"{name} ({type(layer).__name__})")
+            released.append(f"{name} ({class_name(layer)})")
     return released

@@ -136,7 +136,7 @@ class Trace:
 def trace_pass(model: nn.Module, images: Tensor) -> Trace:
     """Run the forward pass and watch the modules and the random generators."""
     trace, places = Trace(), ["the model"]
-    names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules() if name}
+    names = {module: f"{name} ({class_name(module)})" for name, module in model.named_modules() if name}
 
     def enter(module: nn.Module, _: Any) -> None:
         places.append(names.get(module, "the model"))
@@ -171,6 +171,12 @@ def trace_pass(model: nn.Module, images: Tensor) -> Trace:
             trace.draws.setdefault("the model", library)
             trace.comparable = 0  # nobody knows where it was
     return trace
+
+
+def class_name(module: nn.Module) -> str:
+    """The class of a module as the model's author knows it: of a converted layer, the one that it had before."""
+    own = f"{__package__}.batchnorm", f"{__package__}.dropout"
+    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__module__.startswith(own))
 
 
 def float_tensors(output: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
 from accel_train.models.independence import Independence, check_independence
 
@@ -178,11 +179,11 @@ class TestDraws:
         net = Net(nn.Identity())
         net.table, net.drop = nn.Parameter(torch.ones(3, 4, 4)), nn.Dropout(0.1)
         net.middle = Call(lambda x: x + net.drop(net.table))
-        assert "bernoulli_ in drop (KeyedDropout)" in checked(net)[0].warnings[0]
+        assert "bernoulli_ in drop (Dropout)" in checked(net)[0].warnings[0]
 
     def test_a_rate_of_0_draws_nothing(self) -> None:
         model = created("maxxvit_rmlp_nano_rw_256", {"img_size": 64})  # drops parts of a table of positions
-        assert "rel_pos.mlp.drop1 (KeyedDropout)" in checked(model, 64)[0].warnings[0]
+        assert "rel_pos.mlp.drop1 (Dropout)" in checked(model, 64)[0].warnings[0]
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -196,6 +197,17 @@ class TestSamplesThatDependOnEachOther:
         (warning,) = checked(model, 64, normalised=False)[0].warnings
         assert "conv1.1 (BatchNorm2d)" in warning and "other samples" in warning
         assert checked(model, 64)[0].warnings == ()
+
+    @pytest.mark.parametrize("bitwise", [False, True])
+    def test_batchnorm_without_running_statistics(self, bitwise: bool) -> None:
+        """In training it normalises virtual batches as the others do: only evaluation is told of."""
+        middle = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3, track_running_stats=False, affine=False))
+        VirtualBatches(net := Net(middle), 4)
+        (warning,) = checked(net, bitwise=bitwise)[0].warnings
+        assert "model: middle.1 (BatchNorm2d): without running statistics" in warning and "Set track" in warning
+        assert middle[1].running_mean is None and list(middle[1].buffers()) == []
+        middle.append(Call(lambda x: x - x.mean(0)))
+        assert "middle.2 (Call)" in checked(net, bitwise=bitwise)[0].warnings[1]
 
     def test_split_batchnorm(self) -> None:
         model = convert_splitbn_model(created("resnet10t", {}))
@@ -320,7 +332,7 @@ class TestRecomputation:
         model = Shared(both=True)
         result, keys = checked(model, recomputes=True)
         (warning,) = result.warnings
-        assert "model.gradient_checkpointing: drop (KeyedDropout)" in warning and keys.released == {0}
+        assert "model.gradient_checkpointing: drop (Dropout)" in warning and keys.released == {0}
         gradients = []
         for model.checkpoints in (True, False):
             keys.set_samples(torch.arange(4), 0)
