@@ -6,8 +6,10 @@ any number of processes, any accumulation and any algorithm of all-reduce give t
 
 The unit is 2^(e - bits). All values are smaller than 2^e, where e is the exponent of the largest of them on all
 processes; a maximum has no order either. So that n terms fit into float64's 53 bits, bits = 53 - log2 n: 46 for 128
-terms. The sum differs from the true one by at most n/2 units. It is more precise than a float32 sum, because with 46
-bits only values below 2^-22 of the largest are rounded at all: a float32 value has 24 bits.
+terms. The sum differs from the true one by at most n/2 units: with 128 terms by 2^-39 of the largest value. That is an
+absolute error, the same for all elements of a tensor. With 46 bits only values below 2^-22 of the largest are rounded
+at all (a float32 value has 24 bits), so a sum of larger ones is more precise than in float32. But a sum of values that
+are all far smaller is less precise, and what is below half a unit counts as zero.
 
 Rounding to a common grid before a sum is the method of Demmel and Nguyen, "Fast Reproducible Floating-Point
 Summation", IEEE ARITH 2013. With two or more fixed grids and a sum for each, the largest value need not be known in
