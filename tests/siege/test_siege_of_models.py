@@ -29,7 +29,7 @@ SETTINGS = [
     "--bitwise true --virtual-batch-size 12 --optim.name lamb --optim.lr 0.01",
     "--virtual-batch-size 12",
 ]
-TIMES = ("time", "seconds", "images_per_second", "data_wait_fraction")
+TIMES = ("time", "seconds", "images_per_second", "data_wait_fraction", "generation")
 CLOSE = 1e-3  # of losses without --bitwise, after four updates
 
 

@@ -43,7 +43,7 @@ RECIPES: dict[str, tuple[str, list[int]]] = {  # options, numbers of processes; 
 }  # fmt: skip
 TIMES = {
     "time", "seconds", "images_per_second", "data_wait_fraction", "train_seconds", "wall_seconds", "warm_up_seconds",
-    "world_size", "cost",
+    "world_size", "cost", "generation",
 }  # fmt: skip
 
 
@@ -211,8 +211,8 @@ def compare(run: Path, whole: Path) -> None:
     rows, right_rows = plain(one.rows("train")), plain(other.rows("train"))
     updates = [row["update"] for row in rows]
     check(updates == [row["update"] for row in right_rows], f"the log has the updates {updates}")
-    differ = [f"update {row['update']}" for row, right in zip(rows, right_rows, strict=True) if row != right]
-    check(not differ, f"these lines of the log differ: {', '.join(differ)}")
+    differ = [f"{row} instead of {right}" for row, right in zip(rows, right_rows, strict=True) if row != right]
+    check(not differ, f"{len(differ)} lines of the log differ, first {differ[:1]}")
     evaluations = plain(one.rows("eval"))
     places = [(row["update"], row["split"], row["weights"]) for row in evaluations]
     check(len(set(places)) == len(places), f"an evaluation is told of twice: {places}")
