@@ -13,15 +13,19 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from accel_train.analysis.load_run import find_weights, load_model, read_config
+from accelerate import Accelerator
+from torch import nn
+
+from accel_train.analysis.load_run import empty_model, read_config
 from accel_train.analysis.measure import Measured, Subject, measure
 from accel_train.analysis.predictions import check_can_write
+from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
+from accel_train.checkpoint.weights import RunWeights, weights_of_run
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict
 from accel_train.config.semantics import SEMANTICS, check_same_splits
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.errors import UserError
-from accel_train.files import sha256
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -50,18 +54,34 @@ def evaluate_run(
     accelerator = create_accelerator(launch)
     if predictions is not None:
         broadcast_from_main(accelerator, lambda: check_can_write(predictions))
-    weights = broadcast_from_main(accelerator, lambda: find_weights(run, checkpoint))
+    # The main process's: a run that trains may have deleted them before the others could read them.
+    read: dict[str, RunWeights] = {}
+
+    def look() -> dict[str, Path]:
+        read.update(weights_of_run(run, checkpoint, hashed=predictions is not None))
+        return {name: weights.file for name, weights in read.items()}
+
+    files = broadcast_from_main(accelerator, look)
     splits = load_splits(config.data, config.seed, record=run)
-    names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in weights.items()}
-    last = list(weights)[-1]
+    names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in files.items()}
+    last = list(files)[-1]
     about = {"run": str(run), "weights": names[last]}
-    if predictions is not None and accelerator.is_main_process:
-        about["sha256"] = sha256(weights[last])
-    models = {name: load_model(config.model, info, file) for name, file in weights.items()}
+    if last in read:
+        about["sha256"] = read[last].sha256
+    models = {name: _load(config, info, accelerator, read.get(name)) for name in files}
     subject = Subject(config, splits, split, info.image_size, info.classes, models, names, str(run), about)
     _check_fit(splits, info, run)
     stays = run / "evaluations" / f"{split}-{datetime.now():%Y%m%d-%H%M%S}.json"
     return measure(subject, accelerator, [run / f"evaluation-{split}.json", stays], predictions)
+
+
+def _load(config: Config, info: ModelInfo, accelerator: Accelerator, weights: RunWeights | None) -> nn.Module:
+    """The model of the run, with the `weights` that the main process has. Collective."""
+    network = empty_model(config.model, info)
+    broadcast_from_main(accelerator, lambda: None if weights is None else weights.load_into(network))
+    network.to(accelerator.device)
+    broadcast_weights(named_tensors(network), None if weights is None else weights.tensors)
+    return network.eval()
 
 
 USED = ("model.name", "data.name")  # options that may name the user's own code

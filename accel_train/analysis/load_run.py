@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_train import models
 from accel_train.checkpoint.choose import find_weights as find_weights
-from accel_train.checkpoint.weights import load_weights
+from accel_train.checkpoint.weights import RunWeights
 from accel_train.config.options import parse_run
 from accel_train.config.schema import Config, Model, value
 from accel_train.errors import UserError, one_line
@@ -56,16 +56,23 @@ def _check_arguments(run: Path, config: Config) -> None:
         )
 
 
-def load_model(model: Model, info: ModelInfo, weights: Path) -> nn.Module:
-    """Return the model of a run with the weights in the file `weights`, on the CPU, in evaluation mode.
+def load_model(model: Model, info: ModelInfo, weights: RunWeights | Path) -> nn.Module:
+    """Return the model of a run with `weights` (or those in a file), on the CPU, in evaluation mode.
 
     Raises UserError if the weights cannot be read or belong to another model.
     """
+    network = empty_model(model, info)
+    (weights if isinstance(weights, RunWeights) else RunWeights.read(weights)).load_into(network)
+    return network.eval()
+
+
+def empty_model(model: Model, info: ModelInfo) -> nn.Module:
+    """Return the model of a run without its weights, on the CPU. Raises UserError if it cannot be created."""
     if is_hub_name(model.name) and info.origin.model != model.name:
         raise UserError(
             f"{FILE} does not have the architecture of {model.name}; copy it again from where the run was trained."
         )
-    network = models.create_model(
+    return models.create_model(
         model,
         num_classes=len(info.classes),
         channels=info.channels,
@@ -73,5 +80,3 @@ def load_model(model: Model, info: ModelInfo, weights: Path) -> nn.Module:
         published=False,
         origin=info.origin,
     )
-    load_weights(network, weights)
-    return network.eval()

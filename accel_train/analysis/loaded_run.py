@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from accel_train.analysis.load_run import find_weights, load_model, read_config
+from accel_train.analysis.load_run import load_model, read_config
 from accel_train.analysis.predict import Prediction, classify_files
 from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.checkpoint.weights import one_of_run
 from accel_train.config.schema import Config
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
@@ -33,7 +34,7 @@ class LoadedRun:
     model: nn.Module
     """float32 [b, channels, size, size] to logits [b, classes]."""
     weights: Path
-    """The file of the model's weights: the EMA's if the run has one."""
+    """The file of the model's weights: the EMA's if the run has one. A run that trains may have deleted it."""
     preprocessing: Preprocessing
 
     @property
@@ -83,6 +84,6 @@ def load(run: Path, checkpoint: Path | None = None, *, trust_code: bool = False)
     """Open the run in the folder `run`. Raises UserError; see `read_config` for `trust_code`."""
     config = read_config(run, uses=("model.name",), trust_code=trust_code)
     info = read_model_info(run)
-    weights = list(find_weights(run, checkpoint).values())[-1]  # the EMA's if there is one
+    weights = one_of_run(run, checkpoint)[1]
     model = load_model(config.model, info, weights)
-    return LoadedRun(run, config, info, model, weights, Preprocessing(info, config.augment))
+    return LoadedRun(run, config, info, model, weights.file, Preprocessing(info, config.augment))

@@ -50,7 +50,7 @@ class Subject:
     size: int
     classes: tuple[str, ...]
     models: Mapping[str, nn.Module]
-    """"model" and, if there is one, "ema", on the CPU."""
+    """"model" and, if there is one, "ema"."""
     names: Mapping[str, str]
     """How the weights of each are called."""
     title: str

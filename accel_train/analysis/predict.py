@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from accel_train.analysis.load_run import find_weights, load_model, read_config
+from accel_train.analysis.load_run import load_model, read_config
 from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.checkpoint.weights import one_of_run
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.folder import find_images
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode
@@ -82,10 +83,10 @@ def predict(
             check_writable(output)
 
     accelerator = create_accelerator(launch)
-    name, weights = list(find_weights(run).items())[-1]  # the EMA if there is one
+    name, weights = one_of_run(run)
     model = load_model(configuration.model, info, weights)
     kind = " (EMA)" if name == "ema" else ""
-    print(f"{short_name('model.name', configuration.model.name)}, weights: {weights}{kind}", file=sys.stderr)
+    print(f"{short_name('model.name', configuration.model.name)}, weights: {weights.file}{kind}", file=sys.stderr)
 
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     classified: Iterable[Prediction] = classify_files(

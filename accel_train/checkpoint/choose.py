@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from accel_train.checkpoint.directory import (
     BrokenError,
@@ -45,6 +48,37 @@ def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path
     return own
 
 
+T = TypeVar("T")
+ATTEMPTS = 100
+
+
+def read_while_trained(run: Path, read: Callable[[], T]) -> T:
+    """Return `read()`, which reads a checkpoint or weights of `run`, a run that may be training: if it fails, and what
+    the run keeps has changed meanwhile, it is called again. Raises what `read` raises, a UserError or an OSError."""
+    for _ in range(ATTEMPTS):
+        before = _kept(run)
+        try:
+            return read()
+        except (UserError, OSError):
+            if _kept(run) == before:
+                raise
+    return read()
+
+
+def _kept(run: Path) -> list[tuple[str, int, int]]:
+    """The final weights and the checkpoints of a run, and what tells each from a later one of the same name."""
+    kept = []
+    checkpoints = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    for path in (
+        run / "model.safetensors",
+        *(checkpoint_path(checkpoints, each) for each in list_updates(checkpoints)),
+    ):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            kept.append((path.name, status.st_ino, status.st_mtime_ns))
+    return kept
+
+
 def find_newest_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint in a run's directory (or in its folder of checkpoints), or None.
 
@@ -68,7 +102,8 @@ def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
     """Return the files of a run's weights: "model", and "ema" if the run has an EMA.
 
     They come from `checkpoint` (its folder, or only the folder's name); without it, the final weights, or else those of
-    the newest complete checkpoint. Raises UserError if there are none, or if the checkpoint is incomplete or altered.
+    the newest complete checkpoint. A run that trains may delete it a moment later: see `read_while_trained`. Raises
+    UserError if there are none, or if the checkpoint is incomplete or altered.
     """
     folder = run
     try:
@@ -116,10 +151,16 @@ def _newest_of_this_run(folder: Path, notes: list[str]) -> tuple[Path, Snapshot]
 
 def _read_requested(path: Path) -> tuple[Path, Snapshot]:
     """The checkpoint that --resume names: `path` itself, or the newest complete one of the run in `path`."""
-    checkpoint = path if path.name.startswith("update-") else find_newest_checkpoint(path)
-    if checkpoint is None:
-        raise UserError(f"--resume {path}: there is no complete checkpoint. Give the path of a checkpoint or a run.")
-    try:
-        return checkpoint, read_checkpoint(checkpoint)
-    except BrokenError as error:
-        raise UserError(f"--resume {path}: {error}. Give another checkpoint.") from None
+
+    def read() -> tuple[Path, Snapshot]:
+        checkpoint = path if path.name.startswith("update-") else find_newest_checkpoint(path)
+        if checkpoint is None:
+            raise UserError(
+                f"--resume {path}: there is no complete checkpoint. Give the path of a checkpoint or a run."
+            )
+        try:
+            return checkpoint, read_checkpoint(checkpoint)
+        except BrokenError as error:
+            raise UserError(f"--resume {path}: {error}. Give another checkpoint.") from None
+
+    return read_while_trained(path, read)

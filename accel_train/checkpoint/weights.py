@@ -2,30 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from accel_train.checkpoint.choose import find_weights, read_while_trained
 from accel_train.checkpoint.directory import BrokenError, verify_files
 from accel_train.checkpoint.state_dict import named_tensors
 from accel_train.errors import UserError
+from accel_train.files import sha256
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunWeights:
+    """The weights of a run, in host memory. The run may train, and delete the file at any moment."""
+
+    file: Path
+    """From which they were read."""
+    tensors: dict[str, Tensor]
+    sha256: str = ""
+    """Of the file, if it was asked for."""
+
+    @classmethod
+    def read(cls, file: Path, *, hashed: bool = False) -> RunWeights:
+        """Read a safetensors file. Raises UserError if it is missing or broken, and OSError."""
+        return cls(file, read_weights(file), sha256(file) if hashed else "")
+
+    def load_into(self, model: nn.Module) -> None:
+        """Load them into a model on any device, on each process independently: one that is not wrapped, or wrapped by
+        DDP. Raises UserError if they belong to a different model."""
+        targets = named_tensors(model)
+        check_same_model(targets, self.tensors, self.file)
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(self.tensors[name])
+
+
+def weights_of_run(run: Path, checkpoint: Path | None = None, *, hashed: bool = False) -> dict[str, RunWeights]:
+    """Read all weights of a run, which may train: "model", and "ema" if it has one; see `find_weights`.
+
+    `hashed`: compute their SHA-256. Raises UserError.
+    """
+
+    def read() -> dict[str, RunWeights]:
+        found = find_weights(run, checkpoint)
+        return {name: RunWeights.read(file, hashed=hashed) for name, file in found.items()}
+
+    return _read(run, read)
+
+
+def one_of_run(run: Path, checkpoint: Path | None = None, name: str | None = None) -> tuple[str, RunWeights]:
+    """Read the weights `name` of a run, which may train ("model" or "ema"; None: the EMA's if it has one), and return
+    their name, too. Raises UserError."""
+
+    def read() -> tuple[str, RunWeights]:
+        files = find_weights(run, checkpoint)
+        chosen = name or list(files)[-1]
+        if chosen not in files:
+            raise UserError(f"--weights {chosen}: {run} has no EMA; use --weights model.")
+        return chosen, RunWeights.read(files[chosen])
+
+    return _read(run, read)
+
+
+def digest_of_run(run: Path) -> str:
+    """The SHA-256 of the file of a run's weights, the EMA's if it has one. Raises UserError."""
+    return _read(run, lambda: sha256(list(find_weights(run).values())[-1]))
+
+
+def _read(run: Path, read: Callable[[], T]) -> T:
+    try:
+        return read_while_trained(run, read)
+    except OSError as error:
+        raise UserError(f"The weights of {run} cannot be read: {error.strerror or error}.") from error
 
 
 def load_weights(model: nn.Module, path: Path, *, ema: bool = False) -> None:
-    """Load the weights of a checkpoint's directory, or of any safetensors file, into a model on any device.
+    """Load the weights of a checkpoint's directory, or of any safetensors file; see `RunWeights.load_into`.
 
-    `ema`: those of the EMA. For a model that is not wrapped or wrapped by DDP, on each process independently. Raises
-    UserError if the weights are missing or broken, or belong to a different model.
+    `ema`: those of the EMA. Raises UserError if the weights are missing or broken, or belong to a different model.
     """
-    weights = read_weights(path, ema=ema)
-    targets = named_tensors(model)
-    check_same_model(targets, weights, path)
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(weights[name])
+    RunWeights(path, read_weights(path, ema=ema)).load_into(model)
 
 
 def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from accel_train.analysis.load_run import find_weights, load_model, read_config
+from accel_train.analysis.load_run import load_model, read_config
+from accel_train.checkpoint.weights import one_of_run
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, writing
 from accel_train.export.card import model_card
@@ -55,12 +56,12 @@ def export(
     info = read_model_info(run)
     if format == "timm":
         timm_architecture(settings, info)
-    name, file = _chosen(run, weights)
+    name, chosen = one_of_run(run, name=weights)
     if push_to_hub is not None:
         check_login()
-    model = load_model(settings, info, file)
+    model = load_model(settings, info, chosen)
     kind = " (EMA)" if name == "ema" else ""
-    print(f"{short_name('model.name', settings.name)}, weights: {file}{kind}", flush=True)
+    print(f"{short_name('model.name', settings.name)}, weights: {chosen.file}{kind}", flush=True)
 
     rules = rules_of(info, config.augment)
     with new_folder(output) as folder, tempfile.TemporaryDirectory() as temporary:
@@ -69,7 +70,7 @@ def export(
             (folder / FILE).write_text(json.dumps(rules, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             loaded = _write(format, model, config, info, rules, folder)
             found = check(model, loaded, config, info, rules, images)
-            card = model_card(run, config, info, format, name, file, found.lines)
+            card = model_card(run, config, info, format, name, chosen.file, found.lines)
             (folder / "README.md").write_text(card, encoding="utf-8")
             put_in_place(folder, output.with_name(f"{output.name}-failed") if found.failures else output)
     for line in found.lines:
@@ -88,15 +89,6 @@ def export(
             print(f"accel-train: {error}", file=sys.stderr)
             return 1
     return 0
-
-
-def _chosen(run: Path, weights: str | None) -> tuple[str, Path]:
-    """ "model" or "ema", and the file of these weights. Raises UserError if the run does not have them."""
-    files = find_weights(run)
-    name = weights or list(files)[-1]  # the EMA's if there is one
-    if name not in files:
-        raise UserError(f"--weights {name}: {run} has no EMA; use --weights model.")
-    return name, files[name]
 
 
 def _write(

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.analysis.evaluate_run import evaluate_run
-from accel_train.analysis.load_run import find_weights, read_config
+from accel_train.analysis.load_run import read_config
 from accel_train.analysis.predictions import Predictions, read_predictions
+from accel_train.checkpoint.weights import digest_of_run
 from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError, reason_of, writing
-from accel_train.files import atomic_write, check_writable, sha256
+from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import Launch
 from accel_train.report.comparison import page_of_runs
 from accel_train.report.page import check_library, page_of_run
@@ -71,12 +72,12 @@ def _evaluated(
     """The newest evaluation of the run's weights, and the worst images; {} and [] if there are none, which `notes`
     says."""
     try:
-        weights = list(find_weights(run.path).values())[-1]  # the EMA's if there is one
+        digest = digest_of_run(run.path)
     except UserError as error:
         notes.append(f"There are no figures of a model: {error}")
         return {}, []
     splits = ["test", "val"] if run.evaluations("test", "model") or not run.evaluations("val", "model") else ["val"]
-    found = _kept(run.path, weights, splits, notes)
+    found = _kept(run.path, digest, splits, notes)
     if found is None and evaluates:
         try:
             path = run.path / f"predictions-{splits[0]}.npz"
@@ -96,11 +97,8 @@ def _evaluated(
     return record, _pictures(run, record["split"], predictions, notes, trust_code=trust_code)
 
 
-def _kept(
-    run: Path, weights: Path, splits: Sequence[str], notes: list[str]
-) -> tuple[dict[str, Any], Predictions] | None:
-    """The evaluation of a split and its predictions, if they are of the file `weights` as it is now."""
-    digest = sha256(weights)
+def _kept(run: Path, digest: str, splits: Sequence[str], notes: list[str]) -> tuple[dict[str, Any], Predictions] | None:
+    """The evaluation of a split and its predictions, if they are of the weights with the SHA-256 `digest`."""
     for split in splits:
         file, figures = run / f"predictions-{split}.npz", run / f"evaluation-{split}.json"
         if not (file.is_file() and figures.is_file()):

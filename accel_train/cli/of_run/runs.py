@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -42,7 +43,7 @@ def runs(arguments: Sequence[str]) -> int:
     """Run `accel-train runs`; return the exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `runs | head` ends quietly
     options, _ = parse_command(Runs, arguments, "accel-train runs", positional=())
-    found = sorted(map(_read_run, _run_folders(options.dir)), key=lambda run: run.changed, reverse=True)
+    found = sorted(_read_runs(options.dir), key=lambda run: run.changed, reverse=True)
     if not found:
         print_line(f"There are no runs in {options.dir}.")
         return 0
@@ -65,6 +66,12 @@ class Run:
     changed: float
     """When its status was written last, in seconds since 1970."""
     owner: str
+
+
+def _read_runs(top: Path) -> Iterator[Run]:
+    for folder in _run_folders(top):
+        with contextlib.suppress(FileNotFoundError):  # somebody deletes it
+            yield _read_run(folder)
 
 
 def _run_folders(top: Path) -> Iterator[Path]:
