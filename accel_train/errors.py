@@ -53,12 +53,18 @@ def raise_mistakes(mistakes: Iterable[str]) -> None:
         raise UserError(*messages)
 
 
+# What is no letter, but a command to a terminal: C0, DEL and C1; separators of lines and paragraphs; what shows the
+# text after it in another order (U+202A to U+202E, U+2066 to U+2069), which words from right to left do not need. Half
+# surrogates are the bytes of a file's name that is not UTF-8.
+COMMANDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 def one_line(text: object, most: int | None = None) -> str:
-    """Return the text with line breaks and other control characters escaped: a file's content may contain them.
+    """Return the text with line breaks and other commands to a terminal escaped: a file's content may contain them.
 
     A text of more than `most` characters is cut before the word that passes them, and ends with " …".
     """
-    line = re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], str(text))
+    line = COMMANDS.sub(lambda match: repr(match[0])[1:-1], str(text))
     if most is None or len(line) <= most:
         return line
     return (line[: most + 1].rpartition(" ")[0] or line[:most]) + " …"
@@ -136,14 +142,15 @@ def _wrapped(line: str, width: int) -> str:
     )
 
 
-def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print a line to `stream` (default: stdout), wrapped between words if that is a terminal.
+def print_line(text: str, stream: TextIO | None = None, *, wraps: bool = True) -> None:
+    """Print one line to `stream` (default: stdout), on a terminal wrapped between words, unless not `wraps`.
 
-    A closed pipe or a full disk does not raise an error.
+    All that is printed goes through here, a table or the display of a run. Whatever names the text contains, it is one
+    line, and no command to the terminal: see `one_line`. A closed pipe or a full disk does not raise an error.
     """
-    stream = stream or sys.stdout
+    stream, line = stream or sys.stdout, one_line(text)
     try:
-        print(wrapped(text, columns(stream)), file=stream, flush=True)
+        print(wrapped(line, columns(stream)) if wraps else line, file=stream, flush=True)
     except BrokenPipeError:
         _redirect_to_devnull(stream)
     except OSError:  # a disk may have space again for the next line

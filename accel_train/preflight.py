@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from accel_train.config.options import parse
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
 
 SECONDS = 60.0
@@ -26,10 +26,10 @@ def main(arguments: list[str]) -> int:
 
         code = doctor(config, launch, seconds=SECONDS, quick=True)
     except UserError as error:
-        print(f"preflight failed: {error}", file=sys.stderr)
+        print_line(f"preflight failed: {error}", sys.stderr)
         return 2
     if launch.rank == 0:
-        print("preflight failed" if code else "preflight passed", flush=True)
+        print_line("preflight failed" if code else "preflight passed")
     return 2 if code else 0
 
 

@@ -37,6 +37,7 @@ from accel_train.data.held_out import HeldOutCheck
 from accel_train.data.loading import start_workers_early
 from accel_train.data.order.drawing import digest, sample_weights
 from accel_train.data.sources.load import Splits, load_splits
+from accel_train.errors import print_line
 from accel_train.evaluate import Batch
 from accel_train.launch.agreement import check_agreement
 from accel_train.launch.consensus import broadcast_from_main, fail_together
@@ -89,7 +90,7 @@ def train(config: Config, launch: Launch) -> int:
         finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
         if finished is not None and finished.nothing_left:
             if accelerator.is_main_process:
-                print(f"{directory} holds a finished run: {directory / 'result.json'}. Nothing is left to do.")
+                print_line(f"{directory} holds a finished run: {directory / 'result.json'}. Nothing is left to do.")
             return 0
 
         splits = load_data(config, accelerator)

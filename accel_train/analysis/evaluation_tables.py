@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_train.analysis.figures import TEMPERATURES
+from accel_train.errors import print_line
 from accel_train.records.metrics import metrics_for
 from accel_train.records.table import print_table
 
@@ -43,7 +44,7 @@ def print_figures(records: dict[str, dict[str, Any]], classes: Sequence[str], *,
             rows.append(
                 ["  95% interval", *("" if each is None else f"{each[0]:.2%} … {each[1]:.2%}" for each in intervals)]
             )
-    print()
+    print_line("")
     head = ["", *(record["weights"] for record in records.values())]
     print_table(head, rows, numbers=head[1:])
     scaled = list(records.values())[-1].get("temperature")
@@ -51,8 +52,9 @@ def print_figures(records: dict[str, dict[str, Any]], classes: Sequence[str], *,
         kind = "the temperature fitted on"
         if scaled["at_bound"]:
             kind = f"not a fitted temperature, because a bound of the search ({LOWEST:g} to {HIGHEST:g}) is as good on"
-        print(
-            f"\nWith the logits divided by {scaled['value']:.3f}, {kind} {scaled['split']}: "
+        print_line("")
+        print_line(
+            f"With the logits divided by {scaled['value']:.3f}, {kind} {scaled['split']}: "
             f"loss {scaled['loss']:.4f}, calibration error {scaled['calibration_error']:.2%}. The accuracy is the same."
         )
 
@@ -77,9 +79,10 @@ def print_classes(record: dict[str, Any], classes: Sequence[str]) -> None:
     labels = [label for label, count in enumerate(images) if count]
     if len(labels) > SHOWN:
         labels = sorted(labels, key=lambda label: columns[first][label] or 0.0)[:SHOWN]
-        print(f"\nthe {SHOWN} classes with the lowest {first}, of {len(classes)}:")
+        print_line("")
+        print_line(f"the {SHOWN} classes with the lowest {first}, of {len(classes)}:")
     else:
-        print()
+        print_line("")
     head = ["class", "images", *columns]
     rows = [
         [classes[label], str(images[label]), *(_percent(values[label]) for values in columns.values())]

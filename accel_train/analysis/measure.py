@@ -108,7 +108,7 @@ def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path],
         world = f"{processes} process{'es' * (processes > 1)} on {accelerator.device.type}"
         model_name, data_name = short_name("model.name", config.model.name), short_name("data.name", config.data.name)
         images = f"{len(source):,} images, {world}"
-        print(f"{subject.title}: {model_name} on {data_name} {subject.split}, {images}", flush=True)
+        print_line(f"{subject.title}: {model_name} on {data_name} {subject.split}, {images}")
     evaluations = {name: evaluated(model, source) for name, model in models.items()}
     # A temperature must be fitted on other images than those that it is measured on.
     fits = subject.split == "test" and splits.validation is not None and not splits.multi_label
@@ -137,11 +137,11 @@ def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path],
         print_line(f"accel-train: warning: {warning}", sys.stderr)
     print_figures(records, subject.classes, multi_label=splits.multi_label)
     print_classes(records[subject.last], subject.classes)
-    print()
+    print_line("")
     if predictions is not None and predictions not in failures:
-        print(f"the logits of {subject.names[subject.last]}: {predictions}")
+        print_line(f"the logits of {subject.names[subject.last]}: {predictions}")
     if outputs and outputs[0] not in failures:
-        print(f"all classes{'' if splits.multi_label else ' and the confusion counts'}: {outputs[0]}")
+        print_line(f"all classes{'' if splits.multi_label else ' and the confusion counts'}: {outputs[0]}")
     return Measured(record, kept, failures)
 
 
@@ -170,7 +170,7 @@ def _try_to_write(writers: Mapping[Path, Callable[[Path], None]]) -> list[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path)
         except OSError as error:
-            print(f"accel-train: warning: {path} cannot be written ({error.strerror}).", file=sys.stderr)
+            print_line(f"accel-train: warning: {path} cannot be written ({error.strerror}).", sys.stderr)
             failures.append(path)
     return failures
 

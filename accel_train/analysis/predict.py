@@ -27,7 +27,7 @@ from accel_train.checkpoint.weights import one_of_run
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.folder import find_images
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode
-from accel_train.errors import UserError, writing
+from accel_train.errors import UserError, print_line, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
@@ -86,7 +86,7 @@ def predict(
     name, weights = one_of_run(run)
     model = load_model(configuration.model, info, weights)
     kind = " (EMA)" if name == "ema" else ""
-    print(f"{short_name('model.name', configuration.model.name)}, weights: {weights.file}{kind}", file=sys.stderr)
+    print_line(f"{short_name('model.name', configuration.model.name)}, weights: {weights.file}{kind}", sys.stderr)
 
     console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
     classified: Iterable[Prediction] = classify_files(
@@ -106,7 +106,7 @@ def predict(
     for prediction in classified:
         predictions.append(prediction)
         if prediction.error:
-            console.print(f"{prediction.image} cannot be read: {prediction.error}.")
+            print_line(f"{prediction.image} cannot be read: {prediction.error}.", sys.stderr)
     unreadable = sum(bool(prediction.error) for prediction in predictions)
 
     if output is None:
@@ -114,9 +114,9 @@ def predict(
     else:
         with writing("--output", output):
             atomic_write(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
-        print(f"{len(predictions)} image{'s' * (len(predictions) != 1)}: {output}")
+        print_line(f"{len(predictions)} image{'s' * (len(predictions) != 1)}: {output}")
     if unreadable:
-        console.print(f"{unreadable} of {len(paths)} images cannot be read.")
+        print_line(f"{unreadable} of {len(paths)} images cannot be read.", sys.stderr)
     return 1 if unreadable else 0
 
 

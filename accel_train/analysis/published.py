@@ -20,7 +20,7 @@ from accel_train.config.options import parse_settings
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Config, Model
 from accel_train.data.sources.load import load_splits
-from accel_train.errors import UserError, first_of, nearest
+from accel_train.errors import UserError, first_of, nearest, print_line
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -71,7 +71,7 @@ def evaluate_published(
     known, wanted = len(published.classes), len(columns)
     if accelerator.is_main_process:
         rest = "" if wanted == known else f"; the logits of the other {known - wanted:,} are left out"
-        print(f"The data's {wanted:,} classes are all among the model's {known:,}, by name{rest}.")
+        print_line(f"The data's {wanted:,} classes are all among the model's {known:,}, by name{rest}.")
     models_of = {"model": _Columns(network, columns)}
     names = {"model": config.model.name}
     subject = Subject(

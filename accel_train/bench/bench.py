@@ -36,7 +36,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.sources.arrays import PUBLISHED
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.data.transforms.image import resize_default
-from accel_train.errors import UnsavedError, UserError, writing
+from accel_train.errors import UnsavedError, UserError, print_line, writing
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.environment import environment
@@ -74,7 +74,7 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
             measured.append(_round(config, launch, folder / f"round-{number}", updates, warm_up))
             if accelerator.is_main_process:
                 share = measured[-1].trainer.images_per_second / measured[-1].limit
-                print(f"round {number} of {rounds}: trainer {share:.1%} of the limit", flush=True)
+                print_line(f"round {number} of {rounds}: trainer {share:.1%} of the limit")
     finally:
         if launch.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +88,7 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
         }
         print_figures(figures)
         output.write_text(json.dumps(figures, indent=2) + "\n")
-        print(f"All figures: {output}")
+        print_line(f"All figures: {output}")
     return 0
 
 

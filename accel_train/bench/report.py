@@ -14,6 +14,7 @@ from accel_train.bench.machine import machine
 from accel_train.bench.statistics import Spread, ratio, spread
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
+from accel_train.errors import print_line
 from accel_train.launch.accelerator import precision as computed_precision
 from accel_train.records.table import print_table
 
@@ -115,18 +116,18 @@ def print_figures(figures: dict[str, Any]) -> None:
         rows.append(
             [name, *_cells(rates[key], "{:,.0f}"), *_cells(share, "{:.1%}" if share["median"] < 10 else "{:,.0f}x")]
         )
-    print()
+    print_line("")
     head = ["", "images/s", "quartiles", "of the limit", "quartiles "]
     print_table(head, rows, numbers=head[1:])
 
     update = figures["update_seconds"]["median"]
-    print()
+    print_line("")
     rows = [[name, f"{share * update * 1e3:.3f}", f"{share:.1%}"] for name, share in figures["shares"].items()]
     print_table(["an update", "ms", "share"], [*rows, ["in all", f"{update * 1e3:.3f}", ""]], numbers=["ms", "share"])
 
     memory, flops, host = figures["memory"], figures["flops"], figures["machine"]
     processes = figures["processes"]
-    print()
+    print_line("")
     lines = {
         "device": f"{processes} process{'es' * (processes > 1)} on {host['device']}, {figures['precision']} "
         f"({host['processor']}, {host['cores']} cores, {host['threads']} threads a process)",
@@ -141,7 +142,8 @@ def print_figures(figures: dict[str, Any]) -> None:
     }
     if host["computes_bf16"] and figures["precision"] == "fp32":
         lines["bf16"] = "the device has instructions for it: measure accelerate launch --mixed_precision bf16, too"
-    print("\n".join(f"{name:<12}{text}" for name, text in lines.items()))
+    for name, text in lines.items():
+        print_line(f"{name:<12}{text}")
 
 
 def _plain(measured: Spread) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.report.plots import import_pyplot, save
 
 
@@ -99,18 +99,19 @@ def compare(runs: Sequence[Path]) -> int:
     """Compare the finished runs in the folders `runs`. Returns the exit code: 1 without a plot. Raises UserError."""
     points = measure(runs)
     folder = runs[0].resolve().parent
-    print("processes   images/s   speed-up   efficiency")
+    print_line("processes   images/s   speed-up   efficiency")
     for point in points:
-        print(f"{point.processes:9d} {point.images_per_second:10,.0f} {point.speed_up:10.2f} {point.efficiency:11.0%}")
+        rate, speed_up, efficiency = point.images_per_second, point.speed_up, point.efficiency
+        print_line(f"{point.processes:9d} {rate:10,.0f} {speed_up:10.2f} {efficiency:11.0%}")
     with (folder / "scaling.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["processes", "images_per_second", "speed_up", "efficiency"])
         writer.writerows([p.processes, p.images_per_second, p.speed_up, p.efficiency] for p in points)
-    print(f"written: {folder / 'scaling.csv'}")
+    print_line(f"written: {folder / 'scaling.csv'}")
     try:
         plot({"": points}, folder / "scaling.svg")
     except UserError as error:
-        print(f"accel-train: warning: {error}", file=sys.stderr)
+        print_line(f"accel-train: warning: {error}", sys.stderr)
         return 1
-    print(f"written: {folder / 'scaling.svg'}")
+    print_line(f"written: {folder / 'scaling.svg'}")
     return 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel_train import __version__
+from accel_train.errors import print_line
 from accel_train.launch.environment import is_first_process
 
 
@@ -21,7 +22,7 @@ def importing(what: str = "") -> Iterator[None]:
     takes long.
     """
     if what and sys.stderr.isatty() and is_first_process():
-        print(f"accel-train {__version__}: {what}; importing torch …", file=sys.stderr, flush=True)
+        print_line(f"accel-train {__version__}: {what}; importing torch …", sys.stderr)
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from accel_train import __version__
-from accel_train.errors import UserError, nearest, one_line, print_line
+from accel_train.errors import UserError, nearest, print_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process
 
 COMMANDS = {  # name -> (its module in this folder, what it does); its function has the name of the command, with "_"
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if is_first_process() or not error.every_process:
             for message in error.messages:
-                print_line(f"accel-train: error: {one_line(message)}", sys.stderr)
+                print_line(f"accel-train: error: {message}", sys.stderr)
         return 2
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 1
@@ -67,7 +67,7 @@ def _run(words: list[str]) -> int:
         return 0 if words else 2
     name, rest = words[0], words[1:]
     if name == "--version":
-        print(f"accel-train {__version__}")
+        print_line(f"accel-train {__version__}")
         return 0
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}.{nearest(name, COMMANDS)} See accel-train --help.")
@@ -90,7 +90,10 @@ def _without_traceback(words: list[str]) -> list[str]:
 
 
 def _print_help() -> None:
-    print_line("usage: accel-train COMMAND …\n\nTrain image classifiers: the same run on any number of processes.\n")
+    about = "Train image classifiers: the same run on any number of processes."
+    for line in ("usage: accel-train COMMAND …", "", about, ""):
+        print_line(line)
     for name, (_, summary) in COMMANDS.items():
         print_line(f"  {name:<12}{summary}")
-    print_line("\n`accel-train COMMAND --help` shows its options. To begin: accel-train train digits")
+    print_line("")
+    print_line("`accel-train COMMAND --help` shows its options. To begin: accel-train train digits")

@@ -15,7 +15,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from accel_train.config.options import CommandOptions, parse_command
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.starter import RECIPE, starter_files
 
 
@@ -45,20 +45,20 @@ def init(arguments: Sequence[str]) -> int:
         ) from error
     environment = _link_environment(folder)
     if new:
-        print(
+        print_line(
             f"{folder}: wrote {len(new)} file{'s' * (len(new) > 1)}"
             + (f", {len(contents) - len(new)} existed already" * (new != [*contents]))
         )
-        print("  accelerate_configs/   where to train: devices, processes, precision")
-        print("  slurm/  pbs/          job scripts; copy a file of slurm/sites/ to slurm/site.sh and edit it")
-        print(f"  {RECIPE}           what to learn, with an explanation of each option")
+        print_line("  accelerate_configs/   where to train: devices, processes, precision")
+        print_line("  slurm/  pbs/          job scripts; copy a file of slurm/sites/ to slurm/site.sh and edit it")
+        print_line(f"  {RECIPE}           what to learn, with an explanation of each option")
     else:
-        print(f"{folder}: nothing to do, all {len(contents)} files are there")
+        print_line(f"{folder}: nothing to do, all {len(contents)} files are there")
     if environment:
-        print(f"  .venv                 a link to {environment}, which the job scripts activate")
+        print_line(f"  .venv                 a link to {environment}, which the job scripts activate")
     if new:
         there = "" if folder == Path() else f" cd {shlex.quote(str(folder))} &&"
-        print(f"Next:{there} accel-train train {RECIPE}")
+        print_line(f"Next:{there} accel-train train {RECIPE}")
     return 0
 
 

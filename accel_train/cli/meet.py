@@ -10,6 +10,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.errors import print_line
 from accel_train.launch.meeting import meet as meet_hosts
 
 
@@ -51,5 +52,5 @@ def meet(arguments: Sequence[str]) -> int:
     rank, machines = options.machine_rank, options.num_machines
     hosts = meet_hosts(rank, machines, options.main_process_ip, options.main_process_port, seconds)
     if hosts:
-        print(f"{machines} machines met within {time.monotonic() - began:.1f} s: {', '.join(hosts)}", flush=True)
+        print_line(f"{machines} machines met within {time.monotonic() - began:.1f} s: {', '.join(hosts)}")
     return 0

@@ -14,7 +14,7 @@ from accel_train.doctor import data, devices, forecast, network, recipe, schedul
 from accel_train.doctor.check import FAIL, NOT_CHECKED, STATUSES, WARN, Check, Examination, Finding
 from accel_train.doctor.rehearsal import signals
 from accel_train.doctor.rehearsal.drill import DRILL
-from accel_train.errors import UserError, nearest, one_line, writing
+from accel_train.errors import UserError, nearest, one_line, print_line, writing
 from accel_train.files import atomic_write
 from accel_train.launch.consensus import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -60,7 +60,8 @@ def doctor(
     if launch.world_size <= MOST_LISTED:
         ranks = exam.gather(f"{accelerator.device} ({device_name(accelerator.device)})")
         if accelerator.is_main_process:
-            print(*(f"rank {rank}: {exam.hosts[rank]}  {device}" for rank, device in enumerate(ranks)), sep="\n")
+            for rank, device in enumerate(ranks):
+                print_line(f"rank {rank}: {exam.hosts[rank]}  {device}")
     found: dict[str, Finding] = {}
     for check in (*CHECKS, *([DRILL] if with_drill else [])):
         if check.name in skip or (quick and not check.quick):
@@ -104,9 +105,10 @@ def _print(found: dict[str, Finding], seconds: float) -> None:
     print_table(("status", "check", "measured", "expected"), rows)
     for name, finding in found.items():
         if finding.advice and finding.status in (WARN, FAIL):
-            print(f"{finding.status} {name}: {finding.advice}")
+            print_line(f"{finding.status} {name}: {finding.advice}")
     counts = {status: sum(each.status == status for each in found.values()) for status in reversed(STATUSES)}
-    print(", ".join(f"{number} {status}" for status, number in counts.items() if number) + f" in {seconds:.0f} s")
+    counted = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
+    print_line(f"{counted} in {seconds:.0f} s")
 
 
 def _write(file: Path, found: dict[str, Finding]) -> Path:

@@ -14,7 +14,7 @@ from torch import nn
 from accel_train.analysis.load_run import load_model, read_config
 from accel_train.checkpoint.weights import one_of_run
 from accel_train.config.schema import Config
-from accel_train.errors import UserError, writing
+from accel_train.errors import UserError, print_line, writing
 from accel_train.export.card import model_card
 from accel_train.export.folder import check_free, new_folder, put_in_place
 from accel_train.export.formats import Loaded, check_installed, load_onnx, load_pt2, write_onnx, write_pt2
@@ -61,7 +61,7 @@ def export(
         check_login()
     model = load_model(settings, info, chosen)
     kind = " (EMA)" if name == "ema" else ""
-    print(f"{short_name('model.name', settings.name)}, weights: {chosen.file}{kind}", flush=True)
+    print_line(f"{short_name('model.name', settings.name)}, weights: {chosen.file}{kind}")
 
     rules = rules_of(info, config.augment)
     with new_folder(output) as folder, tempfile.TemporaryDirectory() as temporary:
@@ -74,19 +74,18 @@ def export(
             (folder / "README.md").write_text(card, encoding="utf-8")
             put_in_place(folder, output.with_name(f"{output.name}-failed") if found.failures else output)
     for line in found.lines:
-        print(line)
+        print_line(line)
     if found.failures:
-        print(
-            f"accel-train: {'; '.join(found.failures)}. Do not use this export; it is in {shown}-failed",
-            file=sys.stderr,
+        print_line(
+            f"accel-train: {'; '.join(found.failures)}. Do not use this export; it is in {shown}-failed", sys.stderr
         )
         return 1
-    print(f"export: {shown}")
+    print_line(f"export: {shown}")
     if push_to_hub is not None:
         try:
-            print(f"pushed: {push(shown, push_to_hub)}")
+            print_line(f"pushed: {push(shown, push_to_hub)}")
         except UserError as error:
-            print(f"accel-train: {error}", file=sys.stderr)
+            print_line(f"accel-train: {error}", sys.stderr)
             return 1
     return 0
 

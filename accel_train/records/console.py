@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from accel_train.errors import columns, is_terminal, print_line, wrapped
+from accel_train.errors import columns, is_terminal, one_line, print_line, wrapped
 from accel_train.records.metrics import headlines
 from accel_train.records.terminal.display import Display, EpochRow, command_lines, line_of
 
@@ -116,19 +116,21 @@ class Console:
             row = EpochRow(epoch, self._update, {}, 0.0)
         self._row = EpochRow(epoch, row.update, {**row.splits, split: shown}, row.seconds + seconds)
 
-    def say(self, text: str) -> None:
-        """Print a line, above the display if there is one."""
+    def say(self, *lines: str) -> None:
+        """Print lines, above the display if there is one."""
         if self.is_live:
             self._print_row()
-            self._print(Text(text))
-        elif self.prints:
-            print_line(text)
+        for line in lines:
+            if self.is_live:
+                self._print(one_line(line))
+            elif self.prints:
+                print_line(line)
 
     def warn(self, text: str) -> None:
         """Print a warning: above the display if there is one, else on stderr."""
         if self.is_live:
             self._print_row()
-            self._print(Text(f"warning: {text}", style="bold yellow"))
+            self._print(one_line(f"warning: {text}"), "bold yellow")
         elif self.prints:
             print_line(f"accel-train: warning: {text}", sys.stderr)
 
@@ -141,6 +143,8 @@ class Console:
         self._close()
         if not self.prints:
             return
+        title, figures = one_line(title), {name: one_line(value) for name, value in figures.items()}
+        commands = {name: one_line(command) for name, command in commands.items()}
         names = max(map(len, [*figures, *commands]), default=0)
         width = self._rich.width if self.is_live else columns(sys.stdout)
         indent = "" if self.is_live else "  "
@@ -150,7 +154,8 @@ class Console:
             for line in command_lines(f"{indent}{name:<{names}}  ", command, width)
         ]
         if not self.is_live:
-            print_line("\n".join([title, *(f"  {name:<{names}}  {value}" for name, value in figures.items()), *steps]))
+            for line in (title, *(f"  {name:<{names}}  {value}" for name, value in figures.items()), *steps):
+                print_line(line)
             return
         table = Table.grid(padding=(0, 2))
         for name, value in figures.items():
@@ -159,9 +164,9 @@ class Console:
         if self._rich.measure(panel, options=self._rich.options.update(width=1000)).maximum <= self._rich.width:
             self._rich.print(panel)
         else:  # a frame would break words
-            self._print(Text(title, style="bold green"))
+            self._print(title, "bold green")
             for name, value in figures.items():
-                self._print(Text(f"{name:<{names}}  {value}"))
+                self._print(f"{name:<{names}}  {value}")
         for line in steps:
             self._rich.print(Text(line), soft_wrap=True)
 
@@ -178,14 +183,14 @@ class Console:
             return
         if self._named is None:  # the first line decides, so that all look the same
             self._named = len(row.lines(self._epoch(row.epoch), width=None)) <= self._rich.width
-        self._print(Text(self._row_text(row)))
+        self._print(self._row_text(row))
 
     def _row_text(self, row: EpochRow) -> str:
         return row.lines(self._epoch(row.epoch), width=self._rich.width, named=self._named is not False)
 
-    def _print(self, text: Text) -> None:
+    def _print(self, text: str, style: str = "") -> None:
         """Print on the terminal, broken between words."""
-        self._rich.print(Text(wrapped(text.plain, self._rich.width), style=text.style), soft_wrap=True)
+        self._rich.print(Text(wrapped(text, self._rich.width), style=style), soft_wrap=True)
 
     def _epoch(self, epoch: int) -> str:
         return f"epoch {_of(epoch, self.epochs)}"

@@ -68,7 +68,7 @@ class RunLog:
         self._seconds, self._samples = state.train_seconds, state.timed_samples
         self._first_update = state.update
         self._train_images = len(splits.to_train_on)
-        self.console.say(describe(self.config, self.plan, self.accelerator, splits, model, size, placement, loaded))
+        self.console.say(*describe(self.config, self.plan, self.accelerator, splits, model, size, placement, loaded))
         if loaded:
             self.directory.event(f"weights: {loaded}")
         for note in notes:

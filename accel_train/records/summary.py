@@ -25,7 +25,7 @@ from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.placement import Placement
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits, has_one_size, label_numbers
-from accel_train.errors import UserError
+from accel_train.errors import UserError, one_line
 from accel_train.launch.accelerator import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
@@ -45,7 +45,7 @@ def describe(
     size: int,
     placement: Placement,
     loaded: str = "",
-) -> str:
+) -> list[str]:
     """Return the first lines that a run prints: what is trained, where, and how a batch is divided.
 
     `size`: height and width of the model's input, in pixels; `placement`: of the training data; `loaded`: the weights
@@ -72,7 +72,7 @@ def describe(
         f"{plan.updates_per_epoch} updates an epoch" + "; the most images that fit" * searches(config, accelerator),
         "run": str(config.output_dir),
     }
-    return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
+    return [f"{name:<8}{text}" for name, text in lines.items() if text]
 
 
 DRAWN = {"balanced": "each class equally often", "weights": "samples by the weights of the data"}
@@ -141,7 +141,7 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
             f"# samples of an epoch's last update: {order.real_samples(last)}",
             f"# updates in all: {plan.updates_per_epoch * config.epochs}",
         ]
-    return to_yaml(config) + "\n".join(lines)
+    return to_yaml(config) + "\n".join(map(one_line, lines))
 
 
 def model_info_of(config: Config, splits: Splits, image_size: int) -> ModelInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from accel_train.errors import is_terminal, wrapped
+from accel_train.errors import is_terminal, one_line, print_line, wrapped
 
 SHORT = 24  # characters: a column of cells up to this width is never wrapped
 
@@ -20,6 +20,7 @@ def print_table(
     `numbers`: the titles of the columns that are aligned on the right. `grouped`: a terminal shows the first cell only
     once for neighbouring rows in which it is the same.
     """
+    head, rows = [one_line(title) for title in head], [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
 
     def aligned(row: Sequence[str], shown: Iterable[int]) -> str:
@@ -28,7 +29,7 @@ def print_table(
 
     if not is_terminal(sys.stdout):
         for row in [head, *rows]:
-            print(aligned(row, range(len(head))))
+            print_line(aligned(row, range(len(head))))
         return
     from rich.console import Console
     from rich.table import Table

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_train import __version__
 from accel_train.analysis.evaluation_tables import FIGURES
-from accel_train.errors import UserError
+from accel_train.errors import UserError, one_line
 from accel_train.records.cost.ledger import read_starts
 from accel_train.records.cost.summary import cost_of, cost_rows
 from accel_train.records.metrics import metrics_for
@@ -63,7 +63,11 @@ def render(template: str, **content: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("accel_train.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("accel_train.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: one_line(value) if type(value) is str else value,  # not the page's own markup
     )
     now = datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     page: str = environment.get_template(template).render(version=__version__, now=now, **content)

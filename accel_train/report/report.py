@@ -12,7 +12,7 @@ from accel_train.analysis.load_run import read_config
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.checkpoint.weights import digest_of_run
 from accel_train.data.sources.load import load_splits
-from accel_train.errors import UserError, reason_of, writing
+from accel_train.errors import UserError, print_line, reason_of, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import Launch
 from accel_train.report.comparison import page_of_runs
@@ -48,7 +48,7 @@ def report(
             page = page_of_run(runs[0], evaluation, pictures, notes)
     with writing("--output", output):
         atomic_write(output, page)
-    print(f"report: {output}")
+    print_line(f"report: {output}")
     return 0
 
 

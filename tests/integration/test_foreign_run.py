@@ -72,12 +72,12 @@ def hostile(run: Path, option: str, reference: str, source: Path, **more: object
     return run
 
 
-def codes(run: Path, work: Path, **variables: str) -> dict[str, int]:
-    """Use the run with every command, in one process. Returns the exit code of each."""
+def codes(run: Path, work: Path, *more: Path) -> dict[str, int]:
+    """Use the run with every command, in one process. Returns the exit code of each. `more`: folders of modules."""
     work.mkdir()
     image = next((run / "examples").glob("*.png"))
-    path = f"{helpers.ROOT}:{helpers.ROOT / 'tests'}:{variables.pop('PYTHONPATH', '')}"
-    done = helpers.python("-c", COMMANDS, run, image, work, cwd=work, PYTHONPATH=path, **variables)
+    path = ":".join(map(str, (helpers.ROOT, helpers.ROOT / "tests", *more)))
+    done = helpers.python("-c", COMMANDS, run, image, work, cwd=work, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("CODE ")]
@@ -103,7 +103,7 @@ def test_data_and_a_loss_that_are_installed_modules(digits_run: Path, tmp_path: 
     source.write_text(TRAP.format(marker=str(marker)))
     hostile(run, "data.name", f"{source.stem}:call", source)
     hostile(run, "loss.name", f"{source}:call", source)
-    found = codes(run, tmp_path / "work", PYTHONPATH=str(source.parent))
+    found = codes(run, tmp_path / "work", source.parent)
     assert not marker.exists()
     # What needs no data and no loss works.
     assert {name for name, code in found.items() if code} == {"bench", "doctor", "evaluate", "api.evaluate"}

@@ -175,6 +175,25 @@ def test_no_color_is_respected() -> None:
     assert not colours.search(on_a_terminal(NO_COLOR="1"))
 
 
+NAMES = """
+from accel_train.records.console import Console
+name = "cat\\x1b[2J\\x1b]0;owned\\x07\\nforged"
+with Console(prints=True, total_updates=2, updates_per_epoch=1, epochs=2) as console:
+    console.say("said " + name, "an [b]ordinary[/b] line: קטה")
+    console.warn("warned " + name)
+    console.finish("ended " + name, {"run": name}, {"next": "predict " + name})
+"""
+
+
+def test_names_are_no_commands_to_the_terminal() -> None:
+    shown = on_a_terminal(program=NAMES, columns=200)
+    assert "\x1b[2J" not in shown
+    assert "\x1b]0;" not in shown
+    for before in ("said ", "warning: warned ", "ended ", "predict "):
+        assert before + r"cat\x1b[2J\x1b]0;owned\x07\nforged" in shown
+    assert "an [b]ordinary[/b] line: קטה" in shown
+
+
 def test_a_dumb_terminal_gets_lines() -> None:
     raw = on_a_terminal(TERM="dumb")
     assert "\x1b" not in raw

@@ -18,7 +18,7 @@ from accel_train.config.option_types import choices, option_types
 from accel_train.config.options import parse
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, value
-from accel_train.errors import UserError, nearest, wrapped
+from accel_train.errors import UserError, nearest, one_line, wrapped
 
 COMMON = (
     *("epochs", "batch-size", "data.name", "data.root", "model.name", "model.pretrained", "optim.name", "optim.lr"),
@@ -78,7 +78,7 @@ def train_help(arguments: Sequence[str]) -> None:
         console.print(Text(name, style="bold"), soft_wrap=True)
         for key in keys:
             for line in _lines(key, config, width):
-                console.print(Text(line), soft_wrap=True)
+                console.print(Text(one_line(line)), soft_wrap=True)
         console.print()
     if len(shown) > 1:
         last = f"accel-train train --help GROUP shows one group: {', '.join(shown)}."

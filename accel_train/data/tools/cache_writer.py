@@ -35,7 +35,7 @@ from accel_train.data.sources.splits import names_root, present_classes, unwrap_
 from accel_train.data.tools.check import write_list
 from accel_train.data.tools.chunk import Chunk, encode
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.files import atomic_write, fsync
 
 SYNC_SECONDS = 10.0  # at most so much work is lost if the process is killed
@@ -68,9 +68,9 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for note in splits.notes:
-        console.print(f"warning: {note}")
+        print_line(f"warning: {note}")
     if splits.ignored:
-        console.print(f"Not used: {splits.ignored}.")
+        print_line(f"Not used: {splits.ignored}.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = output.with_name(f".{output.name}.lock")
@@ -101,7 +101,7 @@ def _write(
             raise UserError(f"--output {output} is a folder: name a file.")
         if CacheFile(output).description.fingerprint != described.fingerprint:
             raise UserError(f"--output {output} exists, with other images or settings: delete it or name another file.")
-        console.print(f"{output} is complete: nothing is left to do.")
+        print_line(f"{output} is complete: nothing is left to do.")
         return 0
     partial, journal = (output.with_name(f".{output.name}.{suffix}") for suffix in ("partial", "journal"))
     jobs = jobs_of(sources)
@@ -123,7 +123,7 @@ def _write(
     if bad:
         list_path = output.with_name(f"{output.name}.unreadable.txt")
         write_list(list_path, data, unreadable, console)
-        console.print(
+        print_line(
             f"{len(unreadable)} of {total} images cannot be read. They are listed in {list_path}. The finished part is "
             f"kept. Continue with the same command and\n  --skip-unreadable {shlex.quote(str(list_path))}"
         )
@@ -136,8 +136,8 @@ def _write(
     journal.unlink()
     cached = CacheFile(output)
     count = int((cached.columns["sizes"] > 0).sum())
-    console.print(f"{count} images, {cached.bytes / 1e9:.3f} GB: {output}. Train on it with")
-    console.print(f"  accel-train train RECIPE --data.name cache --data.root {shlex.quote(str(output))}")
+    print_line(f"{count} images, {cached.bytes / 1e9:.3f} GB: {output}. Train on it with")
+    print_line(f"  accel-train train RECIPE --data.name cache --data.root {shlex.quote(str(output))}", wraps=False)
     return 0
 
 
@@ -165,7 +165,7 @@ def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> 
     with contextlib.suppress(FileNotFoundError):
         lines = journal.read_text(encoding="utf-8").splitlines()
         if lines and lines[0] != fingerprint:
-            console.print("The images or the settings have changed since the last start: starting over.")
+            print_line("The images or the settings have changed since the last start: starting over.")
         elif lines:
             size = partial.stat().st_size
             written = len(MAGIC)
@@ -182,7 +182,7 @@ def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> 
     if not chunks:
         partial.write_bytes(MAGIC)
     else:
-        console.print(f"continuing after {sum(len(chunk.sizes) for chunk in chunks)} images")
+        print_line(f"continuing after {sum(len(chunk.sizes) for chunk in chunks)} images")
     kept = "".join(_line(chunk) for chunk in chunks)
     atomic_write(journal, f"{fingerprint}\n{kept}")
     return chunks

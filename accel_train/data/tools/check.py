@@ -13,7 +13,7 @@ from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.sources.splits import names_root
 from accel_train.data.tools.pool import ProgressDisplay, in_processes, jobs_of
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.files import atomic_write, check_writable
 
 SHOWN = 10  # unreadable images that are printed with their reason
@@ -40,12 +40,12 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     total = sum(map(len, sources))
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if not isinstance(splits.train, EncodedImages):
-        console.print(f"The {total} images of '{data.name}' are not files: there is nothing to decode.")
+        print_line(f"The {total} images of '{data.name}' are not files: there is nothing to decode.")
         sources = []
     for note in splits.notes:
-        console.print(f"warning: {note}")
+        print_line(f"warning: {note}")
     if splits.ignored:
-        console.print(f"Not used: {splits.ignored}.")
+        print_line(f"Not used: {splits.ignored}.")
     unreadable: list[Unreadable] = []
     with ProgressDisplay(console, "decod", total if sources else 0) as shown:
         for count, bad in in_processes(find_unreadable, sources, jobs_of(sources), processes):
@@ -53,13 +53,14 @@ def check_data(data: Data, output: Path, processes: int) -> int:
             shown.advance(count, len(unreadable))
     write_list(output, data, unreadable, console)
     if unreadable:
-        console.print(
+        print_line(
             f"{len(unreadable)} of {total} images cannot be read. They are listed in {output}. Leave them out with"
         )
         options = f"--data.name {shlex.quote(data.name)} --data.root {shlex.quote(str(data.root))}"
-        console.print(f"  accel-train train RECIPE {options} --data.skip-unreadable {shlex.quote(str(output))}")
+        options += f" --data.skip-unreadable {shlex.quote(str(output))}"
+        print_line(f"  accel-train train RECIPE {options}", wraps=False)
     elif sources:
-        console.print(f"All {total} images can be read.")
+        print_line(f"All {total} images can be read.")
     return len(unreadable)
 
 
@@ -80,6 +81,6 @@ def write_list(output: Path, data: Data, unreadable: list[Unreadable], console: 
     prefix = f"{names_root(data)}/"
     atomic_write(output, "".join(f"{name.removeprefix(prefix)}\n" for name, _ in unreadable))
     for name, why in unreadable[:SHOWN]:
-        console.print(f"  {name}: {why}")
+        print_line(f"  {name}: {why}")
     if len(unreadable) > SHOWN:
-        console.print(f"  … and {len(unreadable) - SHOWN} more.")
+        print_line(f"  … and {len(unreadable) - SHOWN} more.")

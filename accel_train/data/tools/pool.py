@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from accel_train.data.sources.splits import Source
 from accel_train.data.worker_processes import WorkerContext, end_with_trainer
+from accel_train.errors import print_line
 
 CHUNK = 64  # images of one job
 
@@ -104,4 +105,4 @@ class ProgressDisplay:
         tenth = 10 * self.done // self.total
         if not self.console.is_terminal and tenth > self.printed:
             self.printed = tenth
-            self.console.print(f"{self.verb}ed {self.done} of {self.total} images, {unreadable} unreadable")
+            print_line(f"{self.verb}ed {self.done} of {self.total} images, {unreadable} unreadable")

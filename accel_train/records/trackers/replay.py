@@ -58,7 +58,7 @@ def _send(config: Config, run: Path, name: str) -> int:
         return 1
     rest = len(points) - len(final)
     waits = f"; {rest} newer steps can be sent after the next checkpoint" if rest else ""
-    print(f"{name}: sent the curves of {run}, {len(final)} steps{waits}")
+    print_line(f"{name}: sent the curves of {run}, {len(final)} steps{waits}")
     return 0
 
 

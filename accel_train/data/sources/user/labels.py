@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from accel_train.data.sources.user.dataset import OPTION, Label, read_item, restored_generators, seed_generators
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.files import atomic_write
 from accel_train.user_code.record import file_hash
 from accel_train.user_code.reference import Reference, code_file
@@ -75,11 +75,8 @@ def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
     """Read all items for their labels. The processes share the work. Collective."""
     rank, processes = _rank(), dist.get_world_size() if dist.is_initialized() else 1
     if rank == 0:
-        print(
-            f"reading the labels of {len(dataset)} {split} samples: {reference.short} gives no `targets`",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"reading the labels of {len(dataset)} {split} samples: {reference.short} gives no `targets`"
+        print_line(text, sys.stderr)
     own: list[Label] | str
     try:
         with restored_generators():
