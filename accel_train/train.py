@@ -100,7 +100,7 @@ def train(config: Config, launch: Launch) -> int:
             setup = create_training_setup(
                 config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
             )
-        check.finish(accelerator)
+        setup = dataclasses.replace(setup, warnings=(*setup.warnings, *check.finish(accelerator)))
         run = Run(setup, lease, finished, stop_requests, began)
         with run, memory_advice(training_advice(setup.plan)), unused_parameters_advice():
             try:

@@ -36,6 +36,7 @@ EXAMPLES: dict[str, str] = {
     "data.test-limit": "100",
     "data.skip-unreadable": "--data.name folder --data.root photos --data.skip-unreadable unreadable.txt",
     "data.max-pixels": "500000000",
+    "data.range": "--data.name folder --data.root scans --data.range 0 4095",
     "data.workers": "4",
     "data.image-size": "--data.name synthetic --data.image-size 64",
     "data.channels": "--data.name folder --data.root scans --data.channels 1",

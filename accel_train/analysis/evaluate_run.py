@@ -24,7 +24,9 @@ from accel_train.checkpoint.weights import RunWeights, weights_of_run
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict
 from accel_train.config.semantics import SEMANTICS, check_same_splits
+from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Splits, load_splits
+from accel_train.data.sources.splits import unwrap_subset
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.consensus import broadcast_from_main
@@ -62,7 +64,7 @@ def evaluate_run(
         return {name: weights.file for name, weights in read.items()}
 
     files = broadcast_from_main(accelerator, look)
-    splits = load_splits(config.data, config.seed, record=run)
+    splits = _load_data(config, info, run)
     names = {name: str(file.relative_to(run) if file.is_relative_to(run) else file) for name, file in files.items()}
     last = list(files)[-1]
     about = {"run": str(run), "weights": names[last]}
@@ -96,6 +98,16 @@ def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Con
     # Also other data is normalised as the training data was: the model was trained with that mean and std.
     augment = dataclasses.replace(config.augment, mean=info.mean, std=info.std)
     return dataclasses.replace(config, augment=augment), info
+
+
+def _load_data(config: Config, info: ModelInfo, run: Path) -> Splits:
+    """The data. Image files without a range of their own get that of the model, whose images a cache may have had."""
+    splits = load_splits(config.data, config.seed, record=run)
+    if info.range is None or splits.value_range is not None or config.data.name == "cache":
+        return splits
+    if not isinstance(unwrap_subset(splits.train)[0], EncodedImages):
+        return splits
+    return load_splits(dataclasses.replace(config.data, range=info.range), config.seed, record=run)
 
 
 def _check_fit(splits: Splits, info: ModelInfo, run: Path) -> None:

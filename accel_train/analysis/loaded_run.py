@@ -48,14 +48,14 @@ class LoadedRun:
         `image`: a PIL image, an image file, or a tensor [channels, H, W] of the type that the data has: uint8, or
         float32 from a user's own Dataset. Raises UserError if a file cannot be read.
         """
-        if isinstance(image, (str, Path)):
-            try:
+        try:
+            if isinstance(image, (str, Path)):
                 most = self.config.data.max_pixels
-                image = decode(read_image(Path(image), most), self.info.channels, most)
-            except (ImageError, OSError) as error:
-                raise UserError(f"{image} cannot be read: {error}.") from error
-        elif isinstance(image, Image.Image):
-            image = to_tensor(image, self.info.channels)
+                image = decode(read_image(Path(image), most), self.info.channels, most, self.info.range)
+            elif isinstance(image, Image.Image):
+                image = to_tensor(image, self.info.channels, self.info.range)
+        except (ImageError, OSError) as error:
+            raise UserError(f"{image} cannot be read: {error}.") from error
         wanted = torch.float32 if self.info.full_scale == 1 else torch.uint8
         if image.dtype != wanted:
             raise UserError(f"the run's images are {wanted}, found {image.dtype}.")

@@ -145,7 +145,7 @@ def classify_files(
 
     def read(path: Path) -> Tensor | str:
         try:
-            return preprocessing.resize(decode(read_image(path, max_pixels), info.channels, max_pixels))
+            return preprocessing.resize(decode(read_image(path, max_pixels), info.channels, max_pixels, info.range))
         except (ImageError, OSError) as error:
             return (isinstance(error, OSError) and error.strerror) or str(error)
 

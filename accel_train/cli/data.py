@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing
+from accel_train.config.bounds import out_of_bounds
 from accel_train.config.options import CommandOptions, parse_command
-from accel_train.config.schema import Data
+from accel_train.config.schema import Config, Data
 from accel_train.errors import UserError
 from accel_train.launch.process import available_cores
 
@@ -29,13 +30,15 @@ class CheckData(CommandOptions):
     """Folder or file of the data, as in --data.root."""
     output: Path = Path("unreadable.txt")
     """The list to write: one path a line."""
+    range: tuple[float, float] | None = None
+    """The values of black and white in images of more than 8 bits, as in --data.range."""
     max_pixels: int = Data.max_pixels
     """Count larger images as unreadable, as --data.max-pixels does."""
     processes: int | None = None
     """Processes that decode; default: all cores."""
 
     def mistakes(self) -> list[str]:
-        return below_one(processes=self.processes, max_pixels=self.max_pixels)
+        return below_one(processes=self.processes, max_pixels=self.max_pixels) + _wrong_range(self.range)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class CacheData(CommandOptions):
     """raw: pixels, the fastest to read; jpeg (quality 90): about a tenth of the space."""
     channels: int = 3
     """3 or 1, as in --data.channels: 1 converts images to greyscale."""
+    range: tuple[float, float] | None = None
+    """The values of black and white in images of more than 8 bits, as in --data.range."""
     skip_unreadable: Path | None = None
     """Leave out the images in this list, as in --data.skip-unreadable."""
     max_pixels: int = Data.max_pixels
@@ -69,13 +74,20 @@ class CacheData(CommandOptions):
         mistakes = below_one(processes=self.processes, short_side=self.short_side, max_pixels=self.max_pixels)
         if self.channels not in (1, 3):
             mistakes.append(f"--channels: expected 1 or 3, found {self.channels}.")
-        return mistakes
+        return mistakes + _wrong_range(self.range)
+
+
+def _wrong_range(values: tuple[float, float] | None) -> list[str]:
+    expected = out_of_bounds(Config(data=Data(range=values))).get("data.range")
+    if values is None or expected is None:
+        return []
+    return [f"--range: expected {expected}, found '{values[0]:g} {values[1]:g}'."]
 
 
 def check_data(arguments: Sequence[str]) -> int:
     """Run `accel-train check-data`; return the exit code."""
     options, _ = parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
-    data = Data(name=options.name, root=options.root, max_pixels=options.max_pixels)
+    data = Data(name=options.name, root=options.root, range=options.range, max_pixels=options.max_pixels)
 
     with importing(options.name):
         from accel_train.data.tools import check
@@ -93,6 +105,7 @@ def cache_data(arguments: Sequence[str]) -> int:
         name=options.name,
         root=options.root,
         channels=options.channels,
+        range=options.range,
         skip_unreadable=options.skip_unreadable,
         max_pixels=options.max_pixels,
     )

@@ -43,6 +43,7 @@ BOUNDS: tuple[tuple[Iterable[str], str, Callable[[Any], bool]], ...] = (
     (("data.channels",), "1 or 3", lambda x: x in (1, 3)),
     (("data.classes",), "at least 2", lambda x: x >= 2),
     (("augment.scale", "augment.ratio"), "two numbers, 0 < smallest <= largest", lambda x: 0 < x[0] <= x[1]),
+    (("data.range",), "two numbers, the first one smaller", lambda x: x[0] < x[1]),
     (("augment.std",), "numbers greater than 0", lambda x: all(s > 0 for s in x)),
     (
         ("schedule.milestones",),

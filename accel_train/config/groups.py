@@ -41,6 +41,9 @@ class Data:
     # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
     max_pixels: int = 178_956_970
     """Refuse larger images: a small malicious file can fill the memory when decoded."""
+    range: tuple[float, float] | None = None
+    """The values of black and white in images of more than 8 bits, such as 0 1 or 0 4095; default: 0 65535 for 16 bits;
+    floats and 32-bit integers have none, and are refused."""
     workers: int | None = None
     """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
     image_size: int = 32

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.splits import Source, Splits, unwrap_subset
+from accel_train.data.tools.few_bits import depth_notes
 from accel_train.errors import UserError
 
 MOST = 1000  # images of a split, over all processes: local files take 0.2 s on one core, while the model is created
@@ -20,7 +21,8 @@ class HeldOutCheck:
     """Opens validation and test images in background threads, from its creation on.
 
     All images of a small split are checked, and a sample of a large one; the processes divide them. Only the header is
-    read, but a file that does not end with its format's end marker is decoded.
+    read, but a file that does not end with its format's end marker is decoded. One process looks at the values of a few
+    training images, too.
     """
 
     def __init__(self, splits: Splits, process: int, processes: int) -> None:
@@ -31,9 +33,10 @@ class HeldOutCheck:
             if source is not None and isinstance(unwrap_subset(source)[0], EncodedImages)
             for id in _sample(len(source))[process::processes]
         ]
+        self._depth = self._pool.submit(depth_notes, splits.train) if process == 0 else None
 
-    def finish(self, accelerator: Accelerator) -> None:
-        """Wait for the checks. Collective.
+    def finish(self, accelerator: Accelerator) -> tuple[str, ...]:
+        """Wait for the checks, and return warnings for the user, on the main process. Collective.
 
         Raises the same UserError on all processes if one of them found an unreadable image.
         """
@@ -42,6 +45,7 @@ class HeldOutCheck:
         errors = [error for error in gather_object([own_errors[0] if own_errors else ""]) if error]
         if errors:
             raise UserError(errors[0])
+        return () if self._depth is None else tuple(self._depth.result())
 
 
 def _sample(count: int) -> list[int]:

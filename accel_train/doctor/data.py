@@ -15,6 +15,7 @@ import torch
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.load import Splits
 from accel_train.data.sources.splits import Source
+from accel_train.data.tools.few_bits import depth_notes
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
 from accel_train.errors import UserError
 from accel_train.train import load_data
@@ -103,6 +104,8 @@ def readable(exam: Examination) -> Finding:
         except UserError as error:
             advice = "Find all of them: accel-train check-data; then --data.skip-unreadable FILE"
             return Finding(FAIL, str(error), expected, advice)
+        if dark := depth_notes(source):
+            return Finding(WARN, dark[0], "pictures that use the range of their values", "See --data.range")
         return Finding(PASS, f"{count} on each rank", expected)
 
     return worst_of(exam, look)

@@ -13,6 +13,7 @@ from torch import Tensor
 from accel_train.analysis.load_run import read_config
 from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.config.schema import Config
+from accel_train.data.sources.files.depth import is_deep
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode
 from accel_train.data.sources.load import load_splits
@@ -75,10 +76,10 @@ def _of_source(name: str, source: Source, info: ModelInfo, preprocessing: Prepro
 
 
 def _as_file(file: Path, pixels: Tensor, new: Path) -> Path:
-    """The image's own file; or `new`, written, if it has none, or one of 16 bits, which must be converted first."""
+    """The image's own file; or `new`, written, if it has none, or one of more than 8 bits, which must be converted."""
     if file.is_file():
         with Image.open(file) as opened:
-            if not opened.mode.startswith("I"):
+            if not opened.mode.startswith("I") and not is_deep(opened, file.read_bytes()):
                 return file
     Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).contiguous().numpy()).save(new)
     return new

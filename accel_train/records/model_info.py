@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config.origin import Origin, read_origin
+from accel_train.data.sources.files.depth import is_value_range
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, read_regular_file
 
@@ -43,6 +44,9 @@ class ModelInfo:
     """Of the weights that the run began from."""
     multi_label: bool = False
     """Whether an image may have several labels or none: each logit by itself is a class's, by the sigmoid."""
+    range: tuple[float, float] | None = None
+    """The values of black and white in images of more than 8 bits (--data.range); None: those of 16 bits, and images
+    without a range of their own are refused."""
 
     @property
     def takes_files(self) -> bool:
@@ -51,8 +55,9 @@ class ModelInfo:
 
     def to_json(self) -> str:
         values = dataclasses.asdict(self)
-        if not self.multi_label:
-            del values["multi_label"]  # older versions can read the file then
+        for name, default in (("multi_label", False), ("range", None)):
+            if values[name] == default:
+                del values[name]  # older versions can read the file then
         return json.dumps(values, indent=2) + "\n"
 
 
@@ -66,6 +71,8 @@ def read_model_info(run: Path) -> ModelInfo:
                 raise TypeError(f"{name} is not a list")
             values[name] = tuple(values[name])
         values["origin"] = read_origin(values.get("origin", {}))
+        if isinstance(values.get("range"), list):
+            values["range"] = tuple(values["range"])
         info = ModelInfo(**values)
         if name := _impossible(info):
             raise ValueError(f"{name} is {str(values[name])[:40]}")
@@ -89,6 +96,7 @@ def _impossible(info: ModelInfo) -> str:
         "mean": len(info.mean) == channels and all(is_number(value, -1e6, 1e6) for value in info.mean),
         "full_scale": info.full_scale in (1, 255),
         "multi_label": isinstance(info.multi_label, bool),
+        "range": is_value_range(info.range),
         "std": len(info.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in info.std),
     }
     return next((name for name, fit in fits.items() if not fit), "")

@@ -156,6 +156,7 @@ def model_info_of(config: Config, splits: Splits, image_size: int) -> ModelInfo:
         SEMANTICS,
         config.origin,
         splits.multi_label,
+        splits.value_range,
     )
 
 

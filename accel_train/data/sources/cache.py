@@ -19,7 +19,6 @@ import hashlib
 import io
 import json
 import mmap
-import shlex
 import struct
 import zipfile
 import zlib
@@ -34,7 +33,8 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, SEMANTICS
-from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray
+from accel_train.data.sources.files.depth import is_value_range, range_text
+from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, check_command
 from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
@@ -63,6 +63,7 @@ class Description:
     splits: dict[str, int]  # split -> number of its images; the splits follow one another
     fingerprint: str  # of the source images and the settings
     semantics: int = 1  # by which the images were computed; see config/semantics.py
+    range: tuple[float, float] | None = None  # --data.range of the source images; older versions refuse such a file
 
 
 class CacheFile:
@@ -92,6 +93,7 @@ class CacheFile:
                 self.names = StringArray.of(text, ends)
             for name in ("classes", "mean", "std"):
                 described[name] = tuple(described[name])
+            described["range"] = tuple(described["range"]) if described.get("range") else None
             self.description = Description(**described)
             if self.columns["labels"].dtype == np.uint8:
                 self.columns["labels"] = _unpacked(self.columns["labels"], len(self.description.classes))
@@ -151,6 +153,7 @@ def _check(
         or not all(is_number(value, -1e6, 1e6) for value in description.mean)
         or not all(is_number(value, 0, 1e6) and value > 0 for value in description.std)
         or not len(description.mean) == len(description.std) == channels
+        or not is_value_range(description.range)
     ):
         raise ValueError("its description is not valid")
     if "train" not in splits or not set(splits) <= {"train", "validation", "test"}:
@@ -246,6 +249,11 @@ class _RawImage(LazyImage):
     def whole_jpeg(self) -> None:
         return None
 
+    is_deep = False
+
+    def largest_of_16_bits(self) -> None:
+        return None
+
     def looks_truncated(self) -> bool:
         return False
 
@@ -262,11 +270,16 @@ def cache(data: Data) -> Splits:
         raise UserError(f"--data.channels 1: {data.root} contains colour images; cache them with --channels 1.")
     if description.semantics > SEMANTICS:
         raise UserError(f"--data.root {data.root} was written by a newer accel-train; update this one.")
-    check_command = shlex.join(["accel-train", "check-data", "cache", "--root", str(data.root)])
+    if data.range is not None and data.range != description.range:
+        had = "without" if description.range is None else f"with {range_text(description.range)} in place of"
+        raise UserError(
+            f"--data.range {range_text(data.range)}: {data.root} was written {had} this range; write the cache again "
+            f"with --range {range_text(data.range)}, or remove the option."
+        )
     sources: dict[str, Source] = {}
     first = 0
     for split, count in description.splits.items():
-        sources[split] = CachedImages(file, first, count, description.channels, check_command, data.max_pixels)
+        sources[split] = CachedImages(file, first, count, description.channels, check_command(data), data.max_pixels)
         first += count
     return Splits(
         description.classes,
@@ -279,6 +292,7 @@ def cache(data: Data) -> Splits:
         sources.get("test"),
         train_weights=None if file.weights is None else torch.from_numpy(file.weights.copy()),
         notes=() if description.semantics >= IMAGE_FILES else (OLD.format(data.root),),
+        value_range=description.range,
         semantics=description.semantics
         if description.encoding == "raw"
         else IMAGE_FILES,  # JPEG images are decoded in each run

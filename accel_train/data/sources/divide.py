@@ -7,7 +7,6 @@ generator makes the choice.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
+from accel_train.data.sources.files.encoded import check_command
 from accel_train.data.sources.splits import Source, Splits, names_root, present_classes, subset, unwrap_subset
 from accel_train.errors import UserError
 from accel_train.untrusted import read_regular_file
@@ -136,12 +136,9 @@ def listed_names(data: Data) -> set[str]:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
-            f"--data.skip-unreadable: {data.skip_unreadable} cannot be read ({reason}); {_check_command(data)}."
+            f"--data.skip-unreadable: {data.skip_unreadable} cannot be read ({reason}); "
+            f"`{check_command(data)}` writes the list."
         ) from error
-
-
-def _check_command(data: Data) -> str:
-    return f"`{shlex.join(['accel-train', 'check-data', data.name, '--root', str(data.root)])}` writes the list"
 
 
 def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:
@@ -167,7 +164,7 @@ def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:
         # Some may have been deleted since; but if none is there, the list is of another folder or dataset.
         raise UserError(
             f"--data.skip-unreadable: none of the {len(listed)} images that {data.skip_unreadable} lists, such as "
-            f"'{min(listed)}', is in {data.root}; {_check_command(data)} for this data."
+            f"'{min(listed)}', is in {data.root}; `{check_command(data)}` writes the list for this data."
         )
     return marked if any(marks.any() for marks in marked.values()) else {}
 

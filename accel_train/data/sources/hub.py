@@ -10,18 +10,18 @@ import importlib
 import importlib.util
 import math
 import os
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
-from accel_train.data.sources.files.encoded import EncodedImages, read_image
-from accel_train.data.sources.files.images import default_mean_std
+from accel_train.data.sources.files.encoded import EncodedImages, check_command, read_image
+from accel_train.data.sources.files.images import ImageError, default_mean_std, to_tensor
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 
@@ -29,12 +29,10 @@ from accel_train.errors import UserError
 class HubImages(EncodedImages):
     """Images of a Hugging Face dataset on this machine's disk (Arrow files, mapped into memory)."""
 
-    def __init__(
-        self, label: str, images: Any, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int
-    ) -> None:
+    def __init__(self, label: str, images: Any, labels: torch.Tensor, data: Data) -> None:
         """`label`: names the split in messages; `images`: a datasets.Dataset of one column, of images that it does not
-        decode; `labels`, `check_command`, `max_pixels`: see EncodedImages."""
-        super().__init__(labels, channels, check_command, max_pixels)
+        decode; `labels`: int64 [n]."""
+        super().__init__(labels, data.channels, check_command(data), data.max_pixels, data.range)
         (self.column,) = images.column_names
         self.label, self.images = label, images
 
@@ -109,21 +107,28 @@ def _hugging_face(data: Data) -> Splits:
     features = tables["train"].features or {}
     image_key = _column(data, features, datasets.Image, "image")
     label_key = _column(data, features, datasets.ClassLabel, "label")
-    check_command = shlex.join(["accel-train", "check-data", data.name, "--root", str(data.root)])
-    mode = _mode(data)
     sources: dict[str, Source] = {}
     for split, table in tables.items():
         label = f"{data.name} {named[split]}"
         if streamed:
-            source: Source = _read(label, ((row[image_key].convert(mode), row[label_key]) for row in table))
+            source: Source = _read(label, _decoded(table, image_key, label_key, label, data))
         else:
             column = table.select_columns([label_key])
             labels = np.array([-1 if x is None else x for x in column[:][label_key]], dtype=np.int64)
             images = table.select_columns([image_key]).cast_column(image_key, datasets.Image(decode=False))
-            source = HubImages(label, images, torch.from_numpy(labels), data.channels, check_command, data.max_pixels)
+            source = HubImages(label, images, torch.from_numpy(labels), data)
         if split == "train" or not bool((source.labels == -1).all()):  # the hub's mark for samples without a label
             sources[split] = source
     return _splits(data, tuple(features[label_key].names), sources)
+
+
+def _decoded(table: Any, image_key: str, label_key: str, label: str, data: Data) -> Iterator[tuple[Tensor, int]]:
+    """The pixels, uint8 [C, H, W], and the label of each row of a stream. Raises UserError."""
+    for number, row in enumerate(table):
+        try:
+            yield to_tensor(row[image_key], data.channels, data.range), row[label_key]
+        except ImageError as error:
+            raise UserError(f"{label} image {number} cannot be read: {error}.", every_process=False) from error
 
 
 def _tensorflow(data: Data) -> Splits:
@@ -136,7 +141,7 @@ def _tensorflow(data: Data) -> Splits:
     tensorflow_datasets: Any = importlib.import_module("tensorflow_datasets")
     info = tensorflow_datasets.builder(data.name.partition("/")[2], data_dir=str(data.root)).info
     sources: dict[str, Source] = {
-        split: _read(f"{data.name} {stored}", stream(stored))
+        split: _read(f"{data.name} {stored}", ((_pixels(image), target) for image, target in stream(stored)))
         for split, stored in _named_splits(info.splits, data).items()
     }
     return _splits(data, tuple(info.features["label"].names), sources)
@@ -168,8 +173,14 @@ def _mode(data: Data) -> str:
     return "L" if data.channels == 1 else "RGB"
 
 
-def _read(label: str, stream: Iterable[tuple[Any, int]]) -> StreamedImages:
-    """Read a stream of (PIL image, label) into memory. It may take at most half of the free memory."""
+def _pixels(image: Any) -> Tensor:
+    """A PIL image of 8 bits as uint8 [C, H, W]."""
+    pixels = torch.from_numpy(np.array(image))
+    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+
+
+def _read(label: str, stream: Iterable[tuple[Tensor, int]]) -> StreamedImages:
+    """Read a stream of (uint8 [C, H, W], label) into memory. It may take at most half of the free memory."""
     psutil: Any = importlib.import_module("psutil")
 
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process on this machine keeps its own copy
@@ -177,9 +188,8 @@ def _read(label: str, stream: Iterable[tuple[Any, int]]) -> StreamedImages:
     images: list[torch.Tensor] = []
     labels: list[int] = []
     taken = 0
-    for image, target in stream:
-        pixels = torch.from_numpy(np.array(image))
-        images.append((pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)).contiguous())
+    for pixels, target in stream:
+        images.append(pixels.contiguous())
         labels.append(int(target))
         taken += pixels.numel()
         if taken > most:
@@ -211,5 +221,7 @@ def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) ->
         sources["train"],
         sources.get("validation"),
         sources.get("test"),
-        semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,  # a stream is already decoded
+        # A stream is decoded already; that of tfds/ by TensorFlow, without --data.range.
+        semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,
+        value_range=None if data.name.startswith("tfds/") else data.range,
     )

@@ -13,9 +13,10 @@ from pathlib import Path
 from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import PUBLISHED, digits, torchvision_set
 from accel_train.data.sources.divide import divide
+from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.splits import Source, Splits, Subset
 from accel_train.errors import UserError, nearest
-from accel_train.user_code.reference import parse_reference
+from accel_train.user_code.reference import parse_reference, short_name
 
 __all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits"]
 
@@ -42,8 +43,15 @@ def load_splits(data: Data, seed: int, *, download: bool = True, record: Path | 
     if reference is not None:
         from accel_train.data.sources.user.splits import user_data
 
-        return divide(user_data(data, reference, record), data, seed)
-    return divide(_load(data, download), data, seed)
+        splits = user_data(data, reference, record)
+    else:
+        splits = _load(data, download)
+    if data.range is not None and splits.value_range != data.range:
+        raise UserError(
+            f"--data.range {range_text(data.range)}: it is for image files and PIL images of more than 8 bits, but "
+            f"those of '{short_name('data.name', data.name)}' have 8 or are tensors; remove it (--data.range none)."
+        )
+    return divide(splits, data, seed)
 
 
 def _load(data: Data, download: bool) -> Splits:

@@ -13,6 +13,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
+from accel_train.data.sources.files.depth import ValueRange
 from accel_train.data.sources.files.images import default_mean_std
 
 
@@ -65,6 +66,9 @@ class Splits:
     """SHA-256 of the rows of the table that lists the samples; "": no table does."""
     full_scale: int = 255
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of float ones."""
+    value_range: ValueRange | None = None
+    """The values of black and white of images with more than 8 bits: --data.range, or that of a cache; None: those of
+    such images that have a range of their own."""
     semantics: int = IN_MEMORY
     """The semantics version by which the pixels are computed; see config/semantics.py."""
 
@@ -148,4 +152,5 @@ def splits_of_files(data: Data, classes: tuple[str, ...], sources: Mapping[str, 
     fields of `Splits`."""
     mean, std = default_mean_std(data.channels)
     train, validation, test = sources["train"], sources.get("validation"), sources.get("test")
-    return Splits(classes, data.channels, None, mean, std, train, validation, test, semantics=IMAGE_FILES, **more)
+    more |= {"value_range": data.range, "semantics": IMAGE_FILES}
+    return Splits(classes, data.channels, None, mean, std, train, validation, test, **more)

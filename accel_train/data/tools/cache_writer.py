@@ -29,11 +29,13 @@ from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, MAGIC_2, CacheFile, Description
 from accel_train.data.sources.divide import listed_names
+from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.files.encoded import EncodedImages, StringArray
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.data.sources.splits import names_root, present_classes, unwrap_subset
 from accel_train.data.tools.check import write_list
 from accel_train.data.tools.chunk import Chunk, encode
+from accel_train.data.tools.few_bits import depth_notes
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError, print_line
 from accel_train.files import atomic_write, fsync
@@ -65,9 +67,10 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         {split: len(source) for split, source in sources.items()},
         _fingerprint(splits, sources, names_root(data), short_side, encoding),
         IMAGE_FILES,
+        splits.value_range,
     )
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    for note in splits.notes:
+    for note in (*splits.notes, *depth_notes(splits.train)):
         print_line(f"warning: {note}")
     if splits.ignored:
         print_line(f"Not used: {splits.ignored}.")
@@ -147,6 +150,8 @@ def _fingerprint(splits: Splits, sources: dict[str, Source], root: Path, short_s
     digest.update(json.dumps(splits.classes).encode())
     if splits.train_weights is not None:
         digest.update(splits.train_weights.numpy().tobytes())
+    if splits.value_range is not None:
+        digest.update(f"range {range_text(splits.value_range)}".encode())
     for split, source in sources.items():
         assert isinstance(source, EncodedImages)
         digest.update(f"\0{split}\0{len(source)}\0".encode())
@@ -245,9 +250,10 @@ def _finish(
     packed = StringArray(names)
     optional = {} if weights is None else {"weights": weights}
     index = io.BytesIO()
+    description = {name: value for name, value in asdict(described).items() if name != "range" or value is not None}
     np.savez(
         index,
-        description=np.frombuffer(json.dumps(asdict(described)).encode(), dtype=np.uint8),
+        description=np.frombuffer(json.dumps(description).encode(), dtype=np.uint8),
         names=packed.text,
         name_ends=packed.ends,
         **optional,  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.sources.splits import names_root
+from accel_train.data.tools.few_bits import depth_notes
 from accel_train.data.tools.pool import ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError, print_line
 from accel_train.files import atomic_write, check_writable
@@ -42,7 +43,7 @@ def check_data(data: Data, output: Path, processes: int) -> int:
     if not isinstance(splits.train, EncodedImages):
         print_line(f"The {total} images of '{data.name}' are not files: there is nothing to decode.")
         sources = []
-    for note in splits.notes:
+    for note in (*splits.notes, *depth_notes(splits.train)):
         print_line(f"warning: {note}")
     if splits.ignored:
         print_line(f"Not used: {splits.ignored}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accel_train.config.schema import Data
+from accel_train.data.sources.files.depth import ValueRange, range_text
 from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage
 from accel_train.errors import UserError
 from accel_train.untrusted import TooLargeError, read_regular_file
@@ -25,10 +28,18 @@ class EncodedImages(ABC):
 
     in_memory = False
 
-    def __init__(self, labels: torch.Tensor, channels: int, check_command: str, max_pixels: int = MAX_PIXELS) -> None:
-        """labels: int64 [n]; check_command: lists all unreadable images; max_pixels: limit for one image."""
+    def __init__(
+        self,
+        labels: torch.Tensor,
+        channels: int,
+        check_command: str,
+        max_pixels: int = MAX_PIXELS,
+        value_range: ValueRange | None = None,
+    ) -> None:
+        """labels: int64 [n]; check_command: lists all unreadable images; max_pixels: limit for one image;
+        value_range: --data.range."""
         self.labels, self.channels, self.check_command = labels, channels, check_command
-        self.max_pixels = max_pixels
+        self.max_pixels, self.value_range = max_pixels, value_range
 
     @abstractmethod
     def read(self, id: int) -> bytes:
@@ -68,7 +79,7 @@ class _SourceImage(LazyImage):
 
     def __init__(self, source: EncodedImages, id: int) -> None:
         self.source, self.id = source, id
-        super().__init__(source.read(id), source.channels, source.max_pixels)
+        super().__init__(source.read(id), source.channels, source.max_pixels, source.value_range)
 
     def pixels(self) -> torch.Tensor:
         try:
@@ -98,6 +109,12 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
         return read_regular_file(path, BYTES_OF_HEADERS + BYTES_OF_PIXEL * max_pixels, follow=True)
     except TooLargeError as error:
         raise ImageError(f"it has {error.strerror} with max-pixels {max_pixels:,}") from error
+
+
+def check_command(data: Data) -> str:
+    """The command that lists the unreadable images of `data`."""
+    value_range = "" if data.range is None else f" --range {range_text(data.range)}"
+    return shlex.join(["accel-train", "check-data", data.name, "--root", str(data.root)]) + value_range
 
 
 class SharedArray:
@@ -171,8 +188,9 @@ class FileImages(EncodedImages):
         channels: int,
         check_command: str,
         max_pixels: int = MAX_PIXELS,
+        value_range: ValueRange | None = None,
     ) -> None:
-        super().__init__(labels, channels, check_command, max_pixels)
+        super().__init__(labels, channels, check_command, max_pixels, value_range)
         self.root, self.paths = root, StringArray(paths)
 
     def read(self, id: int) -> bytes:

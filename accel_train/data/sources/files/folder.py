@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path, PurePath
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import FileImages
+from accel_train.data.sources.files.encoded import FileImages, check_command
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError, first_of
 
@@ -110,9 +109,9 @@ def folder(data: Data) -> Splits:
             f"{root} has symbolic links to folders that are already included; they are not followed: "
             f"{_some(contents.repeated)}"
         )
-    check_command = shlex.join(["accel-train", "check-data", "folder", "--root", str(root)])
+    command = check_command(data)
     sources: dict[str, Source] = {
-        split: FileImages(root, paths, labels, data.channels, check_command, data.max_pixels)
+        split: FileImages(root, paths, labels, data.channels, command, data.max_pixels, data.range)
         for split, (paths, labels) in splits.items()
     }
     return splits_of_files(

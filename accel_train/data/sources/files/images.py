@@ -12,6 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accel_train.data.sources.files.depth import ImageError as ImageError
+from accel_train.data.sources.files.depth import (
+    ValueRange,
+    check_pages,
+    check_values,
+    in_8_bits,
+    is_deep,
+    largest_of_16_bits,
+)
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -37,32 +47,34 @@ Box = tuple[int, int, int, int]
 """Top, left, height and width, in pixels."""
 
 
-class ImageError(ValueError):
-    """An image cannot be decoded; the text says why."""
-
-
-def decode(data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
+def decode(
+    data: bytes, channels: int, max_pixels: int = MAX_PIXELS, value_range: ValueRange | None = None
+) -> torch.Tensor:
     """The image in `data`, as uint8 [channels, H, W]; see `LazyImage`. Raises ImageError."""
-    return LazyImage(data, channels, max_pixels).pixels()
+    return LazyImage(data, channels, max_pixels, value_range).pixels()
 
 
 class LazyImage:
     """An encoded image whose size is known before its pixels are decoded.
 
     The content, not the file's name, determines the format. `height`, `width` and pixels follow the EXIF orientation.
-    Of 16 bits the upper 8 are used; transparency is dropped, as in torchvision's ImageFolder.
+    Values of more than 8 bits: see depth.py. Of an animation the first picture is used; transparency is dropped, as in
+    torchvision's ImageFolder.
     """
 
     reducible = False
     """Whether the image can be decoded at a smaller scale: an RGB or grey JPEG, not CMYK."""
 
-    def __init__(self, data: bytes, channels: int, max_pixels: int = MAX_PIXELS) -> None:
-        """channels: 3 (RGB) or 1 (grey); max_pixels: limit of the size. Raises ImageError."""
+    def __init__(
+        self, data: bytes, channels: int, max_pixels: int = MAX_PIXELS, value_range: ValueRange | None = None
+    ) -> None:
+        """channels: 3 (RGB) or 1 (grey); max_pixels: limit of the size; value_range: the values of black and white, if
+        there are more than 8 bits. Raises ImageError."""
         from PIL import Image
 
         if not data:
             raise ImageError("the file is empty")
-        self.data, self.channels = data, channels
+        self.data, self.channels, self.value_range = data, channels, value_range
         Image.MAX_IMAGE_PIXELS = None  # Pillow's limit is global; ours is checked below
         with _strictly():
             self.image = Image.open(io.BytesIO(data))
@@ -73,6 +85,8 @@ class LazyImage:
                 "file could fill the memory; raise the limit if you trust the file"
             )
         with _strictly():
+            check_pages(self.image)
+            check_values(self.image, data, value_range)
             self.orientation = _orientation(self.image, data)
         if self.orientation >= 5:
             self.width, self.height = self.height, self.width
@@ -82,6 +96,16 @@ class LazyImage:
         """The file's bytes if it is a JPEG that GPUs decode: RGB or grey, not CMYK, not truncated; else None."""
         return self.data if self.reducible and self.data.endswith(END_OF_JPEG) else None
 
+    @property
+    def is_deep(self) -> bool:
+        """Whether it has more than 8 bits a channel, and its file does not say which value is white."""
+        return is_deep(self.image, self.data)
+
+    def largest_of_16_bits(self) -> int | None:
+        """The largest value of an image of 16 bits; see depth.py. None: it has other bits. Raises ImageError."""
+        with _strictly():
+            return largest_of_16_bits(self.image, self.data)
+
     def looks_truncated(self) -> bool:
         """Whether the file lacks its format's end marker at its end: truncated, or followed by other data."""
         return not self.data.endswith(END_MARKERS.get(self.image.format or "", b""))
@@ -90,7 +114,9 @@ class LazyImage:
         """The pixels, uint8 [channels, H, W]. Raises ImageError."""
         with _strictly(), self.image as image:
             pixels = _decode_jpeg(self.data, self.channels) if self.reducible else None
-            return apply_orientation(to_tensor(image, self.channels) if pixels is None else pixels, self.orientation)
+            if pixels is None:
+                pixels = to_tensor(image, self.channels, self.value_range, self.data)
+            return apply_orientation(pixels, self.orientation)
 
     def reduced(
         self, box: Box, height: int, width: int, reduction: int, interpolation: str = "bilinear"
@@ -184,13 +210,12 @@ def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor | None:
     return pixels
 
 
-def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
-    """The pixels decoded by PIL, uint8 [channels, H, W]."""
-    from PIL import Image
-
-    if image.mode.startswith("I"):  # 16 bits; PIL's conversion would clip them at 255
-        image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
-    elif image.mode in ("P", "PA"):  # a palette may contain transparent colours
+def to_tensor(
+    image: Image.Image, channels: int, value_range: ValueRange | None = None, data: bytes = b""
+) -> torch.Tensor:
+    """The pixels decoded by PIL, uint8 [channels, H, W]. Raises ImageError; see `in_8_bits`."""
+    image = in_8_bits(image, data, value_range)
+    if image.mode in ("P", "PA"):  # a palette may contain transparent colours
         image = image.convert("RGBA")
     if image.mode not in ("1", "L", "LA"):
         image = image.convert("RGB")

@@ -7,7 +7,6 @@ samples can have any order, as with files, and need not fit into memory.
 from __future__ import annotations
 
 import posixpath
-import shlex
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,8 @@ import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, file_state
+from accel_train.data.sources.files.depth import ValueRange
+from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, check_command, file_state
 from accel_train.data.sources.files.folder import arrange, ignored_text, is_image
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError
@@ -54,8 +54,9 @@ class TarImages(EncodedImages):
         channels: int,
         check_command: str,
         max_pixels: int,
+        value_range: ValueRange | None = None,
     ) -> None:
-        super().__init__(labels, channels, check_command, max_pixels)
+        super().__init__(labels, channels, check_command, max_pixels, value_range)
         self.root, self.tars = root, sorted({member.tar for member in members})
         number = {tar: i for i, tar in enumerate(self.tars)}
         self.names = StringArray([member.name for member in members])
@@ -200,9 +201,9 @@ def splits_of_members(
     root: Path | None = None,
 ) -> Splits:
     """The splits, from the images and labels (int64 [n]) of each; the tar files are in `root` (None: data.root)."""
-    check_command = shlex.join(["accel-train", "check-data", data.name, "--root", str(data.root)])
+    command = check_command(data)
     sources: dict[str, Source] = {
-        split: TarImages(root or data.root, members, labels, data.channels, check_command, data.max_pixels)
+        split: TarImages(root or data.root, members, labels, data.channels, command, data.max_pixels, data.range)
         for split, (members, labels) in samples.items()
     }
     return splits_of_files(data, classes, sources)

@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from accel_train.data.sources.files.images import to_tensor
+from accel_train.data.sources.files.depth import ValueRange
+from accel_train.data.sources.files.images import ImageError, to_tensor
 from accel_train.data.sources.user.packed import Packed
 from accel_train.errors import UserError
 from accel_train.user_code.loading import described, load_file
@@ -39,11 +40,19 @@ class UserDataset:
     in_memory = False
 
     def __init__(
-        self, dataset: Any, reference: Reference, split: str, labels: Tensor, channels: int, shape: torch.Size | None
+        self,
+        dataset: Any,
+        reference: Reference,
+        split: str,
+        labels: Tensor,
+        channels: int,
+        shape: torch.Size | None,
+        value_range: ValueRange | None = None,
     ) -> None:
-        """`labels`: int64 [n]. `channels`: of PIL images. `shape`: [C, H, W] of all images; None: PIL images."""
+        """`labels`: int64 [n]. `channels`, `value_range`: of PIL images. `shape`: [C, H, W] of all images; None: PIL
+        images."""
         self.dataset, self.reference, self.split = dataset, reference, split
-        self.labels, self.channels, self.shape = labels, channels, shape
+        self.labels, self.channels, self.shape, self.value_range = labels, channels, shape, value_range
         self.packed: Packed | None = None  # what data workers are sent
 
     @property
@@ -76,7 +85,10 @@ class UserDataset:
                 f"{self.name(id)} has the label {label}, but {known} in its dataset's `targets` (or in the labels that "
                 "were read before). A sample's label must not change"
             )
-        pixels = as_pixels(image, self.channels)
+        try:
+            pixels = as_pixels(image, self.channels, self.value_range)
+        except ImageError as error:
+            raise self._error(f"{self.name(id)} cannot be read: {error}") from error
         if pixels is None:
             raise self._error(f"{self.name(id)} is {kind_of(image)}; {EXPECTED}")
         if self.shape is not None and pixels.shape != self.shape:
@@ -166,10 +178,10 @@ def as_label(value: Any) -> Label:
     return int(value)
 
 
-def as_pixels(image: Any, channels: int) -> Tensor | None:
-    """An item's image as a tensor, uint8 or float32 [C, H, W]; None if it is of another kind."""
+def as_pixels(image: Any, channels: int, value_range: ValueRange | None = None) -> Tensor | None:
+    """An item's image as a tensor, uint8 or float32 [C, H, W]; None if it is of another kind. Raises ImageError."""
     if isinstance(image, Image.Image):
-        return to_tensor(image, channels)
+        return to_tensor(image, channels, value_range)
     if not isinstance(image, Tensor) or image.ndim != 3:
         return None
     image = image.as_subclass(Tensor)  # torchvision has classes of its own

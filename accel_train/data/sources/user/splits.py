@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset, Subset
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
-from accel_train.data.sources.files.images import default_mean_std
+from accel_train.data.sources.files.depth import few_bits_notes, largest_of_16_bits
+from accel_train.data.sources.files.images import ImageError, default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.data.sources.user.dataset import (
     EXPECTED,
@@ -61,7 +62,10 @@ def user_data(data: Data, reference: Reference, record: Path | None) -> Splits:
     with restored_generators():
         seed_generators(0)
         image, _ = read_item(train, 0, reference, "train sample 0")
-    pixels = as_pixels(image, data.channels)
+    try:
+        pixels = as_pixels(image, data.channels, data.range)
+    except ImageError as error:
+        raise UserError(f"{where}: train sample 0 cannot be read: {error}.") from error
     if pixels is None:
         raise UserError(f"{where}: train sample 0 is {kind_of(image)}; {EXPECTED}.")
     shape = None if isinstance(image, Image.Image) else pixels.shape
@@ -72,11 +76,12 @@ def user_data(data: Data, reference: Reference, record: Path | None) -> Splits:
         )
     sources: dict[str, Source] = {
         split: UserDataset(
-            dataset, reference, split, labels_of(dataset, reference, split, record), data.channels, shape
+            dataset, reference, split, labels_of(dataset, reference, split, record), data.channels, shape, data.range
         )
         for split, dataset in datasets.items()
     }
     channels = pixels.shape[0]
+    largest = largest_of_16_bits(image, b"") if isinstance(image, Image.Image) else None
     is_float = pixels.is_floating_point()
     if is_float:
         mean, std = (0.0,) * channels, (1.0,) * channels
@@ -93,8 +98,10 @@ def user_data(data: Data, reference: Reference, record: Path | None) -> Splits:
         sources.get("test"),
         # Only then: a Dataset may call something else its weights.
         train_weights=weights_of(train, reference) if data.sampler == "weights" else None,
+        notes=tuple(few_bits_notes([largest])) if data.range is None and largest is not None else (),
         semantics=IMAGE_FILES,
         full_scale=1 if is_float else 255,
+        value_range=data.range if shape is None else None,
     )
 
 

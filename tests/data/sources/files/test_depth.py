@@ -1,0 +1,258 @@
+"""Images of more than 8 bits: refused without a range, scaled with one, and never dark without a word."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from accel_train.api import load_run
+from accel_train.cli import main
+from accel_train.config.schema import Data
+from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, LazyImage, decode
+from accel_train.data.sources.load import load_splits
+from accel_train.data.tools.few_bits import depth_notes
+from accel_train.errors import UserError
+
+RAMP = np.linspace(0, 1, 256).reshape(16, 16)
+LEVELS = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+
+
+def encoded(values: np.ndarray, format: str = "TIFF", **options: object) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, format, **options)
+    return file.getvalue()
+
+
+def png(values: np.ndarray) -> bytes:
+    """A PNG of 16 bits with colours, [H, W, 2 to 4], which Pillow does not write."""
+    height, width, channels = values.shape
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
+
+
+def tiff(values: np.ndarray, kind: int, channels: int = 1) -> bytes:
+    """A TIFF of integers with (2) or without (1) a sign, of 8 or 16 bits a channel."""
+    content, bits = values.tobytes(), 8 * values.dtype.itemsize
+    end = 8 + 2 + 12 * 10 + 4
+    tags = [
+        (256, 3, 1, values.shape[1]), (257, 3, 1, values.shape[0]), (258, 3, channels, bits if channels == 1 else end),
+        (259, 3, 1, 1), (262, 3, 1, 1 if channels == 1 else 2), (273, 4, 1, end + 8), (277, 3, 1, channels),
+        (278, 3, 1, values.shape[0]), (279, 4, 1, len(content)), (339, 3, 1, kind),
+    ]  # fmt: skip
+    directory = b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    return b"II*\0\x08\0\0\0\x0a\0" + directory + bytes(4) + struct.pack("<3Hxx", bits, bits, bits) + content
+
+
+@pytest.mark.parametrize("values", [RAMP.astype(np.float32), (RAMP * 255).round().astype(np.int32)])
+def test_what_has_no_range_is_refused_with_advice(values: np.ndarray) -> None:
+    """Both were black squares."""
+    with pytest.raises(ImageError, match=r"nothing says which value is black.*--data.range LOW HIGH"):
+        LazyImage(encoded(values), 1)  # before its pixels are decoded
+
+
+def test_signed_integers_have_no_range_either() -> None:
+    for dtype in (np.int8, np.int16):
+        data = tiff((RAMP * 100 - 50).astype(dtype), 2)
+        with pytest.raises(ImageError, match="signed integers"):
+            decode(data, 1)
+        pixels = decode(data, 1, MAX_PIXELS, (-50, 50))
+        assert (pixels.int() - LEVELS.int()).abs().max() <= 3  # 101 levels
+    assert torch.equal(decode(tiff((RAMP * 255).round().astype(np.uint8), 1), 1), LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("data", "value_range"),
+    [
+        (encoded(RAMP.astype(np.float32)), (0, 1)),
+        (encoded((RAMP * 0.4 + 0.3).astype(np.float32)), (0.3, 0.7)),  # which float32 does not have exactly
+        (encoded((RAMP * 510 - 255).round().astype(np.int32)), (-255, 255)),
+        (encoded((RAMP * 4095).round().astype(np.uint16)), (0, 4095)),
+        (encoded((RAMP * 4095).round().astype(np.uint16), "PNG"), (0, 4095)),
+        (png(np.repeat((RAMP * 4095).round()[..., None], 3, 2)), (0, 4095)),
+        (png(np.repeat((RAMP * 4095).round()[..., None], 4, 2)), (0, 4095)),
+        (png(np.stack([(RAMP * 4095).round(), 0 * RAMP], 2)), (0, 4095)),  # grey, and transparent everywhere
+    ],
+)
+def test_values_are_scaled_by_the_range(data: bytes, value_range: tuple[float, float]) -> None:
+    assert torch.equal(decode(data, 1, MAX_PIXELS, value_range), LEVELS)
+    assert torch.equal(decode(data, 3, MAX_PIXELS, value_range), LEVELS.expand(3, -1, -1))
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, np.nan, np.inf])
+def test_a_value_outside_the_range_is_named(value: float) -> None:
+    values = RAMP.astype(np.float32)
+    values[3, 3] = value
+    with pytest.raises(ImageError, match=rf"it has the value {value}\d*, outside --data.range 0 1"):
+        decode(encoded(values), 1, MAX_PIXELS, (0, 1))
+
+
+def test_images_with_a_range_of_their_own_keep_it() -> None:
+    eight, pgm = encoded((RAMP * 255).round().astype(np.uint8), "PNG"), b"P5 16 16 4095\n"
+    pgm += (RAMP * 4095).round().astype(">u2").tobytes()
+    for data in (eight, pgm):
+        assert torch.equal(decode(data, 1, MAX_PIXELS, (0, 31)), decode(data, 1))
+    assert (decode(pgm, 1).int() - LEVELS.int()).abs().max() <= 1
+    jpeg = encoded((RAMP * 255).round().astype(np.uint8), "JPEG")
+    assert torch.equal(decode(jpeg, 3, MAX_PIXELS, (0, 31)), decode(jpeg, 3))
+
+
+def test_colours_that_cannot_be_scaled_are_refused() -> None:
+    data = tiff(np.repeat((RAMP * 4095).round()[..., None], 3, 2).astype(np.uint16), 1, channels=3)
+    with pytest.raises(ImageError, match="only those of a PNG can be scaled"):
+        decode(data, 3, MAX_PIXELS, (0, 4095))
+    assert decode(data, 3).max() == 15
+    assert LazyImage(data, 3).largest_of_16_bits() == 4095
+
+
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
+def test_a_tiff_of_several_pages_is_refused(compression: str) -> None:
+    pages = [Image.fromarray((RAMP * 255).round().astype(np.uint8)), Image.new("L", (8, 8)), Image.new("L", (4, 4))]
+
+    def saved(count: int, kind: int) -> bytes:
+        file = io.BytesIO()
+        others = pages[1:count]
+        for page in others:
+            page.encoderinfo = {"tiffinfo": {254: kind}}
+        pages[0].save(file, "TIFF", compression=compression, save_all=True, append_images=others)
+        return file.getvalue()
+
+    with pytest.raises(ImageError, match="a TIFF of 3 pages"):
+        decode(saved(3, 0), 1)
+    for count in (1, 2, 3):  # smaller copies of the first page, as programs for maps and slides write them
+        assert torch.equal(decode(saved(count, 1), 1), LEVELS)
+
+
+def test_of_an_animation_the_first_picture_is_used() -> None:
+    first, second = (Image.new("RGB", (4, 4), (shade, shade, shade)) for shade in (200, 10))
+    for format in ("GIF", "WEBP", "PNG"):
+        file = io.BytesIO()
+        first.save(file, format, save_all=True, append_images=[second])
+        assert (decode(file.getvalue(), 3).int() - 200).abs().max() <= 3, format
+
+
+def write(root: Path, kind: str, counts: dict[str, int], peak: float = 0.9) -> Path:
+    """Dark and light pictures, stored with other numbers."""
+    numbers = np.random.default_rng(0)
+    for split, count in counts.items():
+        for number in range(count):
+            path = root / split / ("dark", "light")[number % 2] / f"{number}.{'tif' if kind == 'float' else 'png'}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            values = numbers.uniform(0, 0.4, (8, 8)) + 0.5 * (number % 2)
+            values[0, 0] = peak
+            as_stored = values.astype(np.float32) if kind == "float" else (values * 4095).round().astype(np.uint16)
+            Image.fromarray(as_stored).save(path)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("peak", "expected"),
+    [
+        (1.0, r"of 4 that were looked at, the largest value is 4,095, not 65,535. If 4,095 .*--data.range 0 4095"),
+        (3.9, "--data.range 0 16383"),
+        (4.1, ""),
+        (15.9, ""),
+    ],
+)
+def test_few_bits_are_noticed(tmp_path: Path, peak: float, expected: str) -> None:
+    root = write(tmp_path, "12 bits", {"train": 6}, peak)
+    notes = depth_notes(load_splits(Data(name="folder", root=root), 0).train)
+    assert len(notes) == bool(expected)
+    assert all(re.search(expected, note) for note in notes)
+
+
+def test_check_data_and_cache_know_the_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write(tmp_path / "12", "12 bits", {"train": 4, "test": 2})
+    listed = tmp_path / "list"
+    check = ["check-data", "folder", "--root", str(root), "--output", str(listed), "--processes", "1"]
+    assert main(check) == 0
+    assert "warning: the images of 16 bits are dark" in capsys.readouterr().out
+    assert main([*check, "--range", "0", "4095"]) == 0
+    assert "dark" not in capsys.readouterr().out
+    assert main([*check, "--range", "0", "1000"]) == 1
+    assert "outside --data.range 0 1000" in capsys.readouterr().out
+    assert main([*check, "--range", "5", "1"]) == 2
+    assert "--range: expected two numbers, the first one smaller, found '5 1'" in capsys.readouterr().err
+
+    cache = tmp_path / "file.cache"
+    write_cache = ["cache-data", "folder", "--root", str(root), "--output", str(cache), "--channels", "1"]
+    assert main([*write_cache, "--range", "0", "4095", "--processes", "1"]) == 0
+    assert main(write_cache) == 2
+    assert "exists, with other images or settings" in capsys.readouterr().err
+    cached = load_splits(Data(name="cache", root=cache, channels=1), 0)
+    direct = load_splits(Data(name="folder", root=root, channels=1, range=(0, 4095)), 0)
+    assert cached.value_range == (0, 4095)
+    assert all(map(torch.equal, cached.train.fetch(range(4)), direct.train.fetch(range(4))))
+    with pytest.raises(UserError, match="was written with 0 4095 in place of this range"):
+        load_splits(Data(name="cache", root=cache, channels=1, range=(0, 1)), 0)
+
+
+def test_a_range_without_effect_is_not_accepted_silently(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--data.range 0 1: .*'digits' have 8 or are tensors; remove it"):
+        load_splits(Data(name="digits", range=(0, 1)), 0)
+    for kind in "ab":
+        (tmp_path / kind).mkdir()
+        Image.new("L", (4, 4)).save(tmp_path / kind / "1.png")
+    (note,) = depth_notes(load_splits(Data(name="folder", root=tmp_path, range=(0, 1)), 0).train)
+    assert "none of the 2 that were looked at is one" in note
+
+
+def test_pil_images_of_a_users_dataset_are_treated_alike(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os\nimport numpy as np\nfrom PIL import Image\n\n"
+        "class Ramps(list):\n    classes, targets = ['a', 'b'], [0, 1]\n\n"
+        "def data():\n"
+        "    ramp = np.linspace(0, 1, 256).reshape(16, 16)\n"
+        "    kinds = {'float': ramp.astype('f4'), 'int': (ramp * 255).round().astype('i4')}\n"
+        "    values = kinds.get(os.environ['KIND'], (ramp * 4095).round().astype('u2'))\n"
+        "    return {'train': Ramps((Image.fromarray(values), label) for label in (0, 1))}\n"
+    )
+    data = Data(name=f"{tmp_path / 'mine.py'}:data", channels=1)
+    for kind, value_range in (("float", (0, 1)), ("int", (0, 255)), ("12 bits", (0, 4095))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KIND", kind)
+            if kind == "12 bits":
+                assert "--data.range 0 4095" in load_splits(data, 0).notes[0]
+            else:
+                with pytest.raises(UserError, match=r"train sample 0 cannot be read: its pixels are .*--data\.range"):
+                    load_splits(data, 0)
+            splits = load_splits(replace(data, range=value_range), 0)
+        assert splits.notes == () and splits.value_range == value_range
+        assert torch.equal(splits.train.fetch([1])[0], LEVELS)
+
+
+def test_a_run_keeps_its_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training, evaluation and prediction have the same pixels. Without the range the accuracy was 50 %."""
+    root = write(tmp_path / "float", "float", {"train": 64, "test": 16})
+    words = ["digits", "--data.name", "folder", "--data.root", root, "--data.channels", 1, "--model.image-size", 8,
+             "--batch-size", 8, "--epochs", 2, "--data.workers", 0, "--output-dir", tmp_path / "run"]  # fmt: skip
+    refused = helpers.run(*words)
+    assert refused.returncode == 2 and "--data.range LOW HIGH" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    done = helpers.run(*words, "--data.range", 0, 1)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/result.json").read_text())["test_accuracy"] == 1
+
+    run = load_run(tmp_path / "run")
+    images = sorted((root / "test").rglob("*.tif"))
+    assert [found.classes[0] for found in run.predict(images)] == [image.parent.name for image in images]
+    assert torch.equal(run.transform(images[0]), run.transform(Image.open(images[0])))
+    bright = np.asarray(Image.open(images[0])) + 1
+    with pytest.raises(UserError, match=r"outside --data\.range 0 1"):
+        run.transform(Image.fromarray(bright))
