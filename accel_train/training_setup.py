@@ -149,7 +149,6 @@ def create_training_setup(
     ones, for a benchmark or a checkpoint's weights. Collective. Raises UserError if settings do not fit each other, the
     data or the device.
     """
-    device = accelerator.device
     size = models.input_size(config.model, splits.image_size, config.origin)
     model, warnings, loaded = create_new_model(
         config, accelerator, splits.classes, splits.channels, size, weights, published=published
@@ -175,7 +174,7 @@ def create_training_setup(
     bare_model = unwrap_model(model)
     trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
     recomputed_buffers = models.prepare_recomputation(model, config.model)
-    mixes = mixes_samples(config)
+    device, mixes = accelerator.device, mixes_samples(config)
     criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=mixes)
     setup = TrainingSetup(
         config=config,
@@ -212,9 +211,9 @@ def create_training_setup(
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
     check_compilation(accelerator)
-    shape = plan.micro_batch, splits.channels, size, size
     if not config.bitwise:  # then DDP sums no gradients
-        rebuild_ddp_buckets(accelerator, model, torch.zeros(shape, device=device).to(memory_format=memory_format))
+        images = torch.zeros(plan.micro_batch, splits.channels, size, size, device=device)
+        rebuild_ddp_buckets(accelerator, model, images.to(memory_format=memory_format))
     return setup
 
 

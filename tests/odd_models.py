@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 from torch import Tensor, nn
 
@@ -43,33 +41,35 @@ class Experts(nn.Module):
         return logits
 
 
-class SkippedBlocks(nn.Module):
-    """Each forward pass of training leaves one of its blocks out, by Python's generator."""
+class Centred(nn.Module):
+    """Subtracts a running mean, as many write it: each pass puts another tensor in the place of the buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * images.mean().detach()
+        return images - self.mean
+
+
+class Restless(nn.Module):
+    """Each forward pass of training leaves out one of three blocks, and changes a buffer."""
 
     def __init__(self, num_classes: int, in_chans: int) -> None:
         super().__init__()
+        self.norm = Centred()
         self.blocks = nn.ModuleList(nn.Linear(in_chans * 16, in_chans * 16) for _ in range(3))
         self.head = nn.Linear(in_chans * 16, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        features = nn.functional.adaptive_avg_pool2d(images, 4).flatten(1)
-        skipped = random.randrange(3) if self.training else None
+        features = nn.functional.adaptive_avg_pool2d(self.norm(images), 4).flatten(1)
+        skipped = int(torch.randint(3, ()).item()) if self.training else None
         for number, block in enumerate(self.blocks):
             if number != skipped:
                 features = features + block(features).relu()
         logits: Tensor = self.head(features)
         return logits
-
-
-class InstanceNorm(nn.Sequential):
-    """Its running statistics change in each forward pass of training."""
-
-    def __init__(self, num_classes: int, in_chans: int) -> None:
-        super().__init__(
-            nn.Conv2d(in_chans, 16, 3),
-            nn.InstanceNorm2d(16, affine=True, track_running_stats=True),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(64, num_classes),
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,17 +69,22 @@ def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *
     look for parameters that a pass leaves out. Nothing is changed, and nothing is raised: in a model that cannot be
     tried nothing was found.
     """
-    half = images[: len(images) // 2]
+    half, taken_care_of = images[: len(images) // 2], {id(each) for norm in batch_norms for each in norm.buffers()}
+    has_buffers = any(id(buffer) not in taken_care_of for buffer in model.buffers())
+    repeats = gradients or has_buffers
+    if not batch_norms and not repeats:
+        return TrainingPass()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ExitStack() as resources:
             warnings.simplefilter("ignore")
+            if has_buffers:
+                resources.enter_context(_other_weights(model, images.device))
             with restored(model, images.device):
-                first, again = [_run(model, half, batch_norms, gradients=gradients) for _ in range(2)]
+                passes = [_run(model, half, batch_norms, gradients=gradients) for _ in range(1 + repeats)]
             with restored(model, images.device):
-                whole = _run(model, images, batch_norms, gradients=gradients)
+                passes.append(_run(model, images, batch_norms, gradients=False))
     except Exception:  # whatever a model does: training will show whether it is a mistake
         return TrainingPass()
-    passes = [first, again, whole]
     places = {f"{name}.{own}".strip("."): module for name, module in model.named_modules() for own in module._buffers}
     names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
     of_sample = [_is_of_samples(passes, number) for number in range(len(batch_norms))]
@@ -91,7 +96,7 @@ def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *
             # Those of SyncBatchNorm are the same on all processes: docs/guarantees.md says how far.
             if _is_changing(place, passes) and not isinstance(module, nn.SyncBatchNorm)
         ),
-        leaves_out=any(each.leaves_out for each in passes),
+        leaves_out=gradients and any(each.leaves_out for each in passes),
         irregular=tuple(
             number
             for number in range(len(batch_norms))
@@ -146,6 +151,22 @@ class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _other_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, the weights are other ones, as after some updates. A buffer may follow the weights, as the vectors of
+    spectral_norm do, which a new model has brought to their end already."""
+    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        with torch.no_grad(), restored(model, device):
+            for parameter, _ in weights:
+                parameter.mul_(1 + torch.rand_like(parameter))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, weight in weights:
+                parameter.copy_(weight)
+
+
 def _run(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *, gradients: bool) -> _Pass:
     """Run a forward pass of training, and with `gradients` the backward pass."""
     rows: dict[Any, list[int]] = {module: [] for module in batch_norms}
@@ -163,12 +184,11 @@ def _run(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *, gradie
     finally:
         for hook in hooks:
             hook.remove()
-    leaves_out = False
+    leaves_out = reads.seen or drawn != other_states()  # as stochastic depth that skips blocks, or experts
     if gradients:
         output.float().square().sum().backward()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        decides = reads.seen or drawn != other_states()  # as stochastic depth that skips blocks, or experts
-        leaves_out = decides or any(parameter.grad is None for parameter in trained)
+        leaves_out = leaves_out or any(parameter.grad is None for parameter in trained)
         for parameter in trained:
             parameter.grad = None
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
@@ -191,6 +211,8 @@ def _is_of_samples(passes: Sequence[_Pass], number: int) -> bool:
     """Whether a BatchNorm normalises the same number of rows for each sample, in all passes that call it."""
     called = [(each.samples, each.rows[number]) for each in passes if each.rows[number]]
     shares = [{row / samples for row in rows} for samples, rows in called]
+    if len({len(rows) for _, rows in called}) == 1 and any(share != shares[0] for share in shares):
+        return False
     return all(share == int(share) for part in shares for share in part) and (
         not shares or bool(set.intersection(*shares))
     )
@@ -202,4 +224,6 @@ def _is_of_no_sample(passes: Sequence[_Pass], number: int) -> bool:
 
 
 def _and_others(places: Sequence[str]) -> str:
-    return places[0] + (f" and {len(places) - 1} others" if len(places) > 1 else "")
+    """The first of the places, and how many more there are."""
+    others = len(places) - 1
+    return places[0] + (f" and {others} other{'s' * (others > 1)}" if others else "")

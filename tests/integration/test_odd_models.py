@@ -1,0 +1,34 @@
+"""Models whose passes change buffers, or leave parameters out: on several processes, and after a restart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import helpers
+import pytest
+from safetensors.torch import load_file
+
+MODEL = f"{helpers.ROOT / 'tests/odd_models.py'}:Restless"
+WORDS = (
+    "digits --data.name synthetic --data.train-images 96 --data.test-images 16 --data.image-size 12 --data.workers 0 "
+    "--batch-size 16 --micro-batch-size 4 --epochs 2 --checkpoint.keep 20 --checkpoint.every-updates 1 "
+    f"--model.name {MODEL}"
+)
+
+
+@pytest.mark.ci
+def test_a_restart_goes_on_with_the_same_buffers_on_all_processes(tmp_path: Path) -> None:
+    """Each pass changes the buffers of its process and skips a block of its own choice; each update begins anew."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    done = helpers.run(*WORDS.split(), "--output-dir", whole, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "changes the buffer norm.mean (Centred)." in done.stderr
+    assert done.stderr.count("warning: model:") == done.stderr.count("\n") == 3, done.stderr  # none of torch's
+    shutil.copytree(whole, again)
+    (again / "result.json").unlink()
+    for late in sorted((again / "checkpoints").iterdir())[9:]:  # of 12
+        shutil.rmtree(late)
+    assert helpers.run(*WORDS.split(), "--output-dir", again, processes=2).returncode == 0
+    one, other = (load_file(run / "model.safetensors") for run in (whole, again))
+    assert all(one[name].equal(other[name]) for name in one)
