@@ -165,7 +165,9 @@ def _compose(text: str, shown: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{shown}{line}: not YAML: {error.problem or error.context}.") from error
+        began = error.context_mark.line + 1 if error.context_mark else None
+        mistake = _yaml_mistake(error.problem or error.context or "", began)
+        raise UserError(f"{shown}{line}: not YAML: {mistake}.") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{shown}: not YAML: {reason_of(error)}.") from error
     if root is None:
@@ -173,6 +175,23 @@ def _compose(text: str, shown: str) -> Any:
     if root.id != "mapping":
         raise UserError(f"{shown}:{root.start_mark.line + 1}: expected lines `key: value`, found {_kind(root)}.")
     return root
+
+
+def _yaml_mistake(problem: str, began: int | None) -> str:
+    """What is wrong with a line, in other words than the parser's. `began`: the line where it began to read a part."""
+    indentation = "the line is not indented as the others of its group are; use the same number of spaces"
+    known = {
+        "'<block mapping start>'": indentation,
+        "mapping values are not allowed": "a `:` where no option can be: the line is indented too far, the line before "
+        "has no `:`, or a value with `: ` in it needs quotes",
+        r"character '\t'": "a tab; indent lines with spaces",
+        "could not find expected ':'": f"line {began} has no `: ` after the name of its option",
+        "expected ',' or": f"the bracket that begins in line {began} is not closed before this line",
+        "that cannot start": "a value that begins with one of @ % ` needs quotes",
+        "unexpected end of stream": f"the quote that begins in line {began} is not closed",
+        "found '?'": "lines `key: value` and lines `- value` are mixed",
+    }
+    return next((words for part, words in known.items() if part in problem), problem)
 
 
 def _read_mapping(recipe: Recipe, mapping: Any, shown: str, group: str = "") -> None:

@@ -107,12 +107,13 @@ def create_model(
             made = create_torchvision(model, num_classes, channels, image_size, published, more_arguments(model))
         else:
             made = _create_timm(model, num_classes, channels, image_size, published)
-    except TypeError as error:
+    except (TypeError, LookupError, AttributeError) as error:
         asked = [key for key in ("dropout", "drop_path", "kwargs") if getattr(model, key) is not None]
         if not asked or ("unexpected keyword" not in str(error) and not model.kwargs):
             raise
         settings = " or ".join(f"model.{key}" for key in asked)
-        raise UserError(f"{model.name} does not take {settings} ({error}); leave it out.") from error
+        reason = f"{error} is unknown" if isinstance(error, KeyError) else error
+        raise UserError(f"{model.name} does not take {settings} ({reason}); leave it out.") from error
     except OSError as error:
         if not model.pretrained:
             raise
@@ -137,7 +138,7 @@ def _create_hubs(model: Model, architecture: str, num_classes: int, channels: in
     try:
         return hub.create(model.name, architecture, num_classes, channels, image_size, options)
     except (AssertionError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
-        if options and isinstance(error, TypeError):
+        if options and isinstance(error, (TypeError, LookupError, AttributeError) if model.kwargs else TypeError):
             raise
         raise _unfit(model.name, image_size, error) from error
 

@@ -136,6 +136,19 @@ def test_kwargs_reach_timm_and_torchvision_and_may_not_repeat_other_settings() -
             made(name, '{"num_classes": 3}')
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs", "told"),
+    [
+        ("resnet18", '{"norm_layer": "evonormb0"}', "'evonormb0' is unknown"),
+        ("vit_tiny_patch16_224", '{"act_layer": "rellu"}', "'rellu' is unknown"),
+        ("resnet18", '{"block": "basic"}', "'str' object has no attribute"),
+    ],
+)
+def test_values_of_kwargs_that_do_not_exist(name: str, kwargs: str, told: str) -> None:
+    with pytest.raises(UserError, match=rf"{name} does not take model.kwargs \({told}.*; leave it out"):
+        models.create_model(Model(name=name, kwargs=kwargs), num_classes=5, channels=3, image_size=32)
+
+
 @pytest.mark.parametrize("name", ["resnet18", "torchvision/resnet18", "mnist_cnn"])
 def test_kwargs_that_do_not_exist(name: str) -> None:
     with pytest.raises(UserError, match=r"does not take model.kwargs .*wdth"):
