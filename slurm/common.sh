@@ -69,6 +69,7 @@ find_module() { # for users of csh and zsh: bash, whose start-up files they do n
 # begin_run RECIPE [--key value ...]: find or create the run's directory.
 begin_run() {
     [[ ${1:--} != -* ]] || fail "usage: sbatch [options of sbatch] slurm/NAME.sbatch RECIPE [--key value ...]"
+    warn_of_doctor
     local recipe=$1 previous='' word
     RUN='' gpus=''
     arguments=("$@")
@@ -113,6 +114,33 @@ begin_run() {
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
     export ACCEL_TRAIN_ROOT ACCELERATE_CONFIG ACCEL_TRAIN_START=$START RUN JOB
     say "job $JOB, start ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-$HOSTNAME}: $RUN"
+}
+
+warn_of_doctor() { # in the first line of the log: a mistyped "strict" protects nothing
+    local found=${DOCTOR:-print} meant
+    if [[ $found =~ ^(print|strict|off)$ ]]; then return; fi
+    meant=$(nearest "${found,,}" print strict off) || true
+    say "warning: DOCTOR is $found; expected print, strict or off.${meant:+ Did you mean $meant?} It counts as print:" \
+        "the training starts even if a check fails" >&2
+}
+
+# nearest WORD CHOICE...: the choice that differs in the fewest letters; nothing if that is more than half of the word
+nearest() {
+    awk -v word="$1" -v choices="${*:2}" '
+        function distance(a, b,    i, j, d) {
+            for (i = 0; i <= length(a); i++)
+                for (j = 0; j <= length(b); j++)
+                    d[i, j] = i * j == 0 ? i + j : least(least(d[i - 1, j], d[i, j - 1]) + 1,
+                        d[i - 1, j - 1] + (substr(a, i, 1) != substr(b, j, 1)))
+            return d[length(a), length(b)]
+        }
+        function least(a, b) { return a < b ? a : b }
+        BEGIN {
+            n = split(choices, choice, " ")
+            for (best = length(word) / 2; n > 0; n--)
+                if (distance(word, choice[n]) <= best) { best = distance(word, choice[n]); found = choice[n] }
+            print found
+        }'
 }
 
 # A port for the ranks to connect to. Each job has its own, and each start of a job too, in case the last one was in
@@ -215,11 +243,6 @@ examine() {
     case $mode in
         off) return ;;
         strict) options=(--quick) ;;
-        print) ;;
-        *)
-            say "warning: DOCTOR is $mode; expected print, strict or off: taken as print" >&2
-            mode=print
-            ;;
     esac
     say "accel-train doctor looks at the nodes first (DOCTOR=off: without it)"
     # Slurm ends all processes of the step after these minutes. Under PBS start_nodes does.

@@ -50,7 +50,16 @@ OTHER_PROGRAMS = {
     "trap",
     ".venv/bin/pip",
 }
-SBATCH = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--mem", "--signal"}
+SBATCH = {
+    "--nodes",
+    "--ntasks-per-node",
+    "--gpus",
+    "--gpus-per-node",
+    "--gpus-per-task",
+    "--cpus-per-task",
+    "--mem",
+    "--signal",
+}
 # Options of programs that have no parser here (Slurm, mpirun, apptainer), and the word for any option.
 FOREIGN = SBATCH | {"--time", "--requeue", "--cpu-bind", "--bind-to", "--nv", "--pty", "--key", "--recovery-interval"}
 

@@ -287,7 +287,23 @@ def test_the_doctor_never_costs_the_job(script: str, tmp_path: Path) -> None:
         assert done.returncode == 3 and "training starts" in done.stdout, (value, done.stdout, done.stderr)
         assert "To continue the run: cd " in done.stderr
         assert ("starts without its answer" in done.stderr) == (value != "off")
-        assert ("DOCTOR is nonsense; expected print, strict or off" in done.stderr) == (value == "nonsense")
+        assert done.stderr.count("DOCTOR is nonsense; expected print, strict or off.") == (value == "nonsense")
+
+
+def test_a_mistyped_doctor_is_the_first_line(tmp_path: Path) -> None:
+    meant = {
+        "strickt": "strict",
+        "Strict": "strict",
+        "srtict": "strict",
+        "prnt": "print",
+        "of": "off",
+        "a b": "",
+        "on": "",
+    }
+    for found, nearest in meant.items():
+        line = bash("begin_run digits 2>&1", tmp_path, DOCTOR=found, **WITH_GPUS).stdout.splitlines()[0]
+        assert f"warning: DOCTOR is {found}; expected print, strict or off." in line and "counts as print" in line
+        assert re.findall(r"Did you mean (\w*)\?", line) == [nearest] * bool(nearest), line
 
 
 def read_variables(*files: str) -> set[str]:
