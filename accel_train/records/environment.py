@@ -12,14 +12,39 @@ from typing import Any
 
 from accel_train.checkpoint.format import PACKAGES, versions
 
-LAUNCHER_PREFIXES = ("ACCELERATE_", "SLURM_", "PBS_", "OMPI_COMM_", "PMI_", "NCCL_", "TORCHELASTIC_", "FSDP_")
+LAUNCHER = {
+    "": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS "
+        "OMP_WAIT_POLICY MKL_NUM_THREADS CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING "
+        "CUBLAS_WORKSPACE_CONFIG PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF NVIDIA_TF32_OVERRIDE GLOO_SOCKET_IFNAME "
+        "ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES SLURMD_NODENAME",
+    "ACCELERATE_": "USE_CPU MIXED_PRECISION GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING NUM_PROCESSES TORCH_DEVICE "
+        "CPU_AFFINITY DEBUG_MODE DOWNCAST_BF16 FP8_BACKEND USE_FSDP USE_DEEPSPEED USE_MEGATRON_LM "
+        "USE_PARALLELISM_CONFIG DYNAMO_BACKEND DYNAMO_MODE DYNAMO_USE_FULLGRAPH DYNAMO_USE_DYNAMIC "
+        "DYNAMO_USE_REGIONAL_COMPILATION",
+    "FSDP_": "VERSION SHARDING_STRATEGY RESHARD_AFTER_FORWARD OFFLOAD_PARAMS AUTO_WRAP_POLICY MIN_NUM_PARAMS "
+        "TRANSFORMER_CLS_TO_WRAP BACKWARD_PREFETCH FORWARD_PREFETCH STATE_DICT_TYPE USE_ORIG_PARAMS "
+        "CPU_RAM_EFFICIENT_LOADING SYNC_MODULE_STATES ACTIVATION_CHECKPOINTING",
+    "TORCHELASTIC_": "RUN_ID RESTART_COUNT MAX_RESTARTS USE_AGENT_STORE",
+    "NCCL_": "DEBUG SOCKET_IFNAME SOCKET_FAMILY SOCKET_NTHREADS NSOCKS_PERTHREAD NET NET_PLUGIN NET_GDR_LEVEL "
+        "NET_GDR_READ IB_DISABLE IB_HCA IB_GID_INDEX IB_TC IB_SL IB_TIMEOUT IB_RETRY_CNT IB_QPS_PER_CONNECTION "
+        "P2P_DISABLE P2P_LEVEL SHM_DISABLE ALGO PROTO BUFFSIZE NTHREADS MIN_NCHANNELS MAX_NCHANNELS MIN_CTAS MAX_CTAS "
+        "CROSS_NIC NVLS_ENABLE COLLNET_ENABLE CUMEM_ENABLE ASYNC_ERROR_HANDLING BLOCKING_WAIT TOPO_FILE",
+    "TORCH_NCCL_": "ASYNC_ERROR_HANDLING BLOCKING_WAIT ENABLE_MONITORING HEARTBEAT_TIMEOUT_SEC",
+    "SLURM_": "JOB_ID JOB_NAME JOB_PARTITION JOB_QOS JOB_NODELIST JOB_NUM_NODES JOB_CPUS_PER_NODE JOB_GPUS "
+        "JOB_START_TIME JOB_END_TIME ARRAY_JOB_ID ARRAY_TASK_ID CLUSTER_NAME RESTART_COUNT NNODES NTASKS "
+        "NTASKS_PER_NODE TASKS_PER_NODE CPUS_PER_TASK CPUS_ON_NODE MEM_PER_NODE MEM_PER_CPU MEM_PER_GPU GPUS "
+        "GPUS_PER_NODE GPUS_PER_TASK GPUS_ON_NODE STEP_ID STEP_NODELIST STEP_NUM_NODES STEP_NUM_TASKS "
+        "STEP_TASKS_PER_NODE PROCID LOCALID NODEID CPU_BIND DISTRIBUTION SUBMIT_DIR",
+    "PBS_": "JOBID JOBNAME QUEUE ENVIRONMENT NODEFILE NODENUM VNODENUM TASKNUM NP NUM_NODES NUM_PPN ARRAY_ID "
+        "ARRAY_INDEX O_HOST O_QUEUE O_WORKDIR",
+    "OMPI_COMM_WORLD_": "RANK SIZE LOCAL_RANK LOCAL_SIZE NODE_RANK",
+    "PMI_": "RANK SIZE LOCAL_RANK LOCAL_SIZE",
+    "PMIX_": "RANK NAMESPACE",
+}  # fmt: skip
+"""The variables that say how a run was started, or change its numbers or its speed: prefix -> the rest of their names.
 
-LAUNCHER_NAMES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
-
-SECRETS = ("TOKEN", "JWT", "KEY", "SECRET", "PASSWORD")
+Only these are recorded. Any other one may be a secret, whatever its name: a run's folder is given away.
+"""
 
 
 def environment(world_size: int, devices: list[str], precision: str = "fp32") -> dict[str, Any]:
@@ -29,11 +54,7 @@ def environment(world_size: int, devices: list[str], precision: str = "fp32") ->
     packages = versions((*PACKAGES, "numpy", "pillow"), missing="not installed")
     python = packages.pop("python")
     packages["torch"] = torch.__version__  # with its build: +cpu, +cu130
-    launcher = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if (name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)) and not any(word in name for word in SECRETS)
-    }
+    names = sorted(prefix + name for prefix, rest in LAUNCHER.items() for name in rest.split())
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -47,7 +68,7 @@ def environment(world_size: int, devices: list[str], precision: str = "fp32") ->
         "precision": precision,
         "cores": os.cpu_count(),
         "commit": _commit(Path(__file__).parent.parent),
-        "launcher": launcher,
+        "launcher": {name: os.environ[name] for name in names if name in os.environ},
     }
 
 

@@ -47,11 +47,15 @@ def test_begin_writes_a_config_that_starts_the_same_run_again(tmp_path: Path) ->
 
 
 def test_the_environment_tells_the_launcher_but_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "SLURM_JOB_ID", "SLURM_JWT", "ACCELERATE_MIXED_PRECISION", "HOME_SWEET"):
+    known = ("RANK", "SLURM_JOB_ID", "ACCELERATE_MIXED_PRECISION", "NCCL_IB_HCA", "PBS_JOBID", "FSDP_VERSION",
+             "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES")  # fmt: skip
+    others = ("SLURM_JWT", "HOME_SWEET", "ACCELERATE_MY_PASSWD", "NCCL_CRED", "PBS_O_AUTH", "SLURM_SPANK_AWS_ACCESS",
+              "PMI_FD", "OMPI_COMM_WORLD_CONNECT", "FSDP_X", "AWS_ACCESS_KEY_ID", "SLURM_SPANK_x")  # fmt: skip
+    for name in known + others:
         monkeypatch.setenv(name, "7")
     launcher = run.environment(1, ["cpu"])["launcher"]
-    assert {"RANK", "SLURM_JOB_ID", "ACCELERATE_MIXED_PRECISION"} <= set(launcher)
-    assert not {"SLURM_JWT", "HOME_SWEET"} & set(launcher)
+    assert set(known) <= set(launcher)
+    assert not set(others) & set(launcher)
 
 
 def test_the_commit_is_the_checkout_of_the_package_only(tmp_path: Path) -> None:
