@@ -21,7 +21,7 @@ from torch import distributed
 from accel_train import __version__
 from accel_train.errors import UserError, reason_of
 from accel_train.launch.environment import Launch, allocated_hosts
-from accel_train.launch.process import hostname, ranges
+from accel_train.launch.process import has_ended, hostname, ranges
 from accel_train.launch.signals import recorded_stop_signal
 
 AFTER_SIGTERM_SECONDS = 15.0  # launchers send SIGKILL 30 s after it
@@ -169,12 +169,19 @@ def _connect(launch: Launch, seconds: float) -> Any:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _resolve(launch, address, min(seconds, RESOLVE_SECONDS))
     serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    deadline = time.monotonic() + seconds
+    if not serves and (why := _wait_for_listener(launch, address, port, deadline)):
+        raise UserError(
+            f"Rank {launch.rank} on {hostname()} found nobody at {address}:{port}, where rank 0 or the launcher should "
+            f"listen, and stops waiting: {why}.",
+            every_process=False,
+        )
     try:  # multi_tenant: the process group's own store joins the server of this one
         return distributed.TCPStore(  # type: ignore[attr-defined]
             address,
             port,
             is_master=serves,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -190,6 +197,25 @@ def _connect(launch: Launch, seconds: float) -> Any:
                 "its node is up and its process runs, that MASTER_ADDR is its name, and that no firewall blocks it."
             )
         raise UserError(f"Rank {launch.rank} on {hostname()} {reason}", every_process=False) from None
+
+
+def _wait_for_listener(launch: Launch, address: str, port: int, deadline: float) -> str:
+    """Wait until somebody listens there, or until the deadline. Returns why it ends before that, else "".
+
+    torch's own attempt to connect would go on for all its time, also after SIGTERM and after the launcher's death.
+    """
+    pause, told = 0.05, ""
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=min(left, 5.0)):
+            return ""
+        if launch.agent is not None and has_ended(*launch.agent):
+            return "the launcher has ended"
+        if not told and recorded_stop_signal() == "SIGTERM":
+            told = "SIGTERM came meanwhile. Has another process failed? See its message"
+            deadline = min(deadline, time.monotonic() + AFTER_SIGTERM_SECONDS)
+        time.sleep(pause)
+        pause = min(MOST_PAUSE, pause * 1.2)
+    return told
 
 
 def _resolve(launch: Launch, address: str, seconds: float) -> None:

@@ -343,6 +343,29 @@ def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -
     assert "1 of 2 processes met within " in text and "Missing: ranks 1. SIGTERM came meanwhile" in text
 
 
+def test_a_rank_that_finds_nobody_does_not_outlive_sigterm_and_its_launcher() -> None:
+    """It waited for --rendezvous-timeout-seconds, ten minutes, beside the next start of the job."""
+    program = (
+        "import dataclasses, os, signal, sys, threading, time\n"
+        "from accel_train.launch import environment, process, rendezvous, signals\n"
+        "from accel_train.errors import UserError\n"
+        "launch, rendezvous.AFTER_SIGTERM_SECONDS = environment.prepare_environment(), 1.0\n"
+        "if sys.argv[1] == 'SIGTERM': threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "elif (child := os.fork()) == 0: time.sleep(1); os._exit(0)\n"
+        "else: launch = dataclasses.replace(launch, agent=(child, process.start_time(child)))\n"
+        "with signals.recording_stop_signals():\n"
+        "    try: store = rendezvous.meet_all_ranks(launch, '', 100)\n"
+        "    except UserError as error: print(error)\n"
+    )
+    waiting = {
+        reason: by_hand(1, helpers.free_port(), 2, "-c", program, word)
+        for word, reason in (("SIGTERM", "SIGTERM came"), ("launcher", "the launcher has ended"))
+    }
+    for reason, rank in waiting.items():
+        text = rank.communicate(timeout=60)[0]
+        assert "found nobody at 127.0.0.1" in text and f"stops waiting: {reason}" in text
+
+
 @pytest.mark.ci
 def test_accelerate_that_starts_one_process_instead_of_several_is_an_error() -> None:
     codes, worlds, text = finish(
