@@ -66,7 +66,8 @@ def create_accelerator(
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=gradient_accumulation_steps),
             kwargs_handlers=[
                 InitProcessGroupKwargs(**group),
-                # The buffers are equal on all processes (models/batchnorm/): DDP need not broadcast them.
+                # The buffers are equal on all processes (models/batchnorm/): DDP need not broadcast them. For models
+                # that change others models/training_pass.py sets it.
                 DistributedDataParallelKwargs(broadcast_buffers=False),
                 *kwargs_handlers,
             ],

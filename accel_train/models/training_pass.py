@@ -159,7 +159,7 @@ def _other_weights(model: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         with torch.no_grad(), restored(model, device):
             for parameter, _ in weights:
-                parameter.mul_(1 + torch.rand_like(parameter))
+                parameter.mul_(0.9 + 0.2 * torch.rand_like(parameter))
         yield
     finally:
         with torch.no_grad():

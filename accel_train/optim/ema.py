@@ -73,10 +73,7 @@ class _Whole:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Broadcast the main process's buffers (BatchNorm's statistics, which differ between processes). Collective.
-
-    DDP does this before each forward pass; FSDP2 does not synchronise buffers, and neither does an EMA.
-    """
+    """Broadcast the main process's buffers, where processes may have others (models/training_pass.py). Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
