@@ -380,8 +380,17 @@ explain_failure() {
     if ((${#absent[@]} > 0)); then
         say "no task could write to $RUN on ${absent[*]}: are these nodes up, and can they see that directory?" >&2
     fi
-    say "failed with exit code $1. Look for the first error above; each rank's output is in $RUN/logs." \
-        "To continue the run: $(command_again)" >&2
+    say "failed with exit code $1. Look for the first error above; each rank's output is in $RUN/logs. $(what_next "$1")" >&2
+}
+
+what_next() { # CODE: after a refusal (2) an option may be wrong, so the same command would be refused again
+    if (($1 != 2)); then
+        echo "To continue the run: $(command_again)"
+    elif [[ -f $RUN/config.yaml ]]; then # once accepted
+        echo "Correct what it says. To continue the run with the settings that it had before: $(command_again config.yaml)"
+    else
+        echo "Correct what it says and submit the job again: no run has begun that could be continued."
+    fi
 }
 
 warn_of_short_lead() { # warn if the time between Slurm's warning and the job's end was short for a save
@@ -458,8 +467,10 @@ job_options() {
     fi
 }
 
-# The command that continues this run in a new job. Slurm can requeue an ended job only for some minutes.
+# command_again [config.yaml]: the command that continues this run in a new job, with the options of this job or with the
+# run's own config.yaml instead. Slurm can requeue an ended job only for some minutes.
 command_again() {
+    if (($#)); then again=("$RUN/$1" --output-dir "$RUN"); fi
     job_options "${SLURM_NNODES:-1}"
     printf 'cd %q && %ssbatch' "$PWD" "$given"
     printf ' %q' "${options[@]}" "$ACCEL_TRAIN_ROOT/$script" "${again[@]}"

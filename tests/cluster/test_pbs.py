@@ -206,8 +206,17 @@ def test_a_failed_run_fails_though_pbsdsh_does_not_say_so(tmp_path: Path) -> Non
     os.utime(tmp_path / "runs/digits/job-123.server/REQUEUE", (1, 1))
     wrong = train(tmp_path, TRAIN="digits --epochs nonsense", **CPU)
     assert wrong.returncode == 2, wrong.stdout + wrong.stderr
-    assert "failed with exit code 2" in wrong.stderr and "qsub -v CONTINUE -l filesystems=" in wrong.stderr
+    assert "failed with exit code 2" in wrong.stderr and "Correct what it says and submit the job" in wrong.stderr
     assert "pbsdsh: task 0x00000000 exit status" in wrong.stdout
+    # of a run that had begun, the settings that it had then
+    run = tmp_path / "my run"
+    run.mkdir()
+    (run / "config.yaml").write_text("base: digits\nepochs: 1\n")
+    later = train(tmp_path, TRAIN="digits --epochs nonsense --output-dir 'my run'", **CPU)
+    assert later.returncode == 2 and "qsub -v CONTINUE -l filesystems=" in later.stderr
+    assert "nonsense" not in (run / "slurm" / "variables.sh").read_text()
+    done = train(tmp_path, CONTINUE=str(run))
+    assert done.returncode == 0 and json.loads((run / "result.json").read_text())["epochs"] == 1, done.stderr
 
 
 @pytest.mark.ci

@@ -83,6 +83,18 @@ def test_only_this_start_asks_for_a_requeue(tmp_path: Path) -> None:
     assert "scontrol" not in failed.stderr and "slurm_script" not in failed.stderr
 
 
+def test_a_refused_command_is_not_the_one_to_continue_with(tmp_path: Path) -> None:
+    words, end = "begin_run digits --epochs nonsense", "echo 2 >$START/exit-code; end_run 1"
+    first = bash(f"{words}; {end}", tmp_path, SLURM_JOB_ID="7")
+    assert first.returncode == 2 and "Correct what it says and submit the job again" in first.stderr
+    assert "sbatch" not in first.stderr and "nonsense" not in first.stderr
+    run = tmp_path / "runs" / "digits" / "job-7"
+    (run / "config.yaml").touch()
+    later = bash(f"{words}; {end}", tmp_path, SLURM_JOB_ID="7")
+    assert later.returncode == 2 and "nonsense" not in later.stderr
+    assert later.stderr.rstrip().endswith(f"sbatch --nodes=1 {ROOT}/job {run}/config.yaml --output-dir {run}")
+
+
 @pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("slurm/*.sbatch")))
 def test_a_submission_from_elsewhere_is_one_line(script: str, tmp_path: Path) -> None:
     done = subprocess.run(

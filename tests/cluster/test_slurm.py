@@ -482,7 +482,11 @@ def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
         port = str(listener.getsockname()[1])
         taken = cluster.submit("tasks.sbatch", "digits", options=TWO_NODES, MASTER_PORT=port)
         unlike = cluster.submit("tasks.sbatch", "digits", options=TWO_NODES, WORLD_SIZE="8")
-        wrong = cluster.submit("multi_node.sbatch", "digits", "--data.root", "/nowhere", "--data.name", "folder")
+        begun = cluster.directory / "begun"
+        begun.mkdir()
+        (begun / "config.yaml").touch()
+        folder = ("--data.name", "folder", "--output-dir", str(begun))
+        wrong = cluster.submit("multi_node.sbatch", "digits", "--data.root", "/nowhere", *folder)
         usage = cluster.submit("single_node.sbatch")
         by_hand = f"export MASTER_ADDR=no-such-node; srun {sys.executable} -m accel_train.train digits"
         script = f"--wrap={by_hand} --rendezvous-timeout-seconds 3"
@@ -496,7 +500,7 @@ def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
     assert "MASTER_ADDR=no-such-node, but no host of that name is known here" in failed[-1].log()
     assert "MASTER_ADDR=no-such-host, but no host of that name is known here" in address.log()
     again = "sbatch --nodes=2 --job-name=accel-train --partition=main --time=04:00:00 --ntasks-per-node=1 "
-    again += f"--cpus-per-task=1 {ROOT}/slurm/multi_node.sbatch digits --data.root /nowhere"
+    again += f"--cpus-per-task=1 {ROOT}/slurm/multi_node.sbatch {begun}/config.yaml --output-dir {begun}"
     assert again in wrong.log() and "slurm_script" not in wrong.log() and "scontrol" not in wrong.log()
     assert "error: " in wrong.log() and "exit code 2. Look for the first error above" in wrong.log()
     assert f"cannot listen on port {port}" in taken.log()
