@@ -25,7 +25,11 @@ from accel_train.untrusted import open_regular_file
 FILE = "owner.json"
 MOST_BYTES = 10_000  # of owner.json
 STALE_SECONDS = 120.0  # without a sign of life: dead. Long enough for a process that holds Python's lock
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of a file system without hard links
+# What file systems without hard links answer (vfat, FUSE, some NFS). If the folder cannot be written at all, the other
+# way says so.
+NO_LINKS = (
+    errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EACCES, errno.EMLINK, errno.EINVAL
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,17 @@ def publish_owner(private: Path, place: Path) -> bool:
         if error.errno not in NO_LINKS:
             raise
     try:
-        with place.open("xb") as file:
-            file.write(private.read_bytes())
-        return True
+        file = place.open("xb")
     except FileExistsError:
         return False
+    try:
+        with file:
+            file.write(private.read_bytes())
+    except OSError:
+        with contextlib.suppress(OSError):
+            place.unlink()  # a part of it, if the disk is full
+        raise
+    return True
 
 
 def read_owner(place: Path, renew: Owner | None = None) -> OwnerFile:

@@ -285,6 +285,42 @@ def test_of_many_starts_that_find_a_dead_owner_one_gets_the_run(
             assert path.name == "generations" and not any(file.stat().st_size for file in path.iterdir())
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.EACCES, errno.EMLINK, errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_has_no_links_can_be_written(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)  # vfat, FUSE, some NFS and object stores: each with an error of its own
+    lease = claim(tmp_path / "run")
+    assert lease.holds(fresh=True)
+    with pytest.raises(UserError, match="--take-over"):
+        claim(tmp_path / "run")
+    lease.release()
+
+    # What really cannot be written still cannot be, and leaves no part of a file.
+    opened = Path.open
+
+    def full(path: Path) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def read_only(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if mode == "xb":
+            raise OSError(errno.EACCES, "Permission denied")
+        return opened(path, mode, *arguments, **options)
+
+    for name, method, replacement, reason in (
+        ("full", "read_bytes", full, "No space left on device"),  # between the creation of the file and its content
+        ("read-only", "open", read_only, "Permission denied"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, replacement)
+            with pytest.raises(UserError, match=f"{name} cannot be written .{reason}"):
+                claim(tmp_path / name)
+        assert not (tmp_path / name / FILE).exists()
+
+
 def test_who_has_lost_the_run_writes_no_file_more(quick: None, tmp_path: Path) -> None:
     lease = claim(tmp_path)
     mine = RunDirectory(tmp_path, writes=True, lease=lease)
