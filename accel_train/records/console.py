@@ -48,6 +48,7 @@ class Console:
         self._live: Live | None = None
         self._drawn: list[int] = []  # the lengths of the lines of the display, as they are on the terminal
         self._row: EpochRow | None = None  # of the epoch that has just ended
+        self._row_update: int | None = None  # of the last one that was printed
         self._named: bool | None = None  # whether the lines of epochs have the names of metrics; None: not decided
 
     def __enter__(self) -> Console:
@@ -173,6 +174,8 @@ class Console:
     def _close(self) -> None:
         if self._live is not None:
             self._print_row()
+            if self._row_update == self._update:  # the figures, of the last updates, are older than the epoch's line
+                self._figures = {}
             self._live.stop()
             self._live = None
 
@@ -181,6 +184,7 @@ class Console:
         row, self._row = self._row, None
         if row is None:
             return
+        self._row_update = row.update
         if self._named is None:  # the first line decides, so that all look the same
             self._named = len(row.lines(self._epoch(row.epoch), width=None)) <= self._rich.width
         self._print(self._row_text(row))

@@ -162,6 +162,14 @@ def test_a_terminal_has_one_live_display(columns: int) -> None:
     assert max(len(line.split("\r")[-1]) for line in drawn) <= columns
 
 
+def test_what_stays_on_the_terminal_is_no_older_than_the_last_epochs_line() -> None:
+    """The figures of the display are of the last updates, which are not the epoch's."""
+    last = without_codes(on_a_terminal()).rpartition("20/20")[2]
+    assert "finished" in last and "data wait" not in last
+    stopped = without_codes(on_a_terminal("fail")).rpartition("20/20")[2]  # there is no line that is newer
+    assert "data wait" in stopped
+
+
 def test_it_is_redrawn_by_time_and_not_by_update() -> None:
     # 18 updates come in four bursts, 0.3 s apart: some of them are never shown
     shown = set(re.findall(r"(\d+)/20 ", without_codes(on_a_terminal())))
