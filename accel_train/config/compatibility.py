@@ -31,6 +31,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from accel_train.config.option_types import REMOVED
 from accel_train.config.origin import compare_by_content
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, nearest
@@ -108,7 +109,8 @@ def differences(
 ) -> dict[str, str]:
     """Return the settings in which `config` differs from the `saved` ones: key -> "old -> new".
 
-    A key that `saved` does not contain is compared as its default value: an older version of the program saved it.
+    A key that `saved` does not contain is compared as its default value: an older version of the program saved it. An
+    option that no longer exists is a difference unless it had the value that is left.
     `samples`: numbers of training samples then and now. If they differ and no setting explains it, the data itself has
     changed, and the result has the key "data". So it has if `tables`, the hashes of the table that lists the samples,
     then and now, differ ("": there was no table).
@@ -119,6 +121,8 @@ def differences(
         key: f"{old[key]} -> {new[key]}" for key in new if old[key] != new[key] and not is_under(key, START_KEYS)
     }
     changes = compare_by_content(changes, old, new)
+    removed = {key: flatten(saved).get(key, left) for key, (left, _) in REMOVED.items()}
+    changes |= {key: f"{old} -> removed" for key, old in removed.items() if old != REMOVED[key][0]}
     explained = any(key in changes for key in (*SAMPLE_KEYS, "data.skip-unreadable"))
     if samples is not None and samples[0] != samples[1] and not explained:
         changes["data"] = f"{samples[0]} -> {samples[1]} training samples"
@@ -132,7 +136,7 @@ def not_allowed(changes: Iterable[str], config: Config, allow: Iterable[str]) ->
 
     Raises UserError if `allow` contains a name that is neither an option nor a group of options.
     """
-    known = flatten(as_dict(config))
+    known = [*flatten(as_dict(config)), *REMOVED]
     allowed = [name.replace("_", "-") for name in allow]
     for name in allowed:
         if not any(is_under(key, [name]) for key in known):

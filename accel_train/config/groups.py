@@ -34,8 +34,6 @@ class Data:
     """Skip the images in this list, which `accel-train check-data` writes."""
     placement: Literal["auto", "device", "host", "disk"] = "auto"
     """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
-    decode_on: Literal["host", "device"] = "host"
-    """What decodes JPEG files: worker processes, or a CUDA device, a batch at a time."""
     reduced_decode: bool = True
     """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
     # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.

@@ -19,6 +19,15 @@ SET_BY_PROGRAM = ("recipe", "origin")
 """The fields of `Config` that are not options."""
 
 
+REMOVED = {
+    "data.decode-on": (
+        "host",
+        "images are decoded on the host only. Where its cores are too slow, decode once: accel-train cache-data",
+    )
+}
+"""Options of older versions: key -> (the value with which a run or recipe of then still works, what to do instead)."""
+
+
 def option_types(cls: type[Any] = Config, without: tuple[str, ...] = SET_BY_PROGRAM) -> OptionTypes:
     """Return the options that are the fields of `cls`: key ("optim.weight-decay") -> type of its value.
 
@@ -46,6 +55,8 @@ def unknown_option(key: str, origin: str, known: OptionTypes) -> str:
     The message proposes what the option is called here if another trainer calls it so; else the options with the same
     last part (lr: optim.lr); else one with a similar name.
     """
+    if key in REMOVED and "data.root" in known:
+        return f"--{key}: this option was removed; {REMOVED[key][1]} ({origin})."
     hint = advice(key, known)
     if key in groups(known):
         keys = ", ".join(name for name in known if name.startswith(f"{key}."))

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,6 @@ from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap
 from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.colour import check_channels
-from accel_train.data.transforms.device_decoding import DeviceDecoder, EncodedBatch, JpegReader, check_device_decoding
 from accel_train.data.transforms.image import ImageTransform, resize_default
 from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.data.worker_processes import WorkerContext, WorkerInit, start_server
@@ -67,7 +66,6 @@ def create_loader(
     workers: int | None,
     device: torch.device,
     cores: int = 1,
-    decode_on: Literal["host", "device"] = "host",
     reduced_decode: bool = True,
     draw_parameters: AugmentParameters | None = None,
 ) -> DataLoader[dict[str, Tensor]]:
@@ -86,10 +84,8 @@ def create_loader(
     held, _ = unwrap_subset(source)
     if workers and isinstance(held, UserDataset):
         held.check_picklable()
-    transform: ImageTransform | JpegReader | None = None
-    if per_image and decode_on == "device":
-        transform = JpegReader(augment, size, training=training)
-    elif per_image:
+    transform = None
+    if per_image:
         transform = ImageTransform(augment, size, training=training, decodes_smaller=reduced_decode)
     return DataLoader(
         BatchDataset(source, transform, seed, draw_parameters),
@@ -121,7 +117,6 @@ class InputPipeline:
     transform: BatchTransform
     samples: int  # of the split, over all processes
     placement: Placement
-    decoder: DeviceDecoder | None = None
     side: SideStream | None = None
     multi_label: bool = False
     """Whether labels are bool [b, classes] instead of int64 [b]."""
@@ -132,8 +127,6 @@ class InputPipeline:
         for batch in self.loader if self.side is None else self.side.copied(self.loader):
             if isinstance(batch, UserError):
                 raise batch
-            if self.decoder is not None:
-                batch["images"] = self.decoder(cast(EncodedBatch, batch["images"]), batch["ids"])
             yield batch
 
     def blank_batch(self, source: Source, count: int) -> dict[str, Tensor]:
@@ -177,10 +170,6 @@ def create_input_pipeline(
     place, size_bytes = choose_place(
         config.data, source, accelerator, per_image=per_image, local_processes=local_processes
     )
-    decoder = None
-    if config.data.decode_on == "device":
-        check_device_decoding(source, config.augment, device, training=training)
-        decoder = DeviceDecoder(source, config.augment, size=size, channels=splits.channels, device=device)
     transform = BatchTransform(
         config.augment,
         size=size,
@@ -205,7 +194,6 @@ def create_input_pipeline(
             workers=config.data.workers,
             device=device,
             cores=_cores(accelerator) if config.data.workers is None else 1,
-            decode_on=config.data.decode_on,
             reduced_decode=config.data.reduced_decode,
             draw_parameters=transform.draw_parameters,
         )
@@ -224,9 +212,9 @@ def create_input_pipeline(
             memory_format=memory_format,
             draw_parameters=transform.draw_parameters,
         )
-    placement = Placement(place, size_bytes, workers, prefetch, config.data.decode_on)
+    placement = Placement(place, size_bytes, workers, prefetch)
     side = SideStream(device) if device.type == "cuda" and place != "device" else None
-    return InputPipeline(loader, transform, len(source), placement, decoder, side, splits.multi_label)
+    return InputPipeline(loader, transform, len(source), placement, side, splits.multi_label)
 
 
 def _check_images(augment: Augment, splits: Splits, source: Source, size: int, *, training: bool) -> None:

@@ -33,12 +33,9 @@ class Placement:
     """Worker processes of each training process."""
     prefetch: int
     """Batches that each worker loads ahead."""
-    decode_on: Literal["host", "device"] = "host"
-    """Where JPEG files are decoded."""
 
     def __str__(self) -> str:
         where = {"device": "on the device", "host": "in host memory", "disk": "on disk"}[self.place]
-        where += ", decoded on the device" * (self.decode_on == "device")
         size = "" if self.bytes is None else f"{_text(self.bytes)} "
         workers = f"{self.workers} worker{'s' * (self.workers != 1)}" if self.workers else "no workers"
         prefetch = f", each {self.prefetch} batches ahead" if self.workers else ""

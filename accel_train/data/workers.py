@@ -16,7 +16,6 @@ from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.sources.user.dataset import UserDataset
-from accel_train.data.transforms.device_decoding import EncodedBatch, JpegReader
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters
 from accel_train.errors import UserError
@@ -29,7 +28,7 @@ class BatchDataset(Dataset[dict[str, Any]]):
     def __init__(
         self,
         source: Source,
-        transform: ImageTransform | JpegReader | None,
+        transform: ImageTransform | None,
         seed: int,
         draw_parameters: AugmentParameters | None = None,
     ) -> None:
@@ -43,7 +42,7 @@ class BatchDataset(Dataset[dict[str, Any]]):
         return len(self.source)
 
     def __getitems__(self, indices: IndexBatch) -> dict[str, Any] | UserError:
-        """A batch: images uint8 [b, C, H, W] or an EncodedBatch; labels, ids and keys int64 [b]; weights float32 [b];
+        """A batch: images uint8 [b, C, H, W]; labels, ids and keys int64 [b]; weights float32 [b];
         and the result of `draw_parameters`, if there is one, as "parameters".
 
         The error of an unreadable image is returned in place of the batch: if a worker process raised it, torch would
@@ -56,21 +55,19 @@ class BatchDataset(Dataset[dict[str, Any]]):
 
     def _fetch(self, indices: IndexBatch) -> dict[str, Any]:
         keys = indices.keys(self.seed)
-        images: Tensor | Sequence[Tensor] | EncodedBatch
+        images: Tensor | Sequence[Tensor]
         ids = indices.ids if self.held_ids is None else self.held_ids[indices.ids]
         if isinstance(self.held, UserDataset):
             images = self.held.fetch_seeded(ids.tolist(), keys)
             if self.transform is not None:
-                assert isinstance(self.transform, ImageTransform)
                 images = self.transform(list(images), keys)
         elif self.transform is None:
             images = self.source.fetch(indices.ids.tolist())
         elif isinstance(self.held, EncodedImages):  # the transform decodes only what it needs of an image
             images = self.transform([self.held.open(id) for id in ids.tolist()], keys)
         else:
-            assert isinstance(self.transform, ImageTransform)
             images = self.transform(list(self.source.fetch(indices.ids.tolist())), keys)
-        assert isinstance(images, Tensor | EncodedBatch), "images of different sizes need an ImageTransform"
+        assert isinstance(images, Tensor), "images of different sizes need an ImageTransform"
         batch: dict[str, Any] = {
             "images": images,
             "labels": self.source.labels[indices.ids],

@@ -75,6 +75,16 @@ def test_a_key_that_the_checkpoint_does_not_know_had_its_default():
     assert check_changes(saved, Config()) == {}
 
 
+def test_an_option_that_no_longer_exists_is_a_difference_unless_it_had_the_value_that_is_left():
+    saved = as_dict(Config())
+    saved["data"]["decode_on"] = "host"
+    assert check_changes(saved, Config()) == {}
+    saved["data"]["decode_on"] = "device"
+    with pytest.raises(UserError, match=r"data\.decode-on: device -> removed.*--allow-change data\.decode-on"):
+        check_changes(saved, Config())
+    assert check_changes(saved, Config(), ["data.decode-on"]) == {"data.decode-on": "device -> removed"}
+
+
 def test_a_wrong_key_to_allow_is_an_error_that_names_the_nearest():
     with pytest.raises(UserError, match=r"no option 'optim.lrr'\. Did you mean 'optim.lr'"):
         check_changes(as_dict(Config()), Config(), ["optim.lrr"])

@@ -11,21 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import helpers
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from accel_train.cli import main
-from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_input_pipeline
-from accel_train.data.order.samplers import EvaluationSampler
-from accel_train.data.sources.load import load_splits
+from accel_train.config.schema import Augment
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import hashed
-from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.environment import Launch
 from accel_train.records.meter import Stopwatch
 
 pytestmark = [
@@ -229,33 +223,6 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
         helpers.forget_accelerate()
     assert result(parts)["updates"] == result(whole)["updates"] == 180
     assert result(parts)["test_loss"] == pytest.approx(result(whole)["test_loss"], rel=0.1)
-
-
-def test_it_decodes_as_the_host_does_beside_training(tmp_path: Path) -> None:
-    """nvJPEG gives libjpeg's pixels within rounding, and decoding does not write to memory in use."""
-    numbers = np.random.default_rng(0)
-    for number in range(128):
-        coarse = Image.fromarray(numbers.integers(0, 256, (9, 7, 3), dtype=np.uint8))
-        path = tmp_path / "tree" / str(number % 2) / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        coarse.resize((300, 200), Image.Resampling.BICUBIC).save(path, quality=95)
-    order = EvaluationSampler(128, 32)
-    seen, busy, sums = [], torch.rand(4096, 4096, device="cuda"), []
-    for place in ("host", "device"):
-        config = Config(data=Data(name="folder", root=tmp_path / "tree", decode_on=place))
-        splits = load_splits(config.data, 0)
-        feed = create_input_pipeline(
-            config, splits, splits.train, order, create_accelerator(Launch()), training=False, size=224
-        )
-        batches = []
-        for batch in feed.batches:
-            batches.append(batch["images"].float().cpu())
-            for _ in range(20):  # what the decoder may not touch: memory that is freed with its readers still queued
-                sums.append((busy @ busy).mul_(0).add_(1).sum())
-        seen.append(torch.cat(batches))
-        feed.loader.end()
-    assert (seen[0] - seen[1]).abs().mean() < 2
-    assert {float(each) for each in sums} == {4096.0 * 4096}
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("-inf")])

@@ -7,8 +7,6 @@ Decisions that depend on the kind of device, and which no test without a GPU (no
 
 | where | what happens on the device | why not |
 |---|---|---|
-| data/device_decoding.py | nvJPEG decodes on its own stream; else the host does | no nvJPEG to pretend |
-| data/transform.py, resized | uint8 images are resized as floats on the device | reached by nvJPEG's images only |
 | data/side_stream.py | a copy overlaps with computation; its memory is kept | computes at once here |
 | data/placement.py, mps and xpu | free memory of the device | none to ask |
 | nonfinite.py, several processes | the all-reduce by NCCL | one process here; gloo: test_nonfinite.py |
@@ -272,7 +270,7 @@ def test_the_weights_are_those_of_the_cpu(
         "--augment.crop resized --augment.flip 0.5 --augment.mixup 0.2",
         "--augment.crop center --augment.policy trivialaugment --augment.cutmix 1",
         "--augment.crop random --augment.policy randaugment --augment.erase 1",
-        "--augment.resize 40 --augment.crop center --data.decode-on host",
+        "--augment.resize 40 --augment.crop center",
     ],
 )
 def test_image_files_that_workers_decode(gpu: Pretended, photos: Path, tmp_path: Path, augmentation: str) -> None:

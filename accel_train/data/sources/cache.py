@@ -246,9 +246,6 @@ class _RawImage(LazyImage):
     def __init__(self, data: memoryview, height: int, width: int) -> None:
         self.bytes, self.height, self.width = data, height, width
 
-    def whole_jpeg(self) -> None:
-        return None
-
     is_deep = False
 
     def largest_of_16_bits(self) -> None:

@@ -180,16 +180,14 @@ def resized_to_short_side(image: Tensor, short_side: int, interpolation: str = "
     """`image`, uint8 [C, H, W], resized so that the shorter of its sides has `short_side` pixels.
 
     The pixels are those of torchvision's Resize in 0.29. Older versions of it computed in float32 on some CPUs, so that
-    pixels differed by 1, also from those of images that the device decodes.
+    pixels differed by 1.
     """
     height, width = sides(image.shape[1], image.shape[2], short_side)
     return image if image.shape[1:] == (height, width) else resized(image, height, width, interpolation)
 
 
 def resized(image: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
-    """`image`, uint8 [C, H, W], resized to uint8 [C, height, width] with antialiasing."""
+    """`image`, uint8 [C, H, W] on the CPU, resized to uint8 [C, height, width] with antialiasing."""
     # image[None] would not count as channels last, and interpolate would copy the pixels twice.
     batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-    on_cpu = image.device.type == "cpu"  # only the CPU resizes uint8
-    result = F.interpolate(batch if on_cpu else batch.float(), (height, width), mode=interpolation, antialias=True)[0]
-    return result if on_cpu else result.round_().clamp_(0, 255).to(torch.uint8)  # bicubic overshoots
+    return F.interpolate(batch, (height, width), mode=interpolation, antialias=True)[0]

@@ -238,7 +238,7 @@ class TestInterpolation:
         assert (bilinear.int() - expected.int()).abs().max() > 20
 
     @pytest.mark.parametrize("crop", ["center", "resized"])
-    def test_of_files_in_training_evaluation_prediction_and_on_the_device(self, tmp_path: Path, crop: str) -> None:
+    def test_of_files_in_training_evaluation_and_prediction(self, tmp_path: Path, crop: str) -> None:
         for number, side in enumerate((50, 70, 200, 90)):  # the third is decoded smaller in training
             path = tmp_path / "train" / str(number % 2) / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,26 +248,23 @@ class TestInterpolation:
         for interpolation in ("bilinear", "bicubic"):
             augment = Augment(interpolation=interpolation, crop=crop)
             for training in (True, False):
-                for decode_on in ("host", "device"):
-                    data = Data(name="folder", root=tmp_path, workers=0, decode_on=decode_on, reduced_decode=False)
-                    splits = load_splits(data, 0)
-                    order = TrainingSampler(Plan(4, 2, 1, 1), 0) if training else EvaluationSampler(4, 4)
-                    config = Config(data=data, augment=augment)
-                    feed = create_input_pipeline(
-                        config, splits, splits.train, order, create_accelerator(Launch()), training=training, size=32
-                    )
-                    batches = list(feed.batches)
-                    ids, images = (torch.cat([batch[name] for batch in batches]) for name in ("ids", "images"))
-                    found[interpolation, training, decode_on] = images[ids.argsort()]
+                data = Data(name="folder", root=tmp_path, workers=0, reduced_decode=False)
+                splits = load_splits(data, 0)
+                order = TrainingSampler(Plan(4, 2, 1, 1), 0) if training else EvaluationSampler(4, 4)
+                config = Config(data=data, augment=augment)
+                feed = create_input_pipeline(
+                    config, splits, splits.train, order, create_accelerator(Launch()), training=training, size=32
+                )
+                batches = list(feed.batches)
+                ids, images = (torch.cat([batch[name] for batch in batches]) for name in ("ids", "images"))
+                found[interpolation, training] = images[ids.argsort()]
             info = ModelInfo(("a", "b"), 3, 32, None, (0.0,) * 3, (1 / 255,) * 3)
             prepared = Preprocessing(info, augment)
             files = [splits.train.open(number).pixels() for number in range(4)]
             predicted = torch.cat([prepared.resize(image) for image in files])
-            assert torch.equal(predicted, found[interpolation, False, "host"])
+            assert torch.equal(predicted, found[interpolation, False])
         for training in (True, False):
-            for decode_on in ("host", "device"):
-                assert torch.equal(found["bicubic", training, decode_on], found["bicubic", training, "host"])
-                assert not torch.equal(found["bicubic", training, decode_on], found["bilinear", training, decode_on])
+            assert not torch.equal(found["bicubic", training], found["bilinear", training])
 
     def test_of_a_jpeg_that_is_decoded_smaller(self, tmp_path: Path) -> None:
         coarse = np.random.default_rng(0).integers(0, 256, (9, 9, 3), dtype=np.uint8)

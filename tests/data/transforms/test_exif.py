@@ -132,18 +132,14 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("augment", "training"), WAYS)
-@pytest.mark.parametrize("way", ["folder", "device", "tar", "cache", "jpeg cache"])
+@pytest.mark.parametrize("way", ["folder", "tar", "cache", "jpeg cache"])
 def test_every_way_to_the_model(
     trees: tuple[Path, Path], tmp_path: Path, way: str, augment: Augment, training: bool
 ) -> None:
     found = []
     for root in trees:
         data = Data(name="folder", root=root, workers=0)
-        if way == "device":
-            if augment.crop == "random":
-                pytest.skip("the host's work")
-            data = Data(name="folder", root=root, workers=0, decode_on="device")
-        elif way == "tar":
+        if way == "tar":
             with tarfile.open(tmp_path / f"{root.name}.tar", "w") as archive:
                 archive.add(root, "data")
             data = Data(name="tar", root=tmp_path / f"{root.name}.tar", workers=0)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-END_OF_JPEG = b"\xff\xd9"
-END_MARKERS = {"JPEG": END_OF_JPEG, "PNG": b"IEND\xaeB`\x82"}
+END_MARKERS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -91,10 +90,6 @@ class LazyImage:
         if self.orientation >= 5:
             self.width, self.height = self.height, self.width
         self.reducible = self.image.format == "JPEG" and self.image.mode in ("RGB", "L")
-
-    def whole_jpeg(self) -> bytes | None:
-        """The file's bytes if it is a JPEG that GPUs decode: RGB or grey, not CMYK, not truncated; else None."""
-        return self.data if self.reducible and self.data.endswith(END_OF_JPEG) else None
 
     @property
     def is_deep(self) -> bool:
