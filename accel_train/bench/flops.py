@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,23 +39,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
             known = peaks.get(precision)
             return None if known is None else known * 1e12
     return None
-
-
-def precision_of(mixed_precision: str, device: torch.device) -> str:
-    """Return the precision of the computation: bf16, fp16, tf32 or fp32.
-
-    For Accelerate's "no" it is tf32 if convolutions or matrix products may use it, else fp32. On a CPU Accelerate
-    treats fp16 as "no".
-    """
-    if mixed_precision != "no" and not (mixed_precision == "fp16" and device.type == "cpu"):
-        return mixed_precision
-    convolutions: Any = torch.backends.cudnn
-    products: Any = torch.backends.cuda.matmul
-    if hasattr(products, "fp32_precision"):  # torch >= 2.9, which warns about the older names
-        allowed = "tf32" in (convolutions.conv.fp32_precision, products.fp32_precision)
-    else:
-        allowed = convolutions.allow_tf32 or products.allow_tf32
-    return "tf32" if device.type == "cuda" and allowed else "fp32"
 
 
 def training_flops(model: Model, splits: Splits, image_size: int, samples: int) -> int | None:

@@ -9,13 +9,13 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_train.bench.flops import peak_flops, precision_of
+from accel_train.bench.flops import peak_flops
 from accel_train.bench.machine import machine
 from accel_train.bench.statistics import Spread, ratio, spread
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
 from accel_train.errors import print_line
-from accel_train.launch.accelerator import precision as computed_precision
+from accel_train.launch.accelerator import precision
 from accel_train.records.table import print_table
 
 
@@ -70,16 +70,15 @@ def figures_of(
     alone = [each.input for each in rounds]
     shares = [each.shares(config.batch_size) for each in rounds]
     host = machine(accelerator.device)
-    computed = computed_precision(accelerator)
-    precision = precision_of("no" if computed == "fp32" else computed, accelerator.device)
+    computed = precision(accelerator)
     per_image = None if flops is None else flops / plan.micro_batch
     done = None if per_image is None else per_image * statistics.median(trainer) / plan.processes
-    peak = peak_flops(host["device"], precision)
+    peak = peak_flops(host["device"], computed)
     on_device = [each.trainer.device_peak_bytes for each in rounds]
     return {
         "recipe": config.recipe,
         "processes": plan.processes,
-        "precision": precision,
+        "precision": computed,
         "batch_size": plan.batch_size,
         "accumulation": plan.accumulation,
         "micro_batch": plan.micro_batch,

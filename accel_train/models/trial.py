@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel_train.launch.accelerator import without_tf32
+
 SAMPLES = 4
 
 
@@ -37,19 +39,14 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     rounded to TF32. Warnings are not shown.
     """
     zeros = [parameter for parameter in model.parameters() if not parameter.any()]
-    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
         with torch.no_grad():
             for parameter in zeros:
                 parameter.fill_(0.1)
-        with restored(model, device), warnings.catch_warnings():
+        with without_tf32(), restored(model, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = tf32
         with torch.no_grad():
             for parameter in zeros:
                 parameter.zero_()

@@ -46,7 +46,7 @@ def _check(config: Config, accelerator: Accelerator) -> None:
         obstacle = "FSDP sums the gradients itself, in an order that depends on the processes: use DDP"
     elif accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         obstacle = "torch.compile may choose its kernels by their speed: start without --dynamo_backend"
-    elif kind not in ("fp32", "bf16"):
+    elif kind not in ("fp32", "tf32", "bf16"):
         obstacle = f"{kind} skips updates by a scale of its own: use bf16 or fp32 (--mixed_precision)"
     elif device not in ("cpu", "cuda"):
         obstacle = f"{device} devices have no float64, which the exact sums need: use a CPU or an NVIDIA or AMD GPU"

@@ -18,6 +18,7 @@ from accelerate.utils.dataclasses import DynamoBackend
 from torch import Tensor, nn
 
 from accel_train.errors import UserError
+from accel_train.launch.accelerator import use_tf32
 from accel_train.models.padding import use_padding_aware_convolutions
 
 CHANNELS_LAST_DEVICES = ("cpu", "cuda", "xpu")
@@ -30,9 +31,7 @@ def set_defaults(device: torch.device) -> None:
     if device.type == "cuda":
         # All batches have one shape (data/order/plan.py), so cuDNN searches for the fastest convolutions only once.
         torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision(
-            "high"
-        )  # TF32 for remaining float32 products; convolutions use it by default
+        use_tf32()
 
 
 def check_compilation(accelerator: Accelerator) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train.bench.flops import count_flops, peak_flops, precision_of, training_flops
+from accel_train.bench.flops import count_flops, peak_flops, training_flops
 from accel_train.config.schema import Data, Model
 from accel_train.data.sources.load import load_splits
 
@@ -57,10 +57,3 @@ def test_a_layer_that_needs_values_is_not_guessed() -> None:
 )
 def test_peaks_are_known_or_not_said(device: str, precision: str, expected: float | None) -> None:
     assert peak_flops(device, precision) == expected
-
-
-def test_precision() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert precision_of("bf16", gpu) == "bf16"
-    assert precision_of("no", cpu) == precision_of("fp16", cpu) == "fp32"
-    assert precision_of("no", gpu) in ("tf32", "fp32")
