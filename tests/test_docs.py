@@ -491,7 +491,7 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
         "doctor",
     }
     assert [words for words, code in codes if code != 0] == []
-    for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable.txt"):
+    for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable-PetImages.txt"):
         assert (tmp_path / name).is_file(), name
     result = json.loads((tmp_path / "stripes" / "result.json").read_text())
     assert result["settings"]["data.name"] == "stripes.py:data"

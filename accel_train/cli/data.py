@@ -21,15 +21,16 @@ from accel_train.launch.process import available_cores
 class CheckData(CommandOptions):
     """Decode every image of a dataset and write the list of those that cannot be read.
 
-    Give the list to training as --data.skip-unreadable. The exit code is 1 if there are unreadable images.
+    Give the list to training as --data.skip-unreadable. The exit code is 1 if there are unreadable images, or
+    class folders without any.
     """
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """Name of the data: folder, csv, or another one as in --data.name."""
     root: Path = Path("data")
     """Folder or file of the data, as in --data.root."""
-    output: Path = Path("unreadable.txt")
-    """The list to write: one path a line."""
+    output: Path | None = None
+    """The list to write, one path a line; default: unreadable-NAME.txt, NAME of the data's folder or file."""
     range: tuple[float, float] | None = None
     """The values of black and white in images of more than 8 bits, as in --data.range."""
     max_pixels: int = Data.max_pixels
@@ -92,8 +93,8 @@ def check_data(arguments: Sequence[str]) -> int:
     with importing(options.name):
         from accel_train.data.tools import check
 
-    unreadable = check.check_data(data, options.output, options.processes or available_cores())
-    return 1 if unreadable else 0
+    mistakes = check.check_data(data, options.output, options.processes or available_cores())
+    return 1 if mistakes else 0
 
 
 def cache_data(arguments: Sequence[str]) -> int:

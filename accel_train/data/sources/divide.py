@@ -7,10 +7,9 @@ generator makes the choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,18 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import check_command
-from accel_train.data.sources.splits import Source, Splits, names_root, present_classes, subset, unwrap_subset
+from accel_train.data.sources.splits import (
+    Source,
+    Splits,
+    names_root,
+    present_classes,
+    sample_keys,
+    subset,
+    unwrap_subset,
+)
+from accel_train.data.sources.unreadable_list import UnreadableList, list_for
 from accel_train.errors import UserError
-from accel_train.untrusted import read_regular_file
 from accel_train.user_code.reference import parse_reference, short_name
-
-
-def sample_keys(source: Source, root: Path) -> Iterator[str]:
-    """The unique key of each sample in its dataset: its name relative to the folder `root`."""
-    return (source.name(id).removeprefix(f"{root}/") for id in range(len(source)))
 
 
 def stratified_choice(keys: Iterable[str], labels: npt.ArrayLike, count: int, salt: str) -> npt.NDArray[np.bool_]:
@@ -67,7 +69,11 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
     Because of this order, an unreadable image does not move another image into a different split.
     """
     _check(splits, data)
-    unreadable = _unreadable(splits, data)
+    listed = UnreadableList(set()) if data.skip_unreadable is None else list_for(data, splits.sources)
+    if data.skip_unreadable is not None and not (listed.name or listed.paths):
+        note = f"--data.skip-unreadable: {data.skip_unreadable} is empty, and does not say of which data it is"
+        splits = replace(splits, notes=(*splits.notes, note))
+    unreadable = _unreadable(splits, data, listed)
     splits = _split_off(splits, data, seed)
     for split, limit in (
         ("train", data.train_limit),
@@ -127,23 +133,8 @@ def _check(splits: Splits, data: Data) -> None:
             )
 
 
-def listed_names(data: Data) -> set[str]:
-    """The paths in the list of --data.skip-unreadable, relative to data.root. Raises UserError."""
-    assert data.skip_unreadable is not None
-    try:
-        text = read_regular_file(data.skip_unreadable, follow=True).decode("utf-8", "surrogateescape")
-        return {line.rstrip("\r") for line in text.split("\n")} - {""}
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(
-            f"--data.skip-unreadable: {data.skip_unreadable} cannot be read ({reason}); "
-            f"`{check_command(data)}` writes the list."
-        ) from error
-
-
-def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:
+def _unreadable(splits: Splits, data: Data, listed: UnreadableList) -> dict[int, npt.NDArray[np.bool_]]:
     """Python id of each source below a Subset -> bool [n], its samples to skip."""
-    listed = set() if data.skip_unreadable is None else listed_names(data)
     marked: dict[int, npt.NDArray[np.bool_]] = {}
     listed_here = 0
     for source in (splits.train, splits.validation, splits.test):
@@ -151,20 +142,20 @@ def _unreadable(splits: Splits, data: Data) -> dict[int, npt.NDArray[np.bool_]]:
             continue
         held, ids = unwrap_subset(source)
         marks = marked.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
-        if listed:
+        if listed.paths:
             chosen = np.fromiter(
-                (key in listed for key in sample_keys(source, names_root(data))), np.bool_, len(source)
+                (key in listed.paths for key in sample_keys(source, names_root(data))), np.bool_, len(source)
             )
             marks[slice(None) if ids is None else ids.numpy()] |= chosen
             listed_here += int(chosen.sum())
         missing: npt.NDArray[np.bool_] | None = getattr(held, "missing", None)
         if missing is not None:
             marks |= missing
-    if listed and not listed_here:
+    if listed.paths and not listed_here and not listed.name:
         # Some may have been deleted since; but if none is there, the list is of another folder or dataset.
         raise UserError(
-            f"--data.skip-unreadable: none of the {len(listed)} images that {data.skip_unreadable} lists, such as "
-            f"'{min(listed)}', is in {data.root}; `{check_command(data)}` writes the list for this data."
+            f"--data.skip-unreadable: none of the {len(listed.paths)} images that {data.skip_unreadable} lists, "
+            f"such as '{min(listed.paths)}', is in {data.root}; `{check_command(data)}` writes the list for this data."
         )
     return marked if any(marks.any() for marks in marked.values()) else {}
 

@@ -18,7 +18,7 @@ from accel_train.data.sources.splits import Source, Splits, Subset
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import parse_reference, short_name
 
-__all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits"]
+__all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits", "read_splits"]
 
 IN_MEMORY = ("digits", *PUBLISHED, "synthetic")
 """Datasets whose images need no workers, unless images are augmented one by one."""
@@ -39,6 +39,14 @@ def load_splits(data: Data, seed: int, *, download: bool = True, record: Path | 
     missing files are an error. `record`: the folder of the run, in which labels of a user's Dataset are kept that can
     only be read item by item. Raises UserError.
     """
+    splits = read_splits(data, download=download, record=record)
+    if splits.mistake:
+        raise UserError(splits.mistake)
+    return divide(splits, data, seed)
+
+
+def read_splits(data: Data, *, download: bool = True, record: Path | None = None) -> Splits:
+    """The dataset before it is divided; it may have a `mistake`. Parameters as above. Raises UserError."""
     reference = parse_reference("data.name", data.name)
     if reference is not None:
         from accel_train.data.sources.user.splits import user_data
@@ -51,7 +59,7 @@ def load_splits(data: Data, seed: int, *, download: bool = True, record: Path | 
             f"--data.range {range_text(data.range)}: it is for image files and PIL images of more than 8 bits, but "
             f"those of '{short_name('data.name', data.name)}' have 8 or are tensors; remove it (--data.range none)."
         )
-    return divide(splits, data, seed)
+    return splits
 
 
 def _load(data: Data, download: bool) -> Splits:

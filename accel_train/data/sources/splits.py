@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,6 +58,8 @@ class Splits:
     """Number of unreadable images that are skipped, in all splits."""
     ignored: str = ""
     """A description of the files in the data's folder that are not used."""
+    mistake: str = ""
+    """Why it cannot be trained on, although its images can be read and checked; "": it can."""
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
     train_weights: torch.Tensor | None = None
@@ -76,6 +78,11 @@ class Splits:
     def multi_label(self) -> bool:
         """Whether an image may have several labels, or none."""
         return self.train.labels.ndim == 2
+
+    @property
+    def sources(self) -> list[Source]:
+        """Those that there are, of train, validation and test."""
+        return [source for source in (self.train, self.validation, self.test) if source is not None]
 
     @property
     def to_train_on(self) -> Source:
@@ -123,6 +130,11 @@ def names_root(data: Data) -> Path:
     It is data.root, but the folder of a table: the same files have the same names in the table and in the folder.
     """
     return data.root.parent if data.name == "csv" else data.root
+
+
+def sample_keys(source: Source, root: Path) -> Iterator[str]:
+    """The unique key of each sample in its dataset: its name relative to the folder `root`."""
+    return (source.name(id).removeprefix(f"{root}/") for id in range(len(source)))
 
 
 def present_classes(labels: torch.Tensor) -> set[int]:

@@ -28,12 +28,12 @@ from rich.console import Console
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, MAGIC_2, CacheFile, Description
-from accel_train.data.sources.divide import listed_names
 from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.files.encoded import EncodedImages, StringArray
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.data.sources.splits import names_root, present_classes, unwrap_subset
-from accel_train.data.tools.check import write_list
+from accel_train.data.sources.unreadable_list import list_for, write_list
+from accel_train.data.tools.check import print_unreadable
 from accel_train.data.tools.chunk import Chunk, encode
 from accel_train.data.tools.few_bits import depth_notes
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
@@ -56,7 +56,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
     sources = {split: unwrap_subset(source)[0] for split, source in named.items() if source is not None}
     if not isinstance(splits.train, EncodedImages):
         raise UserError(f"the images of '{data.name}' are not files: there is nothing to cache.")
-    listed = listed_names(data) if data.skip_unreadable is not None else set()
+    listed = list_for(data, splits.sources).paths if data.skip_unreadable is not None else set()
     described = Description(
         encoding,
         short_side,
@@ -125,7 +125,8 @@ def _write(
     bad = [(name, why) for name, why in unreadable if name.removeprefix(f"{root}/") not in listed]
     if bad:
         list_path = output.with_name(f"{output.name}.unreadable.txt")
-        write_list(list_path, data, unreadable, console)
+        write_list(list_path, data, sources, (name for name, _ in unreadable))
+        print_unreadable(unreadable)
         print_line(
             f"{len(unreadable)} of {total} images cannot be read. They are listed in {list_path}. The finished part is "
             f"kept. Continue with the same command and\n  --skip-unreadable {shlex.quote(str(list_path))}"

@@ -9,13 +9,14 @@ from pathlib import Path
 from rich.console import Console
 
 from accel_train.config.schema import Data
+from accel_train.data.sources.divide import divide
 from accel_train.data.sources.files.encoded import EncodedImages
-from accel_train.data.sources.load import Source, load_splits
-from accel_train.data.sources.splits import names_root
+from accel_train.data.sources.load import Source, read_splits
+from accel_train.data.sources.unreadable_list import check_own_list, default_list, write_list
 from accel_train.data.tools.few_bits import depth_notes
 from accel_train.data.tools.pool import ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError, print_line
-from accel_train.files import atomic_write, check_writable
+from accel_train.files import check_writable
 
 SHOWN = 10  # unreadable images that are printed with their reason
 
@@ -23,12 +24,13 @@ Unreadable = tuple[str, str]
 """Name of the image, and why it cannot be read."""
 
 
-def check_data(data: Data, output: Path, processes: int) -> int:
+def check_data(data: Data, output: Path | None, processes: int) -> int:
     """Decode all images of `data` in `processes` processes; list the unreadable ones in the file `output`.
 
-    The list has one path a line, relative to `names_root`, sorted; it is empty if all can be read, and it is
-    written whole or not at all. Returns the number of unreadable images. Raises UserError.
+    None: in the file `default_list`. The list is written whole or not at all, also if it names no image. Returns the
+    number of mistakes: unreadable images, and one if the data cannot be trained on. Raises UserError.
     """
+    output = output or default_list(data)
     try:
         check_writable(output)
     except OSError as error:
@@ -36,23 +38,28 @@ def check_data(data: Data, output: Path, processes: int) -> int:
             f"the list {output} cannot be written ({error.strerror or error}): choose another place."
         ) from error
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
-    splits = load_splits(whole, seed=0)
+    splits = read_splits(whole)
+    if splits.mistake:
+        print_line(f"error: {splits.mistake}")
+    splits = divide(splits, whole, seed=0)
     sources = [source for source in (splits.to_train_on, splits.validation, splits.test) if source is not None]
     total = sum(map(len, sources))
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if not isinstance(splits.train, EncodedImages):
         print_line(f"The {total} images of '{data.name}' are not files: there is nothing to decode.")
-        sources = []
+        return 0
+    check_own_list(output, whole, splits.sources)
     for note in (*splits.notes, *depth_notes(splits.train)):
         print_line(f"warning: {note}")
     if splits.ignored:
         print_line(f"Not used: {splits.ignored}.")
     unreadable: list[Unreadable] = []
-    with ProgressDisplay(console, "decod", total if sources else 0) as shown:
+    with ProgressDisplay(console, "decod", total) as shown:
         for count, bad in in_processes(find_unreadable, sources, jobs_of(sources), processes):
             unreadable += bad
             shown.advance(count, len(unreadable))
-    write_list(output, data, unreadable, console)
+    write_list(output, whole, splits.sources, (name for name, _ in unreadable))
+    print_unreadable(unreadable)
     if unreadable:
         print_line(
             f"{len(unreadable)} of {total} images cannot be read. They are listed in {output}. Leave them out with"
@@ -60,9 +67,9 @@ def check_data(data: Data, output: Path, processes: int) -> int:
         options = f"--data.name {shlex.quote(data.name)} --data.root {shlex.quote(str(data.root))}"
         options += f" --data.skip-unreadable {shlex.quote(str(output))}"
         print_line(f"  accel-train train RECIPE {options}", wraps=False)
-    elif sources:
+    else:
         print_line(f"All {total} images can be read.")
-    return len(unreadable)
+    return len(unreadable) + bool(splits.mistake)
 
 
 def find_unreadable(source: Source, first: int, last: int) -> tuple[int, list[Unreadable]]:
@@ -76,12 +83,9 @@ def find_unreadable(source: Source, first: int, last: int) -> tuple[int, list[Un
     return last - first, unreadable
 
 
-def write_list(output: Path, data: Data, unreadable: list[Unreadable], console: Console) -> None:
-    """Write the sorted names of unreadable images, relative to `names_root`, one a line; print the first ones."""
-    unreadable.sort()
-    prefix = f"{names_root(data)}/"
-    atomic_write(output, "".join(f"{name.removeprefix(prefix)}\n" for name, _ in unreadable))
-    for name, why in unreadable[:SHOWN]:
+def print_unreadable(unreadable: list[Unreadable]) -> None:
+    """Print the first unreadable images, with the reasons."""
+    for name, why in sorted(unreadable)[:SHOWN]:
         print_line(f"  {name}: {why}")
     if len(unreadable) > SHOWN:
         print_line(f"  … and {len(unreadable) - SHOWN} more.")

@@ -103,7 +103,7 @@ def folder(data: Data) -> Splits:
     if not contents.images:
         others = f"; found {ignored_text(contents.others)}" if contents.others else ""
         raise UserError(f"--data.root {root} contains no image (searched for {' '.join(EXTENSIONS)}{others}).")
-    classes, splits, notes = arrange(contents.images, contents.folders, str(root))
+    classes, splits, notes, mistake = arrange(contents.images, contents.folders, str(root))
     if contents.repeated:
         notes.append(
             f"{root} has symbolic links to folders that are already included; they are not followed: "
@@ -120,6 +120,7 @@ def folder(data: Data) -> Splits:
         sources,
         ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
         notes=tuple(notes),
+        mistake=mistake,
     )
 
 
@@ -133,12 +134,11 @@ def ignored_text(others: Counter[str], outside: int = 0) -> str:
 
 def arrange(
     images: Iterable[str], folders: Iterable[str], where: str
-) -> tuple[tuple[str, ...], dict[str, Samples], list[str]]:
-    """Classes and splits of a tree, and warnings about them.
+) -> tuple[tuple[str, ...], dict[str, Samples], list[str], str]:
+    """Classes and splits of a tree, warnings about them, and its `Splits.mistake`: classes without a training image.
 
     images, folders: paths relative to the tree's root `where`, with "/". The classes are the sorted folders
-    in train/, or at the top if there is no train/. Raises UserError if splits differ in their classes, or if
-    a class has no training image.
+    in train/, or at the top if there is no train/. Raises UserError if splits differ in their classes.
     """
     folders = sorted(folders)
     named: dict[str, str] = {}  # split -> its folder
@@ -171,13 +171,14 @@ def arrange(
             )
         splits[split] = _samples(images, prefix, classes)
     empty = set(range(len(classes))) - set(splits["train"][1].tolist())  # other splits may have classes without images
+    mistake = ""
     if empty:
-        raise UserError(
-            f"{where}/{prefixes['train']} has class folders without any image: "
-            f"{_some([classes[label] for label in sorted(empty)])}: "
-            f"fill or remove them (searched for {' '.join(EXTENSIONS)})."
+        mistake = (
+            f"{len(empty)} of {len(classes)} class folders of {where}/{prefixes['train']} have no image: "
+            f"{_some([classes[label] for label in sorted(empty)])}. Fill or remove them "
+            f"(searched for {' '.join(EXTENSIONS)})."
         )
-    return classes, splits, _too_high(splits["train"], prefixes["train"], classes, where)
+    return classes, splits, _too_high(splits["train"], prefixes["train"], classes, where), mistake
 
 
 def _too_high(train: Samples, prefix: str, classes: tuple[str, ...], where: str) -> list[str]:

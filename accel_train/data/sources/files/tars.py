@@ -173,10 +173,10 @@ def tar(data: Data) -> Splits:
         raise UserError(f"--data.root {root}: its tar files contain no image{found_others}.")
     folders = {posixpath.dirname(path) for path in images} - {""}
     folders |= {str(above) for path in folders for above in PurePosixPath(path).parents} - {"."}
-    classes, splits, notes = arrange(images, folders, str(root))
+    classes, splits, notes, mistake = arrange(images, folders, str(root))
     sources = {split: ([images[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
     ignored = ignored_text(others, len(images) - sum(len(paths) for paths, _ in splits.values()))
-    return replace(splits_of_members(data, classes, sources), ignored=ignored, notes=tuple(notes))
+    return replace(splits_of_members(data, classes, sources), ignored=ignored, notes=tuple(notes), mistake=mistake)
 
 
 def _is_image(member: Member) -> bool:

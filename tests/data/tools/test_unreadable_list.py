@@ -1,0 +1,132 @@
+"""The list of `accel-train check-data` belongs to one data set, and no other one empties or overwrites it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from accel_train.cli import main
+from accel_train.config.schema import Data
+from accel_train.data.sources.load import load_splits
+from accel_train.errors import UserError
+
+
+def images(root: Path, *, damaged: bool, count: int = 3) -> Path:
+    """Write a folder of cats and dogs, one of them `damaged`."""
+    for kind in ("cat", "dog"):
+        (root / kind).mkdir(parents=True)
+        for number in range(count):
+            Image.new("L", (8, 8), number).save(root / kind / f"{number}.png")
+    if damaged:
+        (root / "cat/0.png").write_bytes(b"")
+    return root
+
+
+def check(*words: object) -> int:
+    return main(["check-data", *map(str, words), "--processes", "1"])
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_each_data_set_has_a_list_of_its_own() -> None:
+    images(Path("pets"), damaged=True)
+    images(Path("birds"), damaged=False)
+    assert check("folder", "--root", "pets") == 1
+    written = Path("unreadable-pets.txt").read_text()
+    assert written.splitlines()[1:] == ["cat/0.png"]
+    assert check("folder", "--root", "birds") == 0
+    assert Path("unreadable-pets.txt").read_text() == written
+    assert len(Path("unreadable-birds.txt").read_text().splitlines()) == 1
+    (Path("birds") / "labels.csv").write_text("path,label\ncat/0.png,a\ndog/0.png,b\n")
+    assert check("csv", "--root", "birds/labels.csv") == 0
+    assert Path("unreadable-labels.csv.txt").is_file()
+
+
+def test_a_list_of_another_data_set_is_not_overwritten(capsys: pytest.CaptureFixture) -> None:
+    """Two folders with one name, and the other folder has nothing to list."""
+    images(Path("a/pets"), damaged=True)
+    images(Path("b/pets"), damaged=False, count=4)
+    assert check("folder", "--root", "a/pets") == 1
+    written = Path("unreadable-pets.txt").read_bytes()
+    capsys.readouterr()
+    for output in ((), ("--output", "unreadable-pets.txt")):
+        assert check("folder", "--root", "b/pets", *output) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"unreadable-pets.txt is the list of folder {Path('a/pets').resolve()}" in line and "--output" in line
+        assert Path("unreadable-pets.txt").read_bytes() == written
+    Path("notes.txt").write_text("my notes\n")
+    assert check("folder", "--root", "b/pets", "--output", "notes.txt") == 2
+    assert "notes.txt exists, and it is not a list of images of" in capsys.readouterr().err
+    assert Path("notes.txt").read_text() == "my notes\n"
+    assert check("folder", "--root", "b/pets", "--output", "other.txt") == 0
+
+
+def test_the_list_of_the_same_data_set_is_written_again() -> None:
+    images(Path("pets"), damaged=True)
+    for _ in range(2):
+        assert check("folder", "--root", "pets") == 1
+    Image.new("L", (8, 8)).save("pets/cat/0.png")
+    assert check("folder", "--root", str(Path("pets").resolve())) == 0
+    assert len(Path("unreadable-pets.txt").read_text().splitlines()) == 1
+    Path("unreadable-pets.txt").write_text("dog/1.png\n")  # of an older version, or written by hand
+    assert check("folder", "--root", "pets") == 0
+    assert len(Path("unreadable-pets.txt").read_text().splitlines()) == 1
+
+
+def test_a_list_without_images_is_of_one_data_set_too() -> None:
+    """A wrong list would leave an unreadable image in the data: the run ends at it."""
+    images(Path("a/pets"), damaged=False)
+    images(Path("b/pets"), damaged=True, count=4)
+    assert check("folder", "--root", "a/pets") == 0
+    listed = Path("unreadable-pets.txt")
+    assert load_splits(Data("folder", Path("a/pets"), skip_unreadable=listed), 0).left_out == 0
+    with pytest.raises(UserError, match=r"unreadable-pets.txt is the list of folder /.*a/pets, not of folder b/pets"):
+        load_splits(Data("folder", Path("b/pets"), skip_unreadable=listed), 0)
+
+
+def test_names_that_both_data_sets_have_do_not_hide_the_mistake() -> None:
+    images(Path("a/pets"), damaged=True)
+    images(Path("b/pets"), damaged=False, count=4)
+    assert check("folder", "--root", "a/pets") == 1
+    with pytest.raises(UserError, match="is the list of folder"):
+        load_splits(Data("folder", Path("b/pets"), skip_unreadable=Path("unreadable-pets.txt")), 0)
+
+
+def test_data_that_has_moved_or_changed_keeps_its_list() -> None:
+    images(Path("a/pets"), damaged=True)
+    assert check("folder", "--root", "a/pets") == 1
+    data = Data("folder", Path("a/pets"), skip_unreadable=Path("unreadable-pets.txt"))
+    (data.root / "dog/2.png").unlink()
+    assert load_splits(data, 0).left_out == 1  # changed
+    Image.new("L", (8, 8)).save(data.root / "dog/2.png")
+    moved = data.root.rename("scratch")
+    assert load_splits(replace(data, root=moved), 0).left_out == 1
+    rows = [f"{kind}/{number}.png,{kind}\n" for kind in ("cat", "dog") for number in range(3)]
+    (moved / "labels.csv").write_text("path,label\n" + "".join(rows))
+    assert load_splits(replace(data, name="csv", root=moved / "labels.csv"), 0).left_out == 1
+
+
+def test_data_in_memory_has_no_list() -> None:
+    assert check("digits") == 0
+    assert not list(Path().iterdir())
+
+
+def test_the_check_goes_on_after_an_empty_class_folder(capsys: pytest.CaptureFixture) -> None:
+    images(Path("pets"), damaged=True)
+    Path("pets/fish").mkdir()
+    Path("pets/owl").mkdir()
+    Path("pets/owl/1.heic").touch()
+    assert check("folder", "--root", "pets") == 1
+    printed = capsys.readouterr().out
+    assert "2 of 4 class folders of pets/ have no image: 'fish', 'owl'" in printed
+    assert "1 of 6 images cannot be read" in printed
+    assert Path("unreadable-pets.txt").read_text().splitlines()[1:] == ["cat/0.png"]
+    Image.new("L", (8, 8)).save("pets/cat/0.png")
+    assert check("folder", "--root", "pets") == 1  # it cannot be trained on
+    assert "All 6 images can be read" in capsys.readouterr().out
+    with pytest.raises(UserError, match="2 of 4 class folders of pets/ have no image: 'fish', 'owl'"):
+        load_splits(Data("folder", Path("pets")), 0)
