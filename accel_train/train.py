@@ -220,7 +220,7 @@ def end_epoch(setup: TrainingSetup, run: Run) -> None:
     if is_last or done % config.eval_every_epochs == 0:
         if "val" in setup.evaluations:
             metric = best_metric(config, multi_label=setup.splits.multi_label)
-            figure, lower = run.evaluate("val").figures[metric], metric in LOWER_IS_BETTER
+            figure, lower = run.evaluate("val").deciding(metric), metric in LOWER_IS_BETTER
             is_best = state.record_best(figure, done, lower=lower)
             setup.schedule.step(done, -figure if lower else figure)
         elif "test" in setup.evaluations and not is_last:

@@ -252,6 +252,14 @@ class Evaluation:
             broken=broken,
         )
 
+    def deciding(self, metric: str) -> float:
+        """The figure that decides about the best checkpoint, the plateau schedule and the patience.
+
+        NaN if the loss is not finite, whatever the metric is: the accuracy of such outputs may be high by chance, and
+        would stay the best.
+        """
+        return self.figures[metric] if math.isfinite(self.figures["loss"]) else math.nan
+
     def warning(self, name: str) -> str | None:
         """A sentence about the evaluation `name` if it has no figures, else None."""
         if not self.broken:

@@ -137,12 +137,13 @@ def _accuracy(run: Path, result: Mapping[str, Any]) -> str:
 
 
 def _evaluations(run: Path, name: str) -> list[float]:
-    """Return the figure `name` of all evaluations of the validation split in metrics.jsonl."""
+    """Return the figure `name` of all evaluations of the validation split in metrics.jsonl whose loss is finite."""
     try:
         lines = [line for line in read_json_lines(run / "metrics.jsonl", "eval") if line.get("split") == "val"]
     except OSError:
         return []
-    return [line[name] for line in lines if isinstance(line.get(name), (int, float))]
+    finite = [line for line in lines if line.get("loss", 0.0) is not None]  # JSON has null for the others
+    return [line[name] for line in finite if isinstance(line.get(name), (int, float))]
 
 
 def _age(changed: float) -> str:
