@@ -29,8 +29,10 @@ say() { echo "[$(date +%T)] ${script##*/}: $*"; }
 fail() { say "error: $*" >&2; exit 2; }
 
 # In bash's arithmetic a word is the name of a variable: `set -u` would end the job there, perhaps after the training.
+# 08 would be a mistake, and 010 would be 8.
 for name in PROCESSES_PER_NODE MAX_REQUEUES MASTER_PORT LEAD_SECONDS; do
-    if [[ ${!name:-0} == *[!0-9]* ]]; then fail "$name is ${!name}; expected a number"; fi
+    [[ ${!name:-0} =~ ^[0-9]{1,9}$ ]] || fail "$name is ${!name}; expected a number"
+    if [[ -n ${!name:-} ]]; then printf -v "$name" %d $((10#${!name})); fi
 done
 
 use_site() { # load modules, virtual environment or container; also in tasks, which --export=NONE starts without them
@@ -84,8 +86,8 @@ begin_run() {
         arguments+=(--output-dir "$RUN")
     fi
     again=("${arguments[@]}")
-    mkdir -p "$RUN"
-    RUN=$(realpath "$RUN")
+    mkdir -p -- "$RUN"
+    RUN=$(realpath -- "$RUN")
     # Files through which this start's tasks report to this script. Each start has its own folder, because another job
     # may own the run (owner.json); the program then ends with 2. Once it owns the run, it removes an old REQUEUE
     # itself.

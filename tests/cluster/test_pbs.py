@@ -240,6 +240,11 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
             "a walltime of 60 s is too short: STOP is created 120 s before",
             {"TRAIN": "digits", "walltime": "00:01:00", **CPU},
         ),
+        (
+            "a walltime of 60 s is too short: STOP is created 90 s before",
+            {"TRAIN": "digits", "walltime": "00:01:00", "LEAD_SECONDS": "090", **CPU},
+        ),
+        ("LEAD_SECONDS is 2m; expected a number", {"TRAIN": "digits", "LEAD_SECONDS": "2m"}),
         ("no program qstat on ", {"TRAIN": "digits", "without": "qstat"}),
         ("no program pbsdsh on ", {"TRAIN": "digits", "without": "pbsdsh"}),
         ('usage: export TRAIN="RECIPE [--key value ...]"', {}),

@@ -325,19 +325,15 @@ def read_variables(*files: str) -> set[str]:
     return set(re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)) - SLURM.keys() - ours
 
 
-@pytest.mark.ci
-def test_no_value_ends_a_job(tmp_path: Path) -> None:
-    """Each variable that the scripts read, empty or with a value that it should not have: at most one line, at once."""
+def test_the_docs_name_the_variables_that_the_scripts_read() -> None:
+    """And the reverse: the tests below give values to all of them."""
     files = [str(path.relative_to(ROOT)) for path in ROOT.glob("slurm/*.s*")]
-    read = read_variables(*files, "pbs/train.pbs")
-    assert {"DOCTOR", "MAX_REQUEUES", "TMPDIR", "SLURM_GPUS", "ACCEL_TRAIN_SITE"} <= read
-    for name in sorted(read):
-        for value in ("",) if name.startswith(("SLURM", "PBS")) else ("", "a b"):
-            done = job("multi_node.sbatch", tmp_path, 0, **{name: value})
-            assert "unbound" not in done.stderr and "syntax error" not in done.stderr, (name, done.stderr)
-            assert done.returncode in ((3,) if value == "" else (2, 3)), (name, value, done.stderr)
-            if done.returncode == 2:
-                assert done.stderr.count("\n") == 1 and "error: " in done.stderr, (name, done.stderr)
+    read = {name for name in read_variables(*files, "pbs/train.pbs") if not name.startswith(("SLURM", "PBS"))}
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    table = set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE))
+    assert len(table) >= 6 and table <= read
+    between = {"ACCEL_TRAIN_START", "CONTINUE", "NODES", "RANK", "SCALING"}  # set by the scripts or a launcher
+    assert {name for name in read - between if not re.search(rf"\b{name}\b", page)} == set()
 
 
 PROGRAM = """
@@ -379,6 +375,38 @@ def test_no_missing_variable_ends_a_job(script: str, tmp_path: Path) -> None:
             assert done.returncode == (1 if script == "preflight.sbatch" else 3), (name, done.stdout, done.stderr)
             assert ("training starts" in done.stdout) == (script != "preflight.sbatch"), (name, done.stdout)
             assert "To continue the run: cd " in done.stderr, (name, done.stderr)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("slurm/*.sbatch")))
+def test_no_value_ends_a_job(script: str, tmp_path: Path) -> None:
+    """Each variable that the script and its tasks read, empty or with a value that it should not have: at most one
+    line, at once."""
+    root = tmp_path / "root"  # without a .venv, which would bring the real programs
+    for folder in ("slurm", "accelerate_configs"):
+        shutil.copytree(ROOT / folder, root / folder)
+    read = read_variables(f"slurm/{script}", "slurm/common.sh", "slurm/rank.sh")
+    assert {"MAX_REQUEUES", "TMPDIR", "ACCEL_TRAIN_SITE"} <= read
+    choices = [
+        (name, value)
+        for name in sorted(read - {"PROCESSES_PER_NODE"})
+        for value in (("",) if name.startswith(("SLURM", "PBS")) else ("", "a b", "08", "-1", "9" * 20))
+    ] + [("PROCESSES_PER_NODE", value) for value in ("", "a b", "0", "08", "-1", "9" * 20)]
+
+    def run(number: int) -> "subprocess.CompletedProcess[str]":
+        name, value = choices[number]
+        given = {"ACCEL_TRAIN_ROOT": str(root), "SLURM_GPUS_ON_NODE": "1", name: value}
+        return job(script, tmp_path / str(number), 0, root, REAL_TASKS, **given)
+
+    end = 1 if script == "preflight.sbatch" else 3
+    with ThreadPoolExecutor(4) as pool:
+        for (name, value), done in zip(choices, pool.map(run, range(len(choices))), strict=True):
+            for word in ("unbound", "syntax error", "value too great", "ambiguous"):
+                assert word not in done.stderr, (name, value, done.stderr)
+            if value and done.returncode == 2:
+                assert done.stderr.count("\n") == 1 and "error: " in done.stderr, (name, value, done.stderr)
+            else:
+                assert done.returncode == end, (name, value, done.stderr)
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
