@@ -233,6 +233,31 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert "killing task" in failed.stdout
 
 
+@pytest.mark.ci
+def test_a_node_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
+    """The hosts meet before their launchers, which would wait for it for ten minutes without a word."""
+    (tmp_path / "site").write_text(
+        "export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n"
+        "if [[ ${node_name:-} == localhost ]]; then exec sleep 300; fi\n"
+    )
+    began = time.monotonic()
+    missing = train(tmp_path, TRAIN="digits --epochs 1 --rendezvous-timeout-seconds 3", **CPU)
+    assert missing.returncode == 2, missing.stdout + missing.stderr
+    assert time.monotonic() - began < 60
+    lines = [line for line in missing.stderr.splitlines() if line.startswith("accel-train: error: ")]
+    assert len(lines) == 1, missing.stdout + missing.stderr
+    assert "1 of 2 machines met within 3 s: 0 (" in lines[0] and "Missing: machine rank 1" in lines[0]
+    assert "no task could write to" in missing.stderr and "on localhost: are these nodes up" in missing.stderr
+
+
+@pytest.mark.ci
+def test_names_that_a_sites_file_uses_itself(tmp_path: Path) -> None:
+    """With these two as its own variables each node trained alone."""
+    (tmp_path / "site").write_text("export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\nnode=0 NODES=1\n")
+    done = train(tmp_path, TRAIN="digits --epochs 1 --rendezvous-timeout-seconds 5", **CPU)
+    assert done.returncode == 0 and "2 machines met within" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("expected", "arguments"),
     [
