@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel_train.errors import one_line
 from accel_train.report.plots import import_pyplot
 
 # matplotlib draws with these placeholders, which are then replaced by the page's CSS variables.
@@ -51,29 +53,28 @@ class Chart:
 def draw(chart: Chart) -> str:
     """The chart as an SVG element."""
     figure, axes = _axes(chart.title)
+    drawn: dict[str, Any] = {}
     for line in chart.lines:
         points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None]
         if points:
-            axes.plot(
+            (drawn[one_line(line.label)],) = axes.plot(
                 *zip(*points, strict=True),
                 color=SERIES[line.color % len(SERIES)],
                 linestyle="--" if line.dashed else "-",
                 linewidth=1.6,
                 marker="o" if len(points) < 15 else None,
                 markersize=3,
-                label=line.label,
             )
-    seen: set[str] = set()
     for kind, at, _ in chart.events[:200]:
-        axes.axvline(at, color=MARK, linewidth=0.9, linestyle=STYLES[kind], label=None if kind in seen else kind)
-        seen.add(kind)
+        drawn[kind] = axes.axvline(at, color=MARK, linewidth=0.9, linestyle=STYLES[kind])
     axes.set_xlabel("epoch", color=TEXT)
     axes.xaxis.set_major_locator(_whole_numbers())
     if chart.percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
-    _, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        axes.legend(frameon=False, labelcolor=TEXT, fontsize=8)
+    if len(drawn) > 1:
+        legend = axes.legend(drawn.values(), drawn.keys(), frameon=False, labelcolor=TEXT, fontsize=8)
+        for label in legend.get_texts():  # the name of a run may have two dollars, and is no formula
+            label.set_parse_math(False)
     return _svg(figure, chart.title)
 
 
@@ -122,7 +123,9 @@ def _axes(title: str) -> tuple[Any, Any]:
 def _svg(figure: Any, title: str) -> str:
     """The figure as an SVG element without fixed size, colours and ids that another chart of the page could have."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the browser has others
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     import_pyplot().close(figure)
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]

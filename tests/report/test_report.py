@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import warnings
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from sklearn.metrics import precision_recall_fscore_support as figures_of_classe
 from accel_train import cli
 from accel_train.analysis.figures import single_label_figures, softmax
 from accel_train.analysis.predictions import read_predictions
+from accel_train.errors import COMMANDS, one_line
 from accel_train.report.page import page_of_run
 from accel_train.report.pictures import Picture
 from accel_train.report.records import RunRecords, read_run
@@ -201,6 +203,19 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     mean, spread = np.mean(accuracies[:3]) * 100, np.std(accuracies[:3], ddof=1) * 100
     assert seeds["test_accuracy"] == f"{mean:.2f}% ± {spread:.2f}%"
     assert "3 runs that differ in their seed alone (0, 1, 2)" in page
+
+
+@pytest.mark.parametrize("name", ["a$b^{$", "_hidden", "\x1b[2J\u202ea\nb", "\udcff", "\u6f22\u5b57 \U0001f469"])
+def test_any_name_of_a_run_is_shown_as_it_is(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    shutil.copytree(run, tmp_path / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cli.main(["report", str(tmp_path / name), str(run), "--output", str(tmp_path / "page.html")]) == 0
+    legends = "".join(re.findall(r"<svg.*?</svg>", (tmp_path / "page.html").read_text(), re.DOTALL))
+    assert one_line(name) in unescape(legends)
+    assert not COMMANDS.search(capsys.readouterr().out.replace("\n", ""))
 
 
 def test_a_thousand_classes_stay_below_5_mb(run: Path) -> None:
