@@ -89,7 +89,7 @@ def _impossible(info: ModelInfo) -> str:
     """Return the name of a value that no trained model can have, or ""."""
     native, channels = info.native_size, info.channels
     fits = {
-        "classes": len(info.classes) >= 2 and all(isinstance(name, str) for name in info.classes),
+        "classes": len(info.classes) >= 2 and all(map(_is_text, info.classes)),
         "channels": is_count(channels, 1, LARGEST),
         "image_size": is_count(info.image_size, 1, LARGEST),
         "native_size": native is None or is_count(native, 1, LARGEST),
@@ -97,6 +97,16 @@ def _impossible(info: ModelInfo) -> str:
         "full_scale": info.full_scale in (1, 255),
         "multi_label": isinstance(info.multi_label, bool),
         "range": is_value_range(info.range),
+        "semantics": is_count(info.semantics, 1, LARGEST),
         "std": len(info.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in info.std),
     }
     return next((name for name, fit in fits.items() if not fit), "")
+
+
+def _is_text(name: Any) -> bool:
+    """Whether it is a text that can be written to a file. The bytes of a folder's name that are no UTF-8 can, too."""
+    try:
+        name.encode(errors="surrogateescape")
+    except (AttributeError, UnicodeEncodeError):
+        return False
+    return True

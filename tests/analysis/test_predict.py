@@ -265,8 +265,10 @@ def test_what_is_wrong_is_told_in_a_line(
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
             patch.setenv(name, value)
         assert "runs in one process, but 2 were started" in told(image)
-    (alone / "model.json").write_text('{"classes": ["a"]}')
-    assert told(image).startswith(f"{alone}/model.json is damaged (")
+    values = json.loads((alone / "model.json").read_text())
+    for wrong in ({"semantics": "2"}, {"classes": ["\ud800", *values["classes"][1:]]}, {"classes": ["a"]}):
+        (alone / "model.json").write_text(json.dumps(values | wrong))
+        assert told(image).startswith(f"{alone}/model.json is damaged (")
     (alone / "model.json").unlink()
     assert told(image).startswith(f"{alone}/model.json cannot be read (No such file or directory)")
 
