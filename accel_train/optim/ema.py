@@ -51,6 +51,10 @@ def update_ema(ema: ModelEmaV3, model: nn.Module, updates: int) -> None:
 
     Every process has the complete EMA. FSDP2 splits the model, so then this is collective.
     """
+    if (generator := getattr(ema, "_sr_generator", None)) is not None:
+        # timm rounds bfloat16 weights at random. Its generator's state is in no checkpoint: a run that goes on would
+        # round otherwise.
+        generator.manual_seed(updates)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         ema.foreach = False  # one tensor at a time, so that the complete tensors are never all in memory
         ema.update(_Whole(model), step=updates)
