@@ -63,7 +63,8 @@ class TrainingPass:
 
 
 def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *, gradients: bool) -> TrainingPass:
-    """Try `model`, which is in training and not wrapped yet, with half of the `images`, again, and with all of them.
+    """Try `model`, which is in training and not wrapped yet, with half of the `images`, again, with all of them, and
+    with larger values.
 
     `batch_norms`: those whose statistics something else takes care of; they are tried in evaluation mode. `gradients`:
     look for parameters that a pass leaves out. Nothing is changed, and nothing is raised: in a model that cannot be
@@ -83,6 +84,8 @@ def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *
                 passes = [_run(model, half, batch_norms, gradients=gradients) for _ in range(1 + repeats)]
             with restored(model, images.device):
                 passes.append(_run(model, images, batch_norms, gradients=False))
+            with restored(model, images.device):  # for a buffer that keeps only the largest value, for example
+                larger = _run(model, 8 * images[len(images) // 2 :], batch_norms, gradients=False)
     except Exception:  # whatever a model does: training will show whether it is a mistake
         return TrainingPass()
     places = {f"{name}.{own}".strip("."): module for name, module in model.named_modules() for own in module._buffers}
@@ -94,7 +97,7 @@ def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *
             f"{place} ({type(module).__name__})"
             for place, module in places.items()
             # Those of SyncBatchNorm are the same on all processes: docs/guarantees.md says how far.
-            if _is_changing(place, passes) and not isinstance(module, nn.SyncBatchNorm)
+            if _is_changing(place, [*passes, larger]) and not isinstance(module, nn.SyncBatchNorm)
         ),
         leaves_out=gradients and any(each.leaves_out for each in passes),
         irregular=tuple(

@@ -96,6 +96,10 @@ class TestBuffers:
                 WithBuffer(lambda value, x: value if value.any() else x.std((0, 2, 3))),
                 "1.value (WithBuffer)",
             ),  # the first
+            (
+                WithBuffer(lambda value, x: torch.maximum(value, x.abs().amax((0, 2, 3)).clamp(20))),
+                "1.value (WithBuffer)",
+            ),  # the largest so far: the images that are tried have no larger one
             (WithBuffer(lambda value, x: torch.ones(3)), ""),  # a table
             (WithBuffer(lambda value, x: torch.ones(3) * torch.nan), ""),
             (Table(), ""),
