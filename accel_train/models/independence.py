@@ -48,7 +48,8 @@ def make_independent(
 ) -> tuple[VirtualBatches, DropoutKeys, Independence]:
     """Convert the layers of `model` that mix samples or draw random numbers, in place, so that what it computes for a
     sample does not depend on the number of processes; and check that nothing else does. Raises UserError if --bitwise
-    is not possible."""
+    is not possible, or if the device does not have the model's layers."""
+    _check_synchronized(config, accelerator, model)
     in_update = config.batch_size // virtual_batch if config.bitwise else None
     virtual_batches = VirtualBatches(model, virtual_batch, in_update)
     dropout, modules = convert_dropout(model, config.seed), virtual_batches.modules
@@ -74,6 +75,20 @@ def make_independent(
     virtual_batches.set_calls(irregular=passes.irregular, of_no_sample=passes.of_no_sample)
     passes.prepare_ddp(accelerator)
     return virtual_batches, dropout, independence
+
+
+def _check_synchronized(config: Config, accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise UserError if `model` has a SyncBatchNorm that cannot be trained here. On one process it is a BatchNorm."""
+    places = [
+        f"{name} (SyncBatchNorm)" for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)
+    ]
+    instead = "Use a BatchNorm instead: it normalises virtual batches, the same on any number of processes."
+    if places and config.bitwise:
+        raise UserError(f"--bitwise: model: {_first(places)} normalises by the samples of all processes. {instead}")
+    if places and accelerator.num_processes > 1 and accelerator.device.type in ("cpu", "mps"):
+        raise UserError(
+            f"model: {_first(places)}: torch has it only on GPUs, if there are several processes. {instead}"
+        )
 
 
 def check_independence(

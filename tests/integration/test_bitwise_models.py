@@ -75,6 +75,11 @@ class Couples(nn.Module):
         return self.head(self.norm(x).relu())
 
 
+class Synced(nn.Sequential):
+    def __init__(self, num_classes):
+        super().__init__(nn.SyncBatchNorm(1), nn.Flatten(), nn.Linear(64, num_classes))
+
+
 class OwnGenerator(nn.Module):
     def __init__(self, num_classes):
         super().__init__()
@@ -111,22 +116,25 @@ def test_the_weights_are_the_same_on_any_number_of_processes(name: str, tmp_path
 
 
 @pytest.mark.ci
-def test_a_run_continues_on_another_number_of_processes(tmp_path: Path) -> None:
-    """What a model draws follows from the update: not from the updates that a process has computed before."""
-    words = named(tmp_path, "Draws")
+@pytest.mark.parametrize("name", ["Draws", "Types"])
+def test_a_run_continues_on_another_number_of_processes(name: str, tmp_path: Path) -> None:
+    """What a model draws, and how the EMA of bfloat16 weights is rounded, follows from the update: not from the updates
+    that a process has computed before."""
+    words = f"{named(tmp_path, name)} --ema.enabled true"
     trained(tmp_path / "whole", f"{words} --epochs 2", 1)
     trained(tmp_path / "parts", f"{words} --epochs 1", 1)
     options = ("--bitwise", "true", "--data.workers", "0", "--allow-change", "epochs")
     done = helpers.run(*words.split(), "--epochs", 2, *options, "--output-dir", tmp_path / "parts", processes=4)
     assert done.returncode == 0 and "goes on from the end" in done.stderr, done.stderr
-    whole, parts = (tmp_path / name / "model.safetensors" for name in ("whole", "parts"))
-    assert whole.read_bytes() == parts.read_bytes()
+    for weights in ("model.safetensors", "ema.safetensors"):
+        assert (tmp_path / "whole" / weights).read_bytes() == (tmp_path / "parts" / weights).read_bytes(), weights
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "told"),
     [
+        ("Synced", "0 (SyncBatchNorm) normalises by the samples of all processes"),
         ("OwnGenerator", "it has a random generator of its own"),
         ("InEvaluation", "in evaluation the output of attention (MultiheadAttention) for a sample depends on"),
     ],

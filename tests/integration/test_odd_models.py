@@ -15,6 +15,12 @@ WORDS = (
     "--batch-size 16 --micro-batch-size 4 --epochs 2 --checkpoint.keep 20 --checkpoint.every-updates 1 "
     f"--model.name {MODEL}"
 )
+SYNCED = """
+from torch import nn
+
+def net(num_classes):
+    return nn.Sequential(nn.SyncBatchNorm(1), nn.Flatten(), nn.Linear(64, num_classes))
+"""
 
 
 @pytest.mark.ci
@@ -32,3 +38,12 @@ def test_a_restart_goes_on_with_the_same_buffers_on_all_processes(tmp_path: Path
     assert helpers.run(*WORDS.split(), "--output-dir", again, processes=2).returncode == 0
     one, other = (load_file(run / "model.safetensors") for run in (whole, again))
     assert all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.ci
+def test_a_model_with_layers_that_only_gpus_have_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SYNCED)
+    words = ["digits", "--model.name", tmp_path / "mine.py:net", "--output-dir", tmp_path / "run"]
+    done = helpers.run(*words, processes=2)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "0 (SyncBatchNorm)" in done.stderr and "only on GPUs" in done.stderr
