@@ -77,6 +77,8 @@ class LazyImage:
         Image.MAX_IMAGE_PIXELS = None  # Pillow's limit is global; ours is checked below
         with _strictly():
             self.image = Image.open(io.BytesIO(data))
+        if self.image.format == "EPS":  # Pillow would start Ghostscript, whose time and memory nobody bounds
+            raise ImageError("it is PostScript, which is a program and not an image; convert it to PNG")
         self.width, self.height = self.image.size
         if self.width * self.height > max_pixels:
             raise ImageError(

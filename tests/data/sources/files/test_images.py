@@ -106,6 +106,19 @@ def test_rubbish_is_an_error(data: bytes) -> None:
         decode(data, 3)
 
 
+def test_no_image_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow gives PostScript to Ghostscript, whatever the file is called."""
+    marker, program = tmp_path / "was-run", tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {marker}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # it remembers that there was none
+    with pytest.raises(ImageError) as raised:
+        decode(encoded(Image.fromarray(smooth()), "EPS"), 3)
+    assert not marker.exists()
+    assert "PostScript" in str(raised.value)
+
+
 def test_an_unreadable_file_is_named_with_reason_and_advice(tmp_path: Path) -> None:
     (tmp_path / "empty.jpg").touch()
     source = FileImages(tmp_path, ["empty.jpg", "gone.jpg"], torch.tensor([0, 1]), 3, "accel-train check-data x")
