@@ -38,6 +38,7 @@ from accel_train.models.weights.new_model import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import use_deterministic_kernels
 from accel_train.optim.clipping import parameters_to_clip
+from accel_train.optim.deterministic import use_deterministic_layers
 from accel_train.optim.ema import create_ema
 from accel_train.optim.loss import create_checked_loss
 from accel_train.optim.micro_batch import LESS_MEMORY, as_in_training, largest_that_fits, searches, set_gradients
@@ -146,9 +147,7 @@ def create_training_setup(
     published: bool = True,
 ) -> TrainingSetup:
     """Create everything that `config` names, with the `weights` to begin from. `published=False`: without pretrained
-    ones, for a benchmark or a checkpoint's weights. Collective. Raises UserError if settings do not fit each other, the
-    data or the device.
-    """
+    ones, for a benchmark or a checkpoint's weights. Collective. Raises UserError if something does not fit."""
     size = models.input_size(config.model, splits.image_size, config.origin)
     model, warnings, loaded = create_new_model(
         config, accelerator, splits.classes, splits.channels, size, weights, published=published
@@ -164,6 +163,7 @@ def create_training_setup(
     virtual_batches, dropout, independence = make_independent(
         config, accelerator, model, splits.channels, size, virtual_batch
     )
+    use_deterministic_layers(config, model, splits.channels, size)
     shard_batchnorm(accelerator, model)
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
     schedule = create_schedule(

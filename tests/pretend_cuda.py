@@ -50,6 +50,17 @@ FREE = {
 }  # fmt: skip
 
 
+# Those that raise on CUDA with torch.use_deterministic_algorithms(True), as its documentation lists them.
+NONDETERMINISTIC = {
+    "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "_adaptive_avg_pool3d_backward",
+    "avg_pool3d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "max_unpool2d",
+    "max_unpool3d", "upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
+    "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward", "upsample_trilinear3d_backward",
+    "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward", "nll_loss2d_forward",
+    "_ctc_loss_backward", "histc", "kthvalue", "grid_sampler_2d_backward", "grid_sampler_3d_backward",
+}  # fmt: skip
+
+
 # What was done since the last update's end, by the lines of accel_train that it came from.
 waits: collections.Counter[str] = collections.Counter()
 kernels: collections.Counter[str] = collections.Counter()
@@ -344,6 +355,8 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
         mixed = [each for each in tensors if not isinstance(each, CudaTensor) and each.dim() > 0]
         if there and mixed:
             raise RuntimeError(f"{name}: found tensors on cuda:0 and {mixed[0].device}, of shape {mixed[0].shape}")
+    if name in NONDETERMINISTIC and torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(f"{name}_cuda does not have a deterministic implementation, but you set …")
     if name not in FREE:
         kernels[place()] += 1
         _current.finish()  # on one stream all is done in order

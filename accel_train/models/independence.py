@@ -65,7 +65,7 @@ def make_independent(
         bitwise=config.bitwise,
     )
     by_ddp = accelerator.num_processes > 1 and not accelerator.is_fsdp2 and not config.bitwise  # gradients are summed
-    images = different_images(channels, size).to(parameter)
+    images = different_images(channels, size).to(parameter.device, parameter.dtype)
     passes = try_training(model, images, modules, gradients=by_ddp)
     # All processes must do the same, even if the trial rounded otherwise on another kind of device.
     independence, passes = broadcast_from_main(accelerator, lambda: (tried, passes))

@@ -208,6 +208,38 @@ def test_kernels_of_an_update_with_every_augmentation(
     assert kernels["loss.py"] <= 4 and kernels["clipping.py"] <= 8 and kernels["ema.py"] <= 2
 
 
+@pytest.mark.parametrize("recipe", ["cats_dogs_alexnet", "cifar10_alexnet", "cifar10_fast"])
+def test_bitwise_needs_no_kernel_that_is_not_deterministic(gpu: Pretended, tmp_path: Path, recipe: str) -> None:
+    """Their nets have adaptive pooling. The first two on small images: of 7x7 values one is pooled to 6x6."""
+    words = [*SMALL, "--data.name", "synthetic", "--data.classes", "2", "--bitwise", "true", "--ema.enabled", "false"]
+    words += ["--data.train-images", "32", "--data.test-images", "8", "--batch-size", "16", "--epochs", "1"]
+    words += ["--virtual-batch-size", "8"] if recipe != "cifar10_alexnet" else []
+    sizes = {"cats_dogs_alexnet": "256", "cifar10_alexnet": "64", "cifar10_fast": "32"}
+    words += ["--data.image-size", sizes[recipe], "--model.image-size", sizes[recipe], "--schedule.name", "constant"]
+    words += ["--schedule.warmup-epochs", "0", "--augment.resize", sizes[recipe]]
+    words += ["--data.train-limit", "none", "--data.test-limit", "none", "--data.test-fraction", "0"]
+    done = gpu("train", recipe, *words, "--output-dir", tmp_path / "run")
+    assert done.code == 0, done.output
+
+
+REFLECTING = """
+from torch import nn
+def net(num_classes, in_chans, image_size):
+    return nn.Sequential(nn.Conv2d(in_chans, 4, 3), nn.ReflectionPad2d(1), nn.Flatten(),
+                         nn.Linear(256, num_classes))
+"""
+
+
+def test_bitwise_names_an_operator_that_is_not_deterministic_before_the_run(gpu: Pretended, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REFLECTING)
+    words = ["digits", *SMALL, "--model.name", f"{tmp_path}/mine.py:net", "--output-dir", tmp_path / "run"]
+    done = gpu("train", *words, "--bitwise", "true")
+    assert done.code == 2 and "--bitwise: the model uses reflection_pad2d_backward_cuda, which has no" in done.output, (
+        done.output
+    )
+    succeeded(gpu("train", *words))
+
+
 TRANSFORMED = """
 import itertools, sys, torch, pretend_cuda as pretended
 pretended.install()
