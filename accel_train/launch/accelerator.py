@@ -15,12 +15,17 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.launch.environment import Launch
+from accel_train.launch.launcher_config import VARIABLE as LAUNCHER_CONFIG
 from accel_train.launch.launcher_config import apply_launcher_config
+from accel_train.launch.parent import gpu_asked_for
+from accel_train.launch.process import hostname
 from accel_train.launch.rendezvous import connecting, meet_all_ranks
 from accel_train.launch.torch_internals import set_collective_timeout, set_store_timeout
 from accel_train.starter import how_to_get
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def create_accelerator(
@@ -39,7 +44,8 @@ def create_accelerator(
     downloads happen in between. With `share_gpus` several processes of a node may use one GPU; gloo allows that, NCCL
     does not.
 
-    Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one.
+    Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one; also if the
+    launcher was asked for GPUs and there is none.
     """
     apply_launcher_config(launch)
     device: torch.device | None = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -49,7 +55,8 @@ def create_accelerator(
     # A process that trains several times still has the process group of the first time.
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
     own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
-    store = None if known else meet_all_ranks(launch, own_gpu, rendezvous_seconds)
+    missing = _missing_gpu(launch) if device is None and not forced else ""
+    store = None if known else meet_all_ranks(launch, own_gpu, rendezvous_seconds, missing)
     group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # while gloo connects
     if device is not None and not cpu and launch.world_size > 1:
         # Accelerate and DDP use LOCAL_RANK as a device's index. A process that sees only its own GPU (srun
@@ -91,6 +98,29 @@ def create_accelerator(
     return accelerator
 
 
+def _missing_gpu(launch: Launch) -> str:
+    """What is wrong if accelerate's config asks for a GPU and there is none; "" if it does not ask. Accelerate would
+    silently train on the CPU, in bf16."""
+    asked = gpu_asked_for(os.environ.get(LAUNCHER_CONFIG))
+    if asked is None:
+        return ""
+    hidden = "".join(f", {name} is {os.environ[name]!r}" for name in VISIBLE if name in os.environ)
+    config = f"accelerate_configs/{'cpu' if launch.world_size == 1 else 'multi_cpu'}.yaml"
+    return (
+        f"A GPU was asked for ({asked}), but torch {torch.__version__} finds none on {hostname()} "
+        f"({_why_no_gpu()}{hidden}). To train on the CPU: --config_file {config}.{how_to_get(config)}"
+    )
+
+
+def _why_no_gpu() -> str:
+    """What torch says: whether it was built for GPUs, and what it hears from the driver."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:
+        return reason_of(error, 200)
+    return "torch.accelerator has none"
+
+
 def precision(accelerator: Accelerator) -> str:
     """What the forward pass computes in: "fp32", "tf32", "bf16", "fp16" or "fp8"; see `precision_notice`.
 
@@ -130,7 +160,8 @@ def use_tf32() -> None:
 
 def uses_tf32() -> bool:
     """Whether CUDA may round float32 inputs of matrix products, convolutions or recurrent layers to TF32."""
-    return any(switch.fp32_precision == "tf32" for switch in _float32_switches())
+    overruled = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"  # NVIDIA's libraries read it
+    return not overruled and any(switch.fp32_precision == "tf32" for switch in _float32_switches())
 
 
 @contextmanager

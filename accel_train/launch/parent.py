@@ -12,6 +12,8 @@ import psutil
 from accel_train.untrusted import read_regular_file
 
 LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
+GPU_OPTIONS = {"--multi_gpu", "--multi-gpu", "--gpu_ids", "--gpu-ids", "--use_fsdp", "--use-fsdp"}
+"""Options of accelerate launch that ask for a GPU."""
 
 
 def parent_process() -> tuple[psutil.Process, list[str]]:
@@ -44,23 +46,72 @@ def launcher_command() -> list[str]:
 def asked_of_accelerate(command: list[str], name: str) -> int | None:
     """The number that `accelerate launch` was given for an option such as num_processes, on its command line or in the
     config file that it names; None if neither says one."""
-
-    def on_line(option: str) -> str | None:
-        spellings = (f"--{option}", f"--{option.replace('_', '-')}")
-        for word, following in pairwise([*command, ""]):
-            key, equals, value = word.partition("=")
-            if key in spellings:
-                return value if equals else following
-        return None
-
-    given: object = on_line(name)
-    if given is None and (file := on_line("config_file")):
-        import yaml
-
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            values = yaml.safe_load(read_regular_file(Path(file), follow=True))
-            given = values.get(name) if isinstance(values, dict) else None
+    given: object = _on_line(command, name)
+    if given is None and (file := _on_line(command, "config_file")):
+        given = _config(file).get(name)
     return int(str(given)) if str(given).isdecimal() else None
+
+
+def gpu_asked_for(file: str | None) -> str | None:
+    """What asks for a GPU, in words: an option of `accelerate launch`, or a setting of its config file; else None.
+
+    `file`: the config file of a process without a launcher. torchrun and no launcher at all ask for nothing, and nor
+    does a precision: bf16 is computed on CPUs, too.
+    """
+    command = launcher_command()
+    if command:
+        if {"--cpu", "--use_cpu"} & set(command) or _is_yes(_environment_of_launcher().get("ACCELERATE_USE_CPU")):
+            return None
+        if option := next((word for word in command if word.partition("=")[0] in GPU_OPTIONS), None):
+            return option
+        if not any("accelerate" in Path(word).name for word in command):
+            return None  # torchrun
+        file = _on_line(command, "config_file") or _default_config()
+    if file is None or _is_yes((values := _config(file)).get("use_cpu")):
+        return None
+    kind = str(values.get("distributed_type", "")).upper()
+    if kind == "FSDP" or (kind.startswith("MULTI_") and kind != "MULTI_CPU"):
+        return f"distributed_type: {kind} in {file}"
+    return None if values.get("gpu_ids") is None else f"gpu_ids: {values['gpu_ids']} in {file}"
+
+
+def _on_line(command: list[str], option: str) -> str | None:
+    """The value of an option on a command line; None if it is not there."""
+    spellings = (f"--{option}", f"--{option.replace('_', '-')}")
+    for word, following in pairwise([*command, ""]):
+        key, equals, value = word.partition("=")
+        if key in spellings:
+            return value if equals else following
+    return None
+
+
+def _config(file: str) -> dict[str, object]:
+    """The settings of a config file of accelerate's; {} if it cannot be read."""
+    import yaml
+
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        values = yaml.safe_load(read_regular_file(Path(file), follow=True))
+        return values if isinstance(values, dict) else {}
+    return {}
+
+
+def _default_config() -> str | None:
+    """The file that `accelerate config` writes, which the launcher reads if it is given no other."""
+    from accelerate.commands.config import default_config_file
+
+    return str(default_config_file) if Path(default_config_file).is_file() else None
+
+
+def _environment_of_launcher() -> dict[str, str]:
+    try:
+        environment: dict[str, str] = parent_process()[0].environ()
+    except psutil.Error:
+        return {}
+    return environment
+
+
+def _is_yes(value: object) -> bool:
+    return str(value).lower() in ("1", "true", "yes", "on")
 
 
 def only_launcher_set(variable: str, option: str | None = None) -> bool:

@@ -30,19 +30,23 @@ MOST_PAUSE, READ_SECONDS = 1.0, 2.0  # between two questions of a rank that wait
 RESOLVE_SECONDS = 20.0  # for a name service that is slow to know a new host
 
 
-def meet_all_ranks(launch: Launch, device_id: str, seconds: float) -> Any:
+def meet_all_ranks(launch: Launch, device_id: str, seconds: float, trouble: str = "") -> Any:
     """Wait at most `seconds` for all processes at MASTER_ADDR:MASTER_PORT, and compare what they know.
 
     `device_id` is the GPU of this process, or "". Returns the store in which they met. Rank 0 may be serving it: keep
     it until the process group exists, which then shares it. Returns None for a single process.
 
-    Raises UserError if ranks are missing, exist twice, expect different world sizes, or share a GPU of a host.
+    Raises UserError if ranks are missing, exist twice, expect different world sizes, or share a GPU of a host. So do
+    all processes if one has a `trouble`, which is the message: without it the others would wait, or be killed by the
+    launcher before one of them has printed it.
     """
     if launch.world_size == 1:
+        if trouble:
+            raise UserError(trouble)
         return None
     store = _connect(launch, seconds)
     try:
-        _check_ranks(store, launch, device_id, seconds)
+        _check_ranks(store, launch, device_id, seconds, trouble)
     except RuntimeError as error:
         raise UserError(
             f"Rank {launch.rank} on {hostname()} lost the connection to rank 0 before all processes had met "
@@ -52,7 +56,7 @@ def meet_all_ranks(launch: Launch, device_id: str, seconds: float) -> Any:
     return store
 
 
-def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float) -> None:
+def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float, trouble: str) -> None:
     """Write who this process is, wait for all others, and compare. Raises UserError.
 
     Rank 0 alone reads what all others have written, and writes its verdict: if each rank read all others, a thousand
@@ -69,9 +73,11 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float) -> 
     store.set(f"{keys[launch.rank]}/version", __version__)  # a key of its own: older versions read only the other
     store.set(keys[launch.rank], json.dumps(mine))
     began = time.monotonic()
-    found, is_first = "", launch.rank == 0
+    found, is_first = trouble, launch.rank == 0
     try:
-        if is_first:
+        if found:
+            pass  # all others learn it from the verdict
+        elif is_first:
             _wait_for(store, keys, verdict, began + seconds)
             if not store.check([verdict]):
                 found = _other_version(store, keys) or _judge(store.multi_get(keys))

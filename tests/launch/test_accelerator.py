@@ -42,7 +42,7 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Any:
         """For a process that sees these devices."""
         found: dict[str, Any] = {"device_id": ""}
 
-        def meet_all_ranks(_launch: Launch, device_id: str, _seconds: float) -> None:
+        def meet_all_ranks(_launch: Launch, device_id: str, _seconds: float, _trouble: str) -> None:
             found["device_id"] = device_id
 
         def make(cpu: bool, kwargs_handlers: list[Any], **_: Any) -> None:

@@ -44,6 +44,7 @@ def test_ranks_without_a_launcher_use_it(tmp_path: Path) -> None:
     file.write_text(COMPILED)
     step = {"SLURM_JOB_ID": helpers.free_port(), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "2", VARIABLE: str(file), "OMP_NUM_THREADS": "1"}
+    step["ACCELERATE_USE_CPU"] = "true"  # the file asks for GPUs
     ranks = [
         helpers.Captured([worlds.PROGRAM], worlds.environment(SLURM_PROCID=str(n), SLURM_LOCALID=str(n), **step))
         for n in range(2)
