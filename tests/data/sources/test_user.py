@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +184,52 @@ def test_labels_that_had_to_be_read_are_recorded_for_the_next_start(tmp_path: Pa
         again.train.fetch([5])
     kept.write_bytes(kept.read_bytes()[:-8])  # torn: read the items again
     assert load_splits(data, 0, record=run).train.labels.tolist() == first.train.labels.tolist()
+
+
+def header(shape: tuple[int, ...], kind: str = "<i8") -> bytes:
+    """The beginning of an .npy file of that shape."""
+    begun = io.BytesIO()
+    np.lib.format.write_array_header_1_0(begun, {"descr": kind, "fortran_order": False, "shape": shape})
+    return begun.getvalue()
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        header(()) + bytes(8),  # one number
+        header((10**15,)),  # more than the memory
+        header((20, 10**12), "|b1"),
+        header((10**30,)),
+        header((20,)) + b"\xff" * 160,  # -1
+        b"\x93NUMPY\x01\x00\xff\xff{",
+        b"",
+    ],
+)
+def test_damaged_recorded_labels_are_read_again(tmp_path: Path, found: bytes) -> None:
+    path, run = tmp_path / "mine.py", tmp_path / "run"
+    run.mkdir()
+    path.write_text(f"{HEAD}\ndef data(): return {{'train': Items(uint8)}}\n")
+    first = load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist()
+    (kept,) = run.glob("labels-train-*.npy")
+    kept.write_bytes(found)
+    assert load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist() == first
+    assert np.load(kept).tolist() == first
+    with kept.open("r+b") as file:  # a sparse file of 80 GB
+        file.write(header((10**10,)))
+        file.truncate(8 * 10**10 + 128)
+    assert load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist() == first
+
+
+def test_labels_that_cannot_be_recorded_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, run = tmp_path / "mine.py", tmp_path / "run"
+    run.mkdir()
+    path.write_text(f"{HEAD}\ndef data(): return {{'train': Items(uint8)}}\n")
+    first = load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist()
+    (kept,) = run.glob("labels-train-*.npy")
+    kept.unlink()
+    kept.mkdir()
+    assert load_splits(Data(name=f"{path}:data"), 0, record=run).train.labels.tolist() == first
+    assert f"warning: {kept} cannot be written (Is a directory)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.utils.data import Subset
 from accel_train.data.sources.user.dataset import OPTION, Label, read_item, restored_generators, seed_generators
 from accel_train.errors import UserError, print_line
 from accel_train.files import atomic_write
+from accel_train.untrusted import MAX_LOG_BYTES
 from accel_train.user_code.record import file_hash
 from accel_train.user_code.reference import Reference, code_file
 
@@ -53,18 +54,23 @@ def labels_of(dataset: Any, reference: Reference, split: str, record: Path | Non
     if kept is not None and _rank() == 0 and kept.parent.is_dir():
         content = BytesIO()
         np.save(content, labels.numpy())
-        atomic_write(kept, content.getvalue())
+        try:
+            atomic_write(kept, content.getvalue())
+        except OSError as error:  # the next start will read them again
+            print_line(f"accel-train: warning: {kept} cannot be written ({error.strerror}).", sys.stderr)
     return labels
 
 
 def _recorded(path: Path, count: int) -> Tensor | None:
     """The labels in the file, or None if it is not one of `count` labels."""
     try:
-        labels = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        labels = np.load(path, mmap_mode="r", allow_pickle=False)  # reads nothing before its shape is known to be right
+    except (OSError, ValueError, EOFError, OverflowError):
         return None
-    kinds = {1: np.dtype(np.int64), 2: np.dtype(np.bool_)}
-    return torch.from_numpy(labels) if len(labels) == count and kinds.get(labels.ndim) == labels.dtype else None
+    kind = {1: np.dtype(np.int64), 2: np.dtype(np.bool_)}.get(labels.ndim)
+    if labels.dtype != kind or len(labels) != count or labels.nbytes > MAX_LOG_BYTES or labels.min(initial=0) < 0:
+        return None
+    return torch.from_numpy(np.array(labels))
 
 
 def _rank() -> int:
