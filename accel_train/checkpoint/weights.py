@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -75,7 +75,17 @@ def one_of_run(run: Path, checkpoint: Path | None = None, name: str | None = Non
 
 def digest_of_run(run: Path) -> str:
     """The SHA-256 of the file of a run's weights, the EMA's if it has one. Raises UserError."""
-    return _read(run, lambda: sha256(list(find_weights(run).values())[-1]))
+
+    def read() -> str:
+        file = list(find_weights(run).values())[-1]
+        try:
+            with safe_open(file, framework="pt"):  # compares the size with the header: hashing 100 GB of zeros is slow
+                pass
+        except SafetensorError as error:
+            raise UserError(f"The weights in {file} cannot be read: {error}") from None
+        return sha256(file)
+
+    return _read(run, read)
 
 
 def _read(run: Path, read: Callable[[], T]) -> T:

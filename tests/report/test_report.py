@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import re
 import shutil
 import subprocess
+import time
 import warnings
 from html import unescape
 from pathlib import Path
@@ -182,6 +184,15 @@ def test_it_evaluates_once_and_again_when_the_weights_are_others(run: Path, page
     assert (copy / "predictions-test.npz").stat().st_mtime_ns != kept
     again = {row[0]: row[1:] for row in rows(section((tmp_path / "again.html").read_text(), "figures"))}
     assert again["accuracy"][0] == again["accuracy"][1]  # now they are the same weights
+
+
+def test_huge_weights_that_are_not_are_refused_at_once(run: Path, tmp_path: Path) -> None:
+    copy, began = Path(shutil.copytree(run, tmp_path / "copy")), time.monotonic()
+    for path in copy.glob("*.safetensors"):
+        os.truncate(path, 100 << 30)  # sparse; to hash it takes minutes
+    assert cli.main(["report", str(copy), "--output", str(tmp_path / "report.html")]) == 0
+    assert time.monotonic() - began < 20
+    assert "There are no figures of a model: The weights in" in unescape((tmp_path / "report.html").read_text())
 
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:
