@@ -23,7 +23,7 @@ from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
 from accel_train.checkpoint.weights import RunWeights, weights_of_run
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict
-from accel_train.config.semantics import SEMANTICS, check_same_splits
+from accel_train.config.semantics import SEMANTICS, check_same_images, check_same_splits
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.data.sources.splits import unwrap_subset
@@ -103,6 +103,8 @@ def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Con
 def _load_data(config: Config, info: ModelInfo, run: Path) -> Splits:
     """The data. Image files without a range of their own get that of the model, whose images a cache may have had."""
     splits = load_splits(config.data, config.seed, record=run)
+    if config.data.val_fraction or config.data.test_fraction:  # the division depends on which images there are
+        check_same_images(str(run), info.semantics, splits.semantics)
     if info.range is None or splits.value_range is not None or config.data.name == "cache":
         return splits
     if not isinstance(unwrap_subset(splits.train)[0], EncodedImages):

@@ -25,7 +25,7 @@ from accel_train.analysis.load_run import load_model, read_config
 from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.checkpoint.weights import one_of_run
 from accel_train.data.sources.files.encoded import read_image
-from accel_train.data.sources.files.folder import find_images
+from accel_train.data.sources.files.folder import find_images, ignored_text
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode
 from accel_train.errors import UserError, print_line, writing
 from accel_train.files import atomic_write, check_writable
@@ -192,10 +192,16 @@ def _image_files(path: Path) -> list[Path]:
     """Return the file itself, whatever its name, or the sorted image files below a folder."""
     if not path.is_dir():
         return [path]
-    names = find_images(path).images
-    if not names:
-        raise UserError(f"{path}: no image was found in this folder; name image files or another folder.")
-    return [path / name for name in names]
+    contents = find_images(path)
+    found = ignored_text(contents.others)
+    if not contents.images:
+        others = f" (found {found})" if found else ""
+        raise UserError(f"{path}: no image was found in this folder{others}; name image files or another folder.")
+    if found:
+        count = contents.others.total()
+        are = "files are not images by their names and are" if count > 1 else "file is not an image by its name and is"
+        print_line(f"{path}: {count} {are} left out: {found}.", sys.stderr)
+    return [path / name for name in contents.images]
 
 
 def _rows(

@@ -25,6 +25,7 @@ from accel_train.config.schema import Config, as_dict
 from accel_train.config.semantics import (
     IN_MEMORY,
     check_same_calls,
+    check_same_images,
     check_same_pixels,
     check_same_splits,
     with_older_batchnorm,
@@ -48,7 +49,7 @@ class RunParts:
     table: str
     """SHA-256 of the table that lists the data (`Splits.table`); "": no table does."""
     pixels: int
-    """The semantics number by which the data's pixels are computed (`Splits.semantics`)."""
+    """The semantics number by which the data's images are found and their pixels computed (`Splits.semantics`)."""
     model: nn.Module
     """As Accelerate prepared it."""
     ema: nn.Module | None
@@ -92,6 +93,7 @@ def plan_restore(
     saved, semantics = snapshot.state["configuration"], snapshot.state.get("semantics", 1)
     if run.has_batchnorm:
         saved = with_older_batchnorm(saved, semantics)
+    check_same_images(str(path), semantics, run.pixels)
     samples = snapshot.state.get("samples", run.samples), run.samples
     tables = snapshot.state.get("table", ""), run.table
     changes = differences(saved, run.config, samples, tables)

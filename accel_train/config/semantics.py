@@ -10,6 +10,7 @@
 4   Each call of a BatchNorm that a forward pass calls several times counts in its running statistics; before, only the
     last one did. An update without a call leaves them as they are; before, it moved them to 0. Values that are not as
     many for each sample, such as learned prototypes, count once an update; before, once a forward pass of a process.
+5   Folders and tar files have more kinds of images: .jfif, .gif, .avif, .jp2 and others were left out before.
 
 A run continues only with the semantics that it began with: an older run that a change affects is refused. No change has
 affected the pixels of datasets in memory (digits, MNIST, …).
@@ -22,12 +23,14 @@ from typing import Any
 
 from accel_train.errors import UserError
 
-SEMANTICS = 4
-IN_MEMORY, IMAGE_FILES = 1, 2  # the latest numbers that changed the pixels of these datasets: see Splits.semantics
+SEMANTICS = 5
+# The latest numbers that changed these datasets: see Splits.semantics.
+IN_MEMORY, IMAGE_FILES, IMAGE_NAMES = 1, 2, 5  # the last one: image files that older versions left out
 
 
 def check_same_pixels(what: str, before: int, now: int) -> None:
     """Raise UserError if the images of the checkpoint `what`, with the number `before`, have other pixels now."""
+    before, now = min(before, IMAGE_FILES), min(now, IMAGE_FILES)
     if before < now:
         raise UserError(
             f"{what} is from an older accel-train, which ignored the EXIF orientation of image files and cropped them "
@@ -37,6 +40,18 @@ def check_same_pixels(what: str, before: int, now: int) -> None:
         raise UserError(
             f"{what} is from a run whose images were rotated as EXIF says, but the cache was written by an older "
             "accel-train, which ignored EXIF. Write the cache again with `accel-train cache-data`."
+        )
+
+
+def check_same_images(what: str, before: int, images: int) -> None:
+    """Raise UserError if `what`, of a run with the number `before`, left out some of these `images` by their names.
+
+    `images`: `Splits.semantics`.
+    """
+    if before < IMAGE_NAMES <= images:
+        raise UserError(
+            f"{what} is from an older accel-train, which left out images with such names as .jfif, .gif or .avif, and "
+            " the data has some. Move them out of the data's folder, or start a new run with another --output-dir."
         )
 
 

@@ -128,7 +128,8 @@ def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest
         str(folder / name) for name in ("a.png", "b/10.PNG", "b/2.png", "b/[red]empty.jpg", "c.jpg", "cut.png")
     ]
     assert [row.endswith("cannot be read") for row in rows] == [False] * 3 + [True] * 3
-    which, *unreadable, last = err.splitlines()
+    left_out, which, *unreadable, last = err.splitlines()
+    assert left_out == f"{folder}: 1 file is not an image by its name and is left out: 1 .db."
     assert which == f"digits_cnn, weights: {alone}/ema.safetensors (EMA)"
     names = [line.partition(" cannot be read: ")[0] for line in unreadable]
     assert names == [str(folder / name) for name in ("b/[red]empty.jpg", "c.jpg", "cut.png")]

@@ -72,7 +72,7 @@ class Splits:
     """The values of black and white of images with more than 8 bits: --data.range, or that of a cache; None: those of
     such images that have a range of their own."""
     semantics: int = IN_MEMORY
-    """The semantics version by which the pixels are computed; see config/semantics.py."""
+    """The semantics version by which the images are found and their pixels computed; see config/semantics.py."""
 
     @property
     def multi_label(self) -> bool:
@@ -164,5 +164,5 @@ def splits_of_files(data: Data, classes: tuple[str, ...], sources: Mapping[str, 
     fields of `Splits`."""
     mean, std = default_mean_std(data.channels)
     train, validation, test = sources["train"], sources.get("validation"), sources.get("test")
-    more |= {"value_range": data.range, "semantics": IMAGE_FILES}
+    more = {"value_range": data.range, "semantics": IMAGE_FILES} | more
     return Splits(classes, data.channels, None, mean, std, train, validation, test, **more)

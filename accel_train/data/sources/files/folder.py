@@ -11,17 +11,28 @@ from pathlib import Path, PurePath
 import torch
 
 from accel_train.config.schema import Data
+from accel_train.config.semantics import IMAGE_FILES, IMAGE_NAMES
 from accel_train.data.sources.files.encoded import FileImages, check_command
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError, first_of
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""The same as torchvision's ImageFolder; other files (Thumbs.db, notes) do not count as images."""
+NEWER_EXTENSIONS = (
+    ".jfif", ".jpe", ".mpo", ".gif", ".avif", ".apng", ".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc", ".pbm", ".pnm",
+    ".pfm", ".tga", ".qoi", ".dib", ".pcx",
+)  # fmt: skip
+"""Of images that versions of the program before semantics 5 left out."""
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", *NEWER_EXTENSIONS)
+"""Of the pictures that Pillow reads; other files (Thumbs.db, notes) do not count as images."""
 
 
 def is_image(name: str) -> bool:
     """Whether a file of this name (the last part of a path) counts as an image."""
     return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+
+
+def semantics_of(paths: Iterable[str]) -> int:
+    """`Splits.semantics` of image files that were found by their names."""
+    return IMAGE_NAMES if any(path.lower().endswith(NEWER_EXTENSIONS) for path in paths) else IMAGE_FILES
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,7 @@ def folder(data: Data) -> Splits:
         ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
         notes=tuple(notes),
         mistake=mistake,
+        semantics=semantics_of(contents.images),
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.depth import ValueRange
 from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, check_command, file_state
-from accel_train.data.sources.files.folder import arrange, ignored_text, is_image
+from accel_train.data.sources.files.folder import arrange, ignored_text, is_image, semantics_of
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError
 from accel_train.untrusted import require_regular_file
@@ -206,4 +206,5 @@ def splits_of_members(
         split: TarImages(root or data.root, members, labels, data.channels, command, data.max_pixels, data.range)
         for split, (members, labels) in samples.items()
     }
-    return splits_of_files(data, classes, sources)
+    names = (member.name for members, _ in samples.values() for member in members)
+    return splits_of_files(data, classes, sources, semantics=semantics_of(names))

@@ -6,13 +6,15 @@ import itertools
 import json
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import is_image
+from accel_train.data.sources.files.folder import ignored_text, is_image
 from accel_train.data.sources.files.tars import Member, members_of, splits_of_members
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
@@ -32,13 +34,15 @@ def webdataset(data: Data) -> Splits:
     if name and (root / name).is_dir():
         root = root / name
     sources: dict[str, tuple[list[Member], torch.Tensor]] = {}
+    others: Counter[str] = Counter()
     for split, shards in _shards(root).items():
-        pairs = [pair for shard in shards for pair in _pairs(root, shard)]
+        pairs = [pair for shard in shards for pair in _pairs(root, shard, others)]
         sources[split] = [member for member, _ in pairs], torch.tensor([label for _, label in pairs])
     if "train" not in sources:
         raise UserError(f"--data.root {root}: found no shard (*.tar) of a train split.")
     count = 1 + max((int(labels.max()) for _, labels in sources.values() if len(labels)), default=-1)
-    return splits_of_members(data, tuple(str(label) for label in range(count)), sources, root)
+    splits = splits_of_members(data, tuple(str(label) for label in range(count)), sources, root)
+    return replace(splits, ignored=ignored_text(others))
 
 
 def _shards(root: Path) -> dict[str, list[str]]:
@@ -71,8 +75,9 @@ def _shards(root: Path) -> dict[str, list[str]]:
     return shards
 
 
-def _pairs(root: Path, shard: str) -> Iterator[tuple[Member, int]]:
-    """The images of a shard and their labels."""
+def _pairs(root: Path, shard: str, others: Counter[str]) -> Iterator[tuple[Member, int]]:
+    """The images of a shard and their labels. Counts in `others` the files of samples with a label but no image."""
+    beside: dict[str, str] = {}
     images: dict[str, Member] = {}
     labels: dict[str, int] = {}
     for member, content in members_of(root, shard):
@@ -86,6 +91,9 @@ def _pairs(root: Path, shard: str) -> Iterator[tuple[Member, int]]:
             labels[key] = int(text)
         elif is_image(name):
             images[key] = member
+        elif extension != "json":
+            beside[key] = f".{extension.lower()}"
+    others.update(beside.get(key, ".cls") for key in labels if key not in images)
     for key, member in images.items():
         if key not in labels:
             raise UserError(f"{root / shard}/{member.name} has no label; add a file {key.lstrip('/')}.cls next to it.")
