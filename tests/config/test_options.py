@@ -399,6 +399,8 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
     numbers = st.floats(0.001, 0.999)
     if key == "data.channels":
         return st.sampled_from([1, 3])
+    if key == "data.range":  # the first one must be smaller
+        return st.none() | st.tuples(st.floats(-9, 0), st.floats(0.5, 65535))
     if key == "loss.name":
         return st.sampled_from([*NAMES[key], "torch.nn.functional:cross_entropy"])
     if key == "model.kwargs":

@@ -29,6 +29,7 @@ USUAL_BITS = (8, 10, 12, 14)  # that cameras and microscopes store in 16
 BITS_PER_SAMPLE, SUBFILE_TYPE, SAMPLE_FORMAT = 258, 254, 339  # tags of TIFF
 SIGNED = 2  # SAMPLE_FORMAT of integers
 PART_OF_FIRST = 0b101  # SUBFILE_TYPE of a page that is a reduced copy of another one, or its mask
+ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")
 SCALED_FORMATS = ("PPM", "JPEG2000")  # such a file says which value is white; Pillow scales the values to 16 bits
 
 
@@ -67,7 +68,15 @@ def check_values(image: Image.Image, data: bytes, value_range: ValueRange | None
 
 
 def check_pages(image: Image.Image) -> None:
-    """Raise ImageError if an opened TIFF has several pages; reduced copies and masks of the first do not count."""
+    """Raise ImageError if an opened TIFF has several pages, or if it is an animation: which picture is the sample?
+
+    Reduced copies and masks of a TIFF's first page do not count. Nor do the further pictures in a camera's JPEG (MPO).
+    """
+    if image.format in ANIMATED and getattr(image, "is_animated", False):
+        raise ImageError(
+            f"it is an animation of {getattr(image, 'n_frames', 2)} pictures, but a sample is one image: save the "
+            "picture that you mean as a file of its own"
+        )
     pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
     for page in range(1, pages):
         image.seek(page)

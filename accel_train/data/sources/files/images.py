@@ -57,7 +57,7 @@ class LazyImage:
     """An encoded image whose size is known before its pixels are decoded.
 
     The content, not the file's name, determines the format. `height`, `width` and pixels follow the EXIF orientation.
-    Values of more than 8 bits: see depth.py. Of an animation the first picture is used; transparency is dropped, as in
+    Values of more than 8 bits, and files of several pictures: see depth.py. Transparency is dropped, as in
     torchvision's ImageFolder.
     """
 

@@ -139,12 +139,17 @@ def test_a_tiff_of_several_pages_is_refused(compression: str) -> None:
         assert torch.equal(decode(saved(count, 1), 1), LEVELS)
 
 
-def test_of_an_animation_the_first_picture_is_used() -> None:
-    first, second = (Image.new("RGB", (4, 4), (shade, shade, shade)) for shade in (200, 10))
-    for format in ("GIF", "WEBP", "PNG"):
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "AVIF"])
+def test_an_animation_is_refused(format: str) -> None:
+    first, second = (Image.new("RGB", (16, 16), (shade, shade, shade)) for shade in (200, 10))
+    for others in ([], [second], [second, first]):
         file = io.BytesIO()
-        first.save(file, format, save_all=True, append_images=[second])
-        assert (decode(file.getvalue(), 3).int() - 200).abs().max() <= 3, format
+        first.save(file, format, save_all=True, append_images=others)
+        if others:
+            with pytest.raises(ImageError, match=f"an animation of {1 + len(others)} pictures"):
+                decode(file.getvalue(), 3)
+        else:
+            assert (decode(file.getvalue(), 3).int() - 200).abs().max() <= 3
 
 
 def write(root: Path, kind: str, counts: dict[str, int], peak: float = 0.9) -> Path:
