@@ -25,7 +25,7 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.csv_rows import Mistakes, csv_rows
 from accel_train.data.sources.files.encoded import FileImages, check_command
-from accel_train.data.sources.files.missing import missing_files, similar_file
+from accel_train.data.sources.files.missing import missing_files, why_missing
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError, first_of, nearest
 
@@ -71,7 +71,7 @@ def table(data: Data) -> Splits:
     # Before any label is looked at, so that all of these mistakes are told at once.
     for index in missing_files(path.parent, rows.paths):
         image = rows.paths[index]
-        hint = "" if mistakes.has("missing") else similar_file(path.parent, image)
+        hint = "" if mistakes.has("missing") else why_missing(path.parent, image)
         mistakes.add("missing", rows.numbers[index], f"there is no file '{image}' in {path.parent}.{hint}")
     mistakes.raise_all()
     classes, labels = _labels(rows.labels)

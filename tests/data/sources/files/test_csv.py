@@ -157,6 +157,20 @@ def test_links_into_the_tables_folder_are_followed(images: Path, tmp_path: Path)
     assert len(splits.train) == 3 and len(splits.train.fetch([0, 1, 2])) == 3
 
 
+def test_a_link_that_leads_nowhere_is_told_with_its_target(images: Path) -> None:
+    (images / "lost.png").symlink_to("/mnt/disk/lost.png")
+    (images / "away").symlink_to("../not mounted")
+    (images / "6.png.bak").touch()
+    found = mistake(images, GOOD + "lost.png,x\n")
+    assert "there is no file 'lost.png'" in found
+    assert "'lost.png' is a link, and its target /mnt/disk/lost.png does not exist." in found
+    assert "Did you mean" not in found
+    assert "'away' is a link, and its target ../not mounted does not exist." in mistake(images, GOOD + "away/1.png,x\n")
+    (images / "round.png").symlink_to("round.png")
+    assert "'round.png' is a link, and its target round.png does not exist." in mistake(images, GOOD + "round.png,x\n")
+    assert "'a' is a folder." in mistake(images, GOOD + "a,x\n")
+
+
 GOOD = "path,label\n6.png,x\n7.png,y\n"
 
 
