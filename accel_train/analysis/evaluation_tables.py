@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_train.analysis.figures import TEMPERATURES
-from accel_train.errors import print_line
+from accel_train.errors import first_of, print_line
 from accel_train.records.metrics import metrics_for
 from accel_train.records.table import print_table
 
 LOWEST, HIGHEST = TEMPERATURES
 SHOWN = 20  # at most so many classes are printed
 
+NO_FIGURE = "\u2013"  # of a class without images
 PERCENT = ".2%"
 FIGURES = {  # key -> (what the table calls it, its form)
     "balanced_accuracy": ("balanced accuracy", PERCENT),
@@ -59,13 +60,32 @@ def print_figures(records: dict[str, dict[str, Any]], classes: Sequence[str], *,
         )
 
 
-def print_classes(record: dict[str, Any], classes: Sequence[str]) -> None:
-    """Print a row for each class, of the last weights (the EMA's if there is one).
+def images_of_classes(record: dict[str, Any]) -> list[int]:
+    """How many images of each class were evaluated."""
+    confusion = record.get("confusion")
+    images: list[int] = record["class_images"] if confusion is None else [sum(row) for row in confusion]
+    return images
+
+
+def without_images(record: dict[str, Any], classes: Sequence[str], split: str) -> str:
+    """Which classes the split has no image of: "no test images: cat, dog (2 of 10 classes)". Or ""."""
+    names = [name for name, count in zip(classes, images_of_classes(record), strict=True) if not count]
+    return f"no {split} images: {first_of(names, 10)} ({len(names)} of {len(classes)} classes)" if names else ""
+
+
+def print_classes(record: dict[str, Any], classes: Sequence[str], split: str) -> None:
+    """Print a row for each class, of the last weights (the EMA's if there is one), and which have no image in `split`.
 
     Of more than SHOWN classes only those with the lowest recall (or average precision) are printed.
     """
-    confusion = record.get("confusion")
-    images = record["class_images"] if confusion is None else [sum(row) for row in confusion]
+    _print_rows(record, classes)
+    if empty := without_images(record, classes, split):
+        print_line("")
+        print_line(empty)
+
+
+def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
+    confusion, images = record.get("confusion"), images_of_classes(record)
     all_columns = {
         "average precision": record.get("class_average_precision"),
         "precision": record.get("class_precision"),
@@ -76,7 +96,9 @@ def print_classes(record: dict[str, Any], classes: Sequence[str]) -> None:
     first = "recall" if confusion is not None else "average precision"
     if first not in columns:  # the model's output is NaN
         return
-    labels = [label for label, count in enumerate(images) if count]
+    labels = list(range(len(classes)))
+    if len(labels) > SHOWN:
+        labels = [label for label in labels if images[label]]
     if len(labels) > SHOWN:
         labels = sorted(labels, key=lambda label: columns[first][label] or 0.0)[:SHOWN]
         print_line("")
@@ -85,7 +107,11 @@ def print_classes(record: dict[str, Any], classes: Sequence[str]) -> None:
         print_line("")
     head = ["class", "images", *columns]
     rows = [
-        [classes[label], str(images[label]), *(_percent(values[label]) for values in columns.values())]
+        [
+            classes[label],
+            str(images[label]),
+            *(_percent(values[label]) if images[label] else NO_FIGURE for values in columns.values()),
+        ]
         for label in labels
     ]
     if confusion is not None:

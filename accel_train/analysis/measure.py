@@ -136,7 +136,7 @@ def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path],
     if (warning := last.warning(subject.split)) is not None:
         print_line(f"accel-train: warning: {warning}", sys.stderr)
     print_figures(records, subject.classes, multi_label=splits.multi_label)
-    print_classes(records[subject.last], subject.classes)
+    print_classes(records[subject.last], subject.classes, subject.split)
     print_line("")
     if predictions is not None and predictions not in failures:
         print_line(f"the logits of {subject.names[subject.last]}: {predictions}")

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from accel_train import __version__
-from accel_train.analysis.evaluation_tables import FIGURES
+from accel_train.analysis.evaluation_tables import FIGURES, NO_FIGURE, images_of_classes, without_images
 from accel_train.errors import UserError, one_line
 from accel_train.records.cost.ledger import read_starts
 from accel_train.records.cost.summary import cost_of, cost_rows
@@ -38,7 +38,7 @@ def page_of_run(run: RunRecords, evaluation: Row, pictures: Sequence[Picture], n
         split=evaluation.get("split", ""),
         confusion=_confusion(record, run.info.classes),
         pairs=_pairs(record, run.info.classes),
-        classes=_classes(record, run.info.classes),
+        classes=_classes(record, run.info.classes, evaluation.get("split", "")),
         calibration=draw_calibration(record["calibration"]) if record.get("calibration") else "",
         pictures=pictures,
         base=base,
@@ -209,20 +209,24 @@ def _pairs(record: Row, classes: Sequence[str]) -> list[tuple[str, str, int]]:
     return [(classes[true], classes[said], count) for count, true, said in worst]
 
 
-def _classes(record: Row, classes: Sequence[str]) -> Row:
-    """The table of the classes: {"head": […], "rows": [[name, images, figures …]]}, figures as (number, text)."""
+def _classes(record: Row, classes: Sequence[str], split: str) -> Row:
+    """The table of the classes: {"head": […], "rows": [[name, images, figures …]]}, figures as (number, text), and
+    "empty", which classes have no image in the `split`."""
     if not record:
         return {}
-    images = record.get("class_images") or [sum(row) for row in record["confusion"]]
+    images = images_of_classes(record)
     names = {"average precision": "class_average_precision", "precision": "class_precision", "recall": "class_recall",
              "f1": "class_f1"}  # fmt: skip
     columns = {title: record[key] for title, key in names.items() if key in record}
     rows = [
-        [name, images[label], *(_cell(values[label]) for values in columns.values())]
+        [
+            name,
+            images[label],
+            *(_cell(values[label]) if images[label] else (-1.0, NO_FIGURE) for values in columns.values()),
+        ]
         for label, name in enumerate(classes)
-        if images[label]
     ]
-    return {"head": ["class", "images", *columns], "rows": rows}
+    return {"head": ["class", "images", *columns], "rows": rows, "empty": without_images(record, classes, split)}
 
 
 def _cell(value: float | None) -> tuple[float, str]:

@@ -118,6 +118,25 @@ def test_the_worst_of_many_classes_are_shown(
     assert [row.split()[0] for row in rows] == [str(at) for at in sorted(range(10), key=lambda at: accuracy[at])[:3]]
 
 
+@pytest.mark.parametrize("shown", [20, 6])
+def test_classes_without_an_image_are_told(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shown: int
+) -> None:
+    monkeypatch.setattr(evaluation_tables, "SHOWN", shown)
+    confusion = evaluated(run, "--data.test-limit=4")["ema"]["confusion"]
+    empty = [str(label) for label in range(10) if not sum(confusion[label])]
+    assert 6 <= len(empty) < 10
+    out = capsys.readouterr().out
+    assert f"no test images: {', '.join(empty)} ({len(empty)} of 10 classes)" in out.splitlines()
+    table = out.partition("most often confused with")[2].splitlines()
+    rows = {words[0]: words[1:] for line in table if (words := line.split()) and words[0].isdigit()}
+    listed = [name for name in rows if rows[name][0] == "0"]
+    assert listed == (empty if shown == 20 else []) and all(rows[name] == ["0", *["\u2013"] * 3] for name in listed)
+
+    evaluated(run)
+    assert "no test images" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -229,6 +229,19 @@ def test_any_name_of_a_run_is_shown_as_it_is(
     assert not COMMANDS.search(capsys.readouterr().out.replace("\n", ""))
 
 
+def test_classes_without_an_image_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    words = ["--epochs", "1", "--data.test-limit", "4", "--output-dir", str(run)]
+    assert cli.main(["train", "digits", *words]) == 0
+    assert cli.main(["report", str(run)]) == 0
+    found = section((run / "report.html").read_text(), "classes")
+    counts = {row[0]: row[1:] for row in rows(found)[1:]}
+    empty = [name for name, cells in counts.items() if cells[0] == "0"]
+    assert len(counts) == 10 and 6 <= len(empty) < 10
+    assert all(counts[name] == ["0", *["\u2013"] * 3] for name in empty)
+    assert f"No test images: {', '.join(empty)} ({len(empty)} of 10 classes)." in found
+
+
 def test_a_thousand_classes_stay_below_5_mb(run: Path) -> None:
     real, numbers = read_run(run), np.random.default_rng(0)
     labels = numbers.integers(1000, size=20_000)
