@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
+from torchvision.tv_tensors import Image
 
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.user import packed
@@ -72,6 +73,23 @@ def test_tensors_of_every_kind_arrive_as_they_were() -> None:
             assert one.dtype == other.dtype
             assert one.to_dense().equal(other.to_dense())
     assert received[0].untyped_storage().data_ptr() == received[1].untyped_storage().data_ptr()
+
+
+def test_the_users_tensors_are_not_kept_twice() -> None:
+    whole = torch.arange(24).reshape(4, 6)
+    with torch.inference_mode():
+        inferred = torch.arange(3)
+    images: list[Any] = [whole[1:], whole.T, torch.ones(2, 3).bool(), Image(torch.ones(3, 4, 4)), torch.tensor(2.5)]
+    left = [inferred, torch.ones(4).detach()]
+    before = [image.clone() for image in images + left]
+    sent = Packed(images + left)
+    block = sent.memory[0].untyped_storage().data_ptr()
+    assert [image.untyped_storage().data_ptr() for image in images] == [block] * len(images)
+    assert all(map(torch.equal, images + left, before)) and type(images[3]) is Image
+    assert whole.equal(torch.arange(24).reshape(4, 6))
+    again = Packed(images + left)  # after the first evaluation, say
+    for received in (sent.unpack(), again.unpack()):
+        assert all(map(torch.equal, received, before)) and received[1].stride() == (1, 6)
 
 
 def test_workers_load_a_dataset_of_many_tensors() -> None:

@@ -2,10 +2,15 @@
 
 torch sends the memory of each tensor by a file descriptor of its own, and a worker can be sent some 250. Here all
 small tensors lie in one block of shared memory. Large ones are shared as they are, without a copy.
+
+The user's tensors become views of that block, so that their bytes are in memory only once. (torch moves a tensor that
+it sends, too.)
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import pickle
 from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
@@ -36,6 +41,11 @@ class Packed:
         for first, storage in pickler.small:
             block[first : first + storage.nbytes()] = _bytes_of(storage)
         self.memory = [block, *map(_bytes_of, pickler.large)]
+        for tensor in pickler.tensors:
+            _move(tensor, block, *pickler.places[_storage_of(tensor)._cdata])
+        del pickler  # which holds the tensors' old memory
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep it; other C libraries do not have this function
 
     def unpack(self) -> Any:
         """The object; its tensors are views of the shared memory."""
@@ -48,6 +58,7 @@ class _Pickler(ForkingPickler):
         self.small: list[tuple[int, torch.UntypedStorage]] = []  # with their first bytes in the block
         self.large: list[torch.UntypedStorage] = []
         self.block_bytes = 0
+        self.tensors: list[Tensor] = []
         self.places: dict[int, Place] = {}  # by the address of a storage, which `small` and `large` keep alive
 
     def persistent_id(self, value: Any) -> Any:
@@ -63,6 +74,7 @@ class _Pickler(ForkingPickler):
         plain = value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized
         if not plain or value.requires_grad or value.is_conj() or value.is_neg():
             return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        self.tensors.append(value)
         base = value.as_subclass(Tensor)
         view = base.dtype, base.storage_offset(), tuple(base.shape), base.stride()
         arguments = (type(value), base.untyped_storage(), *view)
@@ -89,6 +101,19 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, place: Place) -> tuple[torch.UntypedStorage, int]:
         number, first = place
         return self.memory[number], first
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor.as_subclass(Tensor).untyped_storage()
+
+
+def _move(tensor: Tensor, block: Tensor, number: int, first: int) -> None:
+    """Make a tensor, whose bytes are in the block from `first` on, a view of the block."""
+    # torch refuses to move what detach() returned, and tensors of inference mode: they stay where they are.
+    with torch._C.DisableTorchFunctionSubclass(), contextlib.suppress(RuntimeError):
+        if number == 0:
+            offset = first // tensor.element_size() + tensor.storage_offset()
+            tensor.set_(block.untyped_storage(), offset, tensor.shape, tensor.stride())
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
