@@ -214,7 +214,7 @@ def _wait_for_listener(launch: Launch, address: str, port: int, deadline: float)
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=min(left, 5.0)):
             return ""
-        if launch.agent is not None and has_ended(*launch.agent):
+        if _launcher_has_ended(launch):
             return "the launcher has ended"
         if not told and recorded_stop_signal() == "SIGTERM":
             told = "SIGTERM came meanwhile. Has another process failed? See its message"
@@ -222,6 +222,14 @@ def _wait_for_listener(launch: Launch, address: str, port: int, deadline: float)
         time.sleep(pause)
         pause = min(MOST_PAUSE, pause * 1.2)
     return told
+
+
+def _launcher_has_ended(launch: Launch) -> bool:
+    """Whether the launcher that started this process has ended, perhaps before this process could see which it was."""
+    if launch.agent is not None:
+        return has_ended(*launch.agent)
+    is_orphan = os.getppid() == 1  # process 1 has adopted it
+    return is_orphan and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _resolve(launch: Launch, address: str, seconds: float) -> None:

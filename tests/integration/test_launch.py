@@ -5,11 +5,13 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import helpers
+import psutil
 import pytest
 from worlds import PROGRAM, environment, finish, start
 
@@ -364,6 +366,26 @@ def test_a_rank_that_finds_nobody_does_not_outlive_sigterm_and_its_launcher() ->
     for reason, rank in waiting.items():
         text = rank.communicate(timeout=60)[0]
         assert "found nobody at 127.0.0.1" in text and f"stops waiting: {reason}" in text
+
+
+@pytest.mark.ci
+def test_ranks_whose_launcher_dies_while_they_still_start_end_too(tmp_path: Path) -> None:
+    """They import torch for seconds, and did not know then that they had had a launcher."""
+    words = helpers.command("digits", "--output-dir", tmp_path / "run", processes=2)
+    with (tmp_path / "log").open("wb") as log:
+        launcher = subprocess.Popen(words, env=helpers.environment(), stdout=log, stderr=log)
+    process = psutil.Process(launcher.pid)
+    while len(ranks := process.children()) != 2:
+        assert launcher.poll() is None
+        time.sleep(0.005)
+    launcher.kill()
+    launcher.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=120)
+    for rank in alive:
+        rank.kill()
+    text = (tmp_path / "log").read_text()
+    assert not alive, text
+    assert text.count("the launcher has ended") == 2 and "Traceback" not in text, text
 
 
 @pytest.mark.ci

@@ -140,7 +140,8 @@ class Scene:
         check(code == 0, f"the last start ends with {code}:\n{self.starts[-1].output[-2000:]}")
         for sleeper in list(self.sleepers):
             self.wake(sleeper)
-        wait_for(lambda: not any(start.left() for start in self.starts))
+        # The ranks of a launcher that was killed at its start are still importing, and see its death only afterwards.
+        wait_for(lambda: not any(start.left() for start in self.starts), most=PATIENCE)
         left = {start.log.stem: start.left() for start in self.starts if start.left()}
         check(not left, f"these processes outlive their start by far: {left}")
 
@@ -155,8 +156,8 @@ class Scene:
         return 0
 
 
-def wait_for(happened: Callable[[], object], every: float = 0.01) -> None:
-    """Wait until it has happened, but not for long: then another moment is as good."""
-    end = time.monotonic() + 20
+def wait_for(happened: Callable[[], object], every: float = 0.01, most: float = 20) -> None:
+    """Wait until it has happened, but for `most` seconds only: then another moment is as good."""
+    end = time.monotonic() + most
     while not happened() and time.monotonic() < end:
         time.sleep(every)
