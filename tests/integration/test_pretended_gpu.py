@@ -186,6 +186,41 @@ def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, placemen
     assert "virtual_batches.py" not in kernels and "keys.py" not in kernels  # the net has neither BatchNorm nor dropout
 
 
+CIFAR = "--data.name synthetic --data.channels 3 --data.image-size 32 --model.image-size 32 --optim.name momentum"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        (f"cifar10_resnet18 {CIFAR} --model.name resnet18", 20),
+        (f"cifar10_resnet18 {CIFAR} --model.name resnet50", 53),
+        (f"cifar10_fast {CIFAR} --schedule.warmup-epochs 0", 8),
+    ],
+)
+def test_kernels_do_not_grow_with_the_virtual_batches(gpu: Pretended, tmp_path: Path, words: str, layers: int) -> None:
+    """Eight virtual batches take at most three times the kernels of the model with torch's own BatchNorm."""
+    found = {}
+    for virtual_batch in (4, 8, 32):
+        shape = ("--batch-size", 32, "--virtual-batch-size", virtual_batch, "--data.train-images", 128)
+        rest = (
+            "--data.test-images",
+            4,
+            "--epochs",
+            1,
+            "--log-every-updates",
+            9,
+            "--output-dir",
+            tmp_path / str(virtual_batch),
+        )
+        done = succeeded(gpu("train", *words.split(), *shape, *rest))
+        found[virtual_batch] = sum(done.kernels[2].values())
+        ours = sum(count for line, count in done.kernels[2].items() if line.startswith("virtual_batches.py"))
+    # torch's own layers add 1 to their counter, each its own.
+    plain = found[32] - ours + layers
+    assert found[4] == found[8] <= 3 * plain, (found, plain)
+
+
 BATCHNORM = 32
 
 

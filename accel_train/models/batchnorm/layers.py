@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
+from accel_train.models.batchnorm.normalise import normalise
+
 
 @dataclass
 class Window:
@@ -34,7 +36,9 @@ class VirtualBatchNorm:
     calls: int
     """Of this forward pass, not compiled."""
     whole_calls: int
-    """Those of them that wait for `VirtualBatches` to count them: torch's kernel does not."""
+    """Those of them that wait for `VirtualBatches` to count them, for all layers together."""
+    waiting: list[tuple[Tensor, Tensor]]
+    """Means and variances of calls with several virtual batches, [virtual batches, channels], that wait, too."""
     regular = True
     """Whether each forward pass of training calls it exactly once, for values of the samples."""
     of_no_sample = False
@@ -49,35 +53,41 @@ class VirtualBatchNorm:
             return cast(Tensor, self._then(self._normalise_together(values)))
         rows = window.virtual_batch * (len(values) // window.samples)
         single = rows * values[0, 0].numel() == 1
-        if window.real is None and not single and not torch.compiler.is_compiling():
-            normalised = self._normalise_whole(values, rows)
-        else:
+        if window.real is not None or single or torch.compiler.is_compiling():
             normalised = self._normalise_real(values, rows)
+        elif rows == len(values):
+            normalised = self._normalise_one(values)
+        else:
+            normalised, mean, variance = normalise(values, rows, self.weight, self.bias, self.eps)
+            if self.track_running_stats and not _is_recomputation():
+                self.waiting.append((mean, variance))
+                self._count_whole()
         return cast(Tensor, self._then(normalised))
 
     def _then(self: Any, values: Tensor) -> Tensor:
         return values
 
-    def _normalise_whole(self: Any, values: Tensor, rows: int) -> Tensor:
-        """Virtual batches without padding: torch's kernel for each, which also gives the statistics at no cost."""
-        parts = torch.split(values, rows)
-        statistics: Any = [(None, None)] * len(parts)
-        first = recomputed = False
-        if self.track_running_stats:
-            first, recomputed = not self.calls, _is_recomputation()
-            # With momentum 1 the kernel writes its statistics over the zeros, and autograd keeps the tensor.
-            collected = self.statistics if first and not recomputed else torch.zeros_like(self.statistics)
-            statistics = collected.unbind()
-        normalised = [
-            F.batch_norm(part, of_part[0], of_part[1], self.weight, self.bias, True, 1.0, self.eps)
-            for part, of_part in zip(parts, statistics, strict=True)
-        ]
-        if self.track_running_stats and not recomputed:
-            self.calls += 1
-            self.whole_calls += 1
-            if not first:
+    def _normalise_one(self: Any, values: Tensor) -> Tensor:
+        """One virtual batch without padding: torch's kernel, which also gives the statistics at no cost.
+
+        Each pass of `--bitwise` is such a one: tests/models/test_batchnorm_bits.py holds its bits.
+        """
+        if not self.track_running_stats:
+            return F.batch_norm(values, None, None, self.weight, self.bias, True, 1.0, self.eps)
+        # With momentum 1 the kernel writes its statistics over the zeros, and autograd keeps the tensor.
+        directly = not self.calls and not _is_recomputation()
+        collected = self.statistics if directly else torch.zeros_like(self.statistics)
+        mean, variance = collected[0, 0], collected[0, 1]
+        normalised = F.batch_norm(values, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        if not _is_recomputation():
+            self._count_whole()
+            if not directly:
                 self.statistics.data.add_(collected)
-        return normalised[0] if len(parts) == 1 else torch.cat(normalised)
+        return normalised
+
+    def _count_whole(self: Any) -> None:
+        self.calls += 1
+        self.whole_calls += 1
 
     def _normalise_real(self: Any, values: Tensor, rows: int) -> Tensor:
         """Virtual batches with padding, which is normalised but not counted; and what torch.compile records, in whose

@@ -83,6 +83,7 @@ class VirtualBatches:
     def _keep(self) -> None:
         """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
         if self.tracked and self.window.samples:
+            self._add_waiting()
             self._count_calls()
             if self._exact is None:
                 self._sums.add_(self.current.sum(0))
@@ -90,8 +91,18 @@ class VirtualBatches:
                 self._rows.append(self.current.flatten(1).clone())
         self.window.samples = 0
 
+    def _add_waiting(self) -> None:
+        """Add the statistics that the layers have put aside: one call of each layer at a time, all layers together."""
+        while any(module.waiting for module in self.tracked):
+            calls = [
+                module.waiting.pop() if module.waiting else (torch.zeros_like(module.statistics[:, 0]),) * 2
+                for module in self.tracked
+            ]
+            for row, statistics in enumerate(zip(*calls, strict=True)):
+                self.current[:, row].add_(torch.cat(statistics, 1))
+
     def _count_calls(self) -> None:
-        """Add how often torch's kernel has collected each layer's statistics. Mostly that is as in the pass before."""
+        """Add how often each layer was called without padding. Mostly that is as often as in the pass before."""
         calls = [module.whole_calls for module in self.tracked]
         if any(calls):
             if calls != self._calls:
@@ -107,6 +118,7 @@ class VirtualBatches:
     def _forget_calls(self) -> None:
         for module in self.tracked:
             module.calls = module.whole_calls = 0
+            module.waiting = []
 
     @torch.no_grad()
     def end_update(self) -> None:
