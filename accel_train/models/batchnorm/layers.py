@@ -22,8 +22,10 @@ class Window:
     """Samples."""
     samples: int = 0
     """Of this forward pass; 0: BatchNorm is torch's own, over all samples together."""
+    padded: bool = False
+    """Whether the update has padding."""
     real: Tensor | None = None
-    """float32 [samples], 0 for padding; None: all samples are real."""
+    """float32 [samples], 0 for padding."""
 
 
 class VirtualBatchNorm:
@@ -53,7 +55,8 @@ class VirtualBatchNorm:
             return cast(Tensor, self._then(self._normalise_together(values)))
         rows = window.virtual_batch * (len(values) // window.samples)
         single = rows * values[0, 0].numel() == 1
-        if window.real is not None or single or torch.compiler.is_compiling():
+        # The first question comes first: torch.compile would record two graphs, with and without padding.
+        if torch.compiler.is_compiling() or window.padded or single:
             normalised = self._normalise_real(values, rows)
         elif rows == len(values):
             normalised = self._normalise_one(values)
@@ -98,9 +101,7 @@ class VirtualBatchNorm:
         """
         groups = values.view(-1, rows, *values.shape[1:]).to(torch.promote_types(values.dtype, torch.float32))
         shape = [groups.shape[0], rows] + [1] * (groups.ndim - 2)
-        weights = groups.new_ones(shape)
-        if self.window.real is not None:
-            weights = self.window.real.repeat_interleave(len(values) // self.window.samples).view(shape).to(groups)
+        weights = self.window.real.repeat_interleave(len(values) // self.window.samples).view(shape).to(groups)
         summed = (1, *range(3, groups.ndim))
         count = weights.sum(1, keepdim=True) * groups[0, 0, 0].numel()
         mean = (groups * weights).sum(summed, keepdim=True) / count.clamp(min=1)
@@ -123,7 +124,8 @@ class VirtualBatchNorm:
         normalised = (groups - mean) * scale
         if self.bias is not None:
             normalised = normalised + per_channel(self.bias)
-        return normalised.flatten(0, 1).to(values.dtype)
+        result: Tensor = normalised.flatten(0, 1).to(values.dtype)
+        return result
 
     def _normalise_together(self: Any, values: Tensor) -> Tensor:
         """Values that are no virtual batch's own: their statistics count once for each virtual batch."""

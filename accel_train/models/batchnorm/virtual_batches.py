@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ class VirtualBatches:
         """Before a forward pass of an update. `real`: float32 [b], 0 for padding; `padded`: whether there is any in the
         whole update, on any process."""
         self._keep()
-        self.window.samples, self.window.real = len(real), real if padded else None
+        self.window.samples, self.window.padded, self.window.real = len(real), padded, real
         if not self.tracked:
             return
         count = len(real) // self.window.virtual_batch
@@ -71,11 +72,12 @@ class VirtualBatches:
             self.current = self.current.new_zeros(count, *self.current.shape[1:])
             for module, part in zip(self.tracked, torch.split(self.current, self._sizes, dim=2), strict=True):
                 module.statistics = part
+                _mark_static(part)
         self.current.zero_()
 
     def discard(self) -> None:
         """The update is skipped: its samples do not count."""
-        self.window.samples, self.window.real = 0, None
+        self.window.samples = 0
         self._forget_calls()
         self._sums.zero_()
         self._rows.clear()
@@ -164,3 +166,12 @@ class VirtualBatches:
         steps = list(torch._foreach_sub(steps, running))
         torch._foreach_mul_(steps, factors)
         torch._foreach_add_(running, steps)
+
+
+def _mark_static(tensor: Tensor) -> None:
+    """Let CUDA graphs of torch.compile change `tensor` where it is, as they do with a module's buffers.
+
+    Without torch.compile its package is not loaded, which would take a second.
+    """
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.mark_static_address(tensor, guard=False)
