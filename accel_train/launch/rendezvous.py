@@ -36,9 +36,8 @@ def meet_all_ranks(launch: Launch, device_id: str, seconds: float, trouble: str 
     `device_id` is the GPU of this process, or "". Returns the store in which they met. Rank 0 may be serving it: keep
     it until the process group exists, which then shares it. Returns None for a single process.
 
-    Raises UserError if ranks are missing, exist twice, expect different world sizes, or share a GPU of a host. So do
-    all processes if one has a `trouble`, which is the message: without it the others would wait, or be killed by the
-    launcher before one of them has printed it.
+    Raises UserError if ranks are missing, exist twice, expect different world sizes, or share a GPU of a host; on all
+    processes if one has a `trouble` (the message), because the launcher would kill the others before it is printed.
     """
     if launch.world_size == 1:
         if trouble:
@@ -228,8 +227,7 @@ def _launcher_has_ended(launch: Launch) -> bool:
     """Whether the launcher that started this process has ended, perhaps before this process could see which it was."""
     if launch.agent is not None:
         return has_ended(*launch.agent)
-    is_orphan = os.getppid() == 1  # process 1 has adopted it
-    return is_orphan and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.getppid() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # an orphan
 
 
 def _resolve(launch: Launch, address: str, seconds: float) -> None:
