@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from accel_train.untrusted import TooLargeError, is_file_name, read_regular_file
 from accel_train.user_code.reference import PREFIXES, resolve
 
 MAX_BYTES = 1 << 20
+MOST_VALUES, MOST_DEPTH = 10_000, 100  # of model.kwargs
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -227,7 +228,7 @@ def _read_entry(recipe: Recipe, key: str, node: Any, origin: str) -> None:
         for name, text in node.value:
             recipe.about[str(name.value)] = " ".join(_read_values("about", text, origin))
     elif key == "model.kwargs" and node.id == "mapping":
-        recipe.options[key] = Option(key, (json.dumps(_as_value(node)),), origin)
+        recipe.options[key] = Option(key, (json.dumps(_as_value(node, origin, iter(range(MOST_VALUES)))),), origin)
     else:
         recipe.options[key] = Option(key, _read_values(key, node, origin), origin)
 
@@ -241,12 +242,20 @@ def _read_values(key: str, node: Any, origin: str) -> tuple[str, ...]:
     return tuple(item.value if item.value or item.style else "null" for item in items)
 
 
-def _as_value(node: Any) -> Any:
-    """Return what a node says: a scalar without quotes is a number, true, false or null if JSON has it so."""
+def _as_value(node: Any, origin: str, left: Iterator[int], depth: int = 0) -> Any:
+    """Return what a node says: a scalar without quotes is a number, true, false or null if JSON has it so.
+
+    `left`: one item for each value that it may still have. Few lines with aliases can stand for endless values.
+    """
+    if depth > MOST_DEPTH or next(left, None) is None:
+        raise UserError(
+            f"{origin}: more than {MOST_VALUES:,} values, or more than {MOST_DEPTH} inside each other, as aliases "
+            "(*NAME) can make them; write fewer."
+        )
     if node.id == "mapping":
-        return {str(key.value): _as_value(item) for key, item in node.value}
+        return {str(key.value): _as_value(item, origin, left, depth + 1) for key, item in node.value}
     if node.id == "sequence":
-        return [_as_value(item) for item in node.value]
+        return [_as_value(item, origin, left, depth + 1) for item in node.value]
     try:
         return node.value if node.style else json.loads(node.value)
     except ValueError:
