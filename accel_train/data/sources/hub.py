@@ -21,7 +21,7 @@ from torch import Tensor
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
 from accel_train.data.sources.files.encoded import EncodedImages, check_command, read_image
-from accel_train.data.sources.files.images import ImageError, default_mean_std, to_tensor
+from accel_train.data.sources.files.images import ImageError, decode, default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
 
@@ -37,14 +37,25 @@ class HubImages(EncodedImages):
         self.label, self.images = label, images
 
     def read(self, id: int) -> bytes:
-        image = self.images[id][self.column]
-        if image is None:
-            raise OSError("the dataset has a label but no image there")
-        content: bytes = image["bytes"] or read_image(Path(image["path"]), self.max_pixels)
-        return content
+        return _file_of(self.images[id][self.column], self.max_pixels)
 
     def name(self, id: int) -> str:
         return f"{self.label} image {id}"
+
+
+def _file_of(image: dict[str, Any] | None, max_pixels: int) -> bytes:
+    """The bytes of an image that a Hugging Face dataset does not decode. Raises OSError and ImageError."""
+    if image is None:
+        raise OSError("the dataset has a label but no image there")
+    path = str(image["path"])
+    if image["bytes"] or "://" not in path:
+        own: bytes = image["bytes"] or read_image(Path(path), max_pixels)
+        return own
+    # In a stream: a part of an archive, or a file of the hub, such as zip://train/1.png::hf://….
+    remote: Any = importlib.import_module("datasets.utils.file_utils")
+    with remote.xopen(path, "rb") as file:
+        content: bytes = file.read()
+        return content
 
 
 class StreamedImages:
@@ -111,7 +122,8 @@ def _hugging_face(data: Data) -> Splits:
     for split, table in tables.items():
         label = f"{data.name} {named[split]}"
         if streamed:
-            source: Source = _read(label, _decoded(table, image_key, label_key, label, data))
+            encoded = table.cast_column(image_key, datasets.Image(decode=False))
+            source: Source = _read(label, _decoded(encoded, image_key, label_key, label, data))
         else:
             column = table.select_columns([label_key])
             labels = np.array([-1 if x is None else x for x in column[:][label_key]], dtype=np.int64)
@@ -126,8 +138,9 @@ def _decoded(table: Any, image_key: str, label_key: str, label: str, data: Data)
     """The pixels, uint8 [C, H, W], and the label of each row of a stream. Raises UserError."""
     for number, row in enumerate(table):
         try:
-            yield to_tensor(row[image_key], data.channels, data.range), row[label_key]
-        except ImageError as error:
+            file = _file_of(row[image_key], data.max_pixels)
+            yield decode(file, data.channels, data.max_pixels, data.range), row[label_key]
+        except (ImageError, OSError) as error:
             raise UserError(f"{label} image {number} cannot be read: {error}.", every_process=False) from error
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,20 @@ def test_other_column_names_unreadable_images_and_unlabelled_tests(tmp_path: Pat
         found.train.fetch([2])
     with pytest.raises(UserError, match=r"train image 3 cannot be read: the dataset has a label but no image there"):
         found.train.fetch([3])
+
+
+def test_a_stream_of_images_that_are_no_files_of_this_machine(tmp_path: Path, datasets) -> None:
+    """Those of a zip file, as those of a hub, are read through `datasets`."""
+    pyarrow = pytest.importorskip("pyarrow.parquet")
+    archive = shutil.make_archive(str(tmp_path / "pets"), "zip", image_folder(tmp_path / "pets", ("train",)))
+    names = [f"train/{kind}/{number}.png" for kind in ("cat", "dog") for number in range(4)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    images = [{"bytes": None, "path": f"zip://{name}::{archive}"} for name in names]
+    table = datasets.Dataset.from_dict({"image": images, "label": [0] * 4 + [1] * 4}, features=features)
+    (tmp_path / "set").mkdir()
+    pyarrow.write_table(table.data.table, tmp_path / "set" / "train.parquet")
+    found = load(f"hfids/{tmp_path / 'set'}", tmp_path / "cache")
+    assert values(found.train) == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
 def test_a_stream_that_does_not_fit(tmp_path: Path, datasets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,10 +93,13 @@ def check_pages(image: Image.Image) -> None:
 def in_8_bits(image: Image.Image, data: bytes, value_range: ValueRange | None) -> Image.Image:
     """An opened image with 8 bits a channel. One of 16 bits without a range keeps its upper 8.
 
-    `data`: as `check_values` has it. Raises ImageError, also for values outside the range.
+    `data`: as `check_values` has it; of a PNG it is read again if it is not known and needed. Raises ImageError, also
+    for values outside the range.
     """
     from PIL import Image
 
+    if value_range is not None and image.format == "PNG" and not data:
+        data = _file_of(image)
     check_values(image, data, value_range)
     if value_range is not None and not _is_scaled_by_file(image):
         values = _values(image, data)
@@ -133,6 +137,21 @@ def few_bits_notes(largest: Sequence[int]) -> list[str]:
         f"the images of 16 bits are dark: of {len(largest)} that were looked at, the largest value is {value:,}, not "
         f"{FULL:,}. If {2**bits - 1:,} is white ({bits} bits), give --data.range 0 {2**bits - 1}"
     ]
+
+
+def _file_of(image: Image.Image) -> bytes:
+    """The bytes from which Pillow has opened an image, because of 16-bit colours it has the upper 8 bits alone.
+
+    b"" if they are gone.
+    """
+    stream, name = getattr(image, "fp", None), getattr(image, "filename", "")
+    if stream is not None:
+        position = stream.tell()
+        stream.seek(0)
+        content: bytes = stream.read()
+        stream.seek(position)
+        return content
+    return Path(name).read_bytes() if name and Path(name).is_file() else b""
 
 
 def _is_scaled_by_file(image: Image.Image) -> bool:

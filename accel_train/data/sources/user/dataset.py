@@ -48,11 +48,13 @@ class UserDataset:
         channels: int,
         shape: torch.Size | None,
         value_range: ValueRange | None = None,
+        dtype: torch.dtype = torch.uint8,
     ) -> None:
         """`labels`: int64 [n]. `channels`, `value_range`: of PIL images. `shape`: [C, H, W] of all images; None: PIL
-        images."""
+        images. `dtype`: of the pixels of all images."""
         self.dataset, self.reference, self.split = dataset, reference, split
         self.labels, self.channels, self.shape, self.value_range = labels, channels, shape, value_range
+        self.dtype = dtype
         self.packed: Packed | None = None  # what data workers are sent
 
     @property
@@ -91,6 +93,16 @@ class UserDataset:
             raise self._error(f"{self.name(id)} cannot be read: {error}") from error
         if pixels is None:
             raise self._error(f"{self.name(id)} is {kind_of(image)}; {EXPECTED}")
+        if pixels.dtype != self.dtype:
+            raise self._error(
+                f"{self.name(id)} is {kind_of(image)}, but the first one has {_kind_of_pixels(self.dtype)}: all images "
+                "must be of one kind, because 1 is white in floats, and 255 in the others"
+            )
+        if self.shape is None and len(pixels) != self.channels:
+            raise self._error(
+                f"{self.name(id)} is {kind_of(image)}, but the first one is a PIL image of which {self.channels} "
+                f"channel{'s' * (self.channels > 1)} are used (--data.channels)"
+            )
         if self.shape is not None and pixels.shape != self.shape:
             raise self._error(
                 f"{self.name(id)} has the shape {list(pixels.shape)}, but the first one {list(self.shape)}: tensors "
@@ -189,6 +201,10 @@ def as_pixels(image: Any, channels: int, value_range: ValueRange | None = None) 
         floats: Tensor = image.float()
         return floats
     return image if image.dtype == torch.uint8 else None
+
+
+def _kind_of_pixels(dtype: torch.dtype) -> str:
+    return "pixels of 8 bits" if dtype == torch.uint8 else "pixels that are floats"
 
 
 def kind_of(value: Any) -> str:

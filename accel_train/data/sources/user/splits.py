@@ -76,7 +76,14 @@ def user_data(data: Data, reference: Reference, record: Path | None) -> Splits:
         )
     sources: dict[str, Source] = {
         split: UserDataset(
-            dataset, reference, split, labels_of(dataset, reference, split, record), data.channels, shape, data.range
+            dataset,
+            reference,
+            split,
+            labels_of(dataset, reference, split, record),
+            data.channels,
+            shape,
+            data.range,
+            pixels.dtype,
         )
         for split, dataset in datasets.items()
     }
