@@ -165,6 +165,12 @@ def _limits(info: ModelInfo) -> list[str]:
         "- The figures hold for images like those of the training. Measure others first, such as from another camera.",
         f"- It sees {info.image_size} x {info.image_size} pixels of the centre of an image.",
     ]
+    if info.range is not None:
+        low, high = info.range
+        lines.append(
+            f"- Images of more than 8 bits were scaled to 8 first: {low:.12g} is 0 (black), {high:.12g} is 255 "
+            f"(white). `{FILE}` begins with images of 8 bits."
+        )
     if not info.takes_files:
         lines.append(
             "- Its inputs were tensors that the user's own code prepared; image files cannot be prepared alike."

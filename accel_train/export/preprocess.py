@@ -33,6 +33,7 @@ def rules_of(info: ModelInfo, augment: Augment) -> dict[str, Any]:
         "full_scale": info.full_scale,
         "mean": list(info.mean),
         "std": list(info.std),
+        "range": None if info.range is None else list(info.range),  # of files that must be converted to 8 bits first
         "classes": list(info.classes),
         "multi_label": info.multi_label,
         "probabilities": "sigmoid" if info.multi_label else "softmax",
