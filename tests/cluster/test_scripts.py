@@ -325,6 +325,33 @@ def read_variables(*files: str) -> set[str]:
     return set(re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)) - SLURM.keys() - ours
 
 
+def test_each_option_of_sbatch_is_asked_for_again(tmp_path: Path) -> None:
+    """On twice as many nodes. The line is that of Slurm 22.05."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "scontrol").write_text(
+        "#!/bin/sh\necho JobId=7 Account=acct QOS=long TimeLimit=00:30:00 ReqNodeList='(null)' ExcNodeList=n[3-4] "
+        "OverSubscribe=NO Features=ib Reservation=class Licenses=x:1 TresPerNode=gres:gpu:a100:2\n"
+    )
+    (tmp_path / "bin" / "scontrol").chmod(0o755)
+    slurm = {
+        "JOB_NAME": "n", "JOB_PARTITION": "p", "MEM_PER_NODE": "2G", "MEM_PER_CPU": "1G", "MEM_PER_GPU": "8G",
+        "NTASKS_PER_NODE": "2", "CPUS_PER_TASK": "3", "GPUS_PER_TASK": "1", "GPUS_PER_SOCKET": "4", "GPUS": "a100:4",
+    }  # fmt: skip
+    given = {f"SLURM_{name}": value for name, value in slurm.items()} | {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
+    asked = bash('job_options 4; echo "${options[*]}"', tmp_path, **given)
+    assert asked.stdout.split() == [
+        "--nodes=4", "--job-name=n", "--partition=p", "--time=00:30:00", "--account=acct", "--qos=long",
+        "--constraint=ib", "--reservation=class", "--licenses=x:1", "--exclude=n[3-4]", "--mem=2G",
+        "--mem-per-cpu=1G", "--mem-per-gpu=8G", "--ntasks-per-node=2", "--cpus-per-task=3", "--gres=gpu:a100:2",
+        "--gpus-per-task=1", "--gpus-per-socket=4", "--exclusive", "--gpus=a100:8",
+    ], asked.stderr  # fmt: skip
+    assert (
+        bash('job_options 4; echo "${options[@]: -1}"', tmp_path, **given | {"SLURM_GPUS": "3"}).stdout == "--gpus=6\n"
+    )
+    read = re.findall(r"SLURM_(?:[A-Z]+_PER_[A-Z]+|GPUS)\b", (ROOT / "slurm" / "common.sh").read_text())
+    assert {*read} <= {*given}
+
+
 def test_the_docs_name_the_variables_that_the_scripts_read() -> None:
     """And the reverse: the tests below give values to all of them."""
     files = [str(path.relative_to(ROOT)) for path in ROOT.glob("slurm/*.s*")]

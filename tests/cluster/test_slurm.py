@@ -255,8 +255,10 @@ def test_the_interrupted_single_process_ends_as_the_uninterrupted(jobs: dict[str
 
 def test_preflight_and_scaling(cluster: Cluster) -> None:
     preflight = cluster.submit("preflight.sbatch", options="--nodes=2 --gpus-per-node=2")
+    words = ("scaling.sbatch", "2", "digits", "--epochs", "1")
     asked = "--gres=gpu:1 --time=30 --mem=2G --job-name=speed --exclusive"
-    first = cluster.submit("scaling.sbatch", "2", "digits", "--epochs", "1", options=asked, PROCESSES_PER_NODE="1")
+    first = cluster.submit(*words, options=asked, PROCESSES_PER_NODE="1")
+    counted = cluster.submit(*words, options="--gpus=1 --time=30", PROCESSES_PER_NODE="1")
     assert preflight.ended() == "COMPLETED", preflight.log()
     assert "rank 3: 127.0.0.12" in preflight.log() and "preflight passed" in preflight.log()
     assert first.ended() == "COMPLETED", first.log()
@@ -265,6 +267,10 @@ def test_preflight_and_scaling(cluster: Cluster) -> None:
     for name in ("TresPerNode", "TimeLimit", "MinMemoryNode", "Partition", "OverSubscribe", "JobName", "CPUs/Task"):
         assert second.field(name) == first.field(name), name  # the next job was asked for like the first
     assert (second.field("TresPerNode"), second.field("OverSubscribe")) == ("gres:gpu:1", "NO")
+    assert counted.ended() == "COMPLETED", counted.log()  # --gpus counts those of all nodes
+    twice = Job(cluster, re.search(r"Submitted batch job (\d+)", counted.log())[1], ())  # type: ignore[index]
+    assert twice.ended() == "COMPLETED", twice.log()
+    assert [one.field("TresPerJob") for one in (counted, twice)] == ["gres:gpu:1", "gres:gpu:2"]
     folder = cluster.directory / f"runs/scaling-{first.number}"
     table = (folder / "scaling.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in table] == ["processes", "1", "2"]
