@@ -96,7 +96,7 @@ def measure(ranks: int) -> dict[str, list[tuple[int, int]]]:
 
     def meet(rank: int) -> None:
         launch = Launch("simulated", rank, ranks, rank % 8, 8)
-        rendezvous._check_ranks(stores[rank], launch, f"GPU-{rank}", 600.0)
+        rendezvous._check_ranks(stores[rank], launch, f"GPU-{rank}", 600.0, "")
 
     def beat(rank: int) -> None:
         watchdogs[rank]._beat += 1

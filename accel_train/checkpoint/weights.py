@@ -117,6 +117,10 @@ def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
         if path.is_dir():
             verify_files(path, only=file.name)
         weights: dict[str, Tensor] = load_file(file)
+    except RuntimeError as error:  # torch's, if the file is deleted after safetensors has read its header
+        if file.exists():
+            raise
+        raise UserError(f"The weights in {file} cannot be read: {error}") from None
     except (BrokenError, OSError, ValueError, SafetensorError) as error:
         raise UserError(f"The weights in {file} cannot be read: {error}") from None
     return weights

@@ -12,8 +12,9 @@ import psutil
 from accel_train.untrusted import read_regular_file
 
 LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
-GPU_OPTIONS = {"--multi_gpu", "--multi-gpu", "--gpu_ids", "--gpu-ids", "--use_fsdp", "--use-fsdp"}
-"""Options of accelerate launch that ask for a GPU."""
+GPU_OPTIONS = {"--gpu_ids", "--gpu-ids"}
+"""Options of accelerate launch that ask for a GPU. MULTI_GPU is none: it starts several processes on CPUs, too, which
+MULTI_CPU does not (accelerate_configs/multi_cpu.yaml)."""
 
 
 def parent_process() -> tuple[psutil.Process, list[str]]:
@@ -69,9 +70,6 @@ def gpu_asked_for(file: str | None) -> str | None:
         file = _on_line(command, "config_file") or _default_config()
     if file is None or _is_yes((values := _config(file)).get("use_cpu")):
         return None
-    kind = str(values.get("distributed_type", "")).upper()
-    if kind == "FSDP" or (kind.startswith("MULTI_") and kind != "MULTI_CPU"):
-        return f"distributed_type: {kind} in {file}"
     return None if values.get("gpu_ids") is None else f"gpu_ids: {values['gpu_ids']} in {file}"
 
 

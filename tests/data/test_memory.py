@@ -245,7 +245,7 @@ class TestPlacement:
         torch.set_num_threads(1)
         found = Placement("host", 47_040_000, 0, 0)
         plan, model = Plan(157, 24, 1, 2), torch.nn.Linear(1, 1)
-        lines = describe(Config(), plan, create_accelerator(Launch()), SPLITS, model, 8, found).splitlines()
+        lines = describe(Config(), plan, create_accelerator(Launch()), SPLITS, model, 8, found)
         assert "input   47.0 MB in host memory, no workers, 1 thread" in lines
         assert "model   mnist_cnn for 8x8 pixels, 2 parameters" in lines
         torch.set_num_threads(threads)

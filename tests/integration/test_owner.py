@@ -294,7 +294,7 @@ def test_a_file_system_that_has_no_links_can_be_written(
 
     monkeypatch.setattr(os, "link", refuse)  # vfat, FUSE, some NFS and object stores: each with an error of its own
     lease = claim(tmp_path / "run")
-    assert lease.holds(fresh=True)
+    assert lease.holds()
     with pytest.raises(UserError, match="--take-over"):
         claim(tmp_path / "run")
     lease.release()

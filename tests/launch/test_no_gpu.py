@@ -28,8 +28,8 @@ def launched(*words: object, **variables: str) -> tuple[int, str]:
     ("name", "processes", "asked"),
     [
         ("single_gpu", 1, "gpu_ids: all"),
-        ("multi_gpu", 2, "distributed_type: MULTI_GPU"),
-        ("fsdp2", 2, "distributed_type: FSDP"),
+        ("multi_gpu", 2, "gpu_ids: all"),
+        ("fsdp2", 2, "gpu_ids: all"),
     ],
 )
 def test_a_training_on_gpus_does_not_begin_on_the_cpu(tmp_path: Path, name: str, processes: int, asked: str) -> None:
@@ -54,6 +54,7 @@ def test_what_asks_for_no_gpu_runs(tmp_path: Path) -> None:
     for words, variables in (
         (["--config_file", silent], {}),
         (["--config_file", single, "--cpu"], {}),
+        (["--config_file", CONFIGS / "multi_cpu.yaml"], {}),  # MULTI_GPU, because MULTI_CPU starts one process
         (["--config_file", single], {"ACCELERATE_USE_CPU": "true"}),  # the launcher sets it to False
     ):
         code, err = launched(*words, worlds.PROGRAM, **variables)
@@ -65,10 +66,11 @@ def test_which_launch_commands_ask_for_a_gpu(tmp_path: Path, monkeypatch: pytest
         "gpu": "distributed_type: 'NO'\ngpu_ids: all\n",
         "cpu": "distributed_type: 'NO'\ngpu_ids: all\nuse_cpu: true\n",
         "multi_cpu": "distributed_type: MULTI_CPU\nuse_cpu: true\n",
-        "multi": "distributed_type: MULTI_XPU\n",
+        "multi": "distributed_type: MULTI_XPU\ngpu_ids: 0,1\n",
+        "several": "distributed_type: MULTI_GPU\n",
         "silent": SILENT,
         "damaged": "[",
-        "json": '{"distributed_type": "MULTI_GPU"}',
+        "json": '{"distributed_type": "MULTI_GPU", "gpu_ids": "all"}',
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -81,11 +83,11 @@ def test_which_launch_commands_ask_for_a_gpu(tmp_path: Path, monkeypatch: pytest
         return gpu_asked_for(None)
 
     assert asked("--config_file", "gpu") == f"gpu_ids: all in {tmp_path / 'gpu'}"
-    assert asked("--config_file", "multi") == f"distributed_type: MULTI_XPU in {tmp_path / 'multi'}"
-    assert asked("--config_file", "json") == f"distributed_type: MULTI_GPU in {tmp_path / 'json'}"
-    assert asked("--multi_gpu") == "--multi_gpu"
+    assert asked("--config_file", "multi") == f"gpu_ids: 0,1 in {tmp_path / 'multi'}"
+    assert asked("--config_file", "json") == f"gpu_ids: all in {tmp_path / 'json'}"
+    assert asked("--multi_gpu") is None
     assert asked("--gpu_ids=0,1") == "--gpu_ids=0,1"
-    for name in ("cpu", "multi_cpu", "silent", "damaged"):
+    for name in ("cpu", "multi_cpu", "several", "silent", "damaged"):
         assert asked("--config_file", name) is None
     assert asked("--cpu", "--config_file", "gpu") is None
     assert asked() is None  # no default config
