@@ -51,7 +51,7 @@ def check_same_images(what: str, before: int, images: int) -> None:
     if before < IMAGE_NAMES <= images:
         raise UserError(
             f"{what} is from an older accel-train, which left out images with such names as .jfif, .gif or .avif, and "
-            " the data has some. Move them out of the data's folder, or start a new run with another --output-dir."
+            "the data has some. Move them out of the data's folder, or start a new run with another --output-dir."
         )
 
 
