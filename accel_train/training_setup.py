@@ -159,11 +159,11 @@ def create_training_setup(
     # EMA and optimizer come after the move to the device, because they keep tensors, and before the wrapping, which
     # changes names. FSDP2 replaces BatchNorm's parameters: shard those before the optimizer is created.
     memory_format = use_fastest_memory_format(accelerator, model)
+    use_deterministic_layers(config, model, splits.channels, size)  # before the EMA, which has the same layers
     ema = create_ema(config.ema, model)
     virtual_batches, dropout, independence = make_independent(
         config, accelerator, model, splits.channels, size, virtual_batch
     )
-    use_deterministic_layers(config, model, splits.channels, size)
     shard_batchnorm(accelerator, model)
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
     schedule = create_schedule(

@@ -20,6 +20,7 @@ from accel_train import cli
 from accel_train.analysis.predictions import read_predictions
 from accel_train.cli.of_run.runs import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
+from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import FileImages
 from accel_train.errors import UserError
 from accel_train.ownership.owner import read_owner
@@ -117,7 +118,7 @@ def test_weights_that_are_no_files_of_weights(tmp_path: Path, make: Callable[[Pa
 def test_an_image_that_is_no_file(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     make(tmp_path / "b.png")
-    images = FileImages(tmp_path, ["a.png", "b.png"], torch.zeros(2, dtype=torch.int64), 3, "check")
+    images = FileImages(tmp_path, ["a.png", "b.png"], torch.zeros(2, dtype=torch.int64), Data())
     assert images.fetch([0])[0].shape == (3, 8, 8)
     with pytest.raises(UserError, match=r"b\.png cannot be read: .*(not a regular file|bytes, more than)"):
         images.fetch([1])

@@ -92,7 +92,7 @@ def train(
     environment["GIVEN"] = "".join(f"{word},\n\t" for word in words)
     site = directory / "site"
     if not site.exists():
-        site.write_text("export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n")
+        site.write_text(SITE)
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), environment["PATH"]])
     return subprocess.run(
         ["bash", str(script)], env=environment | {"PATH": path}, cwd=directory,
@@ -100,6 +100,7 @@ def train(
     )  # fmt: skip
 
 
+SITE = "export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n"
 CPU = {"PROCESSES_PER_NODE": "1", "ACCELERATE_CONFIG": str(ROOT / "accelerate_configs" / "multi_cpu.yaml")}
 
 
@@ -222,8 +223,7 @@ def test_a_failed_run_fails_though_pbsdsh_does_not_say_so(tmp_path: Path) -> Non
 @pytest.mark.ci
 def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "site").write_text(
-        "export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n"
-        'if [[ ${node_name:-} == localhost ]]; then sleep 3; echo "no module here" >&2; exit 5; fi\n'
+        SITE + 'if [[ ${node_name:-} == localhost ]]; then sleep 3; echo "no module here" >&2; exit 5; fi\n'
     )
     began = time.monotonic()
     failed = train(tmp_path, TRAIN="digits --epochs 1", **CPU)  # the other node would wait for it for 10 minutes
@@ -237,8 +237,7 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
 def test_a_node_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
     """The hosts meet before their launchers, which would wait for it for ten minutes without a word."""
     (tmp_path / "site").write_text(
-        "export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n"
-        "if [[ ${node_name:-} == localhost ]]; then exec sleep 300; fi\n"
+        SITE + "if [[ ${node_name:-} == localhost ]]; then exec sleep 300; fi\n"
     )
     began = time.monotonic()
     missing = train(tmp_path, TRAIN="digits --epochs 1 --rendezvous-timeout-seconds 3", **CPU)
@@ -253,7 +252,7 @@ def test_a_node_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_names_that_a_sites_file_uses_itself(tmp_path: Path) -> None:
     """With these two as its own variables each node trained alone."""
-    (tmp_path / "site").write_text("export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\nnode=0 NODES=1\n")
+    (tmp_path / "site").write_text(SITE + "node=0 NODES=1\n")
     done = train(tmp_path, TRAIN="digits --epochs 1 --rendezvous-timeout-seconds 5", **CPU)
     assert done.returncode == 0 and "2 machines met within" in done.stdout, done.stdout + done.stderr
 

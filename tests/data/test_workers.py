@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 
+from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import FileImages
 from accel_train.data.sources.hub import StreamedImages
 from accel_train.data.workers import BatchDataset
@@ -130,7 +131,7 @@ def given(value: Any) -> tuple[int, int]:
 
 def test_a_worker_is_not_sent_what_it_can_share() -> None:
     paths = [f"class/{number:060d}.jpg" for number in range(2000)]
-    files = FileImages(Path("/nowhere"), paths, torch.arange(2000), 3, "")
+    files = FileImages(Path("/nowhere"), paths, torch.arange(2000), Data())
     assert files.paths[1999] == paths[1999]
     for value in (
         files,
@@ -144,7 +145,7 @@ def test_a_copy_of_what_is_shared_is_the_same() -> None:
     stream = StreamedImages("hfids/x", [torch.full((1, 2, 2 + i), i) for i in range(3)], torch.arange(3))
     copy = pickle.loads(pickle.dumps(stream))
     assert all(torch.equal(one, other) for one, other in zip(stream.images, copy.images, strict=True))
-    files = FileImages(Path("/nowhere"), ["a", "", "ccc"], torch.arange(3), 3, "")
+    files = FileImages(Path("/nowhere"), ["a", "", "ccc"], torch.arange(3), Data())
     copy = pickle.loads(pickle.dumps(files))
     assert [copy.paths[i] for i in range(3)] == ["a", "", "ccc"]
     again = pickle.loads(pickle.dumps(copy))

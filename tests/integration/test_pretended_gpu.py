@@ -260,8 +260,8 @@ def test_bitwise_needs_no_kernel_that_is_not_deterministic(gpu: Pretended, tmp_p
 REFLECTING = """
 from torch import nn
 def net(num_classes, in_chans, image_size):
-    return nn.Sequential(nn.Conv2d(in_chans, 4, 3), nn.ReflectionPad2d(1), nn.Flatten(),
-                         nn.Linear(256, num_classes))
+    return nn.Sequential(nn.Conv2d(in_chans, 4, 3), nn.BatchNorm2d(4), nn.ReflectionPad2d(1), nn.Flatten(),
+                         nn.Dropout(0.1), nn.Linear(256, num_classes))
 """
 
 

@@ -34,7 +34,7 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, SEMANTICS
 from accel_train.data.sources.files.depth import is_value_range, range_text
-from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, check_command
+from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray
 from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError
@@ -201,11 +201,10 @@ def _check_weights(weights: npt.NDArray[Any] | None, description: Description) -
 class CachedImages(EncodedImages):
     """One split of a cache."""
 
-    def __init__(
-        self, file: CacheFile, first: int, count: int, channels: int, check_command: str, max_pixels: int
-    ) -> None:
-        labels = torch.from_numpy(file.columns["labels"][first : first + count].copy())
-        super().__init__(labels, channels, check_command, max_pixels)
+    def __init__(self, file: CacheFile, first: int, count: int, data: Data) -> None:
+        super().__init__(torch.from_numpy(file.columns["labels"][first : first + count].copy()), data)
+        # Its pixels have 8 bits: the range was applied when the cache was written.
+        self.channels, self.value_range = file.description.channels, None
         self.file, self.first = file, first
         self.missing = file.columns["sizes"][first : first + count] == 0  # skipped when the cache was written
         self.verified = np.zeros(count, dtype=np.bool_)  # images whose checksum this process has verified
@@ -276,7 +275,7 @@ def cache(data: Data) -> Splits:
     sources: dict[str, Source] = {}
     first = 0
     for split, count in description.splits.items():
-        sources[split] = CachedImages(file, first, count, description.channels, check_command(data), data.max_pixels)
+        sources[split] = CachedImages(file, first, count, data)
         first += count
     return Splits(
         description.classes,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
-from accel_train.data.sources.files.encoded import EncodedImages, check_command, read_image
+from accel_train.data.sources.files.encoded import EncodedImages, read_image
 from accel_train.data.sources.files.images import ImageError, decode, default_mean_std
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
 from accel_train.errors import UserError
@@ -32,7 +32,7 @@ class HubImages(EncodedImages):
     def __init__(self, label: str, images: Any, labels: torch.Tensor, data: Data) -> None:
         """`label`: names the split in messages; `images`: a datasets.Dataset of one column, of images that it does not
         decode; `labels`: int64 [n]."""
-        super().__init__(labels, data.channels, check_command(data), data.max_pixels, data.range)
+        super().__init__(labels, data)
         (self.column,) = images.column_names
         self.label, self.images = label, images
 

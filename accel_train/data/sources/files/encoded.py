@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.depth import ValueRange, range_text
+from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage
 from accel_train.errors import UserError
 from accel_train.untrusted import TooLargeError, read_regular_file
@@ -28,18 +28,10 @@ class EncodedImages(ABC):
 
     in_memory = False
 
-    def __init__(
-        self,
-        labels: torch.Tensor,
-        channels: int,
-        check_command: str,
-        max_pixels: int = MAX_PIXELS,
-        value_range: ValueRange | None = None,
-    ) -> None:
-        """labels: int64 [n]; check_command: lists all unreadable images; max_pixels: limit for one image;
-        value_range: --data.range."""
-        self.labels, self.channels, self.check_command = labels, channels, check_command
-        self.max_pixels, self.value_range = max_pixels, value_range
+    def __init__(self, labels: torch.Tensor, data: Data) -> None:
+        """labels: int64 [n]; data: the options of the data set."""
+        self.labels, self.channels, self.check_command = labels, data.channels, check_command(data)
+        self.max_pixels, self.value_range = data.max_pixels, data.range
 
     @abstractmethod
     def read(self, id: int) -> bytes:
@@ -180,17 +172,8 @@ def file_state(path: Path) -> str:
 class FileImages(EncodedImages):
     """Image files below a folder."""
 
-    def __init__(
-        self,
-        root: Path,
-        paths: Sequence[str],
-        labels: torch.Tensor,
-        channels: int,
-        check_command: str,
-        max_pixels: int = MAX_PIXELS,
-        value_range: ValueRange | None = None,
-    ) -> None:
-        super().__init__(labels, channels, check_command, max_pixels, value_range)
+    def __init__(self, root: Path, paths: Sequence[str], labels: torch.Tensor, data: Data) -> None:
+        super().__init__(labels, data)
         self.root, self.paths = root, StringArray(paths)
 
     def read(self, id: int) -> bytes:

@@ -12,7 +12,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.config.semantics import IMAGE_FILES, IMAGE_NAMES
-from accel_train.data.sources.files.encoded import FileImages, check_command
+from accel_train.data.sources.files.encoded import FileImages
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError, first_of
 
@@ -120,10 +120,8 @@ def folder(data: Data) -> Splits:
             f"{root} has symbolic links to folders that are already included; they are not followed: "
             f"{_some(contents.repeated)}"
         )
-    command = check_command(data)
     sources: dict[str, Source] = {
-        split: FileImages(root, paths, labels, data.channels, command, data.max_pixels, data.range)
-        for split, (paths, labels) in splits.items()
+        split: FileImages(root, paths, labels, data) for split, (paths, labels) in splits.items()
     }
     return splits_of_files(
         data,

@@ -24,7 +24,7 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.csv_rows import Mistakes, csv_rows
-from accel_train.data.sources.files.encoded import FileImages, check_command
+from accel_train.data.sources.files.encoded import FileImages
 from accel_train.data.sources.files.missing import missing_files, why_missing
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError, first_of, nearest
@@ -79,7 +79,6 @@ def table(data: Data) -> Splits:
     _check_training_classes(rows, classes, labels, splits == "train", mistakes)
     mistakes.raise_all()
 
-    command = check_command(data)
     order = np.array(sorted(range(len(rows.paths)), key=rows.paths.__getitem__))
     sources: dict[str, Source] = {}
     weights = None
@@ -89,7 +88,7 @@ def table(data: Data) -> Splits:
         if not len(ids):
             continue
         paths, its_labels = [rows.paths[id] for id in ids], torch.from_numpy(labels[ids])
-        sources[split] = FileImages(path.parent, paths, its_labels, data.channels, command, data.max_pixels, data.range)
+        sources[split] = FileImages(path.parent, paths, its_labels, data)
         for part in (split, *paths):
             digest.update(f"{part}\0".encode())
         digest.update(labels[ids].tobytes())

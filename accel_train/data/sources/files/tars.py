@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.depth import ValueRange
-from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, check_command, file_state
+from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, file_state
 from accel_train.data.sources.files.folder import arrange, ignored_text, is_image, semantics_of
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
 from accel_train.errors import UserError
@@ -46,17 +45,8 @@ class Member:
 class TarImages(EncodedImages):
     """Images inside tar files, read at their positions without unpacking."""
 
-    def __init__(
-        self,
-        root: Path,
-        members: Sequence[Member],
-        labels: torch.Tensor,
-        channels: int,
-        check_command: str,
-        max_pixels: int,
-        value_range: ValueRange | None = None,
-    ) -> None:
-        super().__init__(labels, channels, check_command, max_pixels, value_range)
+    def __init__(self, root: Path, members: Sequence[Member], labels: torch.Tensor, data: Data) -> None:
+        super().__init__(labels, data)
         self.root, self.tars = root, sorted({member.tar for member in members})
         number = {tar: i for i, tar in enumerate(self.tars)}
         self.names = StringArray([member.name for member in members])
@@ -201,10 +191,8 @@ def splits_of_members(
     root: Path | None = None,
 ) -> Splits:
     """The splits, from the images and labels (int64 [n]) of each; the tar files are in `root` (None: data.root)."""
-    command = check_command(data)
     sources: dict[str, Source] = {
-        split: TarImages(root or data.root, members, labels, data.channels, command, data.max_pixels, data.range)
-        for split, (members, labels) in samples.items()
+        split: TarImages(root or data.root, members, labels, data) for split, (members, labels) in samples.items()
     }
     names = (member.name for members, _ in samples.values() for member in members)
     return splits_of_files(data, classes, sources, semantics=semantics_of(names))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import FileImages, StringArray
 from accel_train.data.sources.files.folder import find_images
 from accel_train.data.sources.files.images import ImageError, decode
@@ -82,7 +83,7 @@ def test_decoding_a_jpeg_warns_nobody() -> None:
 
 def test_a_bmp_called_jpg_is_read_by_its_content(tmp_path: Path) -> None:
     (tmp_path / "cat.jpg").write_bytes(encoded(Image.fromarray(smooth()), "BMP"))
-    source = FileImages(tmp_path, ["cat.jpg"], torch.tensor([0]), 3, "check")
+    source = FileImages(tmp_path, ["cat.jpg"], torch.tensor([0]), Data())
     assert torch.equal(source.fetch([0])[0], torch.from_numpy(smooth()).permute(2, 0, 1))
 
 
@@ -121,7 +122,7 @@ def test_no_image_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_unreadable_file_is_named_with_reason_and_advice(tmp_path: Path) -> None:
     (tmp_path / "empty.jpg").touch()
-    source = FileImages(tmp_path, ["empty.jpg", "gone.jpg"], torch.tensor([0, 1]), 3, "accel-train check-data x")
+    source = FileImages(tmp_path, ["empty.jpg", "gone.jpg"], torch.tensor([0, 1]), Data(name="x"))
     with pytest.raises(UserError) as caught:
         source.fetch([0])
     assert str(tmp_path / "empty.jpg") in str(caught.value) and "the file is empty" in str(caught.value)
