@@ -39,8 +39,7 @@ from accel_train.data.order.drawing import digest, sample_weights
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.errors import print_line
 from accel_train.evaluate import Batch
-from accel_train.launch.agreement import check_agreement
-from accel_train.launch.consensus import broadcast_from_main, fail_together
+from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
 from accel_train.launch.environment import Launch
 from accel_train.models.training_pass import unused_parameters_advice
 from accel_train.optim.bitwise import seed_pass, what_bits_depend_on

@@ -29,7 +29,7 @@ from accel_train.data.sources.load import Splits, load_splits
 from accel_train.data.sources.splits import unwrap_subset
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo, read_model_info
 

@@ -34,7 +34,7 @@ from accel_train.data.sources.load import Source, Splits
 from accel_train.errors import UserError, print_line
 from accel_train.evaluate import evaluate, evaluation_batch_size
 from accel_train.files import atomic_write
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
 from accel_train.records.metrics import Evaluation
 from accel_train.user_code.reference import short_name

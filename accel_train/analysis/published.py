@@ -22,7 +22,7 @@ from accel_train.config.schema import Config, Model
 from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError, first_of, nearest, print_line
 from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.models.nets import NETS
 from accel_train.models.torchvision_models import PREFIX, published_weights

@@ -37,7 +37,7 @@ from accel_train.data.sources.arrays import PUBLISHED
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.data.transforms.image import resize_default
 from accel_train.errors import UnsavedError, UserError, print_line, writing
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.environment import environment
 from accel_train.train import train

@@ -15,7 +15,7 @@ from accel_train.bench.statistics import Spread, ratio, spread
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
 from accel_train.errors import print_line
-from accel_train.launch.accelerator import precision
+from accel_train.launch.precision import precision
 from accel_train.records.table import print_table
 
 

@@ -20,7 +20,7 @@ from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
 from accel_train.data.sources.load import Splits
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.optim.micro_batch import as_in_training
 from accel_train.records.console import Console

@@ -41,7 +41,7 @@ from accel_train.config.compatibility import check_changes, learning_fingerprint
 from accel_train.config.schema import Config, as_dict
 from accel_train.config.semantics import IN_MEMORY, SEMANTICS
 from accel_train.errors import UserError
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.ownership.lease import Lease, LostError
 

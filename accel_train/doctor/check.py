@@ -19,7 +19,7 @@ from accel_train.bench.workload import Workload
 from accel_train.config.schema import Config
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError, one_line
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.launch.process import hostname
 

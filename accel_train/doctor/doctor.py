@@ -16,7 +16,7 @@ from accel_train.doctor.rehearsal import signals
 from accel_train.doctor.rehearsal.drill import DRILL
 from accel_train.errors import UserError, nearest, one_line, print_line, writing
 from accel_train.files import atomic_write
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.table import print_table
 from accel_train.training_setup import connect

@@ -6,7 +6,7 @@ import math
 
 from accel_train.doctor.check import NOT_CHECKED, PASS, Check, Examination, Finding
 from accel_train.doctor.scheduler import job_times
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 
 
 def forecast(exam: Examination) -> Finding:

@@ -14,7 +14,7 @@ import torch
 
 from accel_train.doctor import memory
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.process import available_cores, core_set
 from accel_train.untrusted import is_number, read_json_object
 

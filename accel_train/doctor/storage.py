@@ -18,8 +18,7 @@ from accel_train import models
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
 from accel_train.doctor.network import has_infiniband
 from accel_train.errors import UserError
-from accel_train.launch.agreement import check_shared_directory
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
 from accel_train.user_code.reference import parse_reference
 
 # https://github.com/stas00/ml-engineering, storage: a disk that is more than 80 % full is slow, and soon full.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
 from accel_train.models.recomputation import release_unrepeatable

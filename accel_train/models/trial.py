@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.launch.accelerator import without_tf32
+from accel_train.launch.precision import without_tf32
 
 SAMPLES = 4
 

@@ -20,7 +20,7 @@ from accelerate.utils.dataclasses import DynamoBackend
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
 from accel_train.keyed import key
-from accel_train.launch.accelerator import precision
+from accel_train.launch.precision import precision
 from accel_train.optim.performance import seed_generators
 
 

@@ -18,7 +18,7 @@ from accelerate.utils.dataclasses import DynamoBackend
 from torch import Tensor, nn
 
 from accel_train.errors import UserError
-from accel_train.launch.accelerator import use_tf32
+from accel_train.launch.precision import use_tf32
 from accel_train.models.padding import use_padding_aware_convolutions
 
 CHANNELS_LAST_DEVICES = ("cpu", "cuda", "xpu")

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, print_line
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.ownership.folders import cannot_be_written, make_directory, new_directory, remove_empty
 from accel_train.ownership.generation import claim_next
 from accel_train.ownership.lease import BEAT_SECONDS, Lease, remove_unfinished_writes

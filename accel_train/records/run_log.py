@@ -16,7 +16,7 @@ from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
 from accel_train.data.placement import Placement
 from accel_train.data.sources.load import Splits
-from accel_train.launch.accelerator import precision
+from accel_train.launch.precision import precision
 from accel_train.optim.micro_batch import searches
 from accel_train.records.console import Console
 from accel_train.records.cost.summary import cost_text

@@ -26,7 +26,7 @@ from accel_train.data.placement import Placement
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits, has_one_size, label_numbers
 from accel_train.errors import UserError, one_line
-from accel_train.launch.accelerator import precision, precision_notice
+from accel_train.launch.precision import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
 from accel_train.optim.micro_batch import searches

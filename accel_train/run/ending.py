@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from accel_train.errors import UnsavedError
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import INTERRUPTED, at_terminal
 from accel_train.records.cost.summary import cost_of
 from accel_train.run.run import Run

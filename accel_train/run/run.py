@@ -13,9 +13,8 @@ from accelerate.utils import gather_object
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.evaluate import Batch, evaluate
-from accel_train.launch.accelerator import precision, precision_notice
-from accel_train.launch.agreement import check_shared_directory
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
+from accel_train.launch.precision import precision, precision_notice
 from accel_train.optim.ema import broadcast_buffers
 from accel_train.optim.micro_batch import evaluation_advice, memory_advice
 from accel_train.ownership.lease import Lease

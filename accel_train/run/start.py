@@ -15,8 +15,7 @@ from accel_train.config.origin import Origin
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
 from accel_train.files import sha256
-from accel_train.launch.agreement import check_agreement
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main, check_agreement
 from accel_train.models.weights import hub
 from accel_train.models.weights.files import Weights, check_file
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info

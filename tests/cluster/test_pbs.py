@@ -236,9 +236,7 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_a_node_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
     """The hosts meet before their launchers, which would wait for it for ten minutes without a word."""
-    (tmp_path / "site").write_text(
-        SITE + "if [[ ${node_name:-} == localhost ]]; then exec sleep 300; fi\n"
-    )
+    (tmp_path / "site").write_text(SITE + "if [[ ${node_name:-} == localhost ]]; then exec sleep 300; fi\n")
     began = time.monotonic()
     missing = train(tmp_path, TRAIN="digits --epochs 1 --rendezvous-timeout-seconds 3", **CPU)
     assert missing.returncode == 2, missing.stdout + missing.stderr

@@ -15,7 +15,7 @@ from accel_train.config.schema import Config, to_yaml
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding
 from accel_train.doctor.rehearsal.child import child_command, started
 from accel_train.errors import one_line
-from accel_train.launch.consensus import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main
 
 EVERY = 4  # updates between two checkpoints: killed after the first, compared at the second
 SECONDS = 300.0  # of all three starts; collectives of the other ranks wait at least so long

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train.launch.accelerator import precision, use_tf32, uses_tf32, without_tf32
+from accel_train.launch.precision import precision, use_tf32, uses_tf32, without_tf32
 from accel_train.models.trial import unchanged
 
 SWITCHES: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
