@@ -404,7 +404,8 @@ def test_a_warning_while_the_launcher_imports_is_kept(cluster: Cluster) -> None:
 def test_a_warning_to_the_batch_script_alone_reaches_the_ranks(cluster: Cluster) -> None:
     """--signal=B:USR1, common in batch scripts."""
     options = "--nodes=2 --time=1 --signal=B:USR1@5"
-    job = cluster.submit("multi_node.sbatch", *LONG, options=options, PROCESSES_PER_NODE="1")
+    words = ("digits", "--epochs", "3000", "--log-every-updates", "10")  # on any machine longer than the job's minute
+    job = cluster.submit("multi_node.sbatch", *words, options=options, PROCESSES_PER_NODE="1")
     job.restarted(1)
     assert "Stopped by SIGUSR1 after update" in job.log() and "requeueing" in job.log()
     job.trains_on()
