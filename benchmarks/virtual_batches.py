@@ -68,7 +68,7 @@ def timm(options: argparse.Namespace, output: Path) -> tuple[float, float]:
     data = f"--train-split train --val-split test --num-classes {len(list((options.folder / 'train').iterdir()))}"
     model = f"--model resnet18 --img-size 32 --color-jitter 0 --device cpu --batch-size {BATCH} --opt momentum --lr 0.1"
     line = [options.timm_train, options.folder.resolve(), *data.split(), *model.split(), "--epochs", options.epochs]
-    lasted, log = run([*line, "--workers", options.workers, "--sched", "none", "--output", output])
+    lasted, log = run([*line, "--workers", options.workers, "--sched", "step", "--output", output])
     # Time: 0.281s,  909.41/s  (0.302s,  846.13/s): of this update, and in brackets of the epoch.
     epochs = dict(re.findall(r"Train: (\d+) .*\([ \d.]+s, +([\d.]+)/s\)", log))  # the last line of each
     return statistics.median(map(float, epochs.values())), lasted
