@@ -179,6 +179,8 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
     scale = 1.0 if exact else accelerator.num_processes * setup.plan.accumulation / max(1, samples)
     guard.start(state)  # the guard looks for losses and gradients that are not finite
     for number, batch in enumerate(micro_batches):
+        if exact and setup.plan.is_empty(accelerator.process_index, number):
+            continue  # the processes cannot share the batch evenly, and no other waits for this one's gradients
         with accelerator.no_sync(setup.model) if exact else accelerator.accumulate(setup.model):
             seed_pass(config, accelerator, state.update, number)  # for random numbers that are not drawn by sample
             logits, targets = setup.forward(batch, state.update, padded=samples < config.batch_size)

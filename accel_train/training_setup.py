@@ -115,7 +115,7 @@ class TrainingSetup:
         inputs, targets = self.training.transform(batch)
         # A sample that is drawn twice has one number, but two keys: an update must not give it the same mask twice.
         self.dropout.set_samples(batch["ids" if self.sampler.draws is None else "keys"], update)
-        self.virtual_batches.begin(batch["weights"], padded=padded)
+        self.virtual_batches.begin(batch["weights"], padded=padded, may_be_empty=self.plan.empty > 0)
         with self.around_forward:
             return self.model(inputs), targets
 
@@ -195,14 +195,14 @@ def create_training_setup(
         clipped=parameters_to_clip(config.optim, bare_model),  # FSDP2 has replaced the parameters
         recomputed_buffers=recomputed_buffers,
         around_forward=KeyedFunctions(dropout) if independence.needs_functions else nullcontext(),
-        warnings=(*warnings, *independence.warnings),
+        warnings=(*warnings, *independence.warnings, *plan.warnings()),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
         **_create_input(config, accelerator, splits, plan, size, memory_format),
     )
     if searches(config, accelerator):
         micro_batch, evaluation_batch = _largest_batches(setup)
-        plan = replace(plan, accumulation=plan.batch_size // (plan.processes * micro_batch))
+        plan = replace(plan, accumulation=plan.share // micro_batch)
         # Images that are kept on the device are released before they are placed there again.
         setup = replace(setup, training=None, evaluations={})  # type: ignore[arg-type]
         clear_device_cache(garbage_collection=True)

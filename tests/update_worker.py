@@ -15,6 +15,7 @@ import torch
 from accel_train import models, training_setup
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.options import parse
+from accel_train.data.order.plan import share
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.environment import prepare_environment
 from accel_train.records.console import Console
@@ -30,8 +31,8 @@ def updates(options: list[str], accumulation: int, dtype: torch.dtype) -> list[d
     """What every update of the run's epochs computes, as train.py computes it."""
     launch = prepare_environment()
     config = parse(options)
-    share = config.batch_size // launch.world_size
-    config = dataclasses.replace(config, micro_batch_size=share // accumulation)
+    slots = share(config.batch_size, launch.world_size, config.virtual_batch_size or 1)
+    config = dataclasses.replace(config, micro_batch_size=slots // accumulation)
     accelerator = connect(config, launch)
     splits = load_splits(config.data, config.seed)
     setup = create_training_setup(config, launch, accelerator, splits)

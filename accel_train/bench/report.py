@@ -82,6 +82,7 @@ def figures_of(
         "batch_size": plan.batch_size,
         "accumulation": plan.accumulation,
         "micro_batch": plan.micro_batch,
+        "division": plan.division,
         "rounds": len(rounds),
         "images_per_second": {
             "limit": _plain(spread(limit)),
@@ -130,8 +131,7 @@ def print_figures(figures: dict[str, Any]) -> None:
     lines = {
         "device": f"{processes} process{'es' * (processes > 1)} on {host['device']}, {figures['precision']} "
         f"({host['processor']}, {host['cores']} cores, {host['threads']} threads a process)",
-        "batch": f"{figures['batch_size']} = {processes} x {figures['accumulation']} accumulation x "
-        f"{figures['micro_batch']} images" + ", synthetic" * figures["synthetic"],
+        "batch": figures["division"] + ", synthetic" * figures["synthetic"],
         "memory": f"at most {_bytes(memory['host_peak_bytes'])} of the host, {_bytes(memory['device_peak_bytes'])} "
         "of the device",
         "operations": f"{_giga(flops['per_second'])} a process, {_percent(flops['share_of_peak'])} of its device's "

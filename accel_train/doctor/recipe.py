@@ -45,7 +45,9 @@ def update(exam: Examination) -> Finding:
     exam.measured["checkpoint_bytes"] = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     took, plan = exam.measured["update_seconds"], workload.plan
     found = f"{took * 1000:.3g} ms an update, {exam.config.batch_size / took:,.0f} images/s"
-    found += f"; {plan.processes} x {plan.accumulation} x {plan.micro_batch} images; {_left(exam, device)}"
+    found += f"; {plan.division}; {_left(exam, device)}"
+    if plan.empty:
+        found += f"; no slot would be empty on {', '.join(map(str, plan.even_processes))} processes"
     return Finding(PASS, found, expected)
 
 

@@ -67,9 +67,8 @@ def describe(
         "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
         "weights": loaded,
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
-        "batch": f"{plan.batch_size} = {world} x {plan.accumulation} accumulation x {plan.micro_batch} images"
-        f"{f' in virtual batches of {plan.virtual_batch}' * (plan.virtual_batch > 2)}; "
-        f"{plan.updates_per_epoch} updates an epoch" + "; the most images that fit" * searches(config, accelerator),
+        "batch": f"{plan.division}; {plan.updates_per_epoch} updates an epoch"
+        + "; the most images that fit" * searches(config, accelerator),
         "run": str(config.output_dir),
     }
     return [f"{name:<8}{text}" for name, text in lines.items() if text]
@@ -113,18 +112,19 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
     """
     processes, notice = accelerator.num_processes, precision_notice(accelerator)
     virtual_batch, accumulation = _divide_without_data(config, accelerator)
-    micro_batch = str(config.batch_size // (processes * accumulation))
+    division = Plan(config.batch_size, config.batch_size, processes, accumulation, virtual_batch=virtual_batch)
     found = "found at the start, as many samples as fit" * searches(config, accelerator)
     lines = [
         f"# processes: {processes}",
         f"# precision: {precision(accelerator)}" + (f" ({notice})" if notice else ""),
         f"# accumulation: {found or accumulation}",
-        f"# samples of a process in one forward pass: {found or micro_batch}",
+        f"# samples of a process in one forward pass: {found or division.micro_batch}",
         f"# samples of a virtual batch: {virtual_batch}",
+        *[f"# shares: {division.division}"] * (division.empty > 0),
     ]
     try:
         splits = load_splits(config.data, config.seed, download=False)
-        plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last)
+        plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last, virtual_batch)
         draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
         order = TrainingSampler(plan, config.seed, splits.unreadable, draws)
     except UserError as error:

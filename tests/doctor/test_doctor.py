@@ -44,7 +44,10 @@ def test_digits_on_two_processes_has_nothing_to_fear(tmp_path: Path, left_out: t
     assert {of[name] for name in passed.split() if name not in left_out} == {PASS}
     missing = "gpus gpu-health gpu-memory gpu-copy images reading interface slowest-pair transport time-left requeue"
     assert {of[name] for name in [*missing.split(), "signal-lead", "signal-path"]} == {NOT_CHECKED}
-    assert "1,438 training" in found["data"]["measured"] and "2 x 1 x 32 images" in found["update"]["measured"]
+    assert (
+        "1,438 training" in found["data"]["measured"]
+        and "2 processes x 1 accumulation x 32 images" in found["update"]["measured"]
+    )
     assert "rank 1: " in done.stdout and not (tmp_path / "run").exists()  # nothing is left behind
     assert list(tmp_path.iterdir()) == [tmp_path / "found.json"]
 

@@ -25,6 +25,9 @@ RUNS = {
     "digits": "digits --epochs 1 --data.train-limit 500",
     "batchnorm": f"cifar10_resnet18 {MADE} --epochs 2 --batch-size 32 --virtual-batch-size 8 --model.name test_resnet "
     "--model.drop-path 0.2 --augment.mixup 0.4 --ema.enabled true --optim.clip 1 --augment.flip 0.5",
+    # Eight virtual batches of 4, drawn with replacement; the last window of an epoch is short.
+    "drawn": f"cifar10_resnet18 {MADE} --epochs 2 --batch-size 32 --virtual-batch-size 4 --model.name test_resnet "
+    "--model.drop-path 0.2 --augment.mixup 0.4 --ema.enabled true --optim.clip 1 --data.sampler balanced",
     # A BatchNorm that is called twice, another one over learned prototypes, and layers that are never called.
     "odd": f"digits {MADE} --epochs 2 --batch-size 32 --virtual-batch-size 8 --model.name {ODD_MODELS}:SharedNorm",
 }
@@ -74,8 +77,10 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "worlds"),
     [
-        *(pytest.param(name, (1, 2, 4), marks=[pytest.mark.ci] * (name == "odd")) for name in RUNS),
-        *(pytest.param(name, (1, 2, 4), marks=pytest.mark.slow) for name in SLOW),
+        # Three share four virtual batches as 2, 1, 1, and eight as 3, 3, 2.
+        *(pytest.param(name, (1, 2, 3, 4), marks=[pytest.mark.ci] * (name == "odd")) for name in RUNS),
+        *(pytest.param(name, (1, 2, 3, 4), marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, (1, 5, 6, 7, 8), marks=pytest.mark.slow) for name in ("digits", "drawn")),
         pytest.param("digits", (1, 8), marks=pytest.mark.ci),
     ],
 )

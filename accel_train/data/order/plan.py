@@ -1,12 +1,14 @@
 """How an epoch is divided into updates: a pure function of (seed, epoch, update) for any number of processes.
 
-    batch_size = processes x accumulation x micro_batch
+    slots = processes x accumulation x micro_batch >= batch_size
 
 Update u of an epoch takes the positions u*batch_size … (u+1)*batch_size - 1 of that epoch's permutation of the
-samples. They are divided into `accumulation` global micro-batches, and each of those into one contiguous slice per
-process (Accelerate's `split_batches`), which is a whole number of virtual batches. Positions after the last sample are
-padding of weight 0: so all global micro-batches are full, all processes take the same number of steps, and shapes never
-change. A sample that is skipped because it cannot be read also becomes padding, in its own place.
+samples. They are divided into units: virtual batches, mixed pairs or single samples. The units are dealt to the
+processes as evenly as possible. A process computes its units in `accumulation` micro-batches; the global micro-batches
+have one contiguous slice per process (Accelerate's `split_batches`). Where a process has one unit fewer than others,
+its last slots are empty: a whole unit of weight 0. Positions after the last sample are padding of weight 0, too: so
+all processes take the same number of steps, and shapes never change. A sample that is skipped because it cannot be read
+also becomes padding, in its own place.
 """
 
 from __future__ import annotations
@@ -14,8 +16,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
+
+WASTE = 0.25  # of the slots: if more are empty, the user is told
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Plan:
     processes: int
     accumulation: int  # global micro-batches of one update
     drop_last: bool = False
-    virtual_batch: int = 1  # samples that are always computed together
+    virtual_batch: int = 1  # samples that are always computed together: a unit
 
     def __post_init__(self) -> None:
         if self.samples < self.batch_size:
@@ -38,13 +45,83 @@ class Plan:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of one process in one forward pass."""
-        return self.batch_size // (self.processes * self.accumulation)
+        """Slots for samples of one process in one forward pass."""
+        return self.share // self.accumulation
+
+    @property
+    def share(self) -> int:
+        """Slots of one process in one update."""
+        return share(self.batch_size, self.processes, self.virtual_batch)
+
+    @property
+    def slots(self) -> int:
+        """Of one update, over all processes."""
+        return self.processes * self.share
+
+    def places(self) -> Tensor:
+        """For each slot the place of its sample in the update; -1: it is empty. int64 [slots], in the order of the
+        global micro-batches."""
+        unit, each = self.virtual_batch, self.share // self.virtual_batch  # each: units of a process, at most
+        own = torch.arange(each).view(self.accumulation, 1, -1)  # which of its units a process computes when
+        dealt = torch.tensor([self.units_of(process) for process in range(self.processes)])
+        filled = (own < dealt.view(1, -1, 1)).flatten()
+        number = torch.where(filled, filled.cumsum(0) - 1, -1)
+        return torch.where(filled[:, None], number[:, None] * unit + torch.arange(unit), -1).flatten()
+
+    def units_of(self, process: int) -> int:
+        """Units of an update that `process` computes."""
+        some, rest = divmod(self.virtual_batches, self.processes)
+        return some + (process < rest)
+
+    def is_empty(self, process: int, number: int) -> bool:
+        """Whether micro-batch `number` of an update has only empty slots for `process`."""
+        return number * self.micro_batch >= self.units_of(process) * self.virtual_batch
+
+    @property
+    def division(self) -> str:
+        """Who computes what of an update: "256 = 8 virtual batches of 32 on 3 processes: 3, 3, 2 (11 % of the slots
+        are empty)"."""
+        world = f"{self.processes} process{'es' * (self.processes > 1)}"
+        if not self.empty:
+            text = f"{self.batch_size} = {world} x {self.accumulation} accumulation x {self.micro_batch} images"
+            return text + f" in virtual batches of {self.virtual_batch}" * (self.virtual_batch > 2)
+        units = {1: "images", 2: "pairs"}.get(self.virtual_batch, f"virtual batches of {self.virtual_batch}")
+        units = f"{self.virtual_batches} {units}"
+        dealt = [self.units_of(process) for process in range(self.processes)]
+        # Of many processes: 12 x 3, 4 x 2.
+        many = ", ".join(f"{dealt.count(count)} x {count}" for count in sorted({*dealt}, reverse=True))
+        shares = ", ".join(map(str, dealt)) if self.processes <= 8 else many
+        passes = f" in {self.accumulation} micro-batches" * (self.accumulation > 1)
+        return f"{self.batch_size} = {units} on {world}: {shares}{passes} ({self.empty:.0%} of the slots are empty)"
+
+    @property
+    def empty(self) -> float:
+        """The share of an update's slots that are empty because the units cannot be dealt evenly, 0 to 1."""
+        return 1 - self.batch_size / self.slots
+
+    @property
+    def even_processes(self) -> list[int]:
+        """The numbers of processes that can share an update evenly, in increasing order."""
+        return [count for count in range(1, self.virtual_batches + 1) if self.virtual_batches % count == 0]
+
+    def warnings(self) -> tuple[str, ...]:
+        """For the user, if many slots are empty: the time that they take is lost."""
+        if self.empty <= WASTE:
+            return ()
+        step = self.processes * self.virtual_batch
+        below, above = self.batch_size // step * step, -(-self.batch_size // step) * step
+        sizes = f"--batch-size {below} or {above}" if below else f"--batch-size {above}"
+        numbers = self.even_processes
+        near = [max(n for n in numbers if n <= self.processes), *(n for n in numbers if n > self.processes)][:2]
+        return (
+            f"batch: {self.division}. Nothing would be empty with {' or '.join(map(str, near))} processes, or with "
+            f"{sizes}, which trains another model.",
+        )
 
     @property
     def micro_batch_sizes(self) -> list[int]:
         """What `micro_batch` can be, in increasing order."""
-        return micro_batch_sizes(self.batch_size, self.processes, self.virtual_batch)
+        return micro_batch_sizes(self.share, self.virtual_batch)
 
     @property
     def virtual_batches(self) -> int:
@@ -88,45 +165,44 @@ def virtual_batch_size(batch_size: int, *, batchnorm: bool, pairs: bool) -> int:
 
 
 def accumulation_steps(
-    batch_size: int,
-    processes: int,
-    micro_batch_size: int | None,
-    *,
-    unit: int = 1,
-    why: str = "",
-    virtual: bool = False,
+    batch_size: int, processes: int, micro_batch_size: int | None, *, unit: int = 1, why: str = ""
 ) -> int:
     """The smallest number of micro-batches per update with at most `micro_batch_size` samples of each process.
 
     A micro-batch is a whole number of units of `unit` samples: pairs, because mixup and cutmix mix neighbours
-    (transforms/batch.py), or virtual batches (models/batchnorm/). For messages: `why` ("in pairs, as mixup and cutmix
-    need"), and whether --virtual-batch-size may change (`virtual`). Raises UserError, with the nearest possible sizes,
-    if the batch cannot be divided evenly.
+    (transforms/batch.py), or virtual batches (models/batchnorm/). `why`, for messages: "in pairs, as mixup and cutmix
+    need". Raises UserError if the batch is no whole number of units, or if there are fewer units than processes.
     """
-    if batch_size % (processes * unit):
-        step = processes * unit
-        below, above = batch_size // step * step, -(-batch_size // step) * step
+    if batch_size % unit:
+        below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
         near = f"{below} or {above}" if below else f"{above}"
-        sharing = f"{processes} process{'es' * (processes > 1)}" + f" {why}" * bool(why)
-        smaller = [size for size in range(2, unit) if batch_size % (processes * size) == 0 and batch_size % size == 0]
-        other = f", or --virtual-batch-size {smaller[-1]}, which trains another model" if virtual and smaller else ""
+        raise UserError(f"--batch-size: found {batch_size}, which cannot be divided {why}; try {near}.")
+    if batch_size // unit < processes:
+        most = batch_size // unit
         raise UserError(
-            f"--batch-size: found {batch_size}, which cannot be divided evenly among {sharing}; try {near}{other}."
+            f"--batch-size: found {batch_size}, which {processes} processes cannot share{f' {why}' * bool(why)}: some "
+            f"would never have work. Use at most {most} process{'es' * (most > 1)}, or --batch-size "
+            f"{unit * processes}, which trains another model."
         )
-    share = batch_size // processes
-    limit = share if micro_batch_size is None else micro_batch_size
-    fitting = [size for size in micro_batch_sizes(batch_size, processes, unit) if size <= limit]
+    slots = share(batch_size, processes, unit)
+    limit = slots if micro_batch_size is None else micro_batch_size
+    fitting = [size for size in micro_batch_sizes(slots, unit) if size <= limit]
     if not fitting:
         raise UserError(f"--micro-batch-size: found {limit}, but samples are computed {why}; choose {unit} or more.")
-    return share // max(fitting)
+    return slots // max(fitting)
 
 
-def micro_batch_sizes(batch_size: int, processes: int, unit: int) -> list[int]:
-    """Return the possible numbers of samples in a micro-batch of one process, in increasing order.
+def share(batch_size: int, processes: int, unit: int) -> int:
+    """Slots for samples of each process in one update: as many as the units need that one process has at most."""
+    return -(-(batch_size // unit) // processes) * unit
 
-    The batch can be shared by the processes in units of `unit` samples.
+
+def micro_batch_sizes(share: int, unit: int) -> list[int]:
+    """Return the possible numbers of slots in a micro-batch of one process, in increasing order.
+
+    `share`: of a process in an update. All micro-batches have the same size, so only few of its slots are empty: those
+    of one unit at most.
     """
-    share = batch_size // processes
     return [size for size in range(unit, share + 1, unit) if share % size == 0]
 
 
@@ -149,8 +225,14 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[in
         size = virtual_batch_size(config.batch_size, batchnorm=batchnorm, pairs=mixes)
     if size is not None:
         unit, why = size, f"in virtual batches of {size}" + ", over which BatchNorm counts" * batchnorm
+    if config.model.sync_batchnorm and config.batch_size % (processes * unit):
+        raise UserError(
+            f"model.sync_batchnorm: it counts over a whole micro-batch, so {processes} processes must share the "
+            f"{config.batch_size} samples of --batch-size evenly; give a multiple of {processes * unit}, or leave the "
+            "option out."
+        )
     # Bitwise, each forward pass has one virtual batch: another shape could choose another kernel.
     limit = None if config.micro_batch_size == "auto" else config.micro_batch_size
     if config.bitwise and (limit or unit) >= unit:
         limit = unit
-    return unit, accumulation_steps(config.batch_size, processes, limit, unit=unit, why=why, virtual=size is not None)
+    return unit, accumulation_steps(config.batch_size, processes, limit, unit=unit, why=why)

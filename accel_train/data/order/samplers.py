@@ -74,7 +74,8 @@ class TrainingSampler(Sampler[IndexBatch]):
         self.draws = draws
         self.unreadable = unreadable = None if draws is not None else unreadable
         self.substitute = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
-        self.batch_size = plan.batch_size // plan.accumulation  # read by Accelerate: of one global micro-batch
+        self.batch_size = plan.slots // plan.accumulation  # read by Accelerate: of one global micro-batch
+        self.places = plan.places()
         self.drop_last = False  # also read by Accelerate; all our micro-batches are full
         self.epoch = 0
         self.position = 0
@@ -111,12 +112,14 @@ class TrainingSampler(Sampler[IndexBatch]):
     def blocks(self) -> Iterator[IndexBatch]:
         """Yields many whole global micro-batches at once, one after the other."""
         plan, epoch = self.plan, self.epoch
-        first, last = self.position, self.position + plan.updates_from(self.position) * plan.batch_size
+        last = plan.updates_from(self.position) * plan.slots
         step = block_size(self.batch_size)
-        for start in range(first, last, step):
-            positions = torch.arange(start, min(start + step, last))
-            weights = (positions < plan.samples).to(torch.float32)
-            # Padding repeats the first samples of the epoch, with weight 0.
+        for start in range(0, last, step):
+            slots = torch.arange(start, min(start + step, last))
+            places = self.places[slots % plan.slots]
+            positions = self.position + slots // plan.slots * plan.batch_size + places
+            weights = ((places >= 0) & (positions < plan.samples)).to(torch.float32)
+            # Padding repeats the first samples of the epoch, with weight 0; an empty slot has another one.
             ids = self._ids(positions % plan.samples)
             if self.unreadable is not None:
                 skipped = self.unreadable[ids]

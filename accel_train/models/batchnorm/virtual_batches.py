@@ -49,6 +49,7 @@ class VirtualBatches:
         )
         starts = [sum(self._sizes[:number]) for number in range(len(self._sizes))]
         self._first_channels = torch.tensor(starts, dtype=torch.long, device=first.device)
+        self._may_be_empty = False
         self._all_regular = False  # each pass calls each layer, as far as a trial has shown
         self._calls: list[int] = []
         self._calls_per_channel = self._momentum  # of `self._calls`, once there are any
@@ -60,10 +61,12 @@ class VirtualBatches:
             module.regular = number not in irregular  # type: ignore[assignment]
             module.of_no_sample = number in of_no_sample  # type: ignore[assignment]
 
-    def begin(self, real: Tensor, *, padded: bool) -> None:
+    def begin(self, real: Tensor, *, padded: bool, may_be_empty: bool = False) -> None:
         """Before a forward pass of an update. `real`: float32 [b], 0 for padding; `padded`: whether there is any in the
-        whole update, on any process."""
+        whole update, on any process. Without, a virtual batch can still be empty as a whole if `may_be_empty`: it is
+        normalised as the real ones, by the same kernels, but does not count."""
         self._keep()
+        self._may_be_empty = may_be_empty and not padded
         self.window.samples, self.window.padded, self.window.real = len(real), padded, real
         if not self.tracked:
             return
@@ -87,6 +90,8 @@ class VirtualBatches:
         if self.tracked and self.window.samples:
             self._add_waiting()
             self._count_calls()
+            if self._may_be_empty and self.window.real is not None:
+                self.current.mul_(self.window.real.view(len(self.current), -1)[:, :1, None])
             if self._exact is None:
                 self._sums.add_(self.current.sum(0))
             else:
@@ -148,7 +153,8 @@ class VirtualBatches:
 
     def _sum_processes(self) -> None:
         if self._exact is not None:
-            self._sums.copy_(exact_sum(torch.cat(self._rows), self._exact).view_as(self._sums))
+            rows = torch.cat(self._rows) if self._rows else self._sums.new_zeros(0, self._sums.numel())
+            self._sums.copy_(exact_sum(rows, self._exact).view_as(self._sums))
         elif dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._sums)
 

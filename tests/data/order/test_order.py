@@ -8,7 +8,8 @@ from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.data.order.plan import Plan, accumulation_steps, virtual_batch_size
+from accel_train.config.options import parse
+from accel_train.data.order.plan import Plan, accumulation_steps, divide_batch, virtual_batch_size
 from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, TrainingSampler
 from accel_train.errors import UserError
 from accel_train.keyed import key, permuted
@@ -16,23 +17,28 @@ from accel_train.keyed import key, permuted
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    processes, accumulation, micro_batch = draw(st.integers(1, 8)), draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    batch_size = processes * accumulation * micro_batch
-    return Plan(
-        draw(st.integers(batch_size, batch_size * 12)), batch_size, processes, accumulation, draw(st.booleans())
-    )
+    processes, accumulation, each = draw(st.integers(1, 8)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    unit = draw(st.integers(1, 4))
+    # Some processes may have a unit less.
+    units = processes * accumulation * each - draw(st.integers(0, processes - 1 if accumulation * each > 1 else 0))
+    batch_size = units * unit
+    samples = draw(st.integers(batch_size, batch_size * 12))
+    return Plan(samples, batch_size, processes, accumulation, draw(st.booleans()), unit)
 
 
 def drawn(order: TrainingSampler | EvaluationSampler) -> IndexBatch:
-    """All that an order yields, in one."""
+    """All that an order yields, in one, without empty slots."""
     draws = list(order)
     assert len(draws) == len(order)
     assert all(len(draw) == order.batch_size for draw in draws)  # shapes never change
     epochs = {draw.epoch for draw in draws}
     assert len(epochs) == 1
-    return IndexBatch(
-        epochs.pop(), torch.cat([draw.ids for draw in draws]), torch.cat([draw.weights for draw in draws])
-    )
+    ids, weights = (torch.cat([getattr(draw, part) for draw in draws]) for part in ("ids", "weights"))
+    filled = torch.ones(len(ids), dtype=torch.bool)
+    if isinstance(order, TrainingSampler):
+        filled = (order.plan.places() >= 0).repeat(len(ids) // order.plan.slots)
+    assert not weights[~filled].any()
+    return IndexBatch(epochs.pop(), ids[filled], weights[filled])
 
 
 @given(plans(), st.integers(0, 2**40), st.integers(0, 100))
@@ -66,10 +72,40 @@ def test_the_windows_do_not_depend_on_the_split(plan: Plan, seed: int, epoch: in
     ]
     steps = list(zip(*shards, strict=True))
     assert len(steps) == plan.updates_per_epoch * plan.accumulation
+    filled = (plan.places() >= 0).repeat(plan.updates_per_epoch)
     for part in ("ids", "weights"):
         together = torch.cat([getattr(draw, part) for step in steps for draw in step])
-        assert torch.equal(together, getattr(drawn(whole), part))
+        assert torch.equal(together[filled], getattr(drawn(whole), part))
     assert all(len(draw) == plan.micro_batch and draw.epoch == epoch for step in steps for draw in step)
+
+
+@given(plans())
+def test_units_are_dealt_as_evenly_as_possible(plan: Plan) -> None:
+    places = plan.places().view(plan.accumulation, plan.processes, -1, plan.virtual_batch)
+    assert torch.equal(places[places >= 0], torch.arange(plan.batch_size))
+    units, empty = places[..., 0] >= 0, (places < 0).all(-1)
+    assert torch.equal(units, ~empty)  # a unit is never parted
+    counts = units.sum((0, 2)).tolist()
+    assert counts == [plan.units_of(process) for process in range(plan.processes)]
+    assert max(counts) - min(counts) <= 1 and min(counts) >= 1
+    assert plan.empty == pytest.approx(empty.float().mean().item())
+    for process in range(plan.processes):
+        found = [not units[number, process].any() for number in range(plan.accumulation)]
+        assert found == [plan.is_empty(process, number) for number in range(plan.accumulation)]
+    if plan.batch_size % (plan.processes * plan.virtual_batch) == 0:
+        assert not empty.any()
+
+
+def test_what_is_said_of_a_division() -> None:
+    assert Plan(256, 256, 4, 2).division == "256 = 4 processes x 2 accumulation x 32 images"
+    three = Plan(256, 256, 3, 1, virtual_batch=32)
+    assert three.division == "256 = 8 virtual batches of 32 on 3 processes: 3, 3, 2 (11% of the slots are empty)"
+    assert three.warnings() == ()
+    assert Plan(100, 100, 12, 3, virtual_batch=2).division == (
+        "100 = 50 pairs on 12 processes: 2 x 5, 10 x 4 in 3 micro-batches (17% of the slots are empty)"
+    )
+    [warning] = Plan(32, 32, 3, 2, virtual_batch=8).warnings()
+    assert "(33% of the slots" in warning and "with 2 or 4 processes, or with --batch-size 24 or 48" in warning
 
 
 @given(plans(), st.integers(0, 2**40), st.integers(0, 100), st.data())
@@ -162,50 +198,43 @@ class TestAccumulationSteps:
     @given(
         st.integers(1, 400), st.integers(1, 16), st.none() | st.integers(1, 64), st.sampled_from((1, 2, 3, 8, 16, 32))
     )
-    def test_the_fewest_that_fit_or_the_nearest_sizes(
+    def test_the_fewest_that_fit_or_what_is_possible(
         self, batch_size: int, processes: int, limit: int | None, unit: int
     ) -> None:
-        def divides(size: int) -> bool:
-            return size > 0 and size % (processes * unit) == 0
-
+        units, rest = divmod(batch_size, unit)
         try:
             steps = accumulation_steps(batch_size, processes, limit, unit=unit)
         except UserError as error:
-            if divides(batch_size):
+            if rest:
+                named = [int(size) for size in re.findall(r"\d+", str(error).partition("; try ")[2])]
+                assert named == [size for size in (units * unit, (units + 1) * unit) if size]
+            elif units < processes:
+                assert f"at most {units} process" in str(error)
+                accumulation_steps(batch_size, units, None, unit=unit)
+                accumulation_steps(unit * processes, processes, None, unit=unit)
+            else:
                 assert limit is not None and limit < unit
                 assert str(error).startswith(f"--micro-batch-size: found {limit},")
                 assert str(error).endswith(f"choose {unit} or more.")
-                return
-            named = [int(size) for size in re.findall(r"\d+", str(error).partition("; try ")[2])]
-            below = next((size for size in range(batch_size, 0, -1) if divides(size)), None)
-            above = next(size for size in range(batch_size, 10**6) if divides(size))
-            assert named == [size for size in (below, above) if size is not None]
-            for size in named:
-                accumulation_steps(size, processes, None, unit=unit)
             return
-        assert divides(batch_size)
-        micro_batch, rest = divmod(batch_size, processes * steps)
-        assert rest == 0
-        assert limit is None or micro_batch <= limit
-        assert micro_batch % unit == 0
-        for fewer in range(1, steps):  # would not divide, not fit, or part a virtual batch
-            size, rest = divmod(batch_size, processes * fewer)
-            assert rest or (limit is not None and size > limit) or size % unit
+        assert not rest and units >= processes
+        each = -(-units // processes)  # units of a process
+        assert each % steps == 0  # no more empty slots than the division needs
+        assert limit is None or each // steps * unit <= limit
+        for fewer in range(1, steps):
+            assert each % fewer or (limit is not None and each // fewer * unit > limit)
 
     def test_the_message(self) -> None:
         with pytest.raises(UserError) as error:
-            accumulation_steps(50, 4, None)
-        assert (
-            str(error.value)
-            == "--batch-size: found 50, which cannot be divided evenly among 4 processes; try 48 or 52."
+            accumulation_steps(3, 4, None)
+        assert str(error.value) == (
+            "--batch-size: found 3, which 4 processes cannot share: some would never have work. Use at most "
+            "3 processes, or --batch-size 4, which trains another model."
         )
-        with pytest.raises(UserError, match=r"among 1 process in pairs, as mixup and cutmix need; try 2\.$"):
+        with pytest.raises(UserError, match=r"cannot be divided in pairs, as mixup and cutmix need; try 2\.$"):
             accumulation_steps(1, 1, None, unit=2, why="in pairs, as mixup and cutmix need")
-        with pytest.raises(
-            UserError,
-            match="among 8 processes in virtual batches of 16; try 128, or --virtual-batch-size 8, which trains",
-        ):
-            accumulation_steps(64, 8, None, unit=16, why="in virtual batches of 16", virtual=True)
+        with pytest.raises(UserError, match=r"8 processes cannot share in virtual batches of 16: .* at most 4 .* 128"):
+            accumulation_steps(64, 8, None, unit=16, why="in virtual batches of 16")
 
 
 class TestVirtualBatchSize:
@@ -256,3 +285,10 @@ def test_samples_that_are_left_out_become_padding_in_their_places() -> None:
             counts.append(int(after.weights.sum()))
         assert counts == [rest.real_samples(update * plan.batch_size) for update in range(plan.updates_per_epoch)]
         assert sum(counts) == rest.samples_per_epoch == 99
+
+
+def test_sync_batchnorm_needs_even_shares() -> None:
+    words = ("digits", "--model.sync-batchnorm", "true", "--batch-size", "32")
+    assert divide_batch(parse(words), 2, batchnorm=False) == (1, 1)
+    with pytest.raises(UserError, match=r"model\.sync_batchnorm: .* 3 processes must share .* a multiple of 3"):
+        divide_batch(parse(words), 3, batchnorm=False)
