@@ -33,8 +33,8 @@ class VirtualBatchNorm:
 
     window: Window
     statistics: Tensor
-    """float32 [virtual batches, 3, channels] of this forward pass, a part of `VirtualBatches.current`: the sums over
-    its calls of the mean, of the unbiased variance, and of 1 if they count."""
+    """float32 [virtual batches, 3, channels] of this forward pass: the sums over its calls of the mean, of the unbiased
+    variance, and of 1 if they count."""
     calls: int
     """Of this forward pass, not compiled."""
     whole_calls: int
@@ -143,8 +143,8 @@ class VirtualBatchNorm:
         compiled = torch.compiler.is_compiling()
         if not compiled and _is_recomputation():
             return
-        # All layers' statistics are parts of one tensor, of which autograd keeps those of other calls. `data` does not
-        # tell it of a change that cannot matter: the kernel's gradient does not read them.
+        # Autograd keeps the statistics of the first call. `data` does not tell it of a change that cannot matter: the
+        # kernel's gradient does not read them.
         statistics = self.statistics if compiled else self.statistics.data
         for row, values in enumerate(rows):
             statistics[:, row].add_(values)

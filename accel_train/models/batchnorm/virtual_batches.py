@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,8 +33,9 @@ class VirtualBatches:
         first = self.tracked[0].running_mean if self.tracked else torch.empty(0)
         self.window = Window(virtual_batch)
         self._sizes = [len(module.running_mean) for module in self.tracked]
-        self.current = first.new_zeros(0, 3, sum(self._sizes))
-        """The statistics of the current forward pass: those of all layers, one after the other."""
+        # Of the current forward pass, one tensor a layer: if they were parts of one, torch.compile would take them for
+        # one input that a graph changes, and skip CUDA graphs because that input is not static.
+        self._statistics: list[Tensor] = []
         self._sums = first.new_zeros(3, sum(self._sizes))  # of the update's forward passes before this one
         self._exact = exact
         self._rows: list[Tensor] = []  # in place of the sums: what will be summed exactly
@@ -71,12 +71,11 @@ class VirtualBatches:
         if not self.tracked:
             return
         count = len(real) // self.window.virtual_batch
-        if len(self.current) != count:
-            self.current = self.current.new_zeros(count, *self.current.shape[1:])
-            for module, part in zip(self.tracked, torch.split(self.current, self._sizes, dim=2), strict=True):
-                module.statistics = part
-                _mark_static(part)
-        self.current.zero_()
+        if not self._statistics or len(self._statistics[0]) != count:
+            self._statistics = [self._sums.new_zeros(count, 3, size) for size in self._sizes]
+            for module, statistics in zip(self.tracked, self._statistics, strict=True):
+                module.statistics = statistics
+        torch._foreach_zero_(self._statistics)
 
     def discard(self) -> None:
         """The update is skipped: its samples do not count."""
@@ -88,17 +87,24 @@ class VirtualBatches:
     def _keep(self) -> None:
         """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
         if self.tracked and self.window.samples:
-            self._add_waiting()
-            self._count_calls()
+            current = self.current
+            self._add_waiting(current)
+            self._count_calls(current)
             if self._may_be_empty and self.window.real is not None:
-                self.current.mul_(self.window.real.view(len(self.current), -1)[:, :1, None])
+                current.mul_(self.window.real.view(len(current), -1)[:, :1, None])
             if self._exact is None:
-                self._sums.add_(self.current.sum(0))
+                self._sums.add_(current[0] if len(current) == 1 else current.sum(0))
             else:
-                self._rows.append(self.current.flatten(1).clone())
+                self._rows.append(current.flatten(1))
         self.window.samples = 0
 
-    def _add_waiting(self) -> None:
+    @property
+    def current(self) -> Tensor:
+        """A copy of the layers' statistics of the current forward pass, one layer after the other: float32 [virtual
+        batches, 3, channels]."""
+        return torch.cat(self._statistics, 2)
+
+    def _add_waiting(self, current: Tensor) -> None:
         """Add the statistics that the layers have put aside: one call of each layer at a time, all layers together."""
         while any(module.waiting for module in self.tracked):
             calls = [
@@ -106,21 +112,21 @@ class VirtualBatches:
                 for module in self.tracked
             ]
             for row, statistics in enumerate(zip(*calls, strict=True)):
-                self.current[:, row].add_(torch.cat(statistics, 1))
+                current[:, row].add_(torch.cat(statistics, 1))
 
-    def _count_calls(self) -> None:
+    def _count_calls(self, current: Tensor) -> None:
         """Add how often each layer was called without padding. Mostly that is as often as in the pass before."""
         calls = [module.whole_calls for module in self.tracked]
         if any(calls):
             if calls != self._calls:
                 self._calls, self._calls_per_channel = calls, self._per_channel(calls)
-            self.current[:, 2].add_(self._calls_per_channel)
+            current[:, 2].add_(self._calls_per_channel)
         self._forget_calls()
 
     def _per_channel(self, values: Sequence[float]) -> Tensor:
         """One value of each tracked layer, for all of its channels."""
-        spread = torch.tensor(values, dtype=self.current.dtype).repeat_interleave(torch.tensor(self._sizes).long())
-        return spread.to(self.current.device)
+        spread = torch.tensor(values, dtype=self._sums.dtype).repeat_interleave(torch.tensor(self._sizes).long())
+        return spread.to(self._sums.device)
 
     def _forget_calls(self) -> None:
         for module in self.tracked:
@@ -172,12 +178,3 @@ class VirtualBatches:
         steps = list(torch._foreach_sub(steps, running))
         torch._foreach_mul_(steps, factors)
         torch._foreach_add_(running, steps)
-
-
-def _mark_static(tensor: Tensor) -> None:
-    """Let CUDA graphs of torch.compile change `tensor` where it is, as they do with a module's buffers.
-
-    Without torch.compile its package is not loaded, which would take a second.
-    """
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.mark_static_address(tensor, guard=False)

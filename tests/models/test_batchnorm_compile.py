@@ -1,0 +1,141 @@
+"""BatchNorm over virtual batches under torch.compile: no graph more than torch's own and no break, nothing that keeps
+CUDA graphs from being recorded, and results of inductor that are those of the layers as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cudagraph_utils import check_for_mutation
+
+from accel_train.models.batchnorm import VirtualBatches
+
+BATCH, VIRTUAL_BATCH = 8, 4
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    # With its cache a graph that was compiled before would not come to the backend.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+    torch.compiler.reset()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, 3, stride=2),
+        BatchNormAct2d(6, momentum=0.3),
+        nn.Flatten(),
+        nn.Linear(54, 5),
+        nn.BatchNorm1d(5, affine=False),
+    )
+
+
+def images(seed: int) -> Tensor:
+    return torch.randn(BATCH, 3, 9, 9, generator=torch.Generator().manual_seed(seed))
+
+
+def train_and_evaluate(model: nn.Module, run: Callable[[Tensor], Tensor], *, converted: bool) -> dict[str, Tensor]:
+    """Four updates of two micro-batches, the third with padding, and an evaluation after the second and the last.
+
+    Returns the outputs of the evaluations, and the weights and buffers afterwards.
+    """
+    batches = VirtualBatches(model, VIRTUAL_BATCH) if converted else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = {}
+    for update in range(4):
+        model.train()
+        weights = (torch.arange(BATCH) < (6 if update == 2 else BATCH)).float()
+        for micro_batch in range(2):
+            if batches is not None:
+                batches.begin(weights, padded=update == 2)
+            (run(images(10 * update + micro_batch)).square().sum(1) * weights).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if batches is not None:
+            batches.end_update()
+        if update % 2:
+            model.eval()
+            with torch.inference_mode():
+                found[f"output after update {update}"] = run(images(99)).clone()
+    return {**found, **{name: value.detach().clone() for name, value in model.state_dict().items()}}
+
+
+class Inductor:
+    """The backend "inductor". It remembers what it compiled: a forward, a backward or an inference graph, and what of
+    it keeps CUDA graphs from being recorded."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self.obstacles: list[str | None] = []
+        self.changed = 0
+        """Inputs that the graphs change."""
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        return compile_fx(module, inputs, inner_compile=self.compile_one)  # type: ignore[no-any-return]
+
+    def compile_one(self, module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        compiled: Any = compile_fx_inner(module, inputs, **options)
+        kind = "backward" if options.get("is_backward") else "forward"
+        self.kinds.append("inference" if options.get("is_inference") else kind)
+        placeholders = [
+            SimpleNamespace(mutating_use_stack_trace=node.name) for node in module.graph.find_nodes(op="placeholder")
+        ]
+        graph: Any = SimpleNamespace(
+            mutated_input_idxs=compiled.mutated_input_idxs,
+            static_input_idxs=options.get("static_input_idxs") or (),
+            placeholders=placeholders,
+        )
+        self.changed += len(compiled.mutated_input_idxs)
+        # What torch asks on a GPU before it records a CUDA graph.
+        self.obstacles.append(check_for_mutation(graph, inputs, lambda _: False))
+        return compiled
+
+
+def compiled_by(inductor: Inductor, *, converted: bool) -> None:
+    model = net()
+    train_and_evaluate(model, torch.compile(model, backend=inductor, dynamic=False), converted=converted)
+
+
+def test_it_has_the_graphs_of_torchs_own_and_changes_only_static_inputs() -> None:
+    plain, own = Inductor(), Inductor()
+    compiled_by(plain, converted=False)
+    compiled_by(own, converted=True)
+    assert plain.kinds == own.kinds == ["forward", "backward", "inference"]
+    assert own.changed >= 3 and own.obstacles == [None] * 3
+
+
+def test_it_is_seen_if_an_input_that_is_changed_is_not_static() -> None:
+    inductor = Inductor()
+    torch.compile(lambda values: values.add_(1), backend=inductor)(torch.ones(3))
+    assert "mutated inputs" in str(inductor.obstacles[0])
+
+
+@pytest.mark.parametrize("real", [BATCH, 6, None], ids=["training", "padded", "evaluation"])
+def test_no_break(real: int | None) -> None:
+    model = net().train(real is not None)
+    batches = VirtualBatches(model, VIRTUAL_BATCH)
+    if real is not None:
+        batches.begin((torch.arange(BATCH) < real).float(), padded=real < BATCH)
+    found = torch._dynamo.explain(model)(images(0))
+    assert (found.graph_count, found.graph_break_count, found.break_reasons) == (1, 0, [])
+
+
+def test_inductors_results_are_those_of_the_layers_as_they_are() -> None:
+    eager, model = net(), net()
+    expected = train_and_evaluate(eager, eager, converted=True)
+    found = train_and_evaluate(model, torch.compile(model, dynamic=False), converted=True)
+    assert found.keys() == expected.keys() and int(found["1.num_batches_tracked"]) == 4
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
