@@ -50,7 +50,8 @@ def evaluate(
     for batch in through(pipeline.batches):
         inputs, labels = pipeline.transform(batch)
         with accelerator.autocast():
-            logits = model(inputs).float()
+            # A copy: the CUDA graphs of torch.compile write the output of each call to the same memory.
+            logits = model(inputs).to(torch.float32, copy=True)
         # Padding gets the id -1. To select the real samples here, the host would have to wait for their number.
         ids = torch.where(batch["weights"] > 0, batch["ids"], -1)
         # What several metrics need of the logits is computed once.

@@ -32,6 +32,12 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def without_compilation(model: nn.Module) -> nn.Module:
+    """The prepared model without torch.compile around it; it may have DDP."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
 def unwrap_model(model: nn.Module) -> nn.Module:
     """The model without DDP and torch.compile around it.
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from accel_train.errors import UserError
 from accel_train.launch.precision import use_tf32
 from accel_train.models.padding import use_padding_aware_convolutions
+from accel_train.models.trial import restored
+from accel_train.models.wrapping import without_compilation
 
 CHANNELS_LAST_DEVICES = ("cpu", "cuda", "xpu")
 
@@ -116,14 +118,13 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def rebuild_ddp_buckets(accelerator: Accelerator, model: nn.Module, inputs: Tensor) -> None:
     """Run one forward and backward pass of the prepared `model`, so that DDP rebuilds its buckets now.
 
-    Weights and buffers do not change. Collective. `inputs`: float32 [b, C, size, size], with the shape of a training
-    batch; their values do not matter. A model that may leave out parameters keeps the buckets that it has.
+    Afterwards weights, gradients, buffers and random generators are as before. Collective. `inputs`: float32
+    [b, C, size, size], with the shape of a training batch; their values do not matter. A model that may leave out
+    parameters keeps the buckets that it has. Nothing is compiled: training could not use a graph of this pass, whose
+    samples no layer knows.
     """
     if accelerator.num_processes < 3 or accelerator.ddp_handler.find_unused_parameters:
         return
-    before = [buffer.clone() for buffer in model.buffers()]
-    model(inputs).sum().backward()
-    model.zero_grad()
-    with torch.no_grad():
-        for buffer, value in zip(model.buffers(), before, strict=True):
-            buffer.copy_(value)
+    model = without_compilation(model)
+    with restored(model, accelerator.device):
+        model(inputs).sum().backward()
