@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +22,7 @@ from accel_train.records.metrics import (
     same,
 )
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 
 
 @torch.inference_mode()

@@ -113,8 +113,7 @@ class TrainingSetup:
         padding. `padded`: whether the update has any, on any process.
         """
         inputs, targets = self.training.transform(batch)
-        # A sample that is drawn twice has one number, but two keys: an update must not give it the same mask twice.
-        self.dropout.set_samples(batch["ids" if self.sampler.draws is None else "keys"], update)
+        self.dropout.set_samples(torch.from_numpy(batch["host_ids"]), update, inputs.device)
         self.virtual_batches.begin(batch["weights"], padded=padded, may_be_empty=self.plan.empty > 0)
         with self.around_forward:
             return self.model(inputs), targets

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -103,7 +103,7 @@ def create_loader(
 class Loader(Protocol):
     """Yields this process's slices of the micro-batches, on its device: Accelerate's loader, or a MemoryLoader."""
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]: ...
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
     def end(self) -> None:
         """To be called when a pass ends early."""
@@ -122,14 +122,14 @@ class InputPipeline:
     """Whether labels are bool [b, classes] instead of int64 [b]."""
 
     @property
-    def batches(self) -> Iterator[dict[str, Tensor]]:
+    def batches(self) -> Iterator[dict[str, Any]]:
         """One pass over the loader. Raises the UserError of an image that cannot be read."""
         for batch in self.loader if self.side is None else self.side.copied(self.loader):
             if isinstance(batch, UserError):
                 raise batch
             yield batch
 
-    def blank_batch(self, source: Source, count: int) -> dict[str, Tensor]:
+    def blank_batch(self, source: Source, count: int) -> dict[str, Any]:
         """A batch of `count` black images of this pipeline's `source`, with the shapes and types of real ones."""
         transform, device = self.transform, self.transform.steps.device
         images = torch.zeros(1, len(transform.planes), transform.size, transform.size, dtype=torch.uint8)
@@ -141,7 +141,7 @@ class InputPipeline:
         if transform.draw_parameters is not None:
             batch["parameters"] = transform.draw_parameters(numbers, weights)
         batch = {name: values.to(device) for name, values in batch.items()}
-        return {"images": images.to(device).repeat(count, 1, 1, 1), **batch}
+        return {"images": images.to(device).repeat(count, 1, 1, 1), "host_ids": numbers.numpy(), **batch}
 
 
 def create_input_pipeline(

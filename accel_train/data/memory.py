@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,12 +82,13 @@ class MemoryLoader:
         self.device, self.draw_parameters = device, draw_parameters
         self.pixels = PixelTensor(source, pixels_device, memory_format)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         share = self.sampler.batch_size // self.processes  # of one micro-batch
         for block in self.sampler.blocks():
-            ids, weights, keys = (
+            keys = block.keys(self.seed)
+            ids, weights, keys, draw_ids = (
                 values.view(-1, self.processes, share)[:, self.process].reshape(-1)
-                for values in (block.ids, block.weights, block.keys(self.seed))
+                for values in (block.ids, block.weights, keys, block.draw_ids(keys))
             )
             columns = {
                 "labels": self.labels.index_select(0, ids),
@@ -102,7 +104,10 @@ class MemoryLoader:
             for first in range(0, len(ids), step):
                 images = self._to_device(self.pixels.select(row_numbers[first : first + step]), self.device)
                 for start in range(0, len(images), share):
-                    batch = {name: values[first + start : first + start + share] for name, values in columns.items()}
+                    batch: dict[str, Any] = {
+                        name: values[first + start : first + start + share] for name, values in columns.items()
+                    }
+                    batch["host_ids"] = draw_ids[first + start : first + start + share].numpy()
                     yield {"images": images[start : start + share], **batch}
 
     @staticmethod

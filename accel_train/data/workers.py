@@ -43,7 +43,8 @@ class BatchDataset(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: IndexBatch) -> dict[str, Any] | UserError:
         """A batch: images uint8 [b, C, H, W]; labels, ids and keys int64 [b]; weights float32 [b];
-        and the result of `draw_parameters`, if there is one, as "parameters".
+        and the result of `draw_parameters`, if there is one, as "parameters". host_ids are the `draw_ids` of the
+        IndexBatch as an array of NumPy, which stays on the host: Accelerate moves all tensors to the device.
 
         The error of an unreadable image is returned in place of the batch: if a worker process raised it, torch would
         wrap it in a traceback.
@@ -73,6 +74,7 @@ class BatchDataset(Dataset[dict[str, Any]]):
             "labels": self.source.labels[indices.ids],
             "ids": indices.ids,
             "keys": keys,
+            "host_ids": indices.draw_ids(keys).numpy(),
             "weights": indices.weights,
         }
         if self.draw_parameters is not None:

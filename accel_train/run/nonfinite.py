@@ -47,7 +47,7 @@ class Window:
     """The batches and losses of one update, on this process."""
 
     number: int = 0  # of the update, counted from 1
-    batches: list[dict[str, Tensor]] = field(default_factory=list)
+    batches: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)  # float32 [b] of each batch
     bad: Tensor | None = None  # on the host, 1 or 0; valid after the event `copied`
     copied: Any = None
@@ -93,7 +93,7 @@ class Guard:
         if self.config.on_nonfinite == "skip" or state.update + 1 in state.left_out:
             self._before = [buffer.clone() for buffer in self.buffers]
 
-    def record(self, batch: dict[str, Tensor], losses: Tensor) -> None:
+    def record(self, batch: dict[str, Any], losses: Tensor) -> None:
         """Record a micro-batch of the update, as the loader returned it, and its losses (float32 [b])."""
         self._window.batches.append(batch)
         self._window.losses.append(losses.detach())
@@ -237,7 +237,11 @@ class Guard:
             own_file = folder / f"{name}-rank-{self.accelerator.process_index}"
             # The augmentation is a function of the batch alone, so the model's input can be computed again.
             tensors = [{**batch, "inputs": self.transform(batch)[0]} for batch in window.batches]
-            together = {key: torch.cat([batch[key] for batch in tensors]).cpu().contiguous() for key in tensors[0]}
+            together = {
+                key: torch.cat([batch[key] for batch in tensors]).cpu().contiguous()
+                for key, values in tensors[0].items()
+                if isinstance(values, Tensor)
+            }
             save_file({**together, "losses": torch.cat(window.losses).cpu()}, own_file.with_suffix(".safetensors"))
             set_default_permissions(own_file.with_suffix(".safetensors"))
             save_image(together["images"].float() / 255, own_file.with_suffix(".png"), nrow=16)

@@ -58,7 +58,7 @@ def same(found: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Te
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,10 @@ def test_each_process_takes_its_slice_from_any_update_on(layout: str) -> None:
     assert len(whole) == 14
     for processes in (2, 3):
         parts = [batches(process, processes, 0) for process in range(processes)]
-        joined = [{name: torch.cat([part[name] for part in step]) for name in step[0]} for step in zip(*parts)]  # noqa: B905
+        joined = [
+            {name: torch.cat([torch.as_tensor(part[name]) for part in step]) for name in step[0]}
+            for step in zip(*parts)  # noqa: B905
+        ]
         same(joined, whole)
     same(batches(0, 1, 4), whole[8:])
 

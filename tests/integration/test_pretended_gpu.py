@@ -221,6 +221,19 @@ def test_kernels_do_not_grow_with_the_virtual_batches(gpu: Pretended, tmp_path: 
     assert found[4] == found[8] <= 3 * plain, (found, plain)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("placement", ["device", "disk"])
+def test_kernels_of_an_update_with_two_dropout_layers(gpu: Pretended, tmp_path: Path, placement: str) -> None:
+    """Their masks are computed together, from keys that the host has hashed and sends without waiting."""
+    images = "--data.name synthetic --data.channels 1 --data.image-size 28 --data.train-images 384 --data.test-images 4"
+    words = ("mnist_cnn", *images.split(), "--epochs", 1, "--log-every-updates", 6, "--data.placement", placement)
+    done = succeeded(gpu("train", *words, "--output-dir", tmp_path / "run"))
+    assert quiet_updates(done) == [READ_NOW] * 3
+    kernels = launched(done)
+    assert kernels["keyed.py"] + kernels["together.py"] <= 15 and kernels["keys.py"] <= 4
+    assert sum(kernels.values()) <= 80
+
+
 BATCHNORM = 32
 
 

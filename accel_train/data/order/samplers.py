@@ -44,6 +44,11 @@ class IndexBatch:
         has the sample."""
         return hashed(key(seed, self.epoch, "augment"), self.ids if self.positions is None else self.positions)
 
+    def draw_ids(self, keys: Tensor) -> Tensor:
+        """What distinguishes each draw from all others of its update, int64 [b]: a sample that is drawn twice has one
+        number, but two keys. `keys`: what the method `keys` returned."""
+        return self.ids if self.positions is None else keys
+
 
 class IndexSampler(Protocol):
     """A batch sampler that yields each global micro-batch as an IndexBatch."""

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from accel_train.keyed import GOLDEN, hashed, key, scramble, signed
-
-STEPS = 65536
-"""A mask compares 16 random bits with a threshold, so drop rates are multiples of 1/65536."""
+from accel_train.models.dropout.together import STEPS, Call, MasksTogether, pinned
 
 
 class Mask(NamedTuple):
@@ -50,10 +48,11 @@ class DropoutKeys:
         self.rate_of_check: float | None = None
         """Replaces each rate between 0 and 1 while a model is checked: errors hide if a mask drops little."""
         self._words = torch.tensor([key(name) for name in (*self.layers, "")])
-        # int64 [rows, samples]. It is changed in place: torch.compile then neither compiles again for an update nor
-        # takes an old value for a constant.
+        # int64 [rows, samples]; MasksTogether may add rows. It is changed in place: torch.compile then neither compiles
+        # again for an update nor takes an old value for a constant.
         self._table: Tensor | None = None
-        self._waiting: tuple[Tensor, int] | None = None  # samples and update that are not in the table yet
+        self._waiting: tuple[Tensor, int, torch.device] | None = None  # arguments that are not in the table yet
+        self._together = MasksTogether()
         # How often each layer was called in this forward pass. After its second call a layer is `_repeated`: only
         # then compiled code has to count, which torch.compile cannot do inside gradient checkpointing.
         self._calls = [0] * len(self._words)
@@ -69,26 +68,31 @@ class DropoutKeys:
         """The row for functions, which belong to no converted module."""
         return len(self.layers)
 
-    def set_samples(self, ids: Tensor, update: int) -> None:
-        """Begin a forward pass of training with the samples `ids` (int64 [b], on the model's device) of `update`."""
-        self._calls = [0] * len(self._calls)
-        if self.layers or self.functions_draw:
-            self._waiting = None
-            self._hash(ids, update)
-        else:  # until something draws: the hash would be a dozen kernels for nothing
-            self._waiting = ids, update
+    def set_samples(self, ids: Tensor, update: int, device: torch.device | None = None) -> None:
+        """Begin a forward pass of training with the samples `ids` of `update`.
 
-    def _hash(self, ids: Tensor, update: int) -> None:
+        `ids`: int64 [b], best on the host: there their hash costs less than to launch its kernels would. `device`: the
+        model's; None: where the ids are.
+        """
+        self._calls = [0] * len(self._calls)
+        self._waiting = ids, update, device or ids.device
+        if self.layers or self.functions_draw:  # else not until something draws
+            self._hash(*self._waiting)
+
+    def _hash(self, ids: Tensor, update: int, device: torch.device) -> None:
+        self._waiting = None
         self._words = self._words.to(ids.device)
         table = scramble(hashed(key(self.seed, "dropout", update), ids) + self._words[:, None])
-        if self._table is None or self._table.shape != table.shape or self._table.device != table.device:
-            self._table = table
-        else:
-            self._table.copy_(table)
+        table = pinned(self._together.begin(table, device), device)
+        if self._table is None or self._table.shape != table.shape or self._table.device != device:
+            self._table = torch.empty_like(table, device=device)
+        self._table.copy_(table, non_blocking=True)
+        self._together.compute(self._table)
 
     def clear(self) -> None:
         """Forget the samples: until the next `set_samples` the layers draw from torch's generators."""
         self._table = self._waiting = None
+        self._together.clear()
 
     def rate(self, p: float) -> float:
         """The drop rate to use in place of `p`: `p`, unless a model is checked."""
@@ -100,35 +104,35 @@ class DropoutKeys:
         The first dimension counts samples, or a multiple of them with the parts of a sample side by side (such as
         the windows of a Swin transformer). None if it is neither, or without samples: then use torch's own function.
         """
-        words = self.words(row, shape, per_word=4)  # a hash costs more than the rest: its 64 bits serve four elements
-        if words is None:
+        called = self._begin_call(row, shape)
+        if called is None:
             return None
-        dropped = round(p * STEPS)
-        if dropped == STEPS:
-            return Mask(torch.zeros(tuple(shape), dtype=torch.bool, device=words.device), 0.0)
-        draws = words.view(torch.int16)[:, : prod(shape) // len(words)]
-        return Mask((draws >= dropped - STEPS // 2).view(tuple(shape)), 1 - dropped / STEPS)
+        number, keys = called
+        call = Call(row, number, prod(shape) // len(keys), round(p * STEPS))
+        if call.dropped == STEPS:
+            return Mask(torch.zeros(tuple(shape), dtype=torch.bool, device=keys.device), 0.0)
+        # A compiled layer has one kernel of its own.
+        keep = None if torch.compiler.is_compiling() else self._together.mask(call, len(keys))
+        if keep is None:
+            keep = _words(number, keys, call.words).view(torch.int16)[:, : call.size] >= call.lowest
+        return Mask(keep.reshape(tuple(shape)), 1 - call.dropped / STEPS)
 
-    def words(self, row: int, shape: Sequence[int], per_word: int = 1) -> Tensor | None:
+    def words(self, row: int, shape: Sequence[int]) -> Tensor | None:
         """Random 64-bit words for the elements of `shape`, for the next call of layer `row`; None as `mask` says.
 
-        Returns int64 [b, words]: each sample has one word for `per_word` elements, in the order of the elements.
+        Returns int64 [b, words]: those of each sample, in the order of its elements.
         """
+        called = self._begin_call(row, shape)
+        return None if called is None else _words(*called, prod(shape) // len(called[1]))
+
+    def _begin_call(self, row: int, shape: Sequence[int]) -> tuple[int, Tensor] | None:
+        """The number of the next call of layer `row`, and each sample's word in this layer, int64 [b]."""
         if self._waiting is not None:
             self._hash(*self._waiting)
-            self._waiting = None
         if self._table is None or row in self.released:
             return None
         number, keys = self._number_of_call(row), self._table[row]
-        if not shape or shape[0] % len(keys):
-            return None
-        if number:
-            keys = hashed(number, keys)
-        count = -(-prod(shape) // (len(keys) * per_word))
-        # The product must come after the sum: torch.compile (2.15) makes `arange * constant` a product of a signed loop
-        # variable in C++, which overflows. That is undefined there, and the compiled loop wrote beyond its end.
-        numbers = torch.arange(count, device=keys.device) + keys[:, None]
-        return scramble(numbers.mul_(signed(GOLDEN)))
+        return (number, keys) if shape and shape[0] % len(keys) == 0 else None
 
     def _number_of_call(self, row: int) -> int:
         """How often layer `row` was called before in this forward pass.
@@ -152,6 +156,16 @@ class DropoutKeys:
         if number and not self._repeated[row]:
             self._repeated[row] = True
         return number
+
+
+def _words(number: int, keys: Tensor, count: int) -> Tensor:
+    """The words of each sample in call `number` of a layer in which the samples have these `keys`, int64 [b, count]."""
+    if number:
+        keys = hashed(number, keys)
+    # The product must come after the sum: torch.compile (2.15) makes `arange * constant` a product of a signed loop
+    # variable in C++, which overflows. That is undefined there, and the compiled loop wrote beyond its end.
+    numbers = torch.arange(count, device=keys.device) + keys[:, None]
+    return scramble(numbers.mul_(signed(GOLDEN)))
 
 
 def scaled(values: Tensor, mask: Mask, inplace: bool = False) -> Tensor:
