@@ -228,7 +228,7 @@ def test_kernels_of_an_update_with_two_dropout_layers(gpu: Pretended, tmp_path: 
     images = "--data.name synthetic --data.channels 1 --data.image-size 28 --data.train-images 384 --data.test-images 4"
     words = ("mnist_cnn", *images.split(), "--epochs", 1, "--log-every-updates", 6, "--data.placement", placement)
     done = succeeded(gpu("train", *words, "--output-dir", tmp_path / "run"))
-    assert quiet_updates(done) == [READ_NOW] * 3
+    assert not [line for waits in quiet_updates(done) for line in waits if not line.startswith("nonfinite.py")]
     kernels = launched(done)
     assert kernels["keyed.py"] + kernels["together.py"] <= 15 and kernels["keys.py"] <= 4
     assert sum(kernels.values()) <= 80
