@@ -1,19 +1,26 @@
-"""The time of the layers that make a run the same everywhere, beside torch's own, forward and backward.
+"""The kernels and the time of the layers that make a run the same everywhere, beside torch's own.
 
     python benchmarks/layers.py [--threads 1] [--device cpu] [--turns 40]
 
-Dropout layers of some sizes, and the 20 BatchNorms of cifar10_resnet18 for a batch of 256 over virtual batches; for
-these also what the difference is of a whole update of the plain model. Times are medians; a ratio is the median of the
-ratios of the turns.
+First the kernels that an update of some nets starts (transform, forward, backward, optimizer), counted on the pretended
+device of the tests: that needs no GPU. Their number depends on that of the virtual batches, not on the samples of each,
+so the batches are small. Then the time, forward and backward, of dropout layers of some sizes, and of the 20 BatchNorms
+of cifar10_resnet18 for a batch of 256 over virtual batches; for these also what the difference is of a whole update of
+the plain model. Times are medians; a ratio is the median of the ratios of the turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +28,46 @@ from torch import Tensor, nn
 from accel_train import models
 from accel_train.config.options import parse
 from accel_train.models.batchnorm import VirtualBatches
-from accel_train.models.dropout import convert_dropout
+from accel_train.models.dropout import DropoutKeys, convert_dropout
 
 DROPOUT = (((64, 9216), 0.25), ((64, 128), 0.5), ((256, 9216), 0.25), ((256, 128), 0.5), ((64, 197, 384), 0.1))
 BATCH = 256
 VIRTUAL_BATCHES = 64, 32, 16
+
+ROOT = Path(__file__).parent.parent
+CIFAR = "--data.name synthetic --data.channels 3 --data.image-size 32 --model.image-size 32"
+KERNELS = {
+    "ResNet-18, 512/32": f"cifar10_resnet18 {CIFAR} --model.name resnet18 --batch-size 32 --virtual-batch-size 2",
+    "ResNet-50, 256/32": f"cifar10_resnet18 {CIFAR} --model.name resnet50 --batch-size 16 --virtual-batch-size 2",
+    "cifar10_fast, 512/32": f"cifar10_fast {CIFAR} --batch-size 32 --virtual-batch-size 2",
+    "mnist_cnn, 64": "mnist_cnn --data.name synthetic --data.channels 1 --data.image-size 28",
+}
+"""Net, batch / virtual batch -> options with as many virtual batches."""
+COUNT = """
+import sys, pretend_cuda as pretended
+pretended.install()
+import same_run
+with pretended.PretendedCuda():
+    setup = same_run.create_setup(sys.argv[1:])
+    source = same_run.batches(setup)
+    for kind in ("same run", "plain"):
+        for _ in range(3):
+            pretended.kernels.clear()
+            same_run.update(setup, source, kind)
+        print(sum(pretended.kernels.values()))
+"""
+
+
+def count_kernels() -> None:
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "benchmarks")))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment.pop("ACCELERATE_USE_CPU", None)
+    print(f"{'kernels an update':>20} {'torch':>6} {'ours':>6} {'ratio':>6}")
+    for name, words in KERNELS.items():
+        command = [sys.executable, "-c", COUNT, *words.split(), "--data.train-images", "256"]
+        output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+        ours, plain = map(int, output.split()[-2:])
+        print(f"{name:>20} {plain:>6} {ours:>6} {ours / plain:>6.2f}", flush=True)
 
 
 def in_turns(runs: Mapping[str, Callable[[], None]], device: torch.device, turns: int) -> dict[str, list[float]]:
@@ -48,14 +90,17 @@ def time_dropout(device: torch.device, turns: int) -> None:
         keyed = nn.Sequential(nn.Dropout(p))
         keys = convert_dropout(keyed, 0)
         values = torch.randn(shape, device=device, requires_grad=True)
-        gradient, ids = torch.randn_like(values), torch.arange(shape[0], device=device)
+        gradient, ids = torch.randn_like(values), torch.arange(shape[0])
 
         def call(layer: nn.Module, values: Tensor = values, gradient: Tensor = gradient) -> None:
             values.grad = None
             layer(values).backward(gradient)
 
-        keys.set_samples(ids, 0)
-        runs = {"torch": lambda p=p, call=call: call(nn.Dropout(p)), "keyed": lambda k=keyed, call=call: call(k)}  # type: ignore[misc]
+        def call_keyed(layer: nn.Module = keyed, keys: DropoutKeys = keys, call: Any = call, ids: Tensor = ids) -> None:
+            keys.set_samples(ids, 0, device)
+            call(layer)
+
+        runs = {"torch": lambda p=p, call=call: call(nn.Dropout(p)), "keyed": call_keyed}  # type: ignore[misc]
         medians = [statistics.median(times) for times in in_turns(runs, device, turns).values()]
         print(f"{'x'.join(map(str, shape)):>16} {p:>5} {medians[0]:8.3f} {medians[1]:8.3f}")
 
@@ -110,6 +155,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=40)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    count_kernels()
     time_dropout(torch.device(options.device), options.turns)
     time_batchnorm(torch.device(options.device), options.turns)
 
