@@ -2,7 +2,8 @@
 
 Three things are measured in turns, so that a machine whose speed drifts is equally fast for each of them:
 
-    limit    a bare loop of forward, backward and step on tensors that are already on the device
+    limit    a bare loop of forward, backward and step on tensors that are already on the device; on a GPU, or if the
+             launch asks for torch.compile, a second time with the compiled model: the faster one is the limit
     input    only the input of the training: loaded, moved to the device, augmented, normalised
     trainer  train.train, as `accel-train train` runs it, with logging, metrics, guard and checkpoints
 
@@ -73,7 +74,8 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
         for number in range(1, rounds + 1):
             measured.append(_round(config, launch, folder / f"round-{number}", updates, warm_up))
             if accelerator.is_main_process:
-                share = measured[-1].trainer.images_per_second / measured[-1].limit
+                last = measured[-1]
+                share = last.trainer.images_per_second / max(last.limit, last.compiled_limit or 0.0)
                 print_line(f"round {number} of {rounds}: trainer {share:.1%} of the limit")
     finally:
         if launch.rank == 0:
@@ -181,12 +183,13 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
     """Measure limit, input and trainer once, each with its own model and data, so that nothing else is in memory.
 
     One half of the limit is measured before the trainer and one after it. Otherwise a machine that is fast only for
-    some seconds, or that others begin to use, would favour one of the two.
+    some seconds, or that others begin to use, would favour one of the two. The compiled limit is measured once, because
+    each model must be compiled again.
     """
     workload = Workload(config, launch, load_splits(config.data, config.seed))
     accelerator, plan, images = workload.accelerator, workload.plan, config.batch_size * updates
     half = -(-updates // 2)
-    bare_seconds = workload.bare_seconds(half, warm_up)
+    bare_seconds = workload.bare_seconds(half, warm_up, workload.eager_model)
     alone = images / workload.input_seconds(updates, warm_up)
     pieces = workload.piece_seconds()
     del workload
@@ -211,10 +214,26 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
     _clear(accelerator)
 
     workload = Workload(config, launch, load_splits(config.data, config.seed))
-    limit = config.batch_size * 2 * half / (bare_seconds + workload.bare_seconds(half, warm_up))
+    bare_seconds += workload.bare_seconds(half, warm_up, workload.eager_model)
+    limit, compiled = config.batch_size * 2 * half / bare_seconds, _compiled_limit(workload, images, updates, warm_up)
+    is_compiled = workload.is_compiled
     del workload
     _clear(accelerator)
-    return Round(limit, alone, Trained(*trained, *memory), pieces)
+    return Round(limit, alone, Trained(*trained, *memory), pieces, compiled, is_compiled)
+
+
+def _compiled_limit(workload: Workload, images: int, updates: int, warm_up: int) -> float | None:
+    """Images a second of the bare loop with a compiled model; None where nothing is compiled, or it cannot be."""
+    model = workload.compiled_model()
+    if model is None:
+        return None
+    try:
+        return images / workload.bare_seconds(updates, warm_up, model)
+    except torch._dynamo.exc.TorchDynamoException as error:  # for example a GPU that is too old for Triton
+        if workload.accelerator.is_main_process:
+            reason = (str(getattr(error, "inner_exception", error)).strip() or type(error).__name__).splitlines()[0]
+            print_line(f"The compiled limit is left out, because torch cannot compile the model: {reason}")
+        return None
 
 
 def _clear(accelerator: Accelerator) -> None:

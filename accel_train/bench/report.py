@@ -42,12 +42,17 @@ class Round:
     trainer: Trained
     pieces: dict[str, float]
     """Seconds of the "augmentation", "metrics" and "optimizer" of an update, each measured alone."""
+    compiled_limit: float | None = None
+    """None: not measured."""
+    is_compiled: bool = False
+    """Whether the trainer's model is."""
 
     def shares(self, batch_size: int) -> dict[str, float]:
         """Return the fractions (0 to 1) of the time of one update of the trainer."""
         update, optimizer = batch_size / self.trainer.images_per_second, self.pieces["optimizer"]
+        limit = self.compiled_limit if self.is_compiled and self.compiled_limit else self.limit
         parts = {
-            "forward and backward": (batch_size / self.limit - optimizer) / update,
+            "forward and backward": (batch_size / limit - optimizer) / update,
             "optimizer": optimizer / update,
             "data wait": self.trainer.data_wait,
             "augmentation": self.pieces["augmentation"] / update,
@@ -63,9 +68,14 @@ def figures_of(
 ) -> dict[str, Any]:
     """Return all results for JSON; of each rate the median, the quartiles and the single rounds.
 
-    `flops`: operations of one forward and backward pass over one process's micro-batch; None if unknown.
+    `flops`: operations of one forward and backward pass over one process's micro-batch; None if unknown. The ratios are
+    those to the faster limit.
     """
-    limit = [each.limit for each in rounds]
+    limits = {"limit": [each.limit for each in rounds]}
+    compiled = [each.compiled_limit for each in rounds if each.compiled_limit is not None]
+    if len(compiled) == len(rounds):
+        limits["compiled limit"] = compiled
+    faster = max(limits, key=lambda name: statistics.median(limits[name]))
     trainer = [each.trainer.images_per_second for each in rounds]
     alone = [each.input for each in rounds]
     shares = [each.shares(config.batch_size) for each in rounds]
@@ -85,11 +95,15 @@ def figures_of(
         "division": plan.division,
         "rounds": len(rounds),
         "images_per_second": {
-            "limit": _plain(spread(limit)),
+            **{name: _plain(spread(rates)) for name, rates in limits.items()},
             "input": _plain(spread(alone)),
             "trainer": _plain(spread(trainer)),
         },
-        "ratios": {"trainer/limit": _plain(ratio(trainer, limit)), "input/limit": _plain(ratio(alone, limit))},
+        "faster_limit": faster,
+        "ratios": {
+            "trainer/limit": _plain(ratio(trainer, limits[faster])),
+            "input/limit": _plain(ratio(alone, limits[faster])),
+        },
         "update_seconds": _plain(spread([plan.batch_size / rate for rate in trainer])),
         "shares": {name: statistics.median(each[name] for each in shares) for name in shares[0]},
         "memory": {
@@ -108,16 +122,16 @@ def figures_of(
 
 def print_figures(figures: dict[str, Any]) -> None:
     """Print the tables. `figures`: from `figures_of`, with "synthetic", "updates" and "warm_up_updates" added."""
-    rates, ratios = figures["images_per_second"], figures["ratios"]
-    names = {"limit": "limit (bare loop)", "input": "input alone", "trainer": "trainer"}
+    rates, names = figures["images_per_second"], {"limit": "limit (bare loop)", "input": "input alone"}
+    limit = rates[figures["faster_limit"]]["rounds"]
     rows = []
-    for key, name in names.items():
-        share = ratios.get(f"{key}/limit", {"median": 1.0, "low": 1.0, "high": 1.0})
-        rows.append(
-            [name, *_cells(rates[key], "{:,.0f}"), *_cells(share, "{:.1%}" if share["median"] < 10 else "{:,.0f}x")]
-        )
+    for key, rate in rates.items():
+        share = _plain(ratio(rate["rounds"], limit))
+        form = "{:.1%}" if share["median"] < 10 else "{:,.0f}x"
+        rows.append([names.get(key, key), *_cells(rate, "{:,.0f}"), *_cells(share, form)])
     print_line("")
-    head = ["", "images/s", "quartiles", "of the limit", "quartiles "]
+    of_limit = "of the limit" if "compiled limit" not in rates else "of the faster limit"
+    head = ["", "images/s", "quartiles", of_limit, "quartiles "]
     print_table(head, rows, numbers=head[1:])
 
     update = figures["update_seconds"]["median"]
