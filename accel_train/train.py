@@ -166,7 +166,7 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
             raise StopAskedError
         if then == "save":
             run.save()
-    # A GPU may report the last update only now that it is asked: see run/nonfinite.py.
+    # Whether the last update was finite is read only now: see run/nonfinite.py.
     must_rewind = run.guard.rewinds(state, due=True)
     return not must_rewind
 

@@ -45,7 +45,7 @@ def updates(options: list[str], accumulation: int, dtype: torch.dtype) -> list[d
     losses: list[torch.Tensor] = []
     console = Console(prints=False, total_updates=1, updates_per_epoch=1, epochs=1)
     log = RunLog(config, setup.plan, accelerator, RunDirectory(Path(), writes=False), console)
-    guard = Guard(config, accelerator, setup.model, setup.optimizer, transform, log)
+    guard = Guard(config, accelerator, setup.model, transform, log)
     run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator), extra_updates=0)
     run.meter.add = lambda logits, targets, weighted, weights: losses.append(weighted.double().sum())
     results: list[dict[str, torch.Tensor]] = []

@@ -141,14 +141,7 @@ class Workload:
         silent = Console(prints=False, total_updates=1, updates_per_epoch=1, epochs=1)
         nowhere = RunDirectory(Path(), writes=False)
         log = RunLog(self.setup.config, self.plan, self.accelerator, nowhere, silent)
-        guard = Guard(
-            self.setup.config,
-            self.accelerator,
-            self.setup.model,
-            self.setup.optimizer,
-            self.setup.training.transform,
-            log,
-        )
+        guard = Guard(self.setup.config, self.accelerator, self.setup.model, self.setup.training.transform, log)
         meter, state = Meter(self.accelerator, multi_label=self.setup.splits.multi_label), TrainState()
 
         def augment() -> None:

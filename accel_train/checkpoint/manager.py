@@ -7,6 +7,7 @@ finds the checkpoint to resume from, and resume.py checks that the run can go on
 
 from __future__ import annotations
 
+import copy
 import shutil
 import threading
 import time
@@ -102,6 +103,7 @@ class Checkpoints:
         self.last_seconds = self.stalled_seconds = 0.0
         self._writer: threading.Thread | None = None
         self._snapshot: Snapshot | None = None  # to restore; on the main process only
+        self._new_optimizer: dict[str, Any] = {}  # its state before any update, if the checkpoint's is of another one
 
     def check_writable(self) -> None:
         """Raise UserError if no checkpoint can be written here. Before training, on the main process."""
@@ -208,6 +210,9 @@ class Checkpoints:
             broadcast_weights(named_tensors(parts.ema), ema)
         if plan.optimizer is not None:
             broadcast_optimizer_state(parts.model, parts.optimizer, plan.optimizer, optimizer, plan.keep)
+        else:  # the checkpoint is of another optimizer: this one begins anew, also after a rewind
+            self._new_optimizer = self._new_optimizer or copy.deepcopy(parts.optimizer.state_dict())
+            parts.optimizer.load_state_dict(copy.deepcopy(self._new_optimizer))
         if plan.state["scaler"] and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(plan.state["scaler"])
         if plan.state["schedule"] is not None and parts.schedule is not None:

@@ -30,11 +30,3 @@ def flag_nonfinite(tensors: Iterable[Tensor], flag: Tensor, one: Tensor) -> None
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same_dtype in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, flag, one)
-
-
-def skip_step_if(optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
-    """Make a fused optimizer's next step do nothing if `flag` (float32 [], on its device) is 1.
-
-    The fused kernels read the attribute `found_inf`, which the GradScaler sets.
-    """
-    optimizer.found_inf = flag  # type: ignore[attr-defined]

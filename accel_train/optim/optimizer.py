@@ -87,8 +87,8 @@ def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Set the momentum of fused SGD to zeros before a parameter's first step. The result of that step is the same.
 
     torch makes it of memory that nobody has written to, for the first step to fill. If the kernel leaves that step out
-    (found_inf: an overflow under fp16, as happens at first, or a loss that is not finite) it would stay as it is. And
-    it fails if only some parameters have theirs: if the others had no gradient in the steps before.
+    (found_inf: an overflow under fp16, as happens at first) it would stay as it is. And it fails if only some
+    parameters have theirs: if the others had no gradient in the steps before.
     """
     if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
         return

@@ -4,12 +4,10 @@ After the backward pass of an update each process checks on its device whether i
 all-reduce (MAX of a single number, on the device) gives all processes the same answer. This works with DDP, with FSDP2,
 and if only one process has a bad loss. The host reads the answer at one of two times:
 
-* Before the optimizer's step, where waiting is free or cannot be avoided: on the CPU and MPS, with fp16 (whose scaler
-  waits anyway), sharded parameters, `skip`, and optimizers without a fused kernel. On a GPU this waits for the device
-  once per update.
-* One update later, on CUDA with a fused optimizer (sgd, adam, adamw) and `stop` or `rewind`. The optimizer's kernel
-  reads the answer itself (`found_inf`, as with the GradScaler) and does not change weights and state. The host always
-  reads the answer before anything is logged or saved.
+* With `skip`, before the optimizer's step, which must not happen. On a GPU this waits for the device once per update.
+* With `stop` and `rewind`, one update later, when a GPU has long computed it. Nothing that a bad update did to weights,
+  optimizer, EMA and statistics is ever used: `stop` ends the run, `rewind` loads all of it from the last checkpoint,
+  and the host always reads the answer before anything is logged, saved or evaluated.
 
 With fp16, an overflow of the scaled gradients is normal: the scaler skips such updates and lowers its scale. It counts
 as an error if the scale has fallen below 1 or if the loss itself is not finite.
@@ -36,7 +34,7 @@ from accel_train.config.schema import Config
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
 from accel_train.files import set_default_permissions
-from accel_train.optim.amp_internals import flag_nonfinite, scale_without_waiting, skip_step_if
+from accel_train.optim.amp_internals import flag_nonfinite, scale_without_waiting
 from accel_train.records.run_log import RunLog
 
 MOST_IN_A_ROW = 10  # skipped updates in a row: then the model is broken, not a sample
@@ -49,7 +47,7 @@ class Window:
     number: int = 0  # of the update, counted from 1
     batches: list[dict[str, Any]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)  # float32 [b] of each batch
-    bad: Tensor | None = None  # on the host, 1 or 0; valid after the event `copied`
+    bad: Tensor | None = None  # 1 or 0; from CUDA a copy on the host, valid after the event `copied`
     copied: Any = None
 
 
@@ -61,22 +59,13 @@ class Guard:
         config: Config,
         accelerator: Accelerator,
         model: nn.Module,
-        optimizer: Any,
         transform: BatchTransform,
         log: RunLog,
     ) -> None:
-        """`model`, `optimizer`: as Accelerate prepared them; `transform`: of training batches."""
+        """`model`: as Accelerate prepared it; `transform`: of training batches."""
         self.config, self.accelerator, self.transform, self.log = config, accelerator, transform, log
-        self.optimizer = getattr(optimizer, "optimizer", optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = list(model.buffers())
-        self.reads_later = (
-            accelerator.device.type == "cuda"
-            and accelerator.scaler is None
-            and config.on_nonfinite != "skip"
-            and all(group.get("fused") for group in self.optimizer.param_groups)
-            and not any(isinstance(parameter, DTensor) for parameter in self.parameters)
-        )
         self._one = torch.ones((), device=accelerator.device)
         self._before: list[Tensor] = []  # buffers before an update that may be skipped
         self._window = Window()
@@ -107,15 +96,16 @@ class Guard:
         """
         window = self._window
         if window.number not in state.left_out:  # otherwise it was found to be bad before the rewind
-            if self.reads_later:
-                bad = self._find_bad(gradients=True)
-                skip_step_if(self.optimizer, bad)
+            window.bad = self._find_bad()
+            if self.config.on_nonfinite != "skip":
                 self._read(state)
-                window.bad = torch.empty((), pin_memory=True).copy_(bad, non_blocking=True)
-                window.copied = torch.cuda.current_stream().record_event()
-                self._unread = window
+                if window.bad.device.type == "cuda":
+                    window.bad = torch.empty((), pin_memory=True).copy_(window.bad, non_blocking=True)
+                    window.copied = torch.cuda.current_stream().record_event()
+                # The update after a bad one is computed with its weights: it is not judged.
+                self._unread = None if self._rewinds else window
                 return True
-            if not self._is_bad():
+            if not window.bad.item():
                 return True
             self._act(window, state)
         for buffer, before in zip(self.buffers, self._before, strict=bool(self._before)):
@@ -135,24 +125,18 @@ class Guard:
         """Call this after the run has returned to its last checkpoint."""
         self._unread, self._rewinds = None, False
 
-    def _is_bad(self) -> bool:
-        """Whether a loss or gradient of any process is not finite: the same on all processes. Waits for the device."""
-        scaler = self.accelerator.scaler
+    def _find_bad(self) -> Tensor:
+        """1 if this update must not count, else 0: float32 [] on the device, the same on all processes."""
+        present = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in present]
+        losses, scaler = self._window.losses, self.accelerator.scaler
         if scaler is None:
-            return bool(self._find_bad(gradients=True).item())
+            return self._any_process(self._is_not_finite([*losses, *gradients]))
         scale = scale_without_waiting(scaler)
-        bad = self._bad_here(gradients=False)
-        low = torch.zeros_like(bad) if scale is None else (scale < 1).to(bad)
-        bad_loss, low_scale = self._any_process(torch.stack([bad, low])).tolist()
-        # With a scale below 1, overflowing gradients are no longer normal.
-        return bool(bad_loss) or (bool(low_scale) and bool(self._find_bad(gradients=True).item()))
-
-    def _find_bad(self, *, gradients: bool) -> Tensor:
-        """1 if a loss (or, with `gradients`, a gradient) of any process is not finite, else 0.
-
-        float32 [] on the device; the same on all processes.
-        """
-        return self._any_process(self._bad_here(gradients=gradients))
+        assert scale is not None  # since the first backward pass
+        flags = self._is_not_finite(losses), self._is_not_finite(gradients), (scale < 1).float()
+        bad_loss, bad_gradient, low_scale = self._any_process(torch.stack(flags))
+        return torch.maximum(bad_loss, bad_gradient * low_scale)
 
     def _any_process(self, values: Tensor) -> Tensor:
         """The largest of all processes' `values`, in place."""
@@ -160,31 +144,24 @@ class Guard:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
-    def _bad_here(self, *, gradients: bool) -> Tensor:
-        """As `_find_bad`, for this process alone."""
-        losses, checked = self._window.losses, []
-        if gradients:
-            all_gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in all_gradients]
-            checked = [grad for grad in local if grad.numel()]
-        device = self.accelerator.device
+    def _is_not_finite(self, tensors: list[Tensor]) -> Tensor:
+        """1 if a value of this process's `tensors` is not finite, else 0: float32 [] on the device."""
+        device, tensors = self.accelerator.device, [tensor for tensor in tensors if tensor.numel()]
         if device.type == "cpu":
-            return torch.tensor(0.0 if _all_finite([*losses, *checked]) else 1.0)
+            return torch.tensor(0.0 if _all_finite(tensors) else 1.0)
         if device.type == "cuda":
             # Only on CUDA: on MPS the kernel has given wrong answers for bf16.
             bad = torch.zeros((), device=device)
-            flag_nonfinite([*losses, *checked], bad, self._one)
+            flag_nonfinite(tensors, bad, self._one)
             return bad
-        values = [loss.sum() for loss in losses]
-        if checked:
-            values.append(nn.utils.get_total_norm(checked, norm_type=math.inf).to(values[0]))
-        return 1 - torch.stack(values).isfinite().all().float()
+        return 1 - nn.utils.get_total_norm(tensors, norm_type=math.inf).to(device).isfinite().float()
 
     def _read(self, state: TrainState) -> None:
         """Read the answer for the previous update, if the host has not read it yet."""
         window, self._unread = self._unread, None
         if window is not None and window.bad is not None:
-            window.copied.synchronize()
+            if window.copied is not None:
+                window.copied.synchronize()
             if window.bad.item():
                 self._act(window, state)
 

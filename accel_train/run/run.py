@@ -99,7 +99,7 @@ class Run:
             first_update=self.state.update,
         )
         self.log = RunLog(config, setup.plan, self.accelerator, self.directory, self.console)
-        self.guard = Guard(config, self.accelerator, setup.model, setup.optimizer, setup.training.transform, self.log)
+        self.guard = Guard(config, self.accelerator, setup.model, setup.training.transform, self.log)
 
     def _open_directory(self, lease: Lease) -> RunDirectory:
         path = lease.directory

@@ -4,9 +4,8 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
 
-from accel_train.optim.amp_internals import flag_nonfinite, scale_without_waiting, skip_step_if
+from accel_train.optim.amp_internals import flag_nonfinite, scale_without_waiting
 
 
 def test_the_scale_is_a_tensor_or_none() -> None:
@@ -25,19 +24,6 @@ def test_a_nonfinite_value_sets_the_flag_and_no_value_changes(value: float, expe
     flag_nonfinite(tensors, flag, torch.ones(()))
     assert flag.item() == expected
     assert all(torch.equal(tensor, copy) or value != value for tensor, copy in zip(tensors, copies, strict=True))
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_a_fused_step_is_skipped(kind: type[torch.optim.Optimizer]) -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = kind([parameter], lr=0.1, fused=True)  # type: ignore[call-arg]
-    parameter.grad = torch.ones(3)
-    skip_step_if(optimizer, torch.tensor(1.0))
-    optimizer.step()
-    assert torch.equal(parameter, torch.ones(3))
-    skip_step_if(optimizer, torch.tensor(0.0))
-    optimizer.step()
-    assert not torch.equal(parameter, torch.ones(3))
 
 
 def test_timms_ema_still_calls_the_method_that_is_replaced() -> None:
