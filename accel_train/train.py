@@ -26,9 +26,11 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain, islice
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from accel_train import models
 from accel_train.config.compatibility import learning_fingerprint
@@ -175,38 +177,59 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
     """Make one update with the mean gradient of `samples` samples. Returns False if it was skipped as not finite."""
     config, accelerator, state, guard = setup.config, setup.accelerator, run.state, run.guard
     exact = setup.exact_gradients  # with --bitwise: sums the gradients itself, DDP does not
-    # DDP will average over processes and Accelerate divide by the accumulation steps; multiply by both to cancel that.
-    scale = 1.0 if exact else accelerator.num_processes * setup.plan.accumulation / max(1, samples)
+    graphs, padded = setup.graphs, samples < config.batch_size
+    compute, apply = partial(compute_gradients, setup, samples), partial(apply_gradients, setup, state.update + 1)
     guard.start(state)  # the guard looks for losses and gradients that are not finite
     for number, batch in enumerate(micro_batches):
         if exact and setup.plan.is_empty(accelerator.process_index, number):
             continue  # the processes cannot share the batch evenly, and no other waits for this one's gradients
         with accelerator.no_sync(setup.model) if exact else accelerator.accumulate(setup.model):
             seed_pass(config, accelerator, state.update, number)  # for random numbers that are not drawn by sample
-            logits, targets = setup.forward(batch, state.update, padded=samples < config.batch_size)
-            losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
-            with models.preserve_buffers(setup.recomputed_buffers):  # from gradient checkpointing
-                accelerator.backward(losses.sum() * scale)
+            setup.set_samples(batch, state.update)
+            logits, targets, losses = compute(batch) if graphs is None or padded else graphs.compute(compute, batch)
             if exact:
                 exact.add()
             guard.record(batch, losses)
-            run.meter.add(logits, targets, losses.detach(), batch["weights"])
+            run.meter.add(logits, targets, losses, batch["weights"])
     if exact:
         exact.finish(max(1, samples))
     applied = guard.check_step(state)
-    if applied:
-        if config.optim.clip is not None:
-            accelerator.unscale_gradients(setup.optimizer)
-            clip_gradients(config.optim, setup.clipped)
-        setup.optimizer.step()
-        setup.virtual_batches.end_update()
-        if setup.ema is not None:
-            update_ema(setup.ema, setup.bare_model, state.update + 1)
-    else:
+    if not applied:
         setup.virtual_batches.discard()
-    setup.optimizer.zero_grad()
+        setup.optimizer.zero_grad(set_to_none=graphs is None)
+    elif graphs is None:
+        apply()
+    else:
+        graphs.apply(apply, state.update + 1, padded=padded)
     setup.schedule.step_update(state.update + 1 - run.extra_updates)  # extra: of a run with another batch size before
     return applied
+
+
+def compute_gradients(setup: TrainingSetup, samples: int, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Add the gradients of a micro-batch to those of its update, which has `samples` samples.
+
+    Returns logits [b, classes], targets and the losses [b] times the weights of the samples, all without gradient.
+    """
+    # DDP will average over processes and Accelerate divide by the accumulation steps; multiply by both to cancel that.
+    scale = setup.accelerator.num_processes * setup.plan.accumulation / max(1, samples)
+    logits, targets = setup.forward(batch, padded=samples < setup.config.batch_size)
+    losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
+    with models.preserve_buffers(setup.recomputed_buffers):  # from gradient checkpointing
+        setup.accelerator.backward(losses.sum() * (1.0 if setup.exact_gradients else scale))
+    setup.virtual_batches.keep()
+    return logits.detach(), targets, losses.detach()
+
+
+def apply_gradients(setup: TrainingSetup, update: int) -> None:
+    """Let the optimizer take its step of `update`, counted from 1, and move statistics and EMA."""
+    if setup.config.optim.clip is not None:
+        setup.accelerator.unscale_gradients(setup.optimizer)
+        clip_gradients(setup.config.optim, setup.clipped)
+    setup.optimizer.step()
+    setup.virtual_batches.end_update()
+    if setup.ema is not None:
+        update_ema(setup.ema, setup.bare_model, update)
+    setup.optimizer.zero_grad(set_to_none=setup.graphs is None)
 
 
 def end_epoch(setup: TrainingSetup, run: Run) -> None:

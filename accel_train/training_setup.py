@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from timm.scheduler.scheduler import Scheduler
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from accel_train import models
@@ -38,8 +37,9 @@ from accel_train.models.weights.new_model import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import use_deterministic_kernels
 from accel_train.optim.clipping import parameters_to_clip
+from accel_train.optim.cuda_graph import UpdateGraphs
 from accel_train.optim.deterministic import use_deterministic_layers
-from accel_train.optim.ema import create_ema
+from accel_train.optim.ema import Ema, create_ema
 from accel_train.optim.loss import create_checked_loss
 from accel_train.optim.micro_batch import LESS_MEMORY, as_in_training, largest_that_fits, searches, set_gradients
 from accel_train.optim.optimizer import create_optimizer
@@ -74,7 +74,8 @@ class TrainingSetup:
     optimizer: Any
     """The object on which to call `step` and `zero_grad`."""
     schedule: Scheduler
-    ema: ModelEmaV3 | None
+    ema: Ema | None
+    graphs: UpdateGraphs | None  # with --cuda-graph
     virtual_batches: VirtualBatches
     """The model's BatchNorms."""
     dropout: DropoutKeys
@@ -106,14 +107,16 @@ class TrainingSetup:
         device: torch.device = self.accelerator.device
         return device
 
-    def forward(self, batch: Batch, update: int, *, padded: bool) -> tuple[Tensor, Tensor]:
+    def set_samples(self, batch: Batch, update: int) -> None:
+        """Say of which samples the next `forward` is: dropout draws by sample."""
+        self.dropout.set_samples(torch.from_numpy(batch["host_ids"]), update, self.device)
+
+    def forward(self, batch: Batch, *, padded: bool) -> tuple[Tensor, Tensor]:
         """The logits, float [b, classes], and targets of a micro-batch of training.
 
-        First it tells the model's layers which samples these are: dropout draws by sample, and BatchNorm does not count
-        padding. `padded`: whether the update has any, on any process.
+        `padded`: whether the update has padding, on any process: BatchNorm does not count it.
         """
         inputs, targets = self.training.transform(batch)
-        self.dropout.set_samples(torch.from_numpy(batch["host_ids"]), update, inputs.device)
         self.virtual_batches.begin(batch["weights"], padded=padded, may_be_empty=self.plan.empty > 0)
         with self.around_forward:
             return self.model(inputs), targets
@@ -187,6 +190,7 @@ def create_training_setup(
         optimizer=unwrap_optimizer(optimizer),
         schedule=schedule,
         ema=ema,
+        graphs=UpdateGraphs(config, accelerator, unwrap_optimizer(optimizer), ema) if config.cuda_graph else None,
         virtual_batches=virtual_batches,
         dropout=dropout,
         exact_gradients=ExactGradients(trained, plan.virtual_batches) if config.bitwise else None,
@@ -266,7 +270,8 @@ def _largest_batches(setup: TrainingSetup) -> tuple[int, int | None]:
             # Without accumulation there are no gradients yet in the forward pass.
             set_gradients(model, present=micro_batch < sizes[-1])
             batch = setup.training.blank_batch(splits.train, micro_batch)
-            logits, targets = bare.forward(batch, 0, padded=pads)
+            bare.set_samples(batch, 0)
+            logits, targets = bare.forward(batch, padded=pads)
             losses = setup.criterion(logits, targets) * batch["weights"]
             with models.preserve_buffers(setup.recomputed_buffers):
                 accelerator.backward(losses.sum())

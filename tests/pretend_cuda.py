@@ -8,7 +8,9 @@ each; `Pretended` below talks to it. It has nothing of a GPU's speed and memory,
   has waited for it;
 * so is what is copied to the device on a side stream, until another stream is told to wait for that one;
 * each wait of the host for the device is counted, with the line that waits; so is each kernel that would be started;
-* foreach and fused kernels are chosen as for CUDA. Autocast is the CPU's, and fp16 has its loss scaler.
+* foreach and fused kernels are chosen as for CUDA. Autocast is the CPU's, and fp16 has its loss scaler;
+* what is recorded in a CUDA graph is not computed, and to wait or to copy from or to the host is an error meanwhile. A
+  replay computes the same operations on the same memory, without Python: its numbers are those of the recording.
 
 It reaches into torch's internals, as its FakeTensor does: tests only.
 """
@@ -84,6 +86,7 @@ _pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # when, where to, w
 
 def wait(kind: str, until: int | None = None) -> None:
     """Let the host wait for the device, which finishes all work queued `until` then."""
+    refuse_while_recording(kind)
     waits[f"{place()} {kind}"] += 1
     arrive(until)
 
@@ -98,6 +101,7 @@ def arrive(until: int | None = None) -> None:
 def send_later(target: torch.Tensor, values: torch.Tensor) -> None:
     """The copy to pinned memory that nobody has waited for yet: until then garbage is there."""
     global _clock
+    refuse_while_recording("copy to the host")
     _clock += 1
     with _quietly():
         _pending.append((_clock, target, values.clone()))
@@ -154,6 +158,9 @@ class Stream:
         wait("stream.synchronize")
         self.finish()
 
+    def is_capturing(self) -> bool:
+        return _recording is not None
+
     def finish(self) -> None:
         with _quietly():
             for target, values in self.copies:
@@ -183,6 +190,72 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 def record_stream(_: torch.Tensor, stream: Stream) -> None:
     orders.append(f"memory used on {stream.name}")
+
+
+# --- CUDA graphs.
+
+
+class Graph:
+    """The operations that were called while it was recorded, with the memory that they use."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.calls: list[tuple[Any, Any, Any, Any]] = []  # operation, arguments, options, results
+        self.before: dict[int, tuple[Any, Any]] = {}  # memory that was there: (itself, a copy)
+        self.new: dict[int, Any] = {}  # memory that was taken meanwhile
+
+    def compute(self, operation: Any, arguments: Any, options: Any) -> Any:
+        for memory in self._memory((arguments, options)):
+            if memory._cdata not in self.before and memory._cdata not in self.new:
+                self.before[memory._cdata] = memory, memory.clone()
+        found = operation(*arguments, **options)
+        self.new |= {each._cdata: each for each in self._memory(found) if each._cdata not in self.before}
+        if operation._schema.name.partition("::")[2] not in FREE:
+            self.calls.append((operation, arguments, options, found))
+        return found
+
+    @staticmethod
+    def _memory(tree: Any) -> list[Any]:
+        return [each.untyped_storage() for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
+
+    def end(self) -> None:
+        """Nothing has been computed."""
+        for memory, copy in self.before.values():
+            memory.copy_(copy)
+        for memory in self.new.values():
+            memory.fill_(0x7F)
+        self.before.clear()
+
+    def replay(self) -> None:
+        kernels[place()] += 1
+        _current.finish()
+        with _quietly():
+            for operation, arguments, options, results in self.calls:
+                found = operation(*arguments, **options)
+                for old, new in zip(tree_flatten(results)[0], tree_flatten(found)[0], strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+_recording: Graph | None = None
+
+
+@contextlib.contextmanager
+def record(graph: Graph, **_: Any) -> Iterator[None]:
+    global _recording
+    wait("begins to record")
+    _recording, random = graph, torch.get_rng_state()
+    try:
+        yield
+    finally:
+        _recording = None
+        torch.set_rng_state(random)
+        with _quietly():
+            graph.end()
+
+
+def refuse_while_recording(what: str) -> None:
+    if _recording is not None:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
 
 # --- Pinned memory.
@@ -358,8 +431,7 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     if name in NONDETERMINISTIC and torch.are_deterministic_algorithms_enabled():
         raise RuntimeError(f"{name}_cuda does not have a deterministic implementation, but you set …")
     if name not in FREE:
-        kernels[place()] += 1
-        _current.finish()  # on one stream all is done in order
+        launch()
 
     pins = options.get("pin_memory")
     options = {key: value for key, value in options.items() if key != "pin_memory"}
@@ -367,7 +439,7 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
         options["device"] = CPU
     held_arguments, held_options = tree_map(_held, (arguments, options))
     with _quietly():
-        found = operation(*held_arguments, **held_options)
+        found = compute(operation, held_arguments, held_options)
         if "empty" in name:
             spoil(found)
     if pins:  # empty_like(…, device="cpu", pin_memory=True)
@@ -378,12 +450,25 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     return return_and_correct_aliasing(operation, arguments, options, found) if there else found
 
 
+def launch() -> None:
+    if _recording is None:
+        kernels[place()] += 1
+        _current.finish()  # on one stream all is done in order
+
+
+def compute(operation: Any, arguments: Any, options: Any) -> Any:
+    return operation(*arguments, **options) if _recording is None else _recording.compute(operation, arguments, options)
+
+
 def _wrapped(held: torch.Tensor) -> torch.Tensor:
     return CudaTensor(held)
 
 
 def _held(value: Any) -> Any:
-    return value.held if isinstance(value, CudaTensor) else value
+    if isinstance(value, CudaTensor):
+        return value.held
+    # A number in the host's memory is recorded as it is now.
+    return value.clone() if _recording is not None and isinstance(value, torch.Tensor) else value
 
 
 def _on_host(name: str, operation: Any, arguments: Any, options: dict[str, Any]) -> Any:
@@ -399,6 +484,7 @@ def _on_host(name: str, operation: Any, arguments: Any, options: dict[str, Any])
 
 def _to_device(source: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """`source.to("cuda", …)`, of a tensor of the host's."""
+    refuse_while_recording("copy to the device")
     if not options.get("non_blocking"):
         wait("copy to the device")
     elif not is_pinned(source):
@@ -416,8 +502,9 @@ def _copied(target: torch.Tensor, source: torch.Tensor, *, blocks: bool) -> torc
     """`target.copy_(source)`; a single number may come from the host."""
     to_device, from_device = isinstance(target, CudaTensor), isinstance(source, CudaTensor)
     if to_device == from_device:
-        kernels[place()] += 1
+        kernels[place()] += _recording is None
     else:
+        refuse_while_recording("copy_ from or to the host")
         host = source if to_device else target
         if blocks or not is_pinned(host):
             wait("copy_ to the device" if to_device else "copy_ to the host")
@@ -426,7 +513,7 @@ def _copied(target: torch.Tensor, source: torch.Tensor, *, blocks: bool) -> torc
                 send_later(target, _held(source).to(target.dtype).expand(target.shape))
             return target
     with _quietly():
-        _held(target).copy_(_held(source))
+        compute(torch.ops.aten.copy_.default, (_held(target), _held(source)), {})
     return target
 
 
@@ -446,7 +533,13 @@ def install() -> None:
     torch.autograd.set_multithreading_enabled(False)  # the mode is known to this thread
     torch.inference_mode = torch.no_grad  # type: ignore[assignment, misc]  # its tensors cannot be wrapped
     properties = types.SimpleNamespace(
-        uuid="pretended", name="Pretended GPU", major=9, minor=0, total_memory=16 << 30, multi_processor_count=100
+        uuid="pretended",
+        name="Pretended GPU",
+        major=9,
+        minor=0,
+        total_memory=16 << 30,
+        multi_processor_count=100,
+        L2_cache_size=50 << 20,
     )
     replacements = {
         "is_available": lambda: True,
@@ -473,6 +566,8 @@ def install() -> None:
         "Stream": Stream,
         "Event": Event,
         "stream": on_stream,
+        "CUDAGraph": Graph,
+        "graph": record,
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
@@ -483,6 +578,7 @@ def install() -> None:
         "current_device_index": lambda: 0,
         "set_device_index": lambda _: None,
         "synchronize": lambda *_: wait("synchronize"),
+        "current_stream": lambda *_: _current,
     }
     for name, replacement in accelerator.items():
         setattr(torch.accelerator, name, replacement)

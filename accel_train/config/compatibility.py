@@ -12,6 +12,7 @@ it to the table:
 | eval-batch-size, log-every-updates, trackers, checkpoint.* | only what is measured, shown or kept |
 | data.skip-unreadable, data.max-pixels | they leave out images that end a run otherwise; all others keep their index |
 | share-gpus | where the run is computed |
+| cuda-graph | how kernels are started, not what they compute (learning rates are rounded to float32) |
 | on-nonfinite, …-timeout-seconds | what to do about a failure; after one, the user may choose anew |
 | eval-every-epochs | only what is measured; refused for the plateau schedule, which follows the evaluations |
 | epochs | a run may become longer; refused for cosine and poly, which end at the last epoch |
@@ -41,7 +42,8 @@ START_KEYS = ("recipe", "output-dir", "resume", "allow-change", "take-over", "co
 FREE_KEYS = (
     "micro-batch-size", "data.workers", "data.placement", "model.gradient-checkpointing", "data.root",
     "eval-batch-size", "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "rendezvous-timeout-seconds",
-    "start-timeout-seconds", "hang-timeout-seconds", "share-gpus", "data.skip-unreadable", "data.max-pixels", "stop",
+    "start-timeout-seconds", "hang-timeout-seconds", "share-gpus", "cuda-graph", "data.skip-unreadable",
+    "data.max-pixels", "stop",
 )  # fmt: skip
 # These decide which samples an epoch has, and in which order: such a change is possible only at the end of an epoch.
 SAMPLE_KEYS = (

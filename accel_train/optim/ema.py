@@ -11,24 +11,27 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accel_train.config.schema import Ema
+from accel_train.config.schema import Ema as EmaOptions
 
 
-def create_ema(ema: Ema, model: nn.Module) -> ModelEmaV3 | None:
+def create_ema(ema: EmaOptions, model: nn.Module) -> Ema | None:
     """The EMA of the weights and buffers of `model` (unwrapped, on its device), or None if it is off.
 
     After each update call `update_ema`. Its `.module` is the averaged model.
     """
-    return _Ema(model, decay=ema.decay, use_warmup=ema.warmup) if ema.enabled else None
+    return Ema(model, decay=ema.decay, use_warmup=ema.warmup) if ema.enabled else None
 
 
-class _Ema(ModelEmaV3):  # type: ignore[misc]
+class Ema(ModelEmaV3):  # type: ignore[misc]
     """timm's EMA, but it copies all counters (BatchNorm's batches) at once, not one by one.
 
     That saves 20 kernels per update of ResNet-18 on a GPU. It overrides `apply_update_` of timm's ModelEmaV3 and uses
     its `_foreach_lerp_`, or torch's where timm calls that itself (checked with timm 1.0.24 and 1.0.31;
     tests/optim/test_amp_internals.py fails if they change).
     """
+
+    weight: Tensor | None = None
+    """float32 []: used in place of 1 - decay, if the update is recorded (optim/cuda_graph.py)."""
 
     def apply_update_(self, model: Any, decay: float) -> None:
         if not self.foreach:
@@ -41,7 +44,10 @@ class _Ema(ModelEmaV3):  # type: ignore[misc]
             lists[0].append(pair[0])
             lists[1].append(pair[1])
         lerp = getattr(self, "_foreach_lerp_", None) or torch._foreach_lerp_
-        lerp(*means, weight=1.0 - decay)
+        if self.weight is None:
+            lerp(*means, weight=1.0 - decay)
+        else:
+            torch._foreach_lerp_(*means, [self.weight] * len(means[0]))
         if counters[0]:
             torch._foreach_copy_(*counters)
 

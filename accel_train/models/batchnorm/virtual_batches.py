@@ -65,7 +65,7 @@ class VirtualBatches:
         """Before a forward pass of an update. `real`: float32 [b], 0 for padding; `padded`: whether there is any in the
         whole update, on any process. Without, a virtual batch can still be empty as a whole if `may_be_empty`: it is
         normalised as the real ones, by the same kernels, but does not count."""
-        self._keep()
+        self.keep()
         self._may_be_empty = may_be_empty and not padded
         self.window.samples, self.window.padded, self.window.real = len(real), padded, real
         if not self.tracked:
@@ -84,8 +84,10 @@ class VirtualBatches:
         self._sums.zero_()
         self._rows.clear()
 
-    def _keep(self) -> None:
-        """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
+    def keep(self) -> None:
+        """Add the statistics of the last forward pass, or put them aside if they must not be added in this order.
+
+        `begin` and `end_update` do so if it is not done yet."""
         if self.tracked and self.window.samples:
             current = self.current
             self._add_waiting(current)
@@ -137,7 +139,7 @@ class VirtualBatches:
     def end_update(self) -> None:
         """Update the running statistics by the sums of all processes. Collective."""
         if any(module.training for module in self.tracked):  # a frozen body's statistics stay as they are
-            self._keep()
+            self.keep()
             self._sum_processes()
             means, variances, counts = self._sums
             shares = self._momentum * (counts > 0)
