@@ -132,6 +132,8 @@ def _check(config: Config, accelerator: Accelerator, optimizer: torch.optim.Opti
         obstacle = "torch.compile records its own graphs: start without --dynamo_backend"
     elif config.model.gradient_checkpointing:
         obstacle = "recomputation is not recorded: set model.gradient-checkpointing to false"
+    elif config.micro_batch_size == "auto":
+        obstacle = "graphs keep memory of their own, which --micro-batch-size auto does not try: give it a number"
     elif not all(is_torchs and (group.get("fused") or "capturable" in group) for group in optimizer.param_groups):
         obstacle = f"the optimizer {config.optim.name} reads its learning rate on the host: use momentum or adamw"
     if obstacle is not None:

@@ -190,6 +190,7 @@ def test_what_cannot_be_recorded_is_refused_in_one_line(gpu: Pretended, tmp_path
         "the loss scaler": ((), {"precision": "fp16"}),
         "the exact sums": (("--bitwise", "true"), {}),
         "the optimizer lamb": (("--optim.name", "lamb"), {}),
+        "graphs keep memory": (("--micro-batch-size", "auto"), {}),
         "recomputation": (("--model.name", "test_vit", "--model.gradient-checkpointing", "true"), {}),
         "torch.compile": ((), {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
         "the update cannot be recorded (operation not": (("--model.name", f"{tmp_path}/mine.py:net"), {}),
