@@ -282,6 +282,28 @@ def _parent(process: int) -> int:
     return int(text.rpartition(")")[2].split()[1])
 
 
+def record_disk_calls(monkeypatch: Any) -> list[tuple[str, str]]:
+    """Record from now on, in their order, ("fsync", the name of the file or folder) and ("rename", the new name)."""
+    calls = []
+    fsync, methods = os.fsync, {name: getattr(Path, name) for name in ("rename", "replace")}
+
+    def recorded_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+
+    def recorded(name: str) -> Callable[[Path, Path], Path]:
+        def rename(path: Path, target: Path) -> Path:
+            calls.append(("rename", Path(target).name))
+            return methods[name](path, target)
+
+        return rename
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    for name in methods:
+        monkeypatch.setattr(Path, name, recorded(name))
+    return calls
+
+
 def forget_accelerate() -> None:
     """Reset Accelerate's state, which is global, so that the next program in this process starts with a new one."""
     from accelerate.state import AcceleratorState, GradientState

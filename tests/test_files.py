@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 import threading
 from pathlib import Path
 
+import helpers
 import pytest
 
-from accel_train.files import atomic_replacement, atomic_write
+from accel_train.files import atomic_replacement, atomic_write, fsync
 
 
 def test_the_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -54,3 +57,43 @@ def test_several_writers_never_leave_a_mixture(tmp_path: Path) -> None:
     while any(writer.is_alive() for writer in writers):
         assert path.read_text() in contents.values()
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_durable_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = helpers.record_disk_calls(monkeypatch)
+    atomic_write(tmp_path / "a", "text", check=lambda: calls.append(("check", "")), ending=".mine")
+    (first, temporary), *others = calls
+    assert first == "fsync" and temporary.startswith(".a.") and temporary.endswith(".mine")
+    assert others == [("check", ""), ("rename", "a")]
+    calls.clear()
+    atomic_write(tmp_path / "a", "newer", durable=False)  # such as status.json, every few seconds
+    assert calls == [("rename", "a")]
+
+
+def test_whoever_may_no_longer_write_replaces_nothing(tmp_path: Path) -> None:
+    atomic_write(tmp_path / "a", "the next owner's")
+
+    def lost() -> None:
+        raise PermissionError("lost")
+
+    with pytest.raises(PermissionError, match="lost"):
+        atomic_write(tmp_path / "a", "late", check=lost)
+    assert (tmp_path / "a").read_text() == "the next owner's" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_fsync_waits_for_files_and_folders_and_fails_where_it_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").touch()
+    calls = helpers.record_disk_calls(monkeypatch)
+    for path in (tmp_path / "a", tmp_path):
+        fsync(path)
+    assert calls == [("fsync", "a"), ("fsync", tmp_path.name)]
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)  # as some file systems do for a folder
+    fsync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        fsync(tmp_path / "a")

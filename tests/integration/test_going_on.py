@@ -11,15 +11,9 @@ import pytest
 import torch
 
 from accel_train.checkpoint.directory import checkpoint_path, delete_checkpoint, list_updates
-from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.schema import Config, Optim, Schedule, to_yaml
-from accel_train.data.order.plan import Plan
-from accel_train.errors import UserError
+from accel_train.config.schema import Schedule
 from accel_train.files import sha256
-from accel_train.launch.environment import Launch
 from accel_train.optim.schedule import create_schedule
-from accel_train.ownership.lease import Lease
-from accel_train.run.finished import find_finished_run
 
 SAMPLES, BATCH = 1438, 48  # of digits; 30 updates an epoch
 TIMES = {"train_seconds", "images_per_second", "warm_up_seconds", "wall_seconds", "cost", "generation"}
@@ -119,31 +113,6 @@ def test_a_place_that_does_not_fit_what_was_counted_is_refused(done: Path, tmp_p
     assert not (run / "result.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("count", "left_out", "position", "drop_last", "right"),
-    [
-        (100, 0, 100, False, True),
-        (90, 0, 90, True, True),
-        (70, 30, 100, False, True),
-        (60, 30, 90, True, True),
-        (0, 0, 0, False, False),
-        (90, 0, 90, False, False),
-        (60, 0, 60, True, False),
-        (100, 0, 90, True, False),
-        (70, 0, 100, False, False),
-        (130, 0, 130, False, False),
-    ],
-)
-def test_an_epoch_is_all_of_the_data(count: int, left_out: int, position: int, drop_last: bool, right: bool) -> None:
-    state = TrainState(epoch_count=count, epoch_left_out=left_out, epoch_samples=position)
-    plan = Plan(100, 30, 1, 1, drop_last)
-    if right:
-        state.check_epoch(plan)
-    else:
-        with pytest.raises(RuntimeError, match="but the training data has 100"):
-            state.check_epoch(plan)
-
-
 def test_a_finished_run_goes_on_to_a_later_end(done: Path, tmp_path: Path) -> None:
     run = copied(done, tmp_path / "a run")
     before = contents(run)
@@ -206,65 +175,3 @@ def test_a_finished_run_is_taken_to_another_directory(done: Path, tmp_path: Path
     assert list_updates(run / "checkpoints") == [60]
     assert result(run) == result(done)
     assert lines(run, "train") == []
-
-
-class TestEarlierEnd:
-    """Reading result.json, without starting a program."""
-
-    CONFIG = Config(recipe="mine", epochs=3, optim=Optim(lr=0.2))
-
-    def finished(self, run: Path, **values: Any) -> Path:
-        """As older versions left it: without settings."""
-        (run / "checkpoints" / "update-00000009").mkdir(parents=True)
-        (run / "config.yaml").write_text(to_yaml(self.CONFIG))
-        (run / "result.json").write_text(json.dumps({"recipe": "mine", "epochs": 3, "updates": 9, **values}))
-        return run
-
-    def test_no_result(self, tmp_path: Path) -> None:
-        assert find_finished_run(tmp_path / "nothing", self.CONFIG, Launch()) is None
-
-    def test_an_older_result_is_of_the_runs_configuration(self, tmp_path: Path) -> None:
-        run = self.finished(tmp_path)
-        found = find_finished_run(run, self.CONFIG, Launch())
-        assert found is not None and found.nothing_left
-        with pytest.raises(UserError, match=r"3 epochs.*: seed: 0 -> 1\. Give another --output-dir \(or more epochs"):
-            find_finished_run(run, Config(recipe="mine", epochs=3, optim=Optim(lr=0.2), seed=1), Launch())
-
-    def test_another_recipes_result(self, tmp_path: Path) -> None:
-        run = self.finished(tmp_path, recipe="other")
-        with pytest.raises(UserError, match="is of the recipe 'other'"):
-            find_finished_run(run, self.CONFIG, Launch())
-        settings = {"data.name": "mnist", "epochs": 3}
-        run = self.finished(tmp_path / "newer", recipe="other", settings=settings)
-        with pytest.raises(UserError, match=r"data\.name: mnist -> digits") as error:
-            find_finished_run(run, self.CONFIG, Launch())
-        assert "allow-change" not in str(error.value)
-
-    def test_an_older_result_without_a_configuration(self, tmp_path: Path) -> None:
-        run = self.finished(tmp_path)
-        (run / "config.yaml").write_text("- 1")
-        with pytest.raises(UserError, match=r"does not say which settings it belongs to.*config\.yaml"):
-            find_finished_run(run, self.CONFIG, Launch())
-
-    @pytest.mark.parametrize(
-        "content", [b"", b"{}", b"[1]", b"\xff", b"[" * 9999, b'{"recipe": "mine", "epochs": "3", "updates": 9}']
-    )
-    def test_a_damaged_one_is_set_aside_only_if_there_are_checkpoints(self, tmp_path: Path, content: bytes) -> None:
-        run = self.finished(tmp_path)
-        (run / "result.json").write_bytes(content)
-        found = find_finished_run(run, self.CONFIG, Launch())
-        assert found is not None and not found.nothing_left
-        assert (run / "result.json").exists()  # nothing is touched before it is certain that the run goes on
-        found.rename_results(Lease(run, None))
-        assert (run / "result.json.damaged").read_bytes() == content
-        (run / "result.json").write_bytes(content)
-        (run / "checkpoints" / "update-00000009").rmdir()
-        with pytest.raises(UserError, match="is damaged, and there are no checkpoints"):
-            find_finished_run(run, self.CONFIG, Launch())
-
-    def test_checkpoints_that_are_gone(self, tmp_path: Path) -> None:
-        run = self.finished(tmp_path)
-        (run / "checkpoints" / "update-00000009").rmdir()
-        config = Config(recipe="mine", epochs=4, optim=Optim(lr=0.2), allow_change=("epochs",))
-        with pytest.raises(UserError, match=r"epochs: 3 -> 4\. It cannot go on, because its checkpoints are gone"):
-            find_finished_run(run, config, Launch())

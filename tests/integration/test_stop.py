@@ -10,9 +10,7 @@ import helpers
 import pytest
 
 from accel_train.checkpoint.directory import delete_checkpoint, list_updates
-from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
-from accel_train.config.schema import Config, Stop
 
 DIGITS = ("digits", "--data.val-fraction", "0.1", "--data.train-limit", "480", "--checkpoint.keep", "50")  # 10 updates
 FLAT = (*DIGITS, "--optim.lr", "0", "--epochs", "30", "--best-metric", "loss", "--checkpoint.every-updates", "4")
@@ -129,22 +127,3 @@ def test_what_cannot_be_followed_is_refused_in_one_line(
     assert main(["train", "digits", *words.split(), "--output-dir", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
-
-
-def test_the_end_follows_from_the_state(tmp_path: Path) -> None:
-    config = Config(epochs=20, eval_every_epochs=2, stop=Stop(patience_epochs=3, hours=1.0))
-    state = TrainState(epoch=2, update=20)
-    assert state.record_best(0.5, 2, lower=True) and not state.record_best(float("nan"), 2, lower=True)
-    assert not state.record_best(0.5, 4, lower=True) and state.best_epoch == 2
-    ends = [TrainState(epoch=epoch, update=epoch, best_epoch=2).stopped_by(config) for epoch in (4, 5, 6, 20)]
-    assert ends == [None, None, "patience", "epochs"]  # after 5 epochs nothing was evaluated
-    assert TrainState(epoch=5, epoch_samples=3, wall_seconds=1e6).stopped_by(config) is None  # in the middle of one
-    assert TrainState(epoch=5, wall_seconds=3600.0).stopped_by(config) == "hours"
-
-    # Older checkpoints: the patience begins where they end.
-    path = tmp_path / "update-00000030"
-    older = {"epoch": 3, "update": 30, "best_accuracy": 0.9, "best_update": 10}
-    state = TrainState.from_saved(dict(older), path)
-    assert (state.best_figure, state.best_epoch, state.wall_seconds) == (0.9, None, 0.0)
-    assert not state.record_best(0.8, 4, lower=False) and state.best_epoch == 4
-    assert older.items() <= TrainState.from_saved(dict(older), path).to_saved().items()

@@ -1,0 +1,74 @@
+"""What follows an update: what is counted and logged, and whether the loop goes on, saves, stops or rewinds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.schema import Checkpoint, Config
+from accel_train.data.order.plan import Plan
+from accel_train.records.meter import Sums
+from accel_train.run.run import Run
+
+
+def run_at(
+    update: int, *, every: int | None = None, stop: bool = False, save: bool = False, rewinds: bool = False
+) -> Any:
+    """A run after `update` of the 10 updates of an epoch, whose last one has 5 samples. What surrounds it is mocked."""
+    run = Run.__new__(Run)
+    run.config = Config(log_every_updates=4, checkpoint=Checkpoint(every_updates=every))
+    run.state = TrainState(update=update, epoch_samples=10 * update, epoch_count=10 * update, samples_seen=10 * update)
+    run.setup = Mock(plan=Plan(95, 10, 1, 1))
+    for name in ("meter", "stopwatch", "ledger", "usage", "log", "checkpoints", "watchdog"):
+        setattr(run, name, Mock())
+    run.meter.reduce.return_value = Sums({"loss": 1.0}, 10)  # type: ignore[attr-defined]
+    run.stop_requests = SimpleNamespace(poll=lambda: (stop, save))  # type: ignore[assignment]
+    run.guard = SimpleNamespace(rewinds=lambda state, due: rewinds, reset=Mock())  # type: ignore[assignment]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("update", "asked", "then", "logged"),
+    [
+        (1, {}, "go on", False),
+        (3, {}, "go on", True),  # the fourth: a line of the log is due
+        (9, {}, "go on", True),  # the epoch ends, and its last samples are counted
+        (1, {"save": True}, "save", True),
+        (1, {"every": 2}, "save", True),
+        (1, {"every": 3}, "go on", False),
+        (9, {"save": True}, "go on", True),  # it saves after the evaluation
+        (1, {"stop": True}, "stop", True),
+        (9, {"stop": True, "save": True}, "stop", True),
+        (1, {"rewinds": True, "save": True}, "rewind", False),  # nothing of a bad update is logged or saved
+    ],
+)
+def test_what_the_loop_has_to_do(update: int, asked: dict[str, Any], then: str, logged: bool) -> None:
+    run = run_at(update, **asked)
+    window = 5 if update == 9 else 10
+    assert run.end_update(applied=True, window=window, samples=window, lr=0.1) == then
+    assert run.log.log_updates.called == logged
+    assert run.state.update == update + 1
+    assert run.save_is_due == (asked.get("save", False) or asked.get("every") == 2)
+
+
+@pytest.mark.parametrize(("applied", "left_out", "seen"), [(True, 2, 8), (False, 10, 0)])
+def test_samples_that_are_unreadable_or_skipped_are_left_out(applied: bool, left_out: int, seen: int) -> None:
+    run = run_at(0)
+    run.end_update(applied=applied, window=10, samples=8, lr=0.1)
+    state = run.state
+    assert (state.epoch_samples, state.epoch_left_out, state.samples_seen) == (10, left_out, seen)
+    assert (run.meter.commit.called, run.meter.discard.called) == (applied, not applied)
+
+
+def test_a_rewind_remembers_what_to_skip() -> None:
+    run = run_at(7)
+    run.state.left_out, run.extra_updates = [7], 2
+    run.checkpoints.restore.return_value = TrainState(update=5)
+    run.rewind()
+    assert (run.state.update, run.state.left_out) == (5, [7])
+    run.setup.schedule.step_update.assert_called_once_with(3)
+    assert run.meter.reduce.called and run.guard.reset.called  # what was counted since is trained again

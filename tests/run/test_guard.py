@@ -1,0 +1,111 @@
+"""The guard against losses that are not finite, on its own; test_nonfinite.py trains with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.schema import Config
+from accel_train.errors import UserError
+from accel_train.run import nonfinite
+from accel_train.run.nonfinite import MOST_IN_A_ROW, Guard
+
+
+class Counting(nn.Module):
+    """Has a buffer that each forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.passes.add_(1)  # type: ignore[operator]
+        return self.line(values)[:, 0]  # type: ignore[no-any-return]
+
+
+def guard_of(folder: Path, model: nn.Module, policy: str, processes: int = 1) -> Guard:
+    device = torch.device("cpu")
+    accelerator: Any = SimpleNamespace(
+        num_processes=processes, process_index=0, is_main_process=True, device=device, scaler=None
+    )
+    directory = SimpleNamespace(path=folder, lease=SimpleNamespace(holds=lambda: True), event=lambda *_, **__: None)
+    log: Any = SimpleNamespace(directory=directory, log_skipped_update=lambda *_, **__: None)
+    transform: Any = lambda batch: (batch["images"].float(), None)  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Guard(Config(on_nonfinite=policy), accelerator, model, optimizer, transform, log)  # type: ignore[arg-type]
+
+
+def passes(guard: Guard, model: nn.Module, state: TrainState, factor: float) -> bool:
+    """Compute an update of three samples, whose losses are multiplied by `factor`."""
+    guard.start(state)
+    batch = {
+        "ids": torch.tensor([4, 7, 9]), "weights": torch.ones(3), "images": torch.zeros(3, 1, 2, 2, dtype=torch.uint8)
+    }  # fmt: skip
+    losses = model(torch.ones(3, 2)) * torch.tensor([1.0, factor, 1.0])
+    losses.sum().backward()
+    guard.record(batch, losses)
+    return guard.check_step(state)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonfinite, "gather_object", lambda values: values)
+
+
+def test_a_skipped_update_leaves_the_buffers_and_the_samples_are_kept(tmp_path: Path) -> None:
+    model, state = Counting(), TrainState()
+    guard = guard_of(tmp_path, model, "skip")
+    assert passes(guard, model, state, 1.0) and model.passes == 1
+    model.zero_grad()
+    assert not passes(guard, model, state, math.nan)
+    assert model.passes == 1 and state.left_out == [1]
+    record = json.loads((tmp_path / "nonfinite" / "update-00000001.json").read_text())
+    assert [(sample["id"], sample["loss"]) for sample in record["samples"]][1] == (7, "nan")
+    assert not guard.rewinds(state, due=True)
+
+
+def test_after_a_rewind_the_update_is_skipped_without_being_looked_at(tmp_path: Path) -> None:
+    model, state = Counting(), TrainState()
+    guard = guard_of(tmp_path, model, "rewind")
+    assert not passes(guard, model, state, math.inf) and guard.rewinds(state, due=False)
+    guard.reset()
+    model.zero_grad()
+    before = float(model.passes)
+    assert not passes(guard, model, state, 1.0) and model.passes == before and not guard.rewinds(state, due=True)
+
+
+def test_what_is_bad_on_another_process_is_bad_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients tell it only where DDP reduces them, and under a loss scaler they are not asked."""
+    others = 0.0
+
+    def all_reduce(values: torch.Tensor, operation: Any) -> None:
+        assert operation == torch.distributed.ReduceOp.MAX
+        values.clamp_(min=others)
+
+    monkeypatch.setattr(nonfinite.dist, "all_reduce", all_reduce)
+    model, state = Counting(), TrainState()
+    guard = guard_of(tmp_path, model, "stop", processes=2)
+    assert passes(guard, model, state, 1.0)
+    others = 1.0
+    model.zero_grad()
+    with pytest.raises(UserError, match="Update 1 is not finite"):
+        passes(guard, model, state, 1.0)
+
+
+def test_a_broken_model_is_not_skipped_for_ever(tmp_path: Path) -> None:
+    model, state = Counting(), TrainState()
+    guard = guard_of(tmp_path, model, "skip")
+    for state.update in range(MOST_IN_A_ROW):
+        assert not passes(guard, model, state, math.nan)
+    state.update = MOST_IN_A_ROW
+    with pytest.raises(UserError, match="the 10 updates before it were skipped"):
+        passes(guard, model, state, math.nan)

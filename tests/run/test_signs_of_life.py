@@ -1,0 +1,86 @@
+"""When the watchdog ends a run; tests/integration/test_watchdog.py stops and kills real processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from accel_train.run.progress_store import Progress, ProgressStore
+from accel_train.run.watchdog import SILENT_SECONDS, Watchdog
+
+
+@pytest.fixture
+def stores() -> Iterator[list[ProgressStore]]:
+    """Those of six processes."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield [ProgressStore(rank, 6) for rank in range(6)]
+    distributed.destroy_process_group()
+
+
+def watchdog(processes: int, start_seconds: float = 0, hang_seconds: float = 0) -> Any:
+    accelerator: Any = SimpleNamespace(process_index=0, num_processes=processes)
+    return Watchdog(accelerator, None, SimpleNamespace(reason=""), start_seconds, hang_seconds)  # type: ignore[arg-type]
+
+
+def progress(beat: int, *, has_left: bool = False) -> Progress:
+    return Progress(beat, 7, 3, "saves a checkpoint", "node5", has_left)
+
+
+def test_the_first_reason_counts_and_one_process_searches(stores: list[ProgressStore]) -> None:
+    assert stores[0].end() is None
+    ends = [store.announce_end(f"rank {store.rank} failed", with_stacks=False) for store in stores]
+    assert {(end.rank, end.text) for end in ends} == {(0, "rank 0 failed")} and stores[5].end() == ends[0]
+    assert [store.searches_first() for store in stores] == [True] + [False] * 5
+
+
+def test_processes_are_described_and_those_without_stacks_are_found(stores: list[ProgressStore]) -> None:
+    stores[1].publish(progress(1))
+    said = stores[0].describe([1, 2, 3, 4, 5])
+    assert said.startswith("rank 1 on node5, which saves a checkpoint, after update 3; rank 2, which has not begun")
+    assert said.endswith("; and 1 more")
+    stores[0].finish_end()
+    for rank in (1, 3):
+        stores[rank].report_stacks(5)
+    assert stores[0].wait_for_stacks(0) == [2, 4, 5]
+
+
+def test_a_process_is_silent_after_so_many_ticks_without_a_new_beat(stores: list[ProgressStore]) -> None:
+    dog = watchdog(6)
+    ticks = int(SILENT_SECONDS / dog.tick) + 1
+
+    def silent_after(number: int, rank: int) -> bool:
+        dog._beat += number
+        return bool(dog._is_silent(stores[0], rank))
+
+    assert not silent_after(10 * ticks, 1)  # it has not begun
+    for beat in range(3):
+        stores[1].publish(progress(beat))
+        assert not silent_after(ticks, 1) and not silent_after(ticks - 1, 1)
+    assert silent_after(1, 1)
+    stores[1].publish(progress(2, has_left=True))
+    assert not silent_after(10 * ticks, 1)
+
+
+@pytest.mark.parametrize("has_updated", [False, True])
+def test_until_the_first_update_another_limit_counts(has_updated: bool) -> None:
+    limits = (2, 0.2) if has_updated else (0.2, 2)
+    dog, ends = watchdog(1, *limits), []
+    dog._monitor = SimpleNamespace(expect=lambda seconds: None)
+
+    def end_run(text: str) -> None:
+        ends.append(text)
+        dog._leaving.set()
+
+    dog._end_run = end_run
+    dog.heartbeat("begins")
+    if has_updated:
+        dog.advance(1)
+    began = time.monotonic()
+    dog._watch()
+    assert ends == [f"No progress for 0 s (--{'hang' if has_updated else 'start'}-timeout-seconds)."]
+    assert time.monotonic() - began >= 0.2
