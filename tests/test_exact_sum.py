@@ -6,11 +6,13 @@ Real processes: tests/integration/test_exact_gradients.py.
 from __future__ import annotations
 
 import math
+import threading
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -224,6 +226,34 @@ class TestGradients:
         assert weights[2].grad is None and alone[0].grad is None
         assert torch.equal(weights[1].grad, alone[1].grad) and torch.equal(weights[3].grad, alone[3].grad)
         assert [weight.grad for weight in summed([], 1)] == [None] * 4
+
+    def test_two_processes_round_to_one_grid(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Threads take the place of processes. Alone, the first one's small gradients would have a finer grid; the
+        large ones of the second one cancel."""
+        rows = gradients_of(parameters(), 2)
+        parts = rows, [[gradient * factor for gradient in rows[0]] for factor in (1e9, -1e9)]
+        expected = [bits(weight.grad) for weight in summed([*parts[0], *parts[1]], 3)]
+        here, gate = {}, threading.Barrier(2, timeout=20)
+
+        def all_reduce(values: Tensor, operation: object) -> Tensor:
+            here[threading.current_thread().name] = values.clone()
+            gate.wait()
+            both = torch.stack([here["0"], here["1"]])
+            gate.wait()
+            return values.copy_(both.sum(0) if operation == dist.ReduceOp.SUM else both.amax(0))
+
+        monkeypatch.setattr(module, "_all_reduce", all_reduce)
+        found: dict[str, list[bytes]] = {}
+
+        def process(number: int) -> None:
+            found[str(number)] = [bits(weight.grad) for weight in summed([*parts[number]], 3)]
+
+        threads = [threading.Thread(target=process, args=(number,), name=str(number)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {"0": expected, "1": expected}
 
     def test_each_update_begins_anew(self) -> None:
         weights = parameters()

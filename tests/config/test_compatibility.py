@@ -16,6 +16,7 @@ from accel_train.config.compatibility import (
     learning_fingerprint,
 )
 from accel_train.config.schema import Config, Optim, Schedule, as_dict
+from accel_train.config.semantics import SEMANTICS, check_same_splits
 from accel_train.errors import UserError
 
 KEYS = flatten(as_dict(Config()))
@@ -93,3 +94,9 @@ def test_a_wrong_key_to_allow_is_an_error_that_names_the_nearest():
 def test_the_digest_is_of_what_is_learned():
     assert learning_fingerprint(Config(log_every_updates=1)) == learning_fingerprint(Config())
     assert learning_fingerprint(Config(seed=1)) != learning_fingerprint(Config())
+
+
+def test_a_checkpoint_of_a_newer_meaning_is_not_misread():
+    check_same_splits("update-00000001", SEMANTICS, {})
+    with pytest.raises(UserError, match="update-00000001 is from a newer accel-train"):
+        check_same_splits("update-00000001", SEMANTICS + 1, {})

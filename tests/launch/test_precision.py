@@ -41,6 +41,13 @@ def test_what_is_in_force_is_said() -> None:
     assert precision(SimpleNamespace(mixed_precision="bf16", device=gpu.device)) == "bf16"  # type: ignore[arg-type]
 
 
+def test_nvidias_switch_is_above_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all("tf32")
+    for value, expected in (("0", False), ("1", True)):
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", value)
+        assert uses_tf32() == expected
+
+
 def test_after_use_tf32_the_older_getters_still_answer() -> None:
     """Inductor calls them, and they raise if the newer switch has been set to something else."""
     use_tf32()

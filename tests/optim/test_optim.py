@@ -21,7 +21,7 @@ from accel_train.config.schema import Ema, Loss, Model, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.models import create_model
 from accel_train.optim.clipping import clip_gradients, parameters_to_clip
-from accel_train.optim.ema import create_ema
+from accel_train.optim.ema import create_ema, update_ema
 from accel_train.optim.loss import balanced_class_weights, create_loss
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.schedule import PlateauScheduler, create_schedule
@@ -344,6 +344,19 @@ def test_ema_by_hand() -> None:
         ema.update(model, step=update)
         mean = weight if mean is None or update == 1 else 0.9 * mean + 0.1 * weight
         assert ema.module.weight.item() == pytest.approx(mean)
+
+
+def test_after_the_first_update_the_ema_is_the_model_and_counters_are_always_copied() -> None:
+    model = nn.BatchNorm1d(1)
+    ema = create_ema(Ema(enabled=True, decay=0.9), model)
+    assert ema is not None
+    for update, expected in ((1, 3.0), (2, 0.9 * 3 + 0.1 * 13)):
+        model.weight.data.fill_(10.0 * update - 7)
+        assert model.num_batches_tracked is not None
+        model.num_batches_tracked.fill_(5 * update)
+        update_ema(ema, model, update)
+        assert ema.module.weight.item() == pytest.approx(expected)
+        assert ema.module.num_batches_tracked.item() == 5 * update
 
 
 def test_ema_warmup_follows_the_weights_closer_at_first() -> None:

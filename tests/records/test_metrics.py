@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from accel_train import cli
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.records.metrics import (
     METRICS,
+    Evaluation,
     Metric,
     average_precision_of_classes,
     f1_of_classes,
     headlines,
+    highest,
     macro_f1,
     mean_average_precision,
     mean_metrics,
@@ -127,6 +130,29 @@ def test_accuracy_is_never_above_top_5_also_for_equal_logits() -> None:
     hits = {metric.name: metric.score(metric.predict(logits), labels) for metric in mean_metrics()[1:]}
     assert bool((hits["accuracy"] <= hits["top5_accuracy"]).all())
     assert (int(hits["accuracy"].sum()), int(hits["top5_accuracy"].sum())) == (1, 5)
+
+
+def test_of_equal_logits_the_first_class_is_the_predicted_one() -> None:
+    """As argmax and NumPy take it; topk may take any."""
+    logits = torch.randint(3, (500, 12), generator=torch.Generator().manual_seed(0)).float()  # many are equal
+    expected = torch.from_numpy(logits.numpy().argmax(1))
+    for k in (1, 2, 5, 12):
+        best = highest(logits, k)
+        assert torch.equal(best[:, 0], expected)
+        assert torch.equal(logits.gather(1, best).sort(1).values, logits.topk(k).values.sort(1).values)
+        assert all(len(set(row)) == k for row in best.tolist())  # no class twice
+
+
+def test_top_5_accuracy_counts_five_classes() -> None:
+    logits, (top5,) = torch.arange(10.0).repeat(10, 1), [each for each in METRICS if each.name == "top5_accuracy"]
+    assert isinstance(top5, Metric)
+    assert top5.score(top5.predict(logits), torch.arange(10)).tolist() == [False] * 5 + [True] * 5
+
+
+def test_an_evaluation_with_a_loss_that_is_not_finite_decides_nothing() -> None:
+    for loss in (math.nan, math.inf):
+        assert math.isnan(Evaluation({"loss": loss, "accuracy": 0.9}, 10, {}, []).deciding("accuracy"))
+    assert Evaluation({"loss": 0.5, "accuracy": 0.9}, 10, {}, []).deciding("accuracy") == 0.9
 
 
 SIZES = st.tuples(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32 - 1))

@@ -176,6 +176,12 @@ def test_a_result_finishes_the_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
 
 
+def test_a_result_is_on_the_disk_before_it_finishes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = helpers.record_disk_calls(monkeypatch)
+    RunDirectory(tmp_path, writes=True).result({"test_accuracy": 0.5})
+    assert [(what, name[:12]) for what, name in calls] == [("fsync", ".result.json"), ("rename", "result.json")]
+
+
 def test_a_process_that_does_not_write_leaves_no_trace(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run", writes=False)
     directory.begin(Config(), MODEL_INFO, world_size=1, devices=[])
