@@ -1,0 +1,448 @@
+"""Changes one important line of the program at a time, and says whether the tests of its room notice.
+
+    python tests/mutants.py                        # all of them: half an hour on one core
+    python tests/mutants.py --only fsync --jobs 2  # those whose file, lines or promise have this word
+
+Each mutant breaks a promise: a checkpoint that is not on the disk when it is called complete, a box of CutMix at the
+wrong place. It is applied to a copy of the program; the checkout stays as it is. If a mutant survives, a test is
+missing: write it, in the room of the changed file. tests/test_mutants.py holds that this list follows the code.
+"""
+# ruff: noqa: E501 -- the lines of the program are as long as they are
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("accel_train", "tests", "accelerate_configs", "pyproject.toml")
+LIMIT_SECONDS = 600
+
+
+class Mutant(NamedTuple):
+    file: str
+    """In accel_train/."""
+    before: str
+    """A fragment that the file has exactly once."""
+    after: str
+    tests: str
+    """The test files that must notice, in tests/, with spaces between them."""
+    promise: str
+    """What the change breaks."""
+    reason: str = ""
+    """Why the tests are not in the room of the file, if they are not."""
+
+
+DIRECTORY, MANAGER, STATE = "checkpoint/directory.py", "checkpoint/manager.py", "checkpoint/train_state.py"
+CLAIM, LEASE, OWNER, GENERATION = (f"ownership/{name}.py" for name in ("claim", "lease", "owner", "generation"))
+STOPPING, FINISHED, ENDING, NONFINITE = (f"run/{name}.py" for name in ("stopping", "finished", "ending", "nonfinite"))
+RUN, WATCHDOG = "run/run.py", "run/watchdog.py"
+PLAN, SAMPLERS = "data/order/plan.py", "data/order/samplers.py"
+PARAMETERS, BATCH, IMAGE = (f"data/transforms/{name}.py" for name in ("parameters", "batch", "image"))
+METRICS, EVALUATE, RECORDS = "records/metrics.py", "evaluate.py", "records/directory.py"
+LAYERS, VIRTUAL, KEYS = "models/batchnorm/layers.py", "models/batchnorm/virtual_batches.py", "models/dropout/keys.py"
+AGREEMENT, PRECISION = "launch/agreement.py", "launch/precision.py"
+COMPATIBILITY, OPTIONS = "config/compatibility.py", "config/options.py"
+
+MUTANTS = [
+    # Files and checkpoints
+    Mutant("files.py", "            os.fsync(file.fileno())", "            pass",
+           "test_files.py", "a durable file is on the disk before it gets its name"),
+    Mutant("files.py", "        os.fsync(descriptor)", "        pass",
+           "test_files.py", "fsync waits for the disk"),
+    Mutant("files.py", "        check()\n        temporary.replace(path)", "        temporary.replace(path)\n        check()",
+           "test_files.py", "whoever may no longer write replaces no file"),
+    Mutant(DIRECTORY, "(*files, manifest, temporary)", "(manifest, temporary)",
+           "checkpoint/test_commit.py", "fsync: a checkpoint's files are on the disk before its rename"),
+    Mutant(DIRECTORY, "(*files, manifest, temporary)", "(*files, manifest)",
+           "checkpoint/test_commit.py", "fsync: the list of a checkpoint's files is on the disk before its rename"),
+    Mutant(DIRECTORY, "        raise\n    fsync(folder)\n", "        raise\n",
+           "checkpoint/test_commit.py", "fsync: a checkpoint's name is on the disk when it is called complete"),
+    Mutant(DIRECTORY, "            fsync(path)\n        check()\n        if place.exists():\n            place.rename(old)\n"
+           "        temporary.rename(place)",
+           "            pass\n        check()\n        if place.exists():\n            place.rename(old)\n"
+           "        temporary.rename(place)\n        for path in place.iterdir():\n            fsync(path)",
+           "checkpoint/test_commit.py", "the order of commit: write, fsync, rename"),
+    Mutant(DIRECTORY, "        for path in (*files, manifest, temporary):\n            fsync(path)\n        check()",
+           "        check()\n        for path in (*files, manifest, temporary):\n            fsync(path)",
+           "checkpoint/test_commit.py", "the owner is checked right before the rename, not before a slow disk is waited for"),
+    Mutant(DIRECTORY, "        if old.exists() and not place.exists():\n            old.rename(place)", "        pass",
+           "checkpoint/test_commit.py", "a replacement that fails between its two renames gives the old checkpoint back"),
+    Mutant(DIRECTORY, "    place.rename(gone)\n    shutil.rmtree(gone)", "    shutil.rmtree(place)",
+           "checkpoint/test_commit.py", "a deleted checkpoint loses its name first, so that no part of it is visible"),
+    Mutant(DIRECTORY, "sorted(epochs_done)[-keep:]", "sorted(epochs_done)[:keep]",
+           "checkpoint/test_checkpoint_directory.py", "keep-last: the newest checkpoints are kept"),
+    Mutant(DIRECTORY, "        if sha256(path) != digest:", "        if False:",
+           "checkpoint/test_checkpoint_directory.py", "an altered byte is found"),
+    Mutant(MANAGER, "settings.keep, best, settings", "settings.keep, None, settings",
+           "checkpoint/test_manager.py", "keep-best: the best checkpoint is kept"),
+    Mutant(MANAGER, ", check=self._check_owner)", ")",
+           "checkpoint/test_manager.py", "the owner is checked before a checkpoint is committed"),
+    Mutant(MANAGER, "                self._check_owner()\n                delete_checkpoint", "                delete_checkpoint",
+           "checkpoint/test_manager.py", "whoever has lost the run deletes no checkpoint"),
+    Mutant(MANAGER, "        started = time.perf_counter()\n        self.wait()\n", "        started = time.perf_counter()\n",
+           "checkpoint/test_manager.py", "one checkpoint is written at a time"),
+    Mutant("checkpoint/state_dict.py", "non_blocking=True)\n    return tensor.to(\"cpu\", copy=True)", "non_blocking=True)\n    return tensor.to(\"cpu\")",
+           "checkpoint/test_manager.py", "a checkpoint is of the moment of its save, although training goes on"),
+    Mutant(MANAGER, "            self.failures.append(f\"checkpoint of", "            str(f\"checkpoint of",
+           "checkpoint/test_manager.py", "a save that failed is counted"),
+    Mutant(MANAGER, "ema = self._snapshot.ema or model", "ema = model",
+           "checkpoint/test_manager.py", "the EMA is restored as it was saved"),
+    Mutant(MANAGER, "            self.accelerator.scaler.load_state_dict(plan.state[\"scaler\"])", "            pass",
+           "checkpoint/test_manager.py", "the loss scaler is restored"),
+    Mutant("checkpoint/choose.py", "            if is_late(folder.parent, snapshot.state, update):", "            if False:",
+           "checkpoint/test_manager.py", "a checkpoint that an earlier owner wrote late is not resumed from"),
+    Mutant("checkpoint/resume.py", "        position.forget_best()", "        pass",
+           "checkpoint/test_manager.py", "the best value of another metric no longer counts"),
+    Mutant(STATE, "math.isfinite(figure) and (best is None", "(best is None",
+           "checkpoint/test_train_state.py", "a first figure of NaN is never the best"),
+    Mutant(STATE, "figure < best if lower else figure > best", "figure > best",
+           "checkpoint/test_train_state.py", "of losses the lowest is the best"),
+    Mutant(STATE, "self.epoch - self.best_epoch >= patience", "self.epoch - self.best_epoch > patience",
+           "checkpoint/test_train_state.py", "the run ends after exactly so many epochs without progress"),
+    # Ownership
+    Mutant(CLAIM, "max(age, silent) >= STALE_SECONDS and silent >= CONFIRM_SECONDS", "age >= STALE_SECONDS",
+           "ownership/test_claim.py", "a lease expires by this host's clock, too, not by the file's age alone"),
+    Mutant(CLAIM, "max(age, silent) >= STALE_SECONDS", "age >= STALE_SECONDS",
+           "ownership/test_claim.py", "a lease expires although the file's age is wrong"),
+    Mutant(CLAIM, "if dead or self.config.take_over:", "if dead:",
+           "ownership/test_claim.py", "--take-over takes the run of a living owner"),
+    Mutant(CLAIM, "                remove_unfinished_writes(directory)", "                pass",
+           "ownership/test_lease.py", "a late sleeper: what an earlier owner was writing never gets its name"),
+    Mutant(OWNER, "        if self.machine != machine_id():\n            return None\n", "",
+           "ownership/test_claim.py", "process numbers of another host say nothing"),
+    Mutant(OWNER, "    if (removed.owner, removed.inode) != (judged.owner, judged.inode):", "    if False:",
+           "ownership/test_claim.py", "a start removes the dead owner that it has judged, and no other one"),
+    Mutant(OWNER, "if owner is not None and owner == renew:", "if renew is not None:",
+           "ownership/test_lease.py", "nobody gives signs of life for another owner"),
+    Mutant(LEASE, "                if read_owner(self.directory / FILE).owner == self.owner:", "                if True:",
+           "ownership/test_lease.py", "an owner that has lost the run does not release the next one's"),
+    Mutant(LEASE, "if generation.last_begun(self.directory)[0] > self.generation > 0:", "if False:",
+           "ownership/test_lease.py", "a late sleeper does not take a finished run back"),
+    Mutant(LEASE, "                if written:\n                    file.truncate(size)\n", "",
+           "ownership/test_lease.py", "a line is appended whole or not at all"),
+    Mutant(LEASE, "        with path.open(\"ab\", buffering=0) as file:\n            self.check()",
+           "        self.check()\n        with path.open(\"ab\", buffering=0) as file:",
+           "ownership/test_lease.py", "the log is opened before the owner is checked"),
+    Mutant(GENERATION, "update > began_at)", "update >= began_at)",
+           "ownership/test_generation.py", "the checkpoint from which the next owner began is not late"),
+    Mutant(GENERATION, ".open(\"x\").close()", ".open(\"w\").close()",
+           "ownership/test_generation.py", "two owners never have the same generation"),
+    # The run
+    Mutant(STOPPING, "dist.ReduceOp.MAX", "dist.ReduceOp.MIN",
+           "run/test_stop_requests.py", "a request to one process stops all of them"),
+    Mutant(STOPPING, "saves > self.saves_done or self._save_is_pending", "saves > self.saves_done",
+           "run/test_stop_requests.py", "a save that is requested during an evaluation is made after it"),
+    Mutant(STOPPING, "if self.saves_requested == self.saves_done:", "if True:",
+           "run/test_stop_requests.py", "one request at a time: one save"),
+    Mutant(STOPPING, "self.reason = self.reason or recorded_stop_signal()", "self.reason = self.reason",
+           "run/test_stop_requests.py", "a signal during the imports is obeyed"),
+    Mutant(STOPPING, "now - self.last_save > self.save_every_seconds", "now - self.last_poll > self.save_every_seconds",
+           "run/test_stop_requests.py", "the clock saves after so many seconds without a save"),
+    Mutant(FINISHED, "    if result is not None and is_late(run, result):\n        return None\n", "",
+           "run/test_finished.py", "a result that an earlier owner wrote late finishes no run"),
+    Mutant(FINISHED, "config.epochs <= result[\"epochs\"]", "config.epochs < result[\"epochs\"]",
+           "run/test_finished.py", "a finished run of other settings is not redone in its place"),
+    Mutant(FINISHED, "if key in END_KEYS or affects_learning(key, config.schedule.name)]",
+           "if affects_learning(key, config.schedule.name)]",
+           "run/test_finished.py", "a finished run of fewer epochs is not what was asked for"),
+    Mutant(FINISHED, "for name in (*WEIGHTS, RESULT)}", "for name in (RESULT,)}",
+           "run/test_finished.py", "a run that goes on keeps the weights of its earlier end"),
+    Mutant(ENDING, "    return 1 if checkpoints.failures or directory.failures else 0", "    return 0",
+           "run/test_ending.py", "exit code 1: a finished run whose checkpoints failed"),
+    Mutant(ENDING, "    return 1 if checkpoints.failures or directory.failures else 0", "    return 1 if checkpoints.failures else 0",
+           "run/test_ending.py", "exit code 1: a finished run whose records failed"),
+    Mutant(ENDING, "1 if problem or run.checkpoints.failures or run.directory.failures else 0", "1 if problem else 0",
+           "run/test_ending.py", "exit code 1: an interrupted run whose records failed"),
+    Mutant(ENDING, "checkpoints.last_saved != run.state.update:", "checkpoints.last_saved is None:",
+           "run/test_ending.py", "a run whose last checkpoint failed is not finished"),
+    Mutant(NONFINITE, "            buffer.copy_(before)", "            pass",
+           "run/test_guard.py", "a skipped update leaves BatchNorm's statistics as they were"),
+    Mutant(NONFINITE, "            dist.all_reduce(values, dist.ReduceOp.MAX)", "            pass",
+           "run/test_guard.py", "a loss of NaN on one process stops all of them"),
+    Mutant(NONFINITE, "if policy == \"stop\" or broken:", "if policy == \"stop\":",
+           "run/test_guard.py", "a broken model is not skipped for ever"),
+    Mutant("run/relaunch.py", "\"--output-dir\", str(run), *options", "*options",
+           "run/test_relaunch.py", "the command that resumes a run names its directory"),
+    Mutant(RUN, "            self.meter.discard()", "            self.meter.commit()",
+           "run/test_end_update.py", "a skipped update does not count in the training's figures"),
+    Mutant(RUN, "\"save\" if self.save_is_due and not ends_epoch", "\"save\" if self.save_is_due",
+           "run/test_end_update.py", "at an epoch's end the checkpoint is saved after the evaluation"),
+    Mutant(RUN, "self.save_is_due or ends_epoch or state.update", "self.save_is_due or state.update",
+           "run/test_end_update.py", "an epoch's last samples are counted before it ends"),
+    Mutant(RUN, "        position.left_out = self.state.left_out\n", "",
+           "run/test_end_update.py", "a rewind remembers which updates to skip"),
+    Mutant(RUN, "            state.epoch_left_out += window - samples", "            pass",
+           "run/test_end_update.py", "unreadable samples are counted as left out"),
+    Mutant(WATCHDOG, " or self._last_heard[rank][0] != progress.beat:", ":",
+           "run/test_signs_of_life.py", "a living process is not called lost"),
+    Mutant(WATCHDOG, "                if self._has_updated\n", "                if not self._has_updated\n",
+           "run/test_signs_of_life.py", "until the first update another time limit counts"),
+    Mutant("run/progress_store.py", "self._store.compare_set(\"end\", \"\", announcement)", "self._store.compare_set(\"end\", self._store.get(\"end\") if self._store.check([\"end\"]) else \"\", announcement)",
+           "run/test_signs_of_life.py", "the first reason for the end of a run is the one that all tell"),
+    # The order of the data
+    Mutant(PLAN, "return min(self.batch_size, self.samples - position)", "return self.batch_size",
+           "data/order/test_order.py", "the mean gradient is over the samples that are really in the batch"),
+    Mutant(PLAN, "    return slots // max(fitting)", "    return slots // min(fitting)",
+           "data/order/test_order.py", "the largest micro-batch that fits is used"),
+    Mutant(PLAN, "for size in range(unit, share + 1, unit) if share % size == 0]", "for size in range(unit, share + 1, unit)]",
+           "data/order/test_order.py", "a batch is divided without a rest"),
+    Mutant(SAMPLERS, "(places >= 0) & (positions < plan.samples)", "(places >= 0) & (positions <= plan.samples)",
+           "data/order/test_order.py", "padding has weight 0"),
+    Mutant(SAMPLERS, "(places >= 0) & (positions < plan.samples)", "(positions < plan.samples)",
+           "data/order/test_order.py", "an empty slot has weight 0"),
+    Mutant(SAMPLERS, "key(self.seed, self.epoch, \"order\")", "key(self.seed, \"order\")",
+           "data/order/test_order.py", "each epoch has an order of its own"),
+    Mutant(SAMPLERS, "weights[skipped], ids[skipped] = 0.0, self.substitute", "ids[skipped] = self.substitute",
+           "data/order/test_order.py", "an unreadable sample becomes padding"),
+    Mutant(SAMPLERS, "self.ids if self.positions is None else self.positions)", "self.ids)",
+           "data/order/test_drawing.py", "a sample that is drawn twice is augmented in two ways"),
+    Mutant("data/order/drawing.py", "return 1 / labels.bincount().double()[labels]", "return 1 / labels.bincount().double()[labels].sqrt()",
+           "data/order/test_drawing.py", "balanced: each class is drawn equally often"),
+    # Transforms
+    Mutant(PARAMETERS, "first = (draws[3 + axis] * self.size", "first = (draws[3] * self.size",
+           "data/transforms/test_boxes.py", "CutMix: boxes are everywhere, not only on the diagonal"),
+    Mutant(PARAMETERS, "side = torch.sqrt(1 - share) * self.size", "side = (1 - share) * self.size",
+           "data/transforms/test_boxes.py", "CutMix: the box has the area 1 - lambda"),
+    Mutant(PARAMETERS, "first = (draws[3 + axis] * self.size - side / 2).round()", "first = (draws[3 + axis] * (self.size - side)).round()",
+           "data/transforms/test_boxes.py", "CutMix: the centre of the box is uniform over the image"),
+    Mutant(PARAMETERS, "torch.where(cuts, 1 - area / self.size**2, share)", "torch.where(cuts, 1 - side**2 / self.size**2, share)",
+           "data/transforms/test_batch.py", "CutMix: the label's share follows from the clipped box"),
+    Mutant(PARAMETERS, "for quantiles in (self.cutmix_quantiles, self.mixup_quantiles)", "for quantiles in (self.mixup_quantiles, self.cutmix_quantiles)",
+           "data/transforms/test_batch.py", "mixup's lambda has mixup's distribution"),
+    Mutant(PARAMETERS, "betaincinv(alpha, alpha,", "betaincinv(alpha + 1, alpha,",
+           "data/transforms/test_batch.py", "mixup's lambda is Beta(alpha, alpha)"),
+    Mutant(PARAMETERS, "(draws[1] < 0.5) if both", "(draws[0] < 0.5) if both",
+           "data/transforms/test_boxes.py", "mixup or CutMix is drawn apart from whether to mix"),
+    Mutant(PARAMETERS, "& (weights[:, 0] > 0) & (weights[:, 1] > 0)", "& (weights[:, 0] > 0)",
+           "data/transforms/test_batch.py", "no sample is mixed with padding"),
+    Mutant(PARAMETERS, "corners[axis].add_(draws[axis] < probability", "corners[axis].add_(draws[axis] < 0.5",
+           "data/transforms/test_batch.py", "images are flipped with the probability that was asked for"),
+    Mutant(PARAMETERS, "area = 0.02 + draws[1] * (0.33 - 0.02)", "area = 0.02 + draws[1] ** 2 * (0.33 - 0.02)",
+           "data/transforms/test_boxes.py", "random erasing: the area is uniform from 2 to 33 %"),
+    Mutant(PARAMETERS, "ratio = torch.exp((draws[2] * 2 - 1) * math.log(1 / 0.3))", "ratio = 0.3 + draws[2] * (1 / 0.3 - 0.3)",
+           "data/transforms/test_batch.py", "random erasing: tall boxes are as frequent as wide ones"),
+    Mutant(PARAMETERS, "+ 2 * self.pad - size + 1  #", "+ 2 * self.pad - size  #",
+           "data/transforms/test_batch.py", "a crop reaches every offset"),
+    Mutant(BATCH, "own * share[:, None] + _swapped(own) * rest[:, None]", "own * rest[:, None] + _swapped(own) * share[:, None]",
+           "data/transforms/test_batch.py", "targets are mixed as the pixels are"),
+    Mutant(IMAGE, "ratios = torch.exp(low + draws[3::2] * (high - low))", "ratios = ratio[0] + draws[3::2] * (ratio[1] - ratio[0])",
+           "data/transforms/test_image.py", "RandomResizedCrop: the ratio is uniform in its logarithm"),
+    # Figures
+    Mutant(METRICS, "    best[:, :1] = first\n", "",
+           "records/test_metrics.py", "of equal logits the first class is the predicted one"),
+    Mutant(METRICS, "    first = logits.argmax(1, keepdim=True)", "    first = best[:, :1]",
+           "records/test_metrics.py", "the tie of the highest class is broken as by argmax"),
+    Mutant(METRICS, "    predict = five_highest if k == 5", "    predict = very_highest if k == 5",
+           "records/test_metrics.py", "top-5 accuracy counts five classes"),
+    Mutant(METRICS, "return torch.stack([hits, true + chosen])", "return torch.stack([hits, true * 2])",
+           "records/test_metrics.py", "F1 counts wrong predictions"),
+    Mutant(METRICS, "self.figures[metric] if math.isfinite(self.figures[\"loss\"]) else math.nan", "self.figures[metric]",
+           "records/test_metrics.py", "an evaluation with an infinite loss is never the best"),
+    Mutant("records/meter.py", "(scores & real)", "scores",
+           "records/test_meter.py", "padding is not counted in training"),
+    Mutant(RECORDS, "            self.failures += 1", "            pass",
+           "records/test_run_directory.py", "a record that cannot be written is counted"),
+    Mutant(RECORDS, "content, durable=durable))", "content, durable=False))",
+           "records/test_run_directory.py", "fsync: result.json survives a power failure"),
+    Mutant(EVALUATE, "labels * classes + predictions,", "predictions * classes + labels,",
+           "test_evaluate.py", "confusion: rows are true classes, columns predicted ones"),
+    Mutant(EVALUATE, "    if not torch.equal(ids, torch.arange(pipeline.samples)):", "    if False:",
+           "test_evaluate.py", "each sample is evaluated exactly once"),
+    Mutant(EVALUATE, "    model.eval()\n", "",
+           "test_evaluate.py", "the model is evaluated in evaluation mode"),
+    Mutant(EVALUATE, "ids = torch.where(batch[\"weights\"] > 0, batch[\"ids\"], -1)", "ids = batch[\"ids\"]",
+           "test_evaluate.py", "padding is not evaluated"),
+    Mutant(EVALUATE, "of_samples[\"loss\"].isnan()", "of_samples[\"loss\"].isinf()",
+           "test_evaluate.py", "outputs of NaN have no accuracy"),
+    # Optimisation
+    Mutant("optim/clipping.py", "optim.clip, mode=optim.clip_mode)", "optim.clip, mode=\"norm\")",
+           "optim/test_optim.py", "gradients are clipped in the way that was asked for"),
+    Mutant("optim/clipping.py", "heads = classifier_names(model) if optim.clip_mode == \"agc\" else ()", "heads = ()",
+           "optim/test_optim.py", "AGC leaves the classifier alone"),
+    Mutant("optim/ema.py", "        ema.update(model, step=updates)", "        ema.update(model, step=updates + 1)",
+           "optim/test_optim.py", "after the first update the EMA is the weights"),
+    Mutant("optim/ema.py", "use_warmup=ema.warmup)", "use_warmup=False)",
+           "optim/test_optim.py", "EMA: the decay warms up"),
+    Mutant("optim/ema.py", "            torch._foreach_copy_(*counters)", "            pass",
+           "optim/test_optim.py", "EMA: counters are copied"),
+    Mutant("optim/schedule.py", "epoch * updates_per_epoch + 1 for", "epoch * updates_per_epoch for",
+           "optim/test_optim.py", "a milestone falls on the first update of its epoch"),
+    Mutant("optim/schedule.py", "epochs * updates_per_epoch - warmup, 2)", "epochs * updates_per_epoch, 2)",
+           "optim/test_optim.py", "cosine ends at the last update"),
+    Mutant("optim/loss.py", "reduction=\"none\", label_smoothing=smoothing)", "reduction=\"none\")",
+           "optim/test_optim.py", "cross entropy smooths the labels"),
+    Mutant("optim/loss.py", "probabilities * (1 - smoothing) + smoothing / classes", "probabilities * (1 - smoothing) + smoothing / 2",
+           "optim/test_optim.py", "binary cross entropy smooths as timm does"),
+    Mutant("optim/loss.py", "target @ class_weights if mixed else class_weights[target]", "class_weights[target.argmax(1)] if mixed else class_weights[target]",
+           "optim/test_optim.py", "mixed targets have the mean of their classes' weights"),
+    Mutant("optim/optimizer.py", "filter_bias_and_bn=not optim.decay_all", "filter_bias_and_bn=False",
+           "optim/test_optim.py", "biases and norms are not decayed"),
+    # Sums and random numbers
+    Mutant("exact_sum.py", "min(51, 53 - (terms - 1).bit_length())", "min(51, 54 - (terms - 1).bit_length())",
+           "test_exact_sum.py", "the sum of all terms fits into float64"),
+    Mutant("exact_sum.py", "<< 52) | (1 << 51))", "<< 52))",
+           "test_exact_sum.py", "negative values are rounded to the grid, too"),
+    Mutant("exact_sum.py", "exponents = _all_reduce(self._largest_exponents(), dist.ReduceOp.MAX)", "exponents = self._largest_exponents()",
+           "test_exact_sum.py", "all processes round to the same grid"),
+    Mutant("keyed.py", "return 8 if size >= 256 else 24", "return 2",
+           "test_keyed.py", "an order is random, in small data sets too"),
+    # Models
+    Mutant(LAYERS, "unbiased = variance * (count / (count - 1).clamp(min=1))", "unbiased = variance",
+           "models/test_batchnorm.py", "running variances are unbiased"),
+    Mutant(LAYERS, "summed, keepdim=True) / count.clamp(min=1)\n        enough", "summed, keepdim=True) / (count - 1).clamp(min=1)\n        enough",
+           "models/test_batchnorm.py", "padding: values are normalised by the biased variance"),
+    Mutant(LAYERS, "mean = (groups * weights).sum(", "mean = groups.sum(",
+           "models/test_batchnorm.py", "padding does not count in BatchNorm"),
+    Mutant(LAYERS, "enough = count >= 2", "enough = count >= 1",
+           "models/test_batchnorm.py", "a single value has no variance"),
+    Mutant("models/batchnorm/normalise.py", "alpha=(count - 1) / count)", "alpha=1.0)",
+           "models/test_batchnorm_normalise.py", "on a GPU values are normalised by the biased variance"),
+    Mutant(VIRTUAL, "self._momentum * (counts > 0)", "self._momentum",
+           "models/test_batchnorm_calls.py", "a BatchNorm that is not called keeps its statistics"),
+    Mutant(VIRTUAL, "        self._forget_calls()\n        self._sums.zero_()", "        self._forget_calls()",
+           "models/test_batchnorm.py", "a skipped update does not count in the running statistics"),
+    Mutant(KEYS, "hashed(key(self.seed, \"dropout\", update), ids)", "hashed(key(self.seed, \"dropout\"), ids)",
+           "models/test_dropout.py", "each update has masks of its own"),
+    Mutant(KEYS, "ids) + self._words[:, None])", "ids) + 0 * self._words[:, None])",
+           "models/test_dropout.py", "each layer has masks of its own"),
+    Mutant(KEYS, "        keys = hashed(number, keys)", "        pass",
+           "models/test_dropout.py", "each call of a layer has masks of its own"),
+    Mutant(KEYS, "return 1 / self.kept if", "return 1 / (1 + self.kept) if",
+           "models/test_dropout.py", "dropout keeps the expectation"),
+    Mutant("models/freezing.py", "                module.eval()", "                pass",
+           "models/test_models.py", "a frozen body's BatchNorm does not go on counting"),
+    # Launch
+    Mutant(AGREEMENT, "if its_facts[name] != expected:", "if False:",
+           "launch/test_agreement.py", "processes with other options or data are refused"),
+    Mutant(AGREEMENT, "characters with CRC {zlib.crc32(fact.encode()):08x}", "characters",
+           "launch/test_agreement.py", "long facts of the same length are compared, too"),
+    Mutant(AGREEMENT, "    if failed and len(failed) < len(found):", "    if False:",
+           "launch/test_agreement.py", "an error on one process ends all of them"),
+    Mutant(AGREEMENT, "    if isinstance(outcome[0], UserError):\n        raise outcome[0]\n", "",
+           "launch/test_agreement.py", "an error of the main process is raised on all of them"),
+    Mutant(PRECISION, "asked == \"fp16\" and kind == \"cpu\"", "asked == \"bf16\" and kind == \"cpu\"",
+           "launch/test_precision.py", "the precision that is written is the one that is computed"),
+    Mutant(PRECISION, "os.environ.get(\"NVIDIA_TF32_OVERRIDE\") == \"0\"", "os.environ.get(\"NVIDIA_TF32_OVERRIDE\") == \"1\"",
+           "launch/test_precision.py", "a run in TF32 says so"),
+    # Export
+    Mutant("export/preprocess.py", "\"std\": list(info.std)", "\"std\": list(info.mean)",
+           "export/test_preprocess.py", "an export has the run's normalisation constants"),
+    Mutant("export/preprocess.py", "resize_default(size), \"crop\": size}]", "size, \"crop\": size}]",
+           "export/test_preprocess.py", "an export resizes as the evaluation does"),
+    Mutant("export/verify.py", "if not difference <= LARGEST_DIFFERENCE:", "if difference > LARGEST_DIFFERENCE:",
+           "export/test_verify.py", "an export that gives NaN is not called equal"),
+    Mutant("export/verify.py", "expected[:1] - _logits(exported, images.inputs[:1])", "expected[:1] - expected[:1]",
+           "export/test_verify.py", "an export is compared with a batch of one, too"),
+    # Configuration
+    Mutant(OPTIONS, "            mistakes.append(unknown_option(option.key, option.origin, known))", "            pass",
+           "config/test_options.py", "an unknown key of a recipe is refused"),
+    Mutant(OPTIONS, "    options = {**recipe.options, **given}", "    options = {**given, **recipe.options}",
+           "config/test_options.py", "the command line wins over the recipe"),
+    Mutant(COMPATIBILITY, "\"epochs\": (\"cosine\", \"poly\")", "\"epochs\": (\"cosine\",)",
+           "config/test_compatibility.py", "more epochs are another schedule for poly"),
+    Mutant(COMPATIBILITY, "\"share-gpus\", \"cuda-graph\", \"data", "\"share-gpus\", \"cuda-graph\", \"augment\", \"data",
+           "config/test_compatibility.py", "a change of the augmentation is refused when a run is resumed"),
+    Mutant(COMPATIBILITY, "    \"data.sampler\",\n)", ")",
+           "checkpoint/test_manager.py", "the samples of an epoch do not change in its middle",
+           "only a checkpoint is in the middle of an epoch"),
+    Mutant("config/semantics.py", "    if before > SEMANTICS:", "    if False:",
+           "config/test_compatibility.py", "a checkpoint of a newer program is not misread"),
+    Mutant("config/bounds.py", "lambda x: 0 <= x <= 1)", "lambda x: 0 <= x)",
+           "config/test_options.py", "a probability is at most 1"),
+]  # fmt: skip
+
+
+def place_of(mutant: Mutant) -> str:
+    line = (ROOT / "accel_train" / mutant.file).read_text().split(mutant.before)[0].count("\n") + 1
+    return f"{mutant.file}:{line}"
+
+
+def apply(mutant: Mutant, root: Path) -> None:
+    """Change the line in the copy of the program at `root`. Raises ValueError unless its fragment is there once."""
+    path = root / "accel_train" / mutant.file
+    text = path.read_text()
+    if text.count(mutant.before) != 1:
+        raise ValueError(f"{mutant.file} has {text.count(mutant.before)} times, not once: {mutant.before}")
+    path.write_text(text.replace(mutant.before, mutant.after))
+
+
+def run_tests(tests: Sequence[str], mutant: Mutant | None = None) -> tuple[int | None, str]:
+    """Run test files on a copy of the program, up to the first failure. Returns pytest's exit code (None: it took too
+    long), and the test that failed or else the end of the output."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        for name in COPIED:  # without compiled files, which a change of the same length in the same second could hide
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(ROOT / name, folder)
+        if mutant is not None:
+            apply(mutant, Path(folder))
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers -rfE"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return None, f"no result within {LIMIT_SECONDS} s"
+    failed = re.search(r"^(?:FAILED|ERROR) tests/(.+?)(?: - .*)?$", output, re.MULTILINE)
+    return process.returncode, failed[1] if failed else output[-2000:]
+
+
+def judge(mutant: Mutant) -> tuple[bool, str]:
+    """Whether the mutant is noticed by a test, and a line that says so."""
+    began = time.monotonic()
+    what = f"{place_of(mutant)}: {mutant.promise}"
+    try:
+        code, text = run_tests(mutant.tests.split(), mutant)
+    except ValueError as error:
+        return False, f"FRAGMENT NOT FOUND  {error}"
+    if code == 1:
+        return True, f"killed by {text} in {time.monotonic() - began:.0f} s  {what}"
+    return False, f"SURVIVED  {what}" if code == 0 else f"NO ANSWER  {what}: pytest ended with {code}: {text}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", metavar="WORD", default="", help="only mutants whose file, lines or promise have WORD"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="so many at the same time")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in "\n".join(mutant)]
+    tests = sorted({test for mutant in chosen for test in mutant.tests.split()})
+    code, text = run_tests(tests)
+    if code != 0:
+        print(f"The tests fail without any change (pytest ended with {code}): {text}")
+        return 1
+    alive = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for noticed, line in pool.map(judge, chosen):
+            alive += not noticed
+            print(line, flush=True)
+    print(f"{len(chosen) - alive} of {len(chosen)} mutants were noticed")
+    return min(alive, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
