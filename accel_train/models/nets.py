@@ -15,6 +15,15 @@ from torch import nn
 from accel_train.errors import UserError
 
 
+class Layers(nn.Sequential):
+    """A Sequential with a forward of its own: under DDP, torch.compile (2.15) compiles nothing of torch's."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            values = layer(values)
+        return values
+
+
 class Flatten(nn.Module):
     """Images [b, C, H, W] to rows [b, H * W * C], in the order in which channels-last images are stored.
 
@@ -31,7 +40,7 @@ def digits_cnn(num_classes: int, channels: int, image_size: int) -> nn.Module:
     It has no dropout and no BatchNorm: nothing in it depends on how a batch is cut into micro-batches, so
     runs on different numbers of processes can be compared number by number.
     """
-    return nn.Sequential(
+    return Layers(
         nn.Conv2d(channels, 32, 3, padding=1),
         nn.ReLU(inplace=True),
         nn.Conv2d(32, 64, 3, padding=1),
@@ -50,7 +59,7 @@ def mnist_cnn(num_classes: int, channels: int, image_size: int, dropout: float =
     Its log-softmax is left out: the loss takes logits. The ReLU comes after the pooling: the same numbers, of a
     quarter of the values.
     """
-    return nn.Sequential(
+    return Layers(
         nn.Conv2d(channels, 32, 3),
         nn.ReLU(inplace=True),
         nn.Conv2d(32, 64, 3),
@@ -71,7 +80,7 @@ def lenet(num_classes: int, channels: int, image_size: int) -> nn.Module:
     Its images have 28 pixels, not 32 with an empty edge. The ReLU comes after the pooling: the same numbers, of a
     quarter of the values.
     """
-    return nn.Sequential(
+    return Layers(
         nn.Conv2d(channels, 16, 5),
         nn.MaxPool2d(2),
         nn.ReLU(inplace=True),
@@ -98,7 +107,7 @@ def alexnet_bn(num_classes: int, channels: int, image_size: int, dropout: float 
         convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False)  # BatchNorm has the bias
         return [convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
 
-    return nn.Sequential(
+    return Layers(
         *block(channels, 96, 11, 4, 2),
         nn.MaxPool2d(3, 2),
         *block(96, 256, 5, 1, 2),
@@ -173,7 +182,7 @@ def resnet9(num_classes: int, channels: int, image_size: int) -> nn.Module:
         pooling = [nn.MaxPool2d(pool)] if pool > 1 else []
         return [convolution, nn.BatchNorm2d(outputs), *pooling, nn.ReLU(inplace=True)]
 
-    return nn.Sequential(
+    return Layers(
         *block(channels, 64),
         *block(64, 128, 2),
         Residual(*block(128, 128), *block(128, 128)),

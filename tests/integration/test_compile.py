@@ -86,7 +86,9 @@ def test_compiled_or_not_is_the_same_run_and_one_all_reduce_an_update(tmp_path: 
     assert re.findall(r"all-reduces: (\d+)", train(plain)) == ["6", "6"]
     compiled.mkdir()
     (compiled / "STOP").touch()
-    first = re.findall(r"all-reduces: (\d+)", train(compiled, **COMPILED))  # goes on without compilation
+    said = train(compiled, **COMPILED)  # goes on without compilation
+    first = re.findall(r"all-reduces: (\d+)", said)
+    assert set(re.findall(r"graphs: (\d+)", said)) <= {"1", "2"}  # of training; and of evaluation, unless it stopped
     (stopped,) = (
         line["update"]
         for line in map(json.loads, (compiled / "metrics.jsonl").read_text().splitlines())
