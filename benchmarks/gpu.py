@@ -155,10 +155,15 @@ def launch_line(launcher: Sequence[str], *words: str) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """What is measured, with which versions."""
+    """What is measured, with which versions, and who computes BatchNorm of several virtual batches."""
     import document
+    import torch
 
-    return document.circumstances("python benchmarks/gpu.py " + " ".join(sys.argv[1:]))
+    from accel_train.models.batchnorm.normalise import why_not_fused
+
+    reason = why_not_fused(torch.device("cuda", 0))
+    batchnorm = f"torch's operators, because Triton's kernels do not work here: {reason}" if reason else "Triton"
+    return {**document.circumstances("python benchmarks/gpu.py " + " ".join(sys.argv[1:])), "batchnorm": batchnorm}
 
 
 def call(line: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
@@ -292,6 +297,8 @@ def write_page(options: argparse.Namespace, results: dict[str, Any]) -> None:
     head.append("trainer / faster limit (quartiles)")
     checks = [f"* {name}: {result.get('error', 'as it must be')}" for name, result in results.items()]
     lines = [*document.table(head, rows), "", f"Medians of {options.rounds} rounds.", *checks]
+    if "batchnorm" in results.get("machine", {}):
+        lines.append(f"* BatchNorm over virtual batches: {results['machine']['batchnorm']}")
     if "command" in results.get("machine", {}):
         lines += ["", document.caption(results["machine"])]
     (options.output / "gpu.md").write_text("\n".join(lines) + "\n")

@@ -456,6 +456,19 @@ def launch() -> None:
         _current.finish()  # on one stream all is done in order
 
 
+def pretend_triton() -> None:
+    """Run our Triton kernels in Triton's interpreter: few programs of each, because each is Python."""
+    from accel_train.models.batchnorm import fused
+
+    def interpret(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        launch()
+        with _quietly():
+            original(kernel, grid, *map(_held, arguments), **constants)
+
+    original, fused.launch = fused.launch, interpret
+    fused.PROGRAMS, fused.TILE, fused.CHANNELS = 1, 1 << 20, 1 << 12
+
+
 def compute(operation: Any, arguments: Any, options: Any) -> Any:
     return operation(*arguments, **options) if _recording is None else _recording.compute(operation, arguments, options)
 
@@ -658,6 +671,8 @@ def serve() -> None:
         kernels.clear()
 
     Stopwatch.trained = counted  # type: ignore[method-assign]
+    if "TRITON_INTERPRET" in os.environ:
+        pretend_triton()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         command = json.loads(line)
@@ -696,10 +711,14 @@ class Done:
 
 
 class Pretended:
-    """A process with a pretended device, which runs commands one after the other."""
+    """A process with a pretended device, which runs commands one after the other.
 
-    def __init__(self) -> None:
+    `triton`: our Triton kernels run there, in its interpreter, which takes minutes; otherwise Triton fails.
+    """
+
+    def __init__(self, *, triton: bool = False) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"TRITON_INTERPRET": "1"} if triton else {}
         environment.pop("ACCELERATE_USE_CPU", None)
         self.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

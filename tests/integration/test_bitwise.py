@@ -6,6 +6,7 @@ test_restart.py kills such runs.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def trained(run: Path, words: str, processes: int, **options: Any) -> None:
         *words.split(), *COMMON.split(), "--output-dir", run, processes=processes, timeout=280, **options
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert options.get("launcher") or not done.stderr  # no warning of a library either
+    others = re.sub(r"accel-train: warning: batch: .* of the slots are empty.*\s", "", done.stderr)
+    assert options.get("launcher") or not others.strip()  # no warning of a library either
 
 
 def photographs(folder: Path) -> Path:

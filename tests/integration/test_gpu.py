@@ -21,6 +21,7 @@ from accel_train.config.schema import Augment
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.exact_sum import ExactGradients
 from accel_train.keyed import hashed
+from accel_train.models.batchnorm.normalise import Together, why_not_fused
 from accel_train.records.meter import Stopwatch
 
 pytestmark = [
@@ -259,3 +260,23 @@ def test_exact_sums_have_the_bits_of_a_cpus(bad: float | None) -> None:
     for on_cpu, on_gpu in zip(*sums, strict=True):
         assert torch.equal(on_cpu.nan_to_num(0).view(torch.int32), on_gpu.nan_to_num(0).view(torch.int32))
         assert bool(on_gpu.isnan().all()) == bool(on_cpu.isnan().all()) == (bad is not None and len(on_gpu) == 7)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_batchnorm_in_triton_is_batchnorm_in_torchs_operators(kind: torch.dtype) -> None:
+    device = torch.device("cuda", 0)
+    assert why_not_fused(device) == ""
+    from accel_train.models.batchnorm.fused import Fused
+
+    for channels, size in ((64, 32), (512, 4), (10, 1)):
+        values = torch.randn(256, channels, size, size, device=device).to(kind)
+        values = values.contiguous(memory_format=torch.channels_last).requires_grad_()
+        weight, bias = torch.randn(2, channels, device=device).requires_grad_()
+        statistics, gradient = torch.zeros(8, 2, channels, device=device), torch.randn_like(values)
+        expected, *moments = Together.apply(values, 32, weight, bias, 1e-5)
+        found = Fused.apply(values, 32, weight, bias, 1e-5, statistics)
+        gradients = [torch.autograd.grad(each, (values, weight, bias), gradient) for each in (found, expected)]
+        pairs = [(found, expected), *zip(statistics.unbind(1), moments, strict=True), *zip(*gradients, strict=True)]
+        for one, other in pairs:
+            apart = (one.double() - other.double()).norm() / other.double().norm()
+            assert apart < (1e-4 if kind == torch.float32 else 1e-2), (channels, size)

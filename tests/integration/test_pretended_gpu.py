@@ -187,36 +187,58 @@ def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, placemen
 CIFAR = "--data.name synthetic --data.channels 3 --data.image-size 32 --model.image-size 32 --optim.name momentum"
 
 
+NETS = [  # and how many BatchNorms they have
+    (f"cifar10_resnet18 {CIFAR} --model.name resnet18", 20),
+    (f"cifar10_resnet18 {CIFAR} --model.name resnet50", 53),
+    (f"cifar10_fast {CIFAR} --schedule.warmup-epochs 0", 8),
+]
+
+
+def kernels_of(gpu: Pretended, run: Path, words: str, virtual_batch: int) -> Counter[str]:
+    """Kernels of an update of 32 images, by the file that starts them."""
+    shape = f"--batch-size 32 --virtual-batch-size {virtual_batch} --data.train-images 128 --data.test-images 4"
+    more = f"--epochs 1 --log-every-updates 9 --output-dir {run / str(virtual_batch)}"
+    done = succeeded(gpu("train", *words.split(), *shape.split(), *more.split()))
+    found: Counter[str] = Counter()
+    for line, count in done.kernels[2].items():
+        found[line.partition(":")[0]] += count
+    return found
+
+
+def kernels_of_torchs_own(gpu: Pretended, run: Path, words: str, layers: int) -> int:
+    """The same with torch's own BatchNorm, whose layers add 1 to their counters, each its own."""
+    one = kernels_of(gpu, run, words, 32)
+    return one.total() - one["virtual_batches.py"] + layers
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("words", "layers"),
-    [
-        (f"cifar10_resnet18 {CIFAR} --model.name resnet18", 20),
-        (f"cifar10_resnet18 {CIFAR} --model.name resnet50", 53),
-        (f"cifar10_fast {CIFAR} --schedule.warmup-epochs 0", 8),
-    ],
-)
+@pytest.mark.parametrize(("words", "layers"), NETS)
 def test_kernels_do_not_grow_with_the_virtual_batches(gpu: Pretended, tmp_path: Path, words: str, layers: int) -> None:
     """Eight virtual batches take at most three times the kernels of the model with torch's own BatchNorm."""
-    found = {}
-    for virtual_batch in (4, 8, 32):
-        shape = ("--batch-size", 32, "--virtual-batch-size", virtual_batch, "--data.train-images", 128)
-        rest = (
-            "--data.test-images",
-            4,
-            "--epochs",
-            1,
-            "--log-every-updates",
-            9,
-            "--output-dir",
-            tmp_path / str(virtual_batch),
-        )
-        done = succeeded(gpu("train", *words.split(), *shape, *rest))
-        found[virtual_batch] = sum(done.kernels[2].values())
-        ours = sum(count for line, count in done.kernels[2].items() if line.startswith("virtual_batches.py"))
-    # torch's own layers add 1 to their counter, each its own.
-    plain = found[32] - ours + layers
-    assert found[4] == found[8] <= 3 * plain, (found, plain)
+    four, eight = (kernels_of(gpu, tmp_path, words, size).total() for size in (8, 4))
+    plain = kernels_of_torchs_own(gpu, tmp_path, words, layers)
+    assert four == eight <= 3 * plain, (four, eight, plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [pytest.param(*net, marks=pytest.mark.slow if net[1] > 50 else pytest.mark.ci) for net in NETS],
+)
+def test_kernels_with_triton(tmp_path: Path, words: str, layers: int) -> None:
+    """Two forward and two backward of each layer: at most 1.3 times the kernels of torch's own, and the same run."""
+    words += " --optim.lr 1e-6"  # a rounding cannot grow from update to update
+    gpu, composed = Pretended(triton=True), Pretended()
+    try:
+        found = kernels_of(gpu, tmp_path / "triton", words, 4)
+        plain = kernels_of_torchs_own(gpu, tmp_path, words, layers)
+        kernels_of(composed, tmp_path / "composed", words, 4)
+    finally:
+        gpu.end()
+        composed.end()
+    assert found["fused.py"] == 4 * layers and found.total() <= 1.3 * plain, (found, plain)
+    results = [json.loads((tmp_path / way / "4" / "result.json").read_text()) for way in ("triton", "composed")]
+    assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], rel=1e-3)
+    print(f"{words}: {found.total()} kernels of {plain}")
 
 
 @pytest.mark.ci

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
-from accel_train.models.batchnorm.normalise import normalise
+from accel_train.models.batchnorm.normalise import is_fused, normalise
 
 
 @dataclass
@@ -58,8 +58,8 @@ class VirtualBatchNorm:
         # The first question comes first: torch.compile would record two graphs, with and without padding.
         if torch.compiler.is_compiling() or window.padded or single:
             normalised = self._normalise_real(values, rows)
-        elif rows == len(values):
-            normalised = self._normalise_one(values)
+        elif rows == len(values) or is_fused(values):
+            normalised = self._normalise_at_once(values, rows)
         else:
             normalised, mean, variance = normalise(values, rows, self.weight, self.bias, self.eps)
             if self.track_running_stats and not _is_recomputation():
@@ -70,19 +70,26 @@ class VirtualBatchNorm:
     def _then(self: Any, values: Tensor) -> Tensor:
         return values
 
-    def _normalise_one(self: Any, values: Tensor) -> Tensor:
-        """One virtual batch without padding: torch's kernel, which also gives the statistics at no cost.
+    def _normalise_at_once(self: Any, values: Tensor, rows: int) -> Tensor:
+        """Without padding, by a kernel that also gives the statistics: torch's of one virtual batch, ours of several.
 
-        Each pass of `--bitwise` is such a one: tests/models/test_batchnorm_bits.py holds its bits.
+        Each pass of `--bitwise` has one: tests/models/test_batchnorm_bits.py holds its bits.
         """
-        if not self.track_running_stats:
-            return F.batch_norm(values, None, None, self.weight, self.bias, True, 1.0, self.eps)
-        # With momentum 1 the kernel writes its statistics over the zeros, and autograd keeps the tensor.
-        directly = not self.calls and not _is_recomputation()
-        collected = self.statistics if directly else torch.zeros_like(self.statistics)
-        mean, variance = collected[0, 0], collected[0, 1]
-        normalised = F.batch_norm(values, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        if not _is_recomputation():
+        collected = mean = variance = None
+        directly = self.track_running_stats and not self.calls and not _is_recomputation()
+        if self.track_running_stats:
+            # With momentum 1 torch's kernel writes its statistics over the zeros, and autograd keeps the tensor.
+            collected = self.statistics if directly else torch.zeros_like(self.statistics)
+            mean, variance = collected[0, 0], collected[0, 1]
+        if rows == len(values):
+            normalised = F.batch_norm(values, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        else:
+            from accel_train.models.batchnorm.fused import (
+                Fused,
+            )  # needs Triton, which only `is_fused` knows to be there
+
+            normalised = Fused.apply(values, rows, self.weight, self.bias, self.eps, collected)
+        if self.track_running_stats and not _is_recomputation():
             self._count_whole()
             if not directly:
                 self.statistics.data.add_(collected)

@@ -1,7 +1,7 @@
 """Normalises several virtual batches, each by its own statistics, forward and backward.
 
-Mostly the operators see all virtual batches together, as a dimension: their number, and on a device that of the kernels,
-does not depend on that of the virtual batches.
+On a GPU kernels of our own do this, if they work there (fused.py). Elsewhere operators mostly see all virtual batches
+together, as a dimension: their number does not depend on that of the virtual batches.
 
 Only large activations on a CPU, where each operator would read them from memory again, are given to torch's kernel, a
 virtual batch a call. Its threads would wait for each other at each call, and for the slowest, which a data worker may
@@ -22,8 +22,43 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 SMALL = 1 << 21
-"""Values that a CPU's cache keeps from one operator to the next. Calling torch's kernel for each virtual batch costs some
-0.7 ms a layer, which is more than composed operators need for so few values."""
+"""Values that a CPU's cache keeps from one operator to the next. To call torch's kernel for each virtual batch costs
+0.7 ms a layer, more than composed operators take for so few values."""
+
+
+def is_fused(values: Tensor) -> bool:
+    """Whether the kernels of fused.py can normalise `values`. The first call on a device tries them there."""
+    kinds = torch.float32, torch.bfloat16, torch.float16
+    return values.device.type == "cuda" and values.dtype in kinds and not why_not_fused(values.device)
+
+
+@functools.cache
+def why_not_fused(device: torch.device) -> str:
+    """Why the kernels of fused.py cannot be used on a GPU; "" if they give what `Together` gives.
+
+    Triton compiles them at their first call. It needs a C compiler and supports some GPUs only.
+    """
+    try:
+        from accel_train.models.batchnorm.fused import Fused
+
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            for kind in (torch.float32, torch.bfloat16):
+                values = torch.linspace(9, 11, 24 * 6 * 15, device=device).view(24, 6, 3, 5).sin().to(kind)
+                for layout in (torch.contiguous_format, torch.channels_last):
+                    values = values.contiguous(memory_format=layout).detach().requires_grad_()
+                    weight, bias = torch.linspace(1, 2, 12, device=device).view(2, 6).requires_grad_()
+                    statistics = torch.zeros(6, 2, 6, device=device)
+                    expected, means, variances = Together.apply(values, 4, weight, bias, 1e-5)
+                    found = [Fused.apply(values, 4, weight, bias, 1e-5, statistics), *statistics.unbind(1)]
+                    for one, other in zip(found, (expected, means, variances), strict=True):
+                        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+                    inputs = values, weight, bias
+                    gradients = [torch.autograd.grad(each, inputs, values.detach()) for each in (found[0], expected)]
+                    for one, other in zip(*gradients, strict=True):
+                        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+        return ""
+    except Exception as error:  # of the import, of the compiler, of the driver, or wrong values
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def normalise(
