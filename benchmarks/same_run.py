@@ -53,7 +53,8 @@ def update(setup: TrainingSetup, source: Iterator[Batch], kind: str) -> None:
             inputs, targets = setup.training.transform(batch)
             logits = setup.model(inputs)
         else:
-            logits, targets = setup.forward(batch, 0, padded=False)
+            setup.set_samples(batch, 0)
+            logits, targets = setup.forward(batch, padded=False)
         losses = setup.criterion(logits, targets).sum()
         (losses if exact else losses / setup.plan.batch_size).backward()
         if exact:

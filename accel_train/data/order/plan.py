@@ -85,14 +85,14 @@ class Plan:
         if not self.empty:
             text = f"{self.batch_size} = {world} x {self.accumulation} accumulation x {self.micro_batch} images"
             return text + f" in virtual batches of {self.virtual_batch}" * (self.virtual_batch > 2)
-        units = {1: "images", 2: "pairs"}.get(self.virtual_batch, f"virtual batches of {self.virtual_batch}")
-        units = f"{self.virtual_batches} {units}"
+        kind = "pairs" if self.virtual_batch == 2 else f"virtual batches of {self.virtual_batch}"
+        units = "images" if self.virtual_batch == 1 else f"= {self.virtual_batches} {kind}"
         dealt = [self.units_of(process) for process in range(self.processes)]
         # Of many processes: 12 x 3, 4 x 2.
         many = ", ".join(f"{dealt.count(count)} x {count}" for count in sorted({*dealt}, reverse=True))
         shares = ", ".join(map(str, dealt)) if self.processes <= 8 else many
         passes = f" in {self.accumulation} micro-batches" * (self.accumulation > 1)
-        return f"{self.batch_size} = {units} on {world}: {shares}{passes} ({self.empty:.0%} of the slots are empty)"
+        return f"{self.batch_size} {units} on {world}: {shares}{passes} ({self.empty:.0%} of the slots are empty)"
 
     @property
     def empty(self) -> float:

@@ -101,6 +101,7 @@ def test_what_is_said_of_a_division() -> None:
     three = Plan(256, 256, 3, 1, virtual_batch=32)
     assert three.division == "256 = 8 virtual batches of 32 on 3 processes: 3, 3, 2 (11% of the slots are empty)"
     assert three.warnings() == ()
+    assert Plan(256, 256, 3, 1).division == "256 images on 3 processes: 86, 85, 85 (1% of the slots are empty)"
     assert Plan(100, 100, 12, 3, virtual_batch=2).division == (
         "100 = 50 pairs on 12 processes: 2 x 5, 10 x 4 in 3 micro-batches (17% of the slots are empty)"
     )
