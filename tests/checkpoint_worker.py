@@ -25,6 +25,15 @@ from accel_train.config.schema import Checkpoint, Config
 from accel_train.errors import UserError
 
 
+def same(one: object, other: object) -> bool:
+    """Whether two states are equal, to the bit and with their dtypes."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return one == other
+
+
 def tiny_model() -> nn.Module:
     """A model with BatchNorm (integer buffers), sizes that 2 and 4 do not divide, and tied weights."""
     model = nn.Sequential(

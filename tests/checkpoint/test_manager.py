@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from checkpoint_worker import same
 from safetensors.torch import load_file
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
@@ -30,14 +31,6 @@ from accel_train.config.schema import Checkpoint, Config, Data, Ema, Optim, Sche
 from accel_train.errors import UserError
 from accel_train.files import sha256
 from accel_train.ownership.lease import LostError
-
-
-def same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return one == other
 
 
 class Run:

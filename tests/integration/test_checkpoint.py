@@ -35,14 +35,6 @@ def launch(processes: int, steps: list[dict], folder: Path, *words: str) -> None
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return one == other
-
-
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory):
     """Save a run on 1, 2 and 2 (FSDP2) processes, and restore each on 1, 2, 2 (FSDP2) and 4, into FILE.RANK."""
@@ -82,9 +74,11 @@ def test_any_number_of_processes_restores_the_state_bitwise(elastic, saved, rest
         found = torch.load(elastic / f"{saved}-{restored}.{rank}")
         # BatchNorm's statistics are each process's own while DDP trains; the main process's are saved.
         for part in ("model", "optimizer", "position"):
-            assert same(found[part], expected[part]), (part, rank)
+            assert checkpoint_worker.same(found[part], expected[part]), (part, rank)
         if found["ema"] is not None:
-            assert same(found["ema"], expected["model"] if expected["ema"] is None else expected["ema"])
+            assert checkpoint_worker.same(
+                found["ema"], expected["model"] if expected["ema"] is None else expected["ema"]
+            )
 
 
 def test_files_are_those_of_the_plain_model_and_hold_tied_weights_under_both_names(elastic):

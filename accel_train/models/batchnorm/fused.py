@@ -123,6 +123,12 @@ def _block(start, last, spatial, values, channels, BLOCK: tl.constexpr, BLOCK_CH
 
 
 @triton.jit
+def _load(values, n, n_step, s, s_step, c, c_step, exists):
+    """What `_block` has found, as float32, from a tensor with these strides; 0 where nothing is."""
+    return tl.load(values + n * n_step + s * s_step + c * c_step, mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _place(pieces, piece_count, number, row, channels, channel):
     """Where piece `number` of this program's virtual batch has its sums of kind `row`."""
     return pieces + ((tl.program_id(0) * piece_count + number) * 2 + row) * channels + channel
@@ -138,7 +144,7 @@ def _sum_values(x, pieces, xn, xc, xs, values, spatial, piece, channels, BLOCK: 
     squares = tl.zeros((BLOCK_CHANNELS,), tl.float32)
     for start in range(first, last, BLOCK):
         n, s, c, exists = _block(start, last, spatial, values, channels, BLOCK, BLOCK_CHANNELS)
-        here = tl.load(x + n * xn + s * xs + c * xc, mask=exists, other=0.0).to(tl.float32)
+        here = _load(x, n, xn, s, xs, c, xc, exists)
         some = tl.minimum(last - start, BLOCK).to(tl.float32)
         average = tl.sum(here, 0) / some
         distance = tl.where(exists, here - average[None, :], 0.0)
@@ -179,7 +185,7 @@ def _normalise(x, y, pieces, saved, kept, weight, bias, eps, kept_batch, kept_ro
     last = tl.minimum(first + piece, values)
     for start in range(first, last, BLOCK):
         n, s, c, exists = _block(start, last, spatial, values, channels, BLOCK, BLOCK_CHANNELS)
-        here = tl.load(x + n * xn + s * xs + c * xc, mask=exists, other=0.0).to(tl.float32)
+        here = _load(x, n, xn, s, xs, c, xc, exists)
         there = (here - mean[None, :]) * scale[None, :] + shift[None, :]
         tl.store(y + n * yn + s * ys + c * yc, there.to(y.dtype.element_ty), mask=exists)
 
@@ -197,8 +203,8 @@ def _sum_gradients(x, g, pieces, saved, xn, xc, xs, gn, gc, gs, values, spatial,
     last = tl.minimum(first + piece, values)
     for start in range(first, last, BLOCK):
         n, s, c, exists = _block(start, last, spatial, values, channels, BLOCK, BLOCK_CHANNELS)
-        here = tl.load(x + n * xn + s * xs + c * xc, mask=exists, other=0.0).to(tl.float32)
-        slope = tl.load(g + n * gn + s * gs + c * gc, mask=exists, other=0.0).to(tl.float32)
+        here = _load(x, n, xn, s, xs, c, xc, exists)
+        slope = _load(g, n, gn, s, gs, c, gc, exists)
         sums += tl.sum(slope, 0)
         products += tl.sum(slope * (here - mean[None, :]), 0)
     tl.store(_place(pieces, tl.num_programs(1), tl.program_id(1), 0, channels, channel), sums, known)
@@ -233,8 +239,8 @@ def _differentiate(x, g, y, pieces, saved, weight, of_parameters, batches, xn, x
     last = tl.minimum(first + piece, values)
     for start in range(first, last, BLOCK):
         n, s, c, exists = _block(start, last, spatial, values, channels, BLOCK, BLOCK_CHANNELS)
-        here = tl.load(x + n * xn + s * xs + c * xc, mask=exists, other=0.0).to(tl.float32)
-        slope = tl.load(g + n * gn + s * gs + c * gc, mask=exists, other=0.0).to(tl.float32)
+        here = _load(x, n, xn, s, xs, c, xc, exists)
+        slope = _load(g, n, gn, s, gs, c, gc, exists)
         distance = (here - mean[None, :]) * inverse[None, :]
         there = scale[None, :] * (slope - (sums[None, :] + distance * products[None, :]) / values)
         tl.store(y + n * yn + s * ys + c * yc, there.to(y.dtype.element_ty), mask=exists)
