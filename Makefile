@@ -29,6 +29,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 # No page may load anything from elsewhere.
 docs: $(VENV)/.installed-docs

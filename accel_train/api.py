@@ -2,93 +2,131 @@
 
     from accel_train.api import load_run, train
 
-    directory = train({"base": "digits", "epochs": 3})     # the options of a recipe, in a dict
-    run = load_run(directory)
+    result = train({"base": "digits", "epochs": 3})        # the options of a recipe, in a dict
+    run = load_run(result)                                 # or the folder of any run
     logits = run.model(run.transform(image)[None])         # of the classes run.classes
     rows = run.rows("eval")                                # for pandas.DataFrame(rows)
 
-Mistakes raise `accel_train.errors.UserError`. Importing this module does not import torch.
+Mistakes raise `accel_train.errors.UserError`. Importing this module does not import torch: each function first prepares
+the environment, because torch reads some of its variables.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_train.config.options import parse, parse_settings
-from accel_train.errors import UserError
+from accel_train.config.options import parse_settings
+from accel_train.errors import LOGGER, UserError, print_logged
 from accel_train.launch.environment import prepare_environment
+from accel_train.user_code.objects import provided, take_objects
 
 if TYPE_CHECKING:
     from accel_train.analysis.loaded_run import LoadedRun
+    from accel_train.analysis.measure import EvaluationResult
     from accel_train.analysis.predict import Prediction
+    from accel_train.audit.audit import AuditResult
+    from accel_train.bench.bench import BenchResult
+    from accel_train.bench.lr_finder import LearningRates
+    from accel_train.config.schema import Config
+    from accel_train.doctor.doctor import Diagnosis
+    from accel_train.export.export import ExportResult
+    from accel_train.report.preview.preview import PreviewResult
+    from accel_train.report.report import ReportResult
+    from accel_train.run.ending import TrainingResult
 
-__all__ = ["evaluate", "load_run", "predict", "train"]
+__all__ = ["bench", "check_data", "doctor", "evaluate", "export", "load_run", "predict", "report", "train"]
 
 
-def train(recipe: str | Path | Mapping[str, Any], *options: str) -> Path:
-    """Train, or continue the run in its output directory; return the run's directory.
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    *options: str,
+    model: Any = None,
+    data: Any = None,
+    loss: Any = None,
+    metrics: Any = None,
+    observers: Sequence[object] = (),
+    **settings: Any,
+) -> TrainingResult:
+    """Train, or continue the run in its output directory; return its directory, how it ended, and its figures.
 
     `recipe`: a recipe's name or file, or its content as a dict, such as {"base": "digits", "optim": {"lr": 0.1}}; files
-    in a dict are relative to the working folder. `options`: as on the command line, such as "--epochs", "3".
+    in a dict are relative to the working folder. `settings`: options as keywords, such as epochs=3, optim={"lr": 0.1}.
+    `options`: as on the command line, such as "--epochs", "3". Of an option that is given twice the latter counts.
 
-    With accelerate's `notebook_launcher(train, (recipe, "--output-dir", "runs/mine"), num_processes=2)` it trains on
-    several processes; then the output directory must be given, and nothing may have created an Accelerator before. An
-    interrupted training (the notebook's stop button) saves a checkpoint and returns; the same call continues it.
+    `model`, `data` and `loss`: a name, as on the command line; a dict of the group's options; or an object. A model is
+    an nn.Module, of which a copy is trained, or a function that makes one; the data {"train": Dataset, "test": Dataset}
+    or a function that returns that; the loss a function of (logits, targets) to a loss for each sample. To give an
+    object and options, write model={"name": net, "image_size": 96}. A run that goes on needs the same objects.
+
+    `metrics`: names, as with --metrics, or {name: function or object of torchmetrics}: docs/own_metrics.md.
+    `observers`: objects that see what happens in the training, and may ask for its end: docs/observers.md.
+
+    With accelerate's `notebook_launcher(lambda: train(recipe, output_dir="runs/mine"), num_processes=2)` it trains on
+    several processes; then nothing may have created an Accelerator before. A training that is asked to stop (by the
+    notebook's stop button, or a signal) saves a checkpoint and returns, not `finished`; the same call continues it.
+    A signal announces the end of the job: later calls in this process stop after an update, too.
 
     Raises UnsavedError, a UserError, if the training ended but its checkpoint, weights or result could not be written:
     what is returned has them. A failed save in between is a warning.
     """
-    config = parse_settings(recipe, options) if isinstance(recipe, Mapping) else parse([str(recipe), *options])
-    launch = prepare_environment(bitwise=config.bitwise)
-    if config.output_dir is None:
-        if launch.world_size > 1:
-            raise UserError("several processes need a common --output-dir; none was given.")
-        from accel_train.ownership.folders import new_directory
+    settings = {"model": model, "data": data, "loss": loss, "metrics": metrics, **settings}
+    with _configured(recipe, options, settings) as (config, objects):
+        if not LOGGER.hasHandlers():
+            print_logged()
+        launch = prepare_environment(bitwise=config.bitwise)
+        from accel_train.train import train as train_config
 
-        config = dataclasses.replace(config, output_dir=new_directory(config.recipe)[0])
-    assert config.output_dir is not None
-    from accel_train.train import train as train_config
-
-    train_config(config, launch)
-    return config.output_dir
+        return replace(train_config(config, launch, observers=observers), objects=objects)
 
 
-def load_run(run: str | Path, *, checkpoint: str | Path | None = None, trust_code: bool = False) -> LoadedRun:
+def load_run(
+    run: str | os.PathLike[str], *, checkpoint: str | Path | None = None, trust_code: bool = False, model: Any = None
+) -> LoadedRun:
     """Return a run's model with its transform, class names and figures.
 
     `checkpoint`: a checkpoint's folder or name, such as "update-00001234"; default: the final weights, else the newest
-    checkpoint. `trust_code`: run the model's code that the run keeps, although it may be somebody else's.
+    checkpoint. `trust_code`: run the model's code that the run keeps, although it may be somebody else's. `model`: for
+    a run that was trained with an object, a model like it, which is copied, or a function that makes one. The result
+    of `train` has its objects; the path of its folder does not.
     """
-    from accel_train.analysis.loaded_run import load
+    with _objects_of(run, model=model):
+        from accel_train.analysis.loaded_run import load
 
-    return load(Path(run), None if checkpoint is None else Path(checkpoint), trust_code=trust_code)
+        return load(Path(run), None if checkpoint is None else Path(checkpoint), trust_code=trust_code)
 
 
 def evaluate(
-    run: str | Path,
+    run: str | os.PathLike[str],
     *options: str,
     split: str = "test",
     checkpoint: str | Path | None = None,
+    keep_predictions: bool = False,
     trust_code: bool = False,
-) -> dict[str, Any]:
-    """Evaluate a run's model on every sample of a split, and return the figures, as RUN/evaluation-SPLIT.json has them.
+    model: Any = None,
+    data: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> EvaluationResult:
+    """Evaluate a run's model on every sample of a split. Collective; unlike the command line it writes no files.
 
-    If that file cannot be written, there is a warning, and the figures are returned all the same. `options`: other
-    data, as on the command line: "--data.root", "elsewhere".
+    `options`: other data, as on the command line: "--data.root", "elsewhere". `keep_predictions`: also return the label
+    and the logits of each sample, on the main process. `model`, `data`, `metrics`: objects, as `train` takes them.
     """
-    run = Path(run)
     launch = prepare_environment()
-    from accel_train.analysis.evaluate_run import evaluate_run
+    with _objects_of(run, metrics, model=model, data=data):
+        from accel_train.analysis.evaluate_run import evaluate_run
 
-    path = None if checkpoint is None else Path(checkpoint)
-    return evaluate_run(launch, run, split=split, checkpoint=path, overrides=options, trust_code=trust_code).record
+        file = None if checkpoint is None else Path(checkpoint)
+        settings: dict[str, Any] = {"keep_predictions": keep_predictions, "trust_code": trust_code}
+        return evaluate_run(launch, Path(run), split=split, checkpoint=file, overrides=options, **settings)
 
 
 def predict(
-    run: str | Path | LoadedRun,
+    run: str | os.PathLike[str] | LoadedRun,
     images: Iterable[str | Path],
     *,
     top_k: int | None = None,
@@ -102,5 +140,115 @@ def predict(
 
     The prediction of a file that cannot be read has no classes, but an `error`.
     """
-    loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, Path)) else run
+    loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, os.PathLike)) else run
     return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold)
+
+
+def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:
+    """Write a run's model as "timm", "onnx" or "pt2". For `output`, `weights`, … see accel_train/export/export.py.
+
+    `model`: as `load_run` has it.
+    """
+    launch = prepare_environment()
+    with _objects_of(run, model=model):
+        from accel_train.export.export import export as export_run
+
+        return export_run(launch, Path(run), format, **_with_paths(options))
+
+
+def report(*runs: str | os.PathLike[str], **options: Any) -> ReportResult:
+    """Write the page of a run, or of several. For `output`, `evaluates` and `trust_code` see report/report.py."""
+    launch = prepare_environment()
+    with _objects_of(runs[0] if len(runs) == 1 else ""):
+        from accel_train.report.report import report as report_runs
+
+        return report_runs(launch, [Path(run) for run in runs], **_with_paths(options))
+
+
+def check_data(
+    data: Any, *, output: str | Path | None = None, folder: str | Path | None = None, processes: int | None = None
+) -> AuditResult:
+    """Audit a data set: unreadable, equal, similar and odd images, labels that differ, classes without images.
+
+    `data`: as `train` takes it, such as {"name": "folder", "root": "photos"}. For `output`, `folder` and `processes`
+    see audit/audit.py. It writes the list and audit.json, as the command line does, and no page.
+    """
+    prepare_environment()
+    from accel_train.audit.audit import check_data as audit
+
+    places = [None if path is None else Path(path) for path in (output, folder)]
+    with _configured({"data": data}, (), {}) as (config, _):
+        return audit(config.data, output=places[0], folder=places[1], processes=processes)
+
+
+def doctor(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> Diagnosis:
+    """Look for what will go wrong in a training. For `seconds`, `quick`, … see doctor/doctor.py."""
+    launch = prepare_environment()
+    from accel_train.doctor.doctor import doctor as examine
+
+    with _configured(recipe, words, {}) as (config, _):
+        return examine(launch, config, **options)
+
+
+def bench(recipe: str | Path | Mapping[str, Any], *words: str, place: str | Path = ".", **options: Any) -> BenchResult:
+    """Measure how fast a recipe trains, and what limits it. For `rounds`, … see bench/bench.py.
+
+    `place`: folder in which the runs are kept while they are needed.
+    """
+    launch = prepare_environment()
+    from accel_train.bench.bench import bench as measure
+
+    with _configured(recipe, words, {}) as (config, _):
+        return measure(launch, config, Path(place), **options)
+
+
+def preview(
+    recipe: str | Path | Mapping[str, Any], *words: str, output: str | Path = "preview.html", images: int = 12
+) -> PreviewResult:
+    """Write a page with the images that the model of a recipe will see: see report/preview/preview.py."""
+    launch = prepare_environment()
+    from accel_train.report.preview.preview import preview as write_page
+
+    with _configured(recipe, words, {}) as (config, _):
+        return write_page(launch, config, Path(output), images=images)
+
+
+def find_lr(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> LearningRates:
+    """Train with growing learning rates, and return the losses. For `start`, `end`, `updates` see bench/lr_finder.py;
+    its `plot` draws them."""
+    launch = prepare_environment()
+    from accel_train.bench.lr_finder import find_lr as find
+
+    with _configured(recipe, words, {}) as (config, _):
+        return find(launch, config, **options)
+
+
+def _with_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: Path(value) if name == "output" and value else value for name, value in options.items()}
+
+
+def _objects_of(run: Any, metrics: Mapping[str, Any] | None = None, **given: Any) -> AbstractContextManager[None]:
+    """Until the end, the objects that a TrainingResult was trained with mean what the run's configuration names, or
+    those that are `given` (group -> object)."""
+    objects = {f"{group}.name": value for group, value in given.items() if value is not None}
+    if names := [option for option, value in objects.items() if isinstance(value, str)]:
+        raise UserError(f"{names[0].partition('.')[0]}: expected an object, found the name {objects[names[0]]!r}.")
+    objects |= {f"metrics:{name}": metric for name, metric in (metrics or {}).items()}
+    return provided({**getattr(run, "objects", {}), **objects})
+
+
+@contextmanager
+def _configured(
+    recipe: str | Path | Mapping[str, Any], words: Sequence[str], settings: Mapping[str, Any]
+) -> Iterator[tuple[Config, dict[str, Any]]]:
+    """The configuration of a call, and the objects in it (option -> object), which are known until the end."""
+    objects: dict[str, Any] = {}
+    if isinstance(recipe, Mapping):
+        recipe, objects = take_objects(recipe)
+    settings, more = take_objects(settings)
+    objects |= more
+    with provided(objects):
+        config = parse_settings(recipe if isinstance(recipe, Mapping) else str(recipe), words, settings)
+        if config.config_only:
+            raise UserError("--config-only: an option of the command line; it trains nothing.")
+        yield config, objects

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import difflib
+import logging
 import os
 import re
 import sys
@@ -18,33 +19,41 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO
 
+LOGGER = logging.getLogger("accel_train")
+"""Gets what commands say while they work, and warnings. The command line prints them: `print_logged`."""
+
 
 class UserError(Exception):
     """The user's input (command line, recipe, data, environment) is wrong, not the program.
 
-    It is shown without a traceback, one line a mistake, on one process only. The exit code is 2.
+    It is shown without a traceback, one line a mistake, on one process only.
     """
 
-    def __init__(self, *messages: str, every_process: bool = True) -> None:
+    def __init__(self, *messages: str, every_process: bool = True, code: int = 2) -> None:
         """`messages` are the mistakes, one line each; usually there is one. `str(error)` is one line with all of them.
 
         `every_process`: all processes of the run raise this same error, so the first process alone prints it. An error
-        that only one process can see (an unreadable image, for example) is printed by that process.
+        that only one process can see (an unreadable image, for example) is printed by that process. `code`: the
+        program's exit code; 1 if the work is done, but not as it should be.
         """
         super().__init__(" ".join(messages))
         self.messages = messages
-        self.every_process = every_process
+        self.every_process, self.code = every_process, code
 
 
 class UnsavedError(UserError):
     """A training has ended, but not all that it should leave could be saved. Its console has said so already.
 
-    `code`: the exit code of a program that does nothing else.
+    `stopped_by`: what asked it to stop, such as "SIGINT".
     """
 
-    def __init__(self, message: str, *, code: int = 1) -> None:
-        super().__init__(message, every_process=False)
-        self.code = code
+    def __init__(self, message: str, *, stopped_by: str = "") -> None:
+        super().__init__(message, code=1)
+        self.stopped_by = stopped_by
+
+
+class MetricError(UserError):
+    """A metric of --metrics has failed in an evaluation. All processes raise it."""
 
 
 def raise_mistakes(mistakes: Iterable[str]) -> None:
@@ -78,9 +87,12 @@ def reason_of(error: BaseException, most: int | None = None) -> str:
     return one_line((str(error).strip() or type(error).__name__).splitlines()[0], most).rstrip(".")
 
 
-def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
-    """Return a hint with the `count` known names most similar to `name`, " Did you mean …?", or "" if none is."""
-    matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+def nearest(name: str, known: Iterable[str], count: int = 1, least: float = 0.5) -> str:
+    """Return a hint with the `count` known names most similar to `name`, " Did you mean …?", or "" if none is.
+
+    `least`: similarity, from 0 to 1, of a name that is proposed.
+    """
+    matches = difflib.get_close_matches(name, list(known), n=count, cutoff=least)
     return f" Did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 
 
@@ -172,3 +184,25 @@ def _flush_quietly_at_exit(stream: TextIO) -> None:
 
 def _redirect_to_devnull(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class _Lines(logging.Handler):
+    """Prints what is logged: warnings on stderr, the rest on stdout."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            print_line(f"accel-train: {record.levelname.lower()}: {record.getMessage()}", sys.stderr)
+        else:
+            print_line(record.getMessage())
+
+
+def print_logged() -> None:
+    """Print from now on what is logged, instead of handing it on."""
+    LOGGER.handlers, LOGGER.propagate = [_Lines()], False
+    if LOGGER.level == logging.NOTSET:
+        LOGGER.setLevel(logging.INFO)
+
+
+def how_to_get(name: str) -> str:
+    """Return a sentence for messages that send users to the file or folder `name`, or "" if it exists here."""
+    return "" if Path(name).exists() else f" There is no {name} here: `accel-train init .` writes it."

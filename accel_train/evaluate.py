@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -11,16 +11,19 @@ from torch import Tensor, nn
 
 from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline
+from accel_train.data.sources.splits import Splits
 from accel_train.records.metrics import (
     Evaluation,
     SplitMetric,
-    average_precision_of_classes,
     f1_of_classes,
-    five_highest,
     mean_metrics,
     metrics_for,
     same,
+    top5,
 )
+
+if TYPE_CHECKING:
+    from accel_train.records.more_metrics.own import OwnMetrics
 
 Batch = dict[str, Any]
 
@@ -33,21 +36,25 @@ def evaluate(
     through: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
     *,
     keep_logits: bool = False,
+    own: OwnMetrics | None = None,
 ) -> Evaluation:
     """Return the metrics of `model` over every sample of a split, the same on all processes.
 
     `pipeline`: one with an EvaluationSampler. `through`: wraps the iterator over its batches and must not read ahead.
     `keep_logits`: return labels and logits, too, on the main process. The precision is the accelerator's, whether or
-    not the model was prepared (the EMA is not). Raises RuntimeError unless each sample was evaluated exactly once.
+    not the model was prepared (the EMA is not). `own`: the metrics of --metrics. Raises MetricError, on all processes,
+    if one of them fails, and RuntimeError unless each sample was evaluated exactly once.
     """
     model.eval()
     multi_label = pipeline.multi_label
     means = mean_metrics(multi_label=multi_label)
     # What the figures of a whole split need of each sample: its prediction, or the logits of all its labels.
-    outcome = same if multi_label else five_highest
+    outcome = same if multi_label else top5
     needed = {outcome, *(metric.predict for metric in means)}
     batches: list[tuple[Tensor, ...]] = []
     kept: list[Tensor] = []
+    if own is not None:
+        own.begin(pipeline.samples)
     for batch in through(pipeline.batches):
         inputs, labels = pipeline.transform(batch)
         with accelerator.autocast():
@@ -61,10 +68,15 @@ def evaluate(
         of_all = logits if multi_label else predicted[outcome][:, 0]
         # In the last batch of a loader that Accelerate prepared this also drops the padding.
         batches.append(accelerator.gather_for_metrics((ids, labels, of_all, *scores)))
-        if keep_logits and not multi_label:  # with several labels they are in `of_all`
-            of_everyone = accelerator.gather_for_metrics(logits)
+        if own is not None or (keep_logits and not multi_label):
+            # With several labels they are in `of_all`.
+            of_everyone = batches[-1][2] if multi_label else accelerator.gather_for_metrics(logits)
             if accelerator.is_main_process:
-                kept.append(of_everyone.cpu())
+                of_everyone = of_everyone.cpu()
+                if own is not None:
+                    own.add(batches[-1][0], batches[-1][1], of_everyone)
+                if keep_logits and not multi_label:
+                    kept.append(of_everyone)
 
     ids, *results = (torch.cat(parts).cpu() for parts in zip(*batches, strict=True))
     # In the order of the ids, so that a sum does not depend on which process computed what.
@@ -82,25 +94,52 @@ def evaluate(
     all_logits = torch.cat(kept)[order] if kept else None
     if multi_label and keep_logits and accelerator.is_main_process:
         all_logits = predictions
+    own_figures = {} if own is None else own.finish()
     no_numbers = ~predictions.isfinite().all(1) if multi_label else of_samples["loss"].isnan()
     if (broken := int(no_numbers.sum())) > 0:
         # The highest of such logits is their first: its accuracy could be the best of the run, and mean nothing.
-        return Evaluation.without_figures(table, labels, pipeline.transform.num_classes, broken, all_logits)
+        names = [*(metric.name for metric in table), *own_figures]
+        return Evaluation.without_figures(names, labels, pipeline.transform.num_classes, broken, all_logits)
     figures |= {metric.name: metric.compute(predictions, labels) for metric in table if isinstance(metric, SplitMetric)}
-    figures = {metric.name: figures[metric.name] for metric in table}
-    if multi_label:
-        of_classes = {
-            "average_precision": average_precision_of_classes(predictions, labels),
-            "f1": f1_of_classes(predictions, labels),
-        }
-        images = labels.sum(0).tolist()
-        return Evaluation(figures, pipeline.samples, of_classes, images, labels=labels, logits=all_logits)
-    classes = pipeline.transform.num_classes
+    figures = {metric.name: figures[metric.name] for metric in table} | own_figures
+    of_kind = _of_several_labels if multi_label else _of_one_label
+    return of_kind(figures, labels, predictions, pipeline.transform.num_classes, all_logits)
+
+
+def _of_one_label(
+    figures: dict[str, float], labels: Tensor, predictions: Tensor, classes: int, logits: Tensor | None
+) -> Evaluation:
+    """The result for images with one label each: `labels` and `predictions` int64 [n]."""
     confusion = torch.bincount(labels * classes + predictions, minlength=classes * classes).view(classes, classes)
     images, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
     accuracy = [hits / count if count else None for hits, count in zip(right, images, strict=True)]
-    of_classes = {"accuracy": accuracy}
-    return Evaluation(figures, pipeline.samples, of_classes, images, confusion.tolist(), labels, all_logits)
+    return Evaluation(figures, len(labels), {"accuracy": accuracy}, images, confusion.tolist(), labels, logits)
+
+
+def _of_several_labels(
+    figures: dict[str, float], labels: Tensor, predictions: Tensor, classes: int, logits: Tensor | None
+) -> Evaluation:
+    """The result for images with several labels: `labels` bool [n, classes], `predictions` the logits."""
+    from accel_train.records.more_metrics.ranking import average_precision_of_classes
+
+    of_classes = {
+        "average_precision": average_precision_of_classes(predictions, labels),
+        "f1": f1_of_classes(predictions, labels),
+    }
+    return Evaluation(figures, len(labels), of_classes, labels.sum(0).tolist(), labels=labels, logits=logits)
+
+
+def create_metrics(config: Config, accelerator: Accelerator, splits: Splits) -> OwnMetrics | None:
+    """The metrics of --metrics for training; None if there are none beside those of every evaluation. Collective.
+
+    Raises UserError if one cannot be used.
+    """
+    if not config.metrics:
+        return None
+    from accel_train.records.more_metrics.create import create_own_metrics
+
+    samples = max((len(source) for source in (splits.validation, splits.test) if source is not None), default=0)
+    return create_own_metrics(config.metrics, accelerator, splits, samples)
 
 
 def evaluation_batch_size(config: Config, micro_batch: int = 1) -> int:

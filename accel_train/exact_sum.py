@@ -56,7 +56,9 @@ class ExactGradients:
         """
         self._parameters = [parameter for parameter in parameters if parameter.numel()]
         if any(parameter.is_complex() for parameter in self._parameters):
-            raise UserError("--bitwise: the model has complex parameters. Keep their real and imaginary parts instead.")
+            raise UserError(
+                "Gradients of complex parameters have no exact sum. Keep their real and imaginary parts instead."
+            )
         self._virtual_batches, self._bits = virtual_batches, grid_bits(virtual_batches)
         for device in {parameter.device for parameter in self._parameters}:
             check_device(device)

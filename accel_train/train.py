@@ -24,8 +24,8 @@ if __name__ == "__main__":
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain, islice
 
@@ -33,76 +33,75 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from accel_train import models
-from accel_train.config.compatibility import learning_fingerprint
-from accel_train.config.schema import Config
+from accel_train.config.schema import Config, best_metric
 from accel_train.data.held_out import HeldOutCheck
 from accel_train.data.loading import start_workers_early
-from accel_train.data.order.drawing import digest, sample_weights
-from accel_train.data.sources.load import Splits, load_splits
-from accel_train.errors import print_line
-from accel_train.evaluate import Batch
-from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
+from accel_train.evaluate import Batch, create_metrics
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.models.training_pass import unused_parameters_advice
-from accel_train.optim.bitwise import seed_pass, what_bits_depend_on
-from accel_train.optim.clipping import clip_gradients
+from accel_train.models.trial import unused_parameters_advice
+from accel_train.optim.bitwise import seed_pass
 from accel_train.optim.ema import update_ema
 from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, training_advice
-from accel_train.optim.schedule import check_schedule
-from accel_train.ownership.claim import claim_run
-from accel_train.records.code import code_hashes
+from accel_train.optim.optimizer import BIASES, clip_gradients
+from accel_train.ownership.claim import Claim, claim_run
 from accel_train.records.directory import remove_requeue_marker
-from accel_train.records.metrics import LOWER_IS_BETTER, best_metric, check_best_metric
+from accel_train.records.metrics import LOWER_IS_BETTER
 from accel_train.records.summary import plan_text
-from accel_train.records.trackers.sending import check_trackers
-from accel_train.run.ending import finish, interrupt
+from accel_train.run.ending import TrainingResult, finish, interrupt
 from accel_train.run.finished import find_finished_run
 from accel_train.run.run import Run
-from accel_train.run.start import find_start
+from accel_train.run.start import find_start, load_data
 from accel_train.run.stopping import StopAskedError, StopRequests
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
-from accel_train.user_code.reference import parse_reference
 
 
-def train(config: Config, launch: Launch) -> int:
-    """Start the run of `config`, or continue the run in its output directory. Returns the program's exit code.
+def training_plan(config: Config, launch: Launch) -> str:
+    """Return what --config-only prints: the settings of a training and what follows from them. Raises UserError."""
+    accelerator = _connect(config, launch)
+    return plan_text(find_start(config, accelerator).config, accelerator)
 
-    Raises UserError; UnsavedError if the training ended, but its weights or result could not be written.
+
+def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -> TrainingResult:
+    """Start the run of `config`, or continue the run in its output directory.
+
+    `observers`: see run/observers.py. Raises UserError; UnsavedError if the training ended, but its weights or result
+    could not be written.
     """
+    if observers:
+        from accel_train.run.observers import check_observers
+
+        check_observers(observers)
     with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
         began = time.monotonic()  # for wall_seconds of result.json
-        check_trackers(config.trackers)
-        accelerator = connect(config, launch)
+        accelerator = _connect(config, launch)
         start = find_start(config, accelerator)
         config = start.config
-        if config.config_only:
-            if accelerator.is_main_process:
-                print(plan_text(config, accelerator))
-            return 0
         start_workers_early(config)  # the server of data workers imports torch while this process goes on
 
         # From here on, these processes alone own the run directory. A finished run is not changed.
-        lease = claim_run(config, accelerator, lambda: stop_requests.reason)
+        claim = Claim(config.output_dir, lambda: stop_requests.reason, recipe=config.recipe, take_over=config.take_over)
+        lease = claim_run(accelerator, claim)
         at_end.callback(lease.release)
         directory = lease.directory
         config = dataclasses.replace(config, output_dir=directory)
         if accelerator.is_main_process:
             remove_requeue_marker(directory)
         finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
-        if finished is not None and finished.nothing_left:
-            if accelerator.is_main_process:
-                print_line(f"{directory} holds a finished run: {directory / 'result.json'}. Nothing is left to do.")
-            return 0
+        if finished is not None and (result := finished.result):
+            return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
 
         splits = load_data(config, accelerator)
+        own_metrics = create_metrics(config, accelerator, splits)
         # Tries to open the images of validation and test in the background, while the model is created.
         check = HeldOutCheck(splits, launch.rank, launch.world_size)
         with memory_advice(f"at the start, before the first update: {LESS_MEMORY}"):
             setup = create_training_setup(
                 config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
             )
-        setup = dataclasses.replace(setup, warnings=(*setup.warnings, *check.finish(accelerator)))
-        run = Run(setup, lease, finished, stop_requests, began)
+        warnings = (*setup.warnings, *check.finish(accelerator))
+        setup = dataclasses.replace(setup, warnings=warnings, own_metrics=own_metrics)
+        run = Run(setup, lease, finished, stop_requests, began, observers)
         with run, memory_advice(training_advice(setup.plan)), unused_parameters_advice():
             try:
                 fit(setup, run)
@@ -111,34 +110,17 @@ def train(config: Config, launch: Launch) -> int:
             return finish(run)
 
 
-def load_data(config: Config, accelerator: Accelerator) -> Splits:
-    """The dataset with its splits. Raises UserError unless all processes have the same."""
-    check_agreement(accelerator, code=code_hashes(config))  # before the user's own code runs
+def _connect(config: Config, launch: Launch) -> Accelerator:
+    if config.trackers:
+        from accel_train.records.trackers import check_trackers
 
-    def load() -> Splits:
-        return load_splits(config.data, config.seed, record=config.output_dir)
-
-    # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
-    is_users = parse_reference("data.name", config.data.name) is not None
-    splits = load() if is_users else fail_together(accelerator, load)
-    check_schedule(config.schedule, splits)
-    check_best_metric(config, splits)
-    weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)
-    check_agreement(
-        accelerator,
-        configuration=learning_fingerprint(config),
-        samples=str(len(splits.train)),
-        classes=" ".join(splits.classes),
-        table=splits.table,
-        **({} if weights is None else {"how often samples are drawn": digest(weights)}),
-        **(what_bits_depend_on(accelerator) if config.bitwise else {}),
-    )
-    return splits
+        check_trackers(config.trackers)
+    return connect(config, launch)
 
 
 def fit(setup: TrainingSetup, run: Run) -> None:
     """Train the remaining epochs, then test. Raises StopAskedError."""
-    while run.state.stopped_by(setup.config) is None:
+    while run.state.stopped_by(setup.config, setup.plan) is None:
         if train_epoch(setup, run):
             end_epoch(setup, run)
         else:
@@ -153,55 +135,68 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
     """Train the rest of the current epoch. Returns False if the run must return to its last checkpoint."""
     state, plan, sampler = run.state, setup.plan, setup.sampler
     sampler.seek(state.epoch, state.epoch_samples)
-    models.set_train_mode(setup.model, setup.config.model)
+    if len(sampler) and state.owes_evaluation(setup.config):  # it was stopped before this evaluation, or within it
+        evaluate_within_epoch(setup, run)
+    models.set_train_mode(setup.model, setup.config.model, state.epoch)
     run.stopwatch.start()
     for micro_batches in grouped(run.batches(), plan.accumulation):
         # The update takes a window of the epoch's order, which begins after the first `epoch_samples` of it. Some of
         # the window's samples may be unreadable: `samples` are those that are really in the update.
-        window, samples = plan.real_samples(state.epoch_samples), sampler.real_samples(state.epoch_samples)
-        lr = max(group["lr"] for group in setup.optimizer.param_groups)  # with layer decay: the last layer's
+        window = plan.real_samples(state.epoch_samples)
+        samples = window if sampler.unreadable is None else sampler.real_samples(state.epoch_samples)
+        lr = max(group["lr"] for group in setup.optimizer.param_groups if BIASES not in group)
         applied = update(setup, run, micro_batches, samples)
-        then = run.end_update(applied=applied, window=window, samples=samples, lr=lr)
-        if then == "rewind":
+        action = run.end_update(applied=applied, window=window, samples=samples, lr=lr)
+        if action == "rewind":
             return False
-        if then == "stop":
+        if action == "stop":
             raise StopAskedError
-        if then == "save":
+        if action == "evaluate":
+            run.stopwatch.stop()
+            evaluate_within_epoch(setup, run)
+            models.set_train_mode(setup.model, setup.config.model, state.epoch)
+            run.stopwatch.start()
+        elif action == "save":
             run.save()
     # Whether the last update was finite is read only now: see run/nonfinite.py.
-    must_rewind = run.guard.rewinds(state, due=True)
+    must_rewind = run.guard.rewinds(state)
     return not must_rewind
 
 
 def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], samples: int) -> bool:
     """Make one update with the mean gradient of `samples` samples. Returns False if it was skipped as not finite."""
     config, accelerator, state, guard = setup.config, setup.accelerator, run.state, run.guard
-    exact = setup.exact_gradients  # with --bitwise: sums the gradients itself, DDP does not
+    exact = setup.exact_gradients  # with --bitwise
     graphs, padded = setup.graphs, samples < config.batch_size
     compute, apply = partial(compute_gradients, setup, samples), partial(apply_gradients, setup, state.update + 1)
     guard.start(state)  # the guard looks for losses and gradients that are not finite
     for number, batch in enumerate(micro_batches):
-        if exact and setup.plan.is_empty(accelerator.process_index, number):
+        if not setup.ddp_sums and setup.plan.is_empty(accelerator.process_index, number):
             continue  # the processes cannot share the batch evenly, and no other waits for this one's gradients
-        with accelerator.no_sync(setup.model) if exact else accelerator.accumulate(setup.model):
-            seed_pass(config, accelerator, state.update, number)  # for random numbers that are not drawn by sample
-            setup.set_samples(batch, state.update)
+        with accelerator.accumulate(setup.model) if setup.ddp_sums else accelerator.no_sync(setup.model):
+            # For random numbers that are not drawn by sample.
+            seed_pass(config.seed, accelerator, state.update, number, bitwise=config.bitwise)
+            if setup.dropout is not None:
+                setup.set_samples(batch, state.update)
             logits, targets, losses = compute(batch) if graphs is None or padded else graphs.compute(compute, batch)
             if exact:
                 exact.add()
-            guard.record(batch, losses)
             run.meter.add(logits, targets, losses, batch["weights"])
+            guard.record(batch, losses)
     if exact:
         exact.finish(max(1, samples))
+    elif graphs is not None:
+        graphs.sum_gradients()
     applied = guard.check_step(state)
-    if not applied:
-        setup.virtual_batches.discard()
-        setup.optimizer.zero_grad(set_to_none=graphs is None)
-    elif graphs is None:
-        apply()
+    if applied:
+        if setup.virtual_batches is not None:
+            setup.virtual_batches.sum_processes()
+        apply() if graphs is None else graphs.apply(apply, state.update + 1, padded=padded)
     else:
-        graphs.apply(apply, state.update + 1, padded=padded)
-    setup.schedule.step_update(state.update + 1 - run.extra_updates)  # extra: of a run with another batch size before
+        if setup.virtual_batches is not None:
+            setup.virtual_batches.discard()
+        setup.optimizer.zero_grad(set_to_none=graphs is None)
+    setup.schedule.step_update(state.update + 1 - run.schedule_offset)  # if the batch size has changed before
     return applied
 
 
@@ -210,51 +205,78 @@ def compute_gradients(setup: TrainingSetup, samples: int, batch: Batch) -> tuple
 
     Returns logits [b, classes], targets and the losses [b] times the weights of the samples, all without gradient.
     """
-    # DDP will average over processes and Accelerate divide by the accumulation steps; multiply by both to cancel that.
-    scale = setup.accelerator.num_processes * setup.plan.accumulation / max(1, samples)
+    # Accelerate will divide by the accumulation steps and DDP average over processes; multiply by both to cancel that.
+    scale = setup.plan.accumulation * (setup.accelerator.num_processes if setup.ddp_sums else 1) / max(1, samples)
     logits, targets = setup.forward(batch, padded=samples < setup.config.batch_size)
     losses = setup.criterion(logits, targets) * batch["weights"]  # [b]; padding has weight 0
-    with models.preserve_buffers(setup.recomputed_buffers):  # from gradient checkpointing
+    buffers = setup.recomputed_buffers  # with gradient checkpointing
+    with models.preserve_buffers(buffers) if buffers else nullcontext():
         setup.accelerator.backward(losses.sum() * (1.0 if setup.exact_gradients else scale))
-    setup.virtual_batches.keep()
+    if setup.virtual_batches is not None:
+        setup.virtual_batches.keep()
     return logits.detach(), targets, losses.detach()
 
 
 def apply_gradients(setup: TrainingSetup, update: int) -> None:
     """Let the optimizer take its step of `update`, counted from 1, and move statistics and EMA."""
+    if setup.config.model.freeze_epochs is not None:
+        from accel_train.models.freezing import drop_frozen_gradients
+
+        drop_frozen_gradients(setup.bare_model)
     if setup.config.optim.clip is not None:
         setup.accelerator.unscale_gradients(setup.optimizer)
         clip_gradients(setup.config.optim, setup.clipped)
     setup.optimizer.step()
-    setup.virtual_batches.end_update()
+    if setup.virtual_batches is not None:
+        setup.virtual_batches.end_update()
     if setup.ema is not None:
         update_ema(setup.ema, setup.bare_model, update)
     setup.optimizer.zero_grad(set_to_none=setup.graphs is None)
 
 
 def end_epoch(setup: TrainingSetup, run: Run) -> None:
-    """Evaluate, update the best result, save if due, and go to the next epoch."""
-    config, state = setup.config, run.state
+    """Evaluate, update the best result, save if due, and go to the next epoch, unless the run ends within this one."""
+    config, state, plan = setup.config, run.state, setup.plan
     run.stopwatch.stop()
-    state.check_epoch(setup.plan)
-    run.log.log_epoch(state)
+    state.check_epoch(plan)
+    run.log_epoch()
     run.count_time()
     done, is_best = state.epoch + 1, False
-    is_last = done == config.epochs or state.out_of_time(config)
-    if is_last or done % config.eval_every_epochs == 0:
-        if "val" in setup.evaluations:
-            metric = best_metric(config, multi_label=setup.splits.multi_label)
-            figure, lower = run.evaluate("val").deciding(metric), metric in LOWER_IS_BETTER
-            is_best = state.record_best(figure, done, lower=lower)
-            setup.schedule.step(done, -figure if lower else figure)
-        elif "test" in setup.evaluations and not is_last:
-            # Without a validation split, test during training; nothing is decided by the result. After the last epoch
-            # `fit` tests anyway.
-            run.evaluate("test")
-    state.begin_epoch(done)
-    is_last = state.stopped_by(config) is not None
+    is_last = plan.is_end(state.epoch, state.epoch_samples) or state.out_of_time(config)
+    by_epoch = is_last or done % config.eval_every_epochs == 0
+    if by_epoch or state.owes_evaluation(config):
+        is_best = evaluate(setup, run, is_last=is_last, steps_schedule=by_epoch)
+    if plan.updates_from(state.epoch_samples) == 0:
+        state.begin_epoch(done)
+    else:
+        state.evaluated = state.update
+    is_last = state.stopped_by(config, plan) is not None
     if run.save_is_due or is_last or is_best or done % config.checkpoint.every_epochs == 0:
         run.save(wait=is_last)
+
+
+def evaluate_within_epoch(setup: TrainingSetup, run: Run) -> None:
+    """Evaluate between two updates of an epoch, and save if that is due or the result is the best."""
+    is_best = evaluate(setup, run, is_last=False, steps_schedule=False)
+    run.state.evaluated = run.state.update
+    if run.save_is_due or is_best:
+        run.save()
+
+
+def evaluate(setup: TrainingSetup, run: Run, *, is_last: bool, steps_schedule: bool) -> bool:
+    """Evaluate the validation split, or the test split without one; return whether the result is the best so far."""
+    config, done = setup.config, run.state.epoch + 1
+    if "val" in setup.evaluations:
+        metric = best_metric(config, multi_label=setup.splits.multi_label)
+        lower_is_better = LOWER_IS_BETTER if setup.own_metrics is None else setup.own_metrics.lower_is_better
+        figure, lower = run.evaluate("val").deciding(metric), metric in lower_is_better
+        if steps_schedule:
+            setup.schedule.step(done, -figure if lower else figure)
+        return run.state.record_best(figure, done, lower=lower)
+    if "test" in setup.evaluations and not is_last:
+        # Nothing is decided by the result. After the last epoch `fit` tests anyway.
+        run.evaluate("test")
+    return False
 
 
 def grouped(batches: Iterator[Batch], size: int) -> Iterator[Iterator[Batch]]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -20,29 +20,24 @@ from accel_train import models
 from accel_train.config.schema import Config
 from accel_train.data.loading import InputPipeline, create_input_pipeline
 from accel_train.data.order.drawing import create_draws
-from accel_train.data.order.plan import Plan, divide_batch, mixes_samples
+from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError
 from accel_train.evaluate import Batch, evaluation_batch_size
-from accel_train.exact_sum import ExactGradients
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.launch.rendezvous import collective_seconds
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.independence import make_independent
-from accel_train.models.weights.files import Weights
-from accel_train.models.weights.new_model import create_new_model
+from accel_train.models.weights.new_model import Weights, create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
-from accel_train.optim.bitwise import use_deterministic_kernels
-from accel_train.optim.clipping import parameters_to_clip
-from accel_train.optim.cuda_graph import UpdateGraphs
-from accel_train.optim.deterministic import use_deterministic_layers
+from accel_train.optim.bitwise import sum_exactly, use_deterministic_kernels, use_deterministic_layers
 from accel_train.optim.ema import Ema, create_ema
 from accel_train.optim.loss import create_checked_loss
 from accel_train.optim.micro_batch import LESS_MEMORY, as_in_training, largest_that_fits, searches, set_gradients
-from accel_train.optim.optimizer import create_optimizer
+from accel_train.optim.optimizer import create_optimizer, parameters_to_clip
 from accel_train.optim.performance import (
     check_compilation,
     rebuild_ddp_buckets,
@@ -51,6 +46,11 @@ from accel_train.optim.performance import (
     use_fastest_memory_format,
 )
 from accel_train.optim.schedule import create_schedule
+
+if TYPE_CHECKING:
+    from accel_train.exact_sum import ExactGradients
+    from accel_train.optim.cuda_graph import UpdateGraphs
+    from accel_train.records.more_metrics.own import OwnMetrics
 
 
 @dataclass(frozen=True)
@@ -63,42 +63,31 @@ class TrainingSetup:
     splits: Splits
     plan: Plan
     sampler: TrainingSampler
-    image_size: int
-    """Height and width of the model's input, in pixels."""
-    memory_format: torch.memory_format
-    """Of the model's input."""
-    model: nn.Module
-    """As Accelerate prepared it."""
-    bare_model: nn.Module
-    """The same model without DDP and torch.compile around it."""
-    optimizer: Any
-    """The object on which to call `step` and `zero_grad`."""
+    image_size: int  # height and width of the model's input in training, in pixels
+    memory_format: torch.memory_format  # of the model's input
+    model: nn.Module  # as Accelerate prepared it
+    bare_model: nn.Module  # the same model without DDP and torch.compile around it
+    optimizer: Any  # on which to call `step` and `zero_grad`
     schedule: Scheduler
     ema: Ema | None
     graphs: UpdateGraphs | None  # with --cuda-graph
-    virtual_batches: VirtualBatches
-    """The model's BatchNorms."""
-    dropout: DropoutKeys
-    """Of the model's dropout layers."""
+    virtual_batches: VirtualBatches | None  # the model's BatchNorms
+    dropout: DropoutKeys | None  # if the model has dropout
     around_forward: AbstractContextManager[Any]
     """To be entered for each forward pass of training: for models that call dropout as a function."""
     exact_gradients: ExactGradients | None
     """Sums the gradients of all virtual batches without order; None unless --bitwise."""
-    criterion: Callable[[Tensor, Tensor], Tensor]
-    """The loss of each sample, see `create_loss`."""
-    clipped: list[nn.Parameter]
-    """The parameters whose gradients are clipped."""
-    recomputed_buffers: list[Tensor]
-    """For `models.preserve_buffers`."""
-    evaluation_batch: int
-    """Samples of a process in one forward pass of evaluation."""
+    ddp_sums: bool  # whether DDP sums the gradients of all processes, if there are several
+    criterion: Callable[[Tensor, Tensor], Tensor]  # the loss of each sample, see `create_loss`
+    clipped: list[nn.Parameter]  # those whose gradients are clipped
+    recomputed_buffers: list[Tensor]  # for `models.preserve_buffers`
+    evaluation_batch: int  # samples of a process in one forward pass of evaluation
     training: InputPipeline
     evaluations: dict[str, InputPipeline]
     """For "val" and "test", if the data has them."""
-    warnings: tuple[str, ...]
-    """Warnings for the user."""
-    loaded: str
-    """Which weights were loaded into the new model; "" if none."""
+    own_metrics: OwnMetrics | None = field(default=None, kw_only=True)  # those of --metrics
+    warnings: tuple[str, ...]  # for the user
+    loaded: str  # which weights were loaded into the new model; "" if none
     from_checkpoint: bool
     """The run began from weights that this start has not loaded, because a checkpoint has newer ones."""
 
@@ -108,7 +97,8 @@ class TrainingSetup:
         return device
 
     def set_samples(self, batch: Batch, update: int) -> None:
-        """Say of which samples the next `forward` is: dropout draws by sample."""
+        """Say of which samples the next `forward` is, if the model has dropout: it draws by sample."""
+        assert self.dropout is not None
         self.dropout.set_samples(torch.from_numpy(batch["host_ids"]), update, self.device)
 
     def forward(self, batch: Batch, *, padded: bool) -> tuple[Tensor, Tensor]:
@@ -117,16 +107,15 @@ class TrainingSetup:
         `padded`: whether the update has padding, on any process: BatchNorm does not count it.
         """
         inputs, targets = self.training.transform(batch)
-        self.virtual_batches.begin(batch["weights"], padded=padded, may_be_empty=self.plan.empty > 0)
+        if self.virtual_batches is not None:
+            self.virtual_batches.begin(batch["weights"], padded=padded, may_be_empty=self.plan.empty > 0)
         with self.around_forward:
             return self.model(inputs), targets
 
 
 def connect(config: Config, launch: Launch) -> Accelerator:
-    """Connect to the other processes and create the Accelerator.
-
-    Raises UserError if the batch cannot be divided, with any model, or the processes do not connect.
-    """
+    """Connect to the other processes; return the Accelerator. Raises UserError if the batch cannot be divided, with any
+    model, or the processes do not connect."""
     divide_batch(config, launch.world_size, batchnorm=False)
     accelerator = create_accelerator(
         launch,
@@ -155,28 +144,28 @@ def create_training_setup(
         config, accelerator, splits.classes, splits.channels, size, weights, published=published
     )
     virtual_batch, accumulation = divide_batch(config, launch.world_size, batchnorm=has_batchnorm(model))
-    samples = len(splits.train)
-    plan = Plan(samples, config.batch_size, launch.world_size, accumulation, config.data.drop_last, virtual_batch)
+    plan = create_plan(config, len(splits.train), launch.world_size, accumulation, virtual_batch)
 
     # EMA and optimizer come after the move to the device, because they keep tensors, and before the wrapping, which
     # changes names. FSDP2 replaces BatchNorm's parameters: shard those before the optimizer is created.
     memory_format = use_fastest_memory_format(accelerator, model)
     use_deterministic_layers(config, model, splits.channels, size)  # before the EMA, which has the same layers
-    ema = create_ema(config.ema, model)
+    ema = create_ema(config.ema, model, plan.updates_per_epoch, config.batch_size, config.epochs)
     virtual_batches, dropout, independence = make_independent(
         config, accelerator, model, splits.channels, size, virtual_batch
     )
     shard_batchnorm(accelerator, model)
-    optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2)
+    own_biases = config.schedule.warmup_bias_lr is not None
+    optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2, own_biases=own_biases)
     schedule = create_schedule(
-        config.schedule, optimizer, epochs=config.epochs, updates_per_epoch=plan.updates_per_epoch
+        config.schedule, optimizer, updates=plan.updates, updates_per_epoch=plan.updates_per_epoch
     )
     # The schedule is not prepared: it depends on the update's number, which Accelerate counts differently.
     model, optimizer = accelerator.prepare(model, optimizer)
     bare_model = unwrap_model(model)
-    trained = [parameter for parameter in bare_model.parameters() if parameter.requires_grad]
     recomputed_buffers = models.prepare_recomputation(model, config.model)
-    device, mixes = accelerator.device, mixes_samples(config)
+    device, mixes, bare_optimizer = accelerator.device, config.augment.mixes, unwrap_optimizer(optimizer)
+    graphs = _update_graphs(config, accelerator, bare_model, bare_optimizer, ema) if config.cuda_graph else None
     criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=mixes)
     setup = TrainingSetup(
         config=config,
@@ -187,13 +176,14 @@ def create_training_setup(
         memory_format=memory_format,
         model=model,
         bare_model=bare_model,
-        optimizer=unwrap_optimizer(optimizer),
+        optimizer=bare_optimizer,
         schedule=schedule,
         ema=ema,
-        graphs=UpdateGraphs(config, accelerator, unwrap_optimizer(optimizer), ema) if config.cuda_graph else None,
-        virtual_batches=virtual_batches,
-        dropout=dropout,
-        exact_gradients=ExactGradients(trained, plan.virtual_batches) if config.bitwise else None,
+        graphs=graphs,
+        virtual_batches=virtual_batches if virtual_batches.modules else None,
+        dropout=dropout if dropout.layers or independence.needs_functions else None,
+        ddp_sums=not config.bitwise and graphs is None,
+        exact_gradients=sum_exactly(bare_model, plan.virtual_batches) if config.bitwise else None,
         criterion=criterion,
         clipped=parameters_to_clip(config.optim, bare_model),  # FSDP2 has replaced the parameters
         recomputed_buffers=recomputed_buffers,
@@ -214,10 +204,16 @@ def create_training_setup(
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
     check_compilation(accelerator)
-    if not config.bitwise:  # then DDP sums no gradients
+    if setup.ddp_sums:
         images = torch.zeros(plan.micro_batch, splits.channels, size, size, device=device)
         rebuild_ddp_buckets(accelerator, model, images.to(memory_format=memory_format))
     return setup
+
+
+def _update_graphs(config: Config, *parts: Any) -> UpdateGraphs:
+    from accel_train.optim.cuda_graph import UpdateGraphs
+
+    return UpdateGraphs(config, *parts)
 
 
 def _create_input(
@@ -232,12 +228,14 @@ def _create_input(
     """The fields of TrainingSetup that depend on how many samples a process computes at once."""
 
     def pipeline(source: Any, sampler: Any, *, training: bool) -> InputPipeline:
+        pixels = size if training else config.model.eval_image_size or size
         return create_input_pipeline(
-            config, splits, source, sampler, accelerator, training=training, size=size, memory_format=memory_format
+            config, splits, source, sampler, accelerator, training=training, size=pixels, memory_format=memory_format
         )
 
     draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
-    sampler = TrainingSampler(plan, config.seed, splits.unreadable, draws)
+    repeated = {"repeats": config.data.repeats, "samples": len(splits.train)}
+    sampler = TrainingSampler(plan, config.seed, splits.unreadable, draws, **repeated)
     evaluation_batch = evaluation_batch or evaluation_batch_size(config, plan.micro_batch)
     return {
         "plan": plan,
@@ -270,7 +268,8 @@ def _largest_batches(setup: TrainingSetup) -> tuple[int, int | None]:
             # Without accumulation there are no gradients yet in the forward pass.
             set_gradients(model, present=micro_batch < sizes[-1])
             batch = setup.training.blank_batch(splits.train, micro_batch)
-            bare.set_samples(batch, 0)
+            if bare.dropout is not None:
+                bare.set_samples(batch, 0)
             logits, targets = bare.forward(batch, padded=pads)
             losses = setup.criterion(logits, targets) * batch["weights"]
             with models.preserve_buffers(setup.recomputed_buffers):
@@ -288,7 +287,8 @@ def _largest_batches(setup: TrainingSetup) -> tuple[int, int | None]:
     evaluation_batch = None
     with as_in_training(model, setup.optimizer, setup.device):
         micro_batch = largest_that_fits(sizes, train, accelerator)
-        setup.virtual_batches.discard()
+        if setup.virtual_batches is not None:
+            setup.virtual_batches.discard()
         if micro_batch and setup.evaluations and config.eval_batch_size is None:
             wanted = evaluation_batch_size(config, micro_batch)
             halves = [wanted >> bits for bits in reversed(range(wanted.bit_length()))]

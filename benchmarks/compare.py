@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ import turns
 from trainer import trainer
 
 from accel_train.bench.statistics import ratio, spread
-from accel_train.records.table import print_table
-from accel_train.report.plots import import_pyplot, save
+from accel_train.records.terminal import print_table
+from accel_train.report.shared.plots import import_pyplot, save
 
 HERE = Path(__file__).parent
 SECOND_PASS = "tutorial's second pass"
@@ -113,14 +113,14 @@ def _measure(name: str, task: tasks.Task, root: Path | None, rounds: int, update
     }
 
 
-def script_words(words: list[object], name: str, root: Path | None) -> list[object]:
+def script_words(words: Sequence[object], name: str, root: Path | None) -> list[object]:
     """Return the arguments of python for a script and its options: on the task `name`, with the data in `root`."""
     script, *options = words
     return [HERE / str(script), name, *options, *(["--data-root", root] if root else [])]
 
 
 def _script(
-    words: list[object], name: str, task: tasks.Task, root: Path | None, updates: int, folder: Path
+    words: Sequence[object], name: str, task: tasks.Task, root: Path | None, updates: int, folder: Path
 ) -> turns.Contestant:
     line = [*script_words(words, name, root), "--every", updates]
     return turns.Contestant(line, folder / "log", updates=updates, images=task.batch_size)

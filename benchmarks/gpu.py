@@ -22,6 +22,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def run_steps(
 def create_steps(options: argparse.Namespace) -> list[Step]:
     """The steps, those that tell the most first."""
     folder: Path = options.output
-    speed = [Step(f"speed of {name}", lambda left, name=name: measure(name, options, left)) for name in options.recipes]
+    speed = [Step(f"speed of {name}", partial(measure, name, options)) for name in options.recipes]
     tests = [] if options.skip_tests else [Step("tests marked gpu", lambda left: run_tests(folder, left))]
     return [
         Step("machine", lambda left: machine()),

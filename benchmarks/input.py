@@ -47,7 +47,7 @@ from accel_train.data.tools.cache_writer import write_cache  # noqa: E402
 from accel_train.data.transforms.batch import BatchTransform  # noqa: E402
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
 from accel_train.optim.performance import set_defaults  # noqa: E402
-from accel_train.records.table import print_table  # noqa: E402
+from accel_train.records.terminal import print_table  # noqa: E402
 
 CROP_AND_FLIP = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
 MEMORY = {  # task of tasks.py, augmentation with torchvision, augmentation with accel_train
@@ -84,7 +84,7 @@ def in_memory(name: str, root: Path | None) -> dict[str, Inputs]:
     order = TrainingSampler(Plan(len(splits.train), task.batch_size, 1, 1, drop_last=True), 0)
     accelerator = create_accelerator(LAUNCH)
     layout = torch.channels_last if task.channels > 1 else torch.contiguous_format
-    options = {"training": True, "size": task.size, "memory_format": layout}
+    options: dict[str, Any] = {"training": True, "size": task.size, "memory_format": layout}
     feed = create_input_pipeline(config, splits, splits.train, order, accelerator, **options)
     print(f"accel_train: {feed.placement}")
     return {**ways, "accel_train": by_accel_train(order, lambda: feed.batches, feed.transform)}
@@ -147,7 +147,7 @@ def on_this_core(data: Data) -> Inputs:
     augment, cpu = Augment(crop="resized", flip=0.5), torch.device("cpu")
     source = load_splits(data, 0).train
     order = TrainingSampler(Plan(len(source), FILE_BATCH, 1, 1), 0)
-    options = {"training": True, "size": SIZE, "seed": 0, "workers": 0, "device": cpu}
+    options: dict[str, Any] = {"training": True, "size": SIZE, "seed": 0, "workers": 0, "device": cpu}
     transform = BatchTransform(
         augment,
         size=SIZE,

@@ -98,7 +98,7 @@ def time_dropout(device: torch.device, turns: int) -> None:
             keys.set_samples(ids, 0, device)
             call(layer)
 
-        runs = {"torch": lambda p=p, call=call: call(nn.Dropout(p)), "keyed": call_keyed}  # type: ignore[misc]
+        runs: dict[str, Any] = {"torch": lambda p=p, call=call: call(nn.Dropout(p)), "keyed": call_keyed}
         medians = [statistics.median(times) for times in in_turns(runs, device, turns).values()]
         print(f"{'x'.join(map(str, shape)):>16} {p:>5} {medians[0]:8.3f} {medians[1]:8.3f}")
 

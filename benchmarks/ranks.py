@@ -29,7 +29,7 @@ from torch import distributed
 from accel_train.errors import UserError
 from accel_train.launch import rendezvous
 from accel_train.launch.environment import Launch
-from accel_train.records.table import print_table
+from accel_train.records.terminal import print_table
 from accel_train.run.progress_store import ProgressStore
 from accel_train.run.watchdog import Watchdog
 
@@ -40,7 +40,7 @@ class Counted:
     """A rank's connection to the store, which counts each question once, and the bytes of it and of its answer."""
 
     def __init__(self, port: int) -> None:
-        self._store: Any = distributed.TCPStore("127.0.0.1", port, is_master=False)
+        self._store: Any = distributed.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
         self._asked: dict[tuple[str, str], int] = {}
 
     def _count(self, kind: str, key: str, size: int) -> None:
@@ -82,7 +82,7 @@ class Counted:
 
 def measure(ranks: int) -> dict[str, list[tuple[int, int]]]:
     """(requests, bytes) of each rank in each part of the control plane."""
-    server: Any = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server: Any = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     stores = [Counted(server.port) for _ in range(ranks)]
     watchdogs = [_watchdog(rank, stores) for rank in range(ranks)]
     found = {}

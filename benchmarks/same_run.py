@@ -53,20 +53,24 @@ def update(setup: TrainingSetup, source: Iterator[Batch], kind: str) -> None:
             inputs, targets = setup.training.transform(batch)
             logits = setup.model(inputs)
         else:
-            setup.set_samples(batch, 0)
+            if setup.dropout is not None:
+                setup.set_samples(batch, 0)
             logits, targets = setup.forward(batch, padded=False)
         losses = setup.criterion(logits, targets).sum()
-        (losses if exact else losses / setup.plan.batch_size).backward()
+        (losses if exact else losses / setup.plan.batch_size).backward()  # type: ignore[no-untyped-call]
         if exact:
             exact.add()
     if exact:
         exact.finish(setup.plan.batch_size)
     setup.optimizer.step()
-    if kind == "plain":
-        setup.virtual_batches.discard()
+    if kind == "plain" and setup.dropout is not None:
         setup.dropout.clear()
-    else:
-        setup.virtual_batches.end_update()
+    if setup.virtual_batches is not None:
+        if kind == "plain":
+            setup.virtual_batches.discard()
+        else:
+            setup.virtual_batches.sum_processes()
+            setup.virtual_batches.end_update()
     setup.optimizer.zero_grad()
 
 

@@ -33,7 +33,7 @@ from accel_train.data.sources.divide import stratified_choice
 from accel_train.data.sources.files.encoded import StringArray
 from accel_train.data.sources.files.folder import find_images
 from accel_train.evaluate import evaluate
-from accel_train.records.table import print_table
+from accel_train.records.terminal import print_table
 
 SIZES = [10**5, 10**6, 10**7, 10**8, 10**9]
 CLASSES, IN_A_FOLDER, BATCH = 1000, 1000, 1 << 16

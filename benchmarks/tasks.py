@@ -86,6 +86,7 @@ class Drawn(Dataset[Any]):
         data = Data(name="synthetic", channels=task.channels, image_size=task.size, train_images=task.images)
         splits = synthetic(data)
         source = splits.train if train else splits.test
+        assert source is not None
         pixels = source.fetch(range(len(source.labels)))
         assert isinstance(pixels, torch.Tensor)
         self.data = pixels.permute(0, 2, 3, 1).squeeze(-1).contiguous().numpy()

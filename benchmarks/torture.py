@@ -35,8 +35,8 @@ import torch
 import turns
 from interrupted import history, observed
 
-from accel_train.records.table import print_table
-from accel_train.report.plots import import_pyplot, save
+from accel_train.records.terminal import print_table
+from accel_train.report.shared.plots import import_pyplot, save
 
 HERE = Path(__file__).resolve().parent / "interrupted"
 ACCELERATE = [
@@ -201,7 +201,8 @@ def run(
     Returns what the net saw in each start, how many of them were killed, and how many failed.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    starts, killed, failed, tries = [], 0, 0, 0
+    starts: list[Any] = []
+    killed = failed = tries = 0
     plan: list[tuple[int, int | None]] = [*kills, (last, None)]
     while plan:
         processes, moment = plan[0]

@@ -38,7 +38,7 @@ def main() -> None:
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     batch_size = task.batch_size // world_size
     dataset = task.dataset(options.data_root, task.transform(), images=options.images)
-    sampler = DistributedSampler(
+    sampler: DistributedSampler[Any] = DistributedSampler(
         dataset, num_replicas=world_size, rank=int(os.environ.get("RANK", "0")), seed=options.seed or 0
     )
     loader = DataLoader(

@@ -15,6 +15,8 @@
 set -euo pipefail
 
 JOB=${SLURM_JOB_ID:-${PBS_JOBID:-0}}
+# Of an array, the number of one element is also the number of all: scontrol would requeue them together.
+if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then JOB=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}; fi
 START=${ACCEL_TRAIN_START:-} # set in a task; in the batch script begin_run sets it
 script=${script:-$0}
 given='' # the variables that the user has set, as the beginning of a command line
@@ -68,9 +70,14 @@ find_module() { # for users of csh and zsh: bash, whose start-up files they do n
     done
 }
 
-# begin_run RECIPE [--key value ...]: find or create the run's directory.
+# begin_run RECIPE [--key value ...]: find or create the run's directory. With a list of `accel-train submit` (*.jsonl)
+# instead of a recipe, this job is one of its lines.
 begin_run() {
     [[ ${1:--} != -* ]] || fail "usage: sbatch [options of sbatch] slurm/NAME.sbatch RECIPE [--key value ...]"
+    if [[ $1 == *.jsonl ]]; then
+        find_element "$1" "${SLURM_ARRAY_TASK_ID:-${PBS_ARRAY_INDEX:-0}}"
+        set -- "$element/recipe.yaml" --output-dir "$element"
+    fi
     warn_of_doctor
     local recipe=$1 previous='' word
     RUN='' gpus=''
@@ -98,6 +105,7 @@ begin_run() {
     rm -rf "$START"
     mkdir -p "$START/nodes" "$RUN/slurm/nccl"
     touch "$START/begun"
+    echo "$JOB" >"$RUN/slurm/job" # whose state `accel-train runs` shows
     trap 'signalled=1; pass_on_warning' USR1
     if [[ -z ${ACCELERATE_CONFIG:-} ]]; then
         count_gpus
@@ -116,6 +124,15 @@ begin_run() {
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
     export ACCEL_TRAIN_ROOT ACCELERATE_CONFIG ACCEL_TRAIN_START=$START RUN JOB
     say "job $JOB, start ${SLURM_RESTART_COUNT:-0}, on ${SLURM_JOB_NODELIST:-$HOSTNAME}: $RUN"
+}
+
+# find_element LIST INDEX: sets $element to the run's directory that a line of LIST (FOLDER/jobs/NAME.jsonl) names. The
+# names have no characters that a shell or JSON would quote; the options, which may, are in that directory's recipe.yaml.
+find_element() {
+    local name
+    name=$(sed -n "$(($2 + 1))s/^{\"name\": \"\([^\"]*\)\".*/\1/p" "$1")
+    [[ -n $name ]] || fail "$1 has no element in line $(($2 + 1)): submit it again with accel-train submit"
+    element=$(dirname -- "$(dirname -- "$1")")/$name
 }
 
 warn_of_doctor() { # in the first line of the log: a mistyped "strict" protects nothing
@@ -148,7 +165,8 @@ nearest() {
 # A port for the ranks to connect to. Each job has its own, and each start of a job too, in case the last one was in
 # use. Rank 0 listens there, on this host, which is the job's first. Ports on which another program listens are skipped.
 find_port() {
-    local number=$((${JOB%%[!0-9]*} + 1009 * ${SLURM_RESTART_COUNT:-0})) port tries
+    local number=$((${JOB%%[!0-9]*} + ${PBS_ARRAY_INDEX:-0})) port tries
+    number=$((${SLURM_JOB_ID:-$number} + 1009 * ${SLURM_RESTART_COUNT:-0}))
     for ((tries = 0; tries < 50; tries++)); do
         port=$((20000 + (number + tries) % 10000))
         if ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then break; fi
@@ -221,7 +239,7 @@ start_tasks() {
     shift
     # srun uses the job's --cpus-per-task only if it is given again; without it a task may be bound to one core
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
-    if ((${SLURM_NTASKS:-1} > 1)); then options+=(--label); fi
+    if ((${SLURM_NTASKS:-${SLURM_NNODES:-1}} > 1)); then options+=(--label); fi
     # If Slurm ends the job (scancel, time limit, lost node, requeue by someone else), this script does not requeue it.
     # But this shell must outlive its srun: an srun that is left behind would cancel the next start's step of the same
     # number. It waits for it in `wait`, where a trap runs at once.

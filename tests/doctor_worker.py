@@ -27,7 +27,7 @@ if fault == "node":
         time.sleep(0.1)
         return product(self, other)
 
-    torch.Tensor.__matmul__ = slow  # type: ignore[method-assign]
+    torch.Tensor.__matmul__ = slow  # type: ignore[assignment, method-assign]
     folder /= "1"
     words += ["--data.root", str(folder), "--output-dir", str(folder / "runs" / "a")]
 elif fault == "memory":

@@ -51,7 +51,7 @@ def fed(accelerator: Accelerator, augment: Augment, accumulation: int, epoch: in
         digests = [hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()[:16] for image in images]
         parts = (batch["ids"].tolist(), batch["weights"].tolist(), targets.tolist(), digests)
         seen.append([list(sample) for sample in zip(*parts, strict=True)])
-    return seen
+    return seen  # type: ignore[return-value]
 
 
 def counted(result: Evaluation) -> dict[str, object]:

@@ -227,11 +227,11 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request.get("blocked", []))
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     out, err = (io.FileIO(number, "w", closefd=False) for number in (1, 2))
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(  # type: ignore[misc]
         out if unbuffered else io.BufferedWriter(out), "utf-8", write_through=unbuffered
     )
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(  # type: ignore[misc]
         io.BufferedWriter(err), "utf-8", "backslashreplace", line_buffering=True
     )
     sys.modules["numpy"].random.seed()  # of its own, as torch's and Python's are
@@ -270,7 +270,7 @@ def _program(args: list[str]) -> tuple[types.CodeType, types.ModuleType]:
             spec = importlib.util.find_spec(f"{args[1]}.__main__")
         assert spec is not None and spec.origin is not None, args[1]
         main.__spec__, main.__file__, main.__package__ = spec, spec.origin, spec.parent
-        code, first, rest, path = spec.loader.get_code(spec.name), spec.origin, args[2:], str(Path.cwd())  # type: ignore[union-attr]
+        code, first, rest, path = spec.loader.get_code(spec.name), spec.origin, args[2:], str(Path.cwd())  # type: ignore[attr-defined, union-attr]
     elif args[0] == "-c":
         code, first, rest, path = compile(args[1], "<string>", "exec"), "-c", args[2:], ""
     else:

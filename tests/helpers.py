@@ -152,7 +152,7 @@ def run(
         line = command(*words, processes=processes)
         return subprocess.run(line, env=environment(**variables), capture_output=True, text=True, timeout=timeout)
     line, forks = _forks(words, processes, launcher=launcher)
-    return python(*line, processes=forks, timeout=timeout, **variables)
+    return python(*line, processes=forks, timeout=timeout, **variables)  # type: ignore[arg-type]
 
 
 def _forks(words: Sequence[object], processes: int, *, launcher: bool) -> tuple[Sequence[object], int]:
@@ -319,7 +319,7 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
 
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place]
-    mounted = subprocess.run(mount, capture_output=True, text=True)
+    mounted = subprocess.run(mount, capture_output=True, text=True)  # type: ignore[arg-type]
     if mounted.returncode:
         pytest.skip(f"a small file system can be mounted by root only: {mounted.stderr.strip()}")
     try:

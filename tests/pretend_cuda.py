@@ -342,7 +342,7 @@ class CudaTensor(torch.Tensor):
     def data(self) -> torch.Tensor:  # type: ignore[override]
         return self.detach()
 
-    @data.setter
+    @data.setter  # type: ignore[override]
     def data(self, other: CudaTensor) -> None:
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # sizes, strides, dtype
         self.held = other.held
@@ -639,7 +639,7 @@ def install() -> None:
         autocast(self, "cpu" if device_type == "cuda" else device_type, *arguments, **options)
 
     torch.autocast.__init__ = of_the_cpu  # type: ignore[method-assign, assignment]
-    torch.nn.functional.one_hot = _one_hot  # on the CPU it looks at the values
+    torch.nn.functional.one_hot = _one_hot  # type: ignore[assignment]  # on the CPU it looks at the values
 
     from torch.utils.data._utils import pin_memory
 
@@ -649,8 +649,8 @@ def install() -> None:
         with PretendedCuda():
             loop(*arguments)
 
-    pin_memory._pin_memory_loop = in_thread
-    torch.utils.data._utils.pin_memory._pin_memory_loop = in_thread
+    pin_memory._pin_memory_loop = in_thread  # type: ignore[assignment]
+    torch.utils.data._utils.pin_memory._pin_memory_loop = in_thread  # type: ignore[assignment]
 
 
 def serve() -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.cli.info.help import help_texts, written
-from accel_train.config.option_types import choices, in_words, option_types
+from accel_train.config.declaration import ONE_START, DecidesSamples, Free
+from accel_train.config.option_types import choices, declared, in_words, option_types, value
 from accel_train.config.recipe import read_recipe, recipe_names
-from accel_train.config.schema import Config, value
+from accel_train.config.schema import Config
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -25,6 +26,7 @@ EXAMPLES: dict[str, str] = {
     "virtual-batch-size": "16",
     "eval-batch-size": "512",
     "resume": "must",
+    "eval-every-updates": "1000",
     "best-metric": "--data.val-fraction 0.1 --best-metric loss",
     "allow-change": "optim.lr epochs",
     "trackers": "tensorboard",
@@ -50,6 +52,19 @@ EXAMPLES: dict[str, str] = {
     "augment.scale": "--augment.crop resized --augment.scale 0.35 1",
     "augment.ratio": "--augment.crop resized --augment.ratio 0.9 1.1",
     "augment.interpolation": "bicubic",
+    "augment.train-interpolation": "random",
+    "augment.degrees": "15",
+    "augment.translate": "0.1",
+    "augment.zoom": "0.8 1.2",
+    "augment.shear": "10",
+    "augment.perspective": "0.2",
+    "augment.perspective-probability": "--augment.perspective 0.2 --augment.perspective-probability 0.3",
+    "augment.fill": "--augment.policy trivialaugment --augment.fill 124 116 104",
+    "augment.policy": "rand-m9-mstd0.5-inc1",
+    "augment.own": "mine.py:augment",
+    "augment.erase-mode": "--augment.erase 0.25 --augment.erase-mode pixel",
+    "augment.erase-count": "--augment.erase 0.25 --augment.erase-count 3",
+    "data.repeats": "3",
     "augment.flip": "0.5",
     "augment.vertical-flip": "0.5",
     "augment.color-jitter": "0.4 0.4 0.4 0.1",
@@ -62,6 +77,10 @@ EXAMPLES: dict[str, str] = {
     "augment.mixup": "0.2",
     "augment.cutmix": "1.0",
     "augment.mix-probability": "--augment.mixup 0.2 --augment.mix-probability 0.5",
+    "augment.cutmix-minmax": "0.2 0.8",
+    "augment.switch-probability": "--augment.mixup 0.8 --augment.cutmix 1 --augment.switch-probability 0.3",
+    "augment.mix-mode": "--augment.mixup 0.8 --augment.mix-mode batch",
+    "augment.mix-epochs": "--epochs 300 --augment.mixup 0.8 --augment.mix-epochs 280",
     "augment.mean": "0.5 0.5 0.5",
     "augment.std": "0.25 0.25 0.25",
     "model.name": "resnet18",
@@ -69,7 +88,11 @@ EXAMPLES: dict[str, str] = {
     "model.pretrained": "--model.name resnet18 --model.pretrained true",
     "model.weights": "runs/first",
     "model.image-size": "224",
+    "model.eval-image-size": "--model.image-size 176 --model.eval-image-size 224 --augment.resize 232",
     "model.freeze-body": "--model.name resnet18 --model.pretrained true --model.freeze-body true",
+    "model.freeze": "--model.name resnet18 --model.pretrained true --model.freeze conv1 layer1",
+    "model.freeze-epochs": "--model.pretrained true --model.freeze-body true --model.freeze-epochs 3",
+    "model.gradual-unfreezing": "--model.freeze-body true --model.freeze-epochs 1 --model.gradual-unfreezing true",
     "model.dropout": "0.2",
     "model.drop-path": "--model.name vit_small_patch16_224 --model.drop-path 0.1",
     "optim.name": "adamw",
@@ -79,10 +102,15 @@ EXAMPLES: dict[str, str] = {
     "optim.betas": "--optim.name adamw --optim.betas 0.9 0.95",
     "optim.eps": "--optim.name adamw --optim.eps 1e-6",
     "optim.layer-decay": "--model.name vit_small_patch16_224 --optim.layer-decay 0.75",
+    "optim.head-lr": "--model.pretrained true --optim.lr 0.001 --optim.head-lr 0.01",
     "optim.clip": "1.0",
     "optim.clip-mode": "--optim.clip 0.02 --optim.clip-mode agc",
     "schedule.name": "--schedule.name cosine",
     "schedule.warmup-epochs": "0.5",
+    "schedule.warmup-bias-lr": "--schedule.warmup-epochs 3 --schedule.warmup-bias-lr 0.1",
+    "schedule.warmup-momentum": "--schedule.warmup-epochs 3 --schedule.warmup-momentum 0.8",
+    "schedule.cycle-momentum": "--schedule.name one_cycle --schedule.cycle-momentum 0.85",
+    "schedule.cooldown-epochs": "--schedule.name cosine --epochs 30 --schedule.cooldown-epochs 10",
     "schedule.warmup-lr": "--schedule.warmup-epochs 0.5 --schedule.warmup-lr 1e-5",
     "schedule.min-lr": "--schedule.name cosine --schedule.min-lr 1e-5",
     "schedule.step-epochs": "--schedule.name step --schedule.step-epochs 10",
@@ -92,9 +120,17 @@ EXAMPLES: dict[str, str] = {
     "schedule.patience-epochs": "--schedule.name plateau --data.val-fraction 0.1 --schedule.patience-epochs 5",
     "loss.name": "bce",
     "loss.label-smoothing": "0.1",
+    "loss.own-class-weights": "--data.name folder --data.root cats_and_dogs --loss.own-class-weights 1 2.5",
+    "loss.bce-target-threshold": "--loss.name bce --loss.bce-target-threshold 0.2",
+    "loss.bce-sum": "--loss.name bce --loss.bce-sum true",
+    "loss.bce-pos-weight": "--loss.name bce --loss.bce-pos-weight 4",
     "ema.decay": "--ema.enabled true --ema.decay 0.999",
+    "ema.every-updates": "--ema.enabled true --ema.every-updates 32",
+    "ema.scale-decay": "--schedule.name cosine --ema.enabled true --ema.scale-decay true",
+    "ema.after-epochs": "--ema.enabled true --ema.after-epochs 1",
     "ema.warmup": "--ema.enabled true --ema.warmup true",
     "stop.patience-epochs": "--data.val-fraction 0.1 --stop.patience-epochs 5",
+    "stop.updates": "10000",
     "stop.hours": "8",
     "checkpoint.every-updates": "500",
     "checkpoint.every-seconds": "1800",
@@ -127,6 +163,17 @@ def example(key: str, kind: Any, default: Any) -> str:
     return f"--{key} {others[0] if others else written(default)}"
 
 
+def changes(key: str) -> list[str]:
+    """Whether the option may change when a run goes on; [] for most, which need --allow-change."""
+    free = dict(declared(Free)).get(key)
+    if key in dict(declared(DecidesSamples)):
+        return ["- In a run that goes on: changes between two epochs only, with `--allow-change`"]
+    if free is None or free is ONE_START:
+        return []
+    schedules = f"; not with the schedule {' or '.join(free.unless)}" if free.unless else ""
+    return [f"- In a run that goes on: may change ({free.reason}{schedules})"]
+
+
 def options_page() -> str:
     kinds, texts, defaults = option_types(), help_texts(), Config()
     lines = [
@@ -148,7 +195,8 @@ def options_page() -> str:
             without = "none" if default is None else written(default)
             code = example(key, kind, default)
             lines += [f"### `--{key}`", "", texts[key].replace("|", "\\|"), ""]
-            lines += [f"- Value: {words}", f"- Default: {without}", f"- Example: `{code}`", ""]
+            lines += [f"- Value: {words}", f"- Default: {without}", f"- Example: `{code}`"]
+            lines += [*changes(key), ""]
         lines.pop()
     return "\n".join(lines) + "\n"
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
 import torch
 from PIL import Image
 
-from accel_train.api import evaluate, load_run, predict, train
+from accel_train.api import doctor, evaluate, export, load_run, predict, report, train
 from accel_train.errors import UserError
 
 SMALL = {"base": "digits", "epochs": 1, "data": {"train_limit": 400, "test_limit": 60}, "optim": {"lr": 1e-2}}
@@ -71,23 +71,67 @@ def test_a_run_is_loaded_with_its_transform_classes_and_figures(run: Path) -> No
 
 def test_evaluate_returns_the_figures(run: Path) -> None:
     result = evaluate(run, "--data.test-limit", "30")
-    assert result["model"]["count"] == 30
-    assert result["split"] == "test"
-    assert evaluate(run)["model"]["accuracy"] == load_run(run).rows("eval")[-1]["accuracy"]
+    assert result.figures["model"]["count"] == 30
+    assert result.figures["split"] == "test"
+    assert evaluate(run).figures["model"]["accuracy"] == load_run(run).rows("eval")[-1]["accuracy"]
 
 
-def test_evaluate_returns_what_it_measured_also_if_that_cannot_be_written(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The file of an earlier evaluation has other figures."""
-    evaluate(run)
+def test_evaluate_returns_what_the_command_line_prints_and_writes(run: Path) -> None:
+    """The files of an earlier evaluation, with other figures, stay as they are."""
+    assert helpers.python("-m", "accel_train", "evaluate", run, "--split", "train").returncode == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    result = evaluate(run, split="train", keep_predictions=True)
+    evaluate(run, "--data.train-limit", "30", split="train")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    written = json.loads(before[run / "evaluation-train.json"])
+    assert result.figures | {"time": written["time"]} == written
+    assert result.predictions is not None
+    right = (result.predictions.logits.argmax(1) == result.predictions.labels).mean()
+    assert right == pytest.approx(result.figures["model"]["accuracy"])
 
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", refuse)
-    assert evaluate(run, "--data.test-limit", "30")["model"]["count"] == 30
-    assert f"{run}/evaluation-test.json cannot be written (No space left on device)" in capsys.readouterr().err
+def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Path) -> None:
+    exported = export(run, "pt2", output=tmp_path / "export")
+    assert exported.folder == tmp_path / "export" and exported.address == ""
+    assert [file.name for file in exported.files] == ["README.md", "model.pt2", "preprocess.json"]
+    assert all(file.is_file() for file in exported.files)
+    with pytest.raises(UserError, match="other files"):
+        export(run, "pt2", output=run)
+    page = report(run, output=tmp_path / "page.html")
+    assert page.path == tmp_path / "page.html" and page.path.is_file()
+    assert page.figures["model"]["accuracy"] == evaluate(run).figures["model"]["accuracy"]
+    assert report(run, run, output=page.path).figures == {}
+
+
+def test_doctor_and_bench_return_what_they_have_found(tmp_path: Path) -> None:
+    script = f"""
+import json, os
+from accel_train.api import bench, doctor
+diagnosis = doctor({SMALL!r}, quick=True, skip=["room"])
+figures = bench("digits", rounds=1, updates=2, place={str(tmp_path)!r}).figures
+told = json.dumps([diagnosis.failed, *diagnosis.findings]) + json.dumps(figures["processes"])
+os.write(1, f"told: {{told}}\\n".encode())  # in one piece: both processes write to one pipe
+"""
+    done = helpers.python("-c", script, cwd=tmp_path, processes=2, timeout=200)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()  # and nothing else
+    assert first == second and first.startswith('told: [false, "') and first.endswith("]2")
+    assert '"room"' not in first and [*tmp_path.iterdir()] == []
+    with pytest.raises(UserError, match="no check is named"):
+        doctor("digits", skip=["nothing"])
+
+
+def test_evaluate_returns_the_same_on_each_process_and_again(run: Path, tmp_path: Path) -> None:
+    script = f"""
+import json
+from accel_train.api import evaluate
+for words in ((), ("--data.test-limit", "30")):
+    result = evaluate({str(run)!r}, *words)
+    print("told:", json.dumps([result.figures["model"]["count"], result.figures]))
+"""
+    found = told(helpers.python("-c", script, cwd=tmp_path, processes=2))
+    assert sorted(count for count, _ in found) == [30, 30, 60, 60]
+    assert all(figures == other for count, figures in found for number, other in found if count == number)
 
 
 def test_a_training_whose_end_cannot_be_saved_raises_what_the_command_line_says(tmp_path: Path) -> None:
@@ -151,3 +195,68 @@ print(len(run.rows("eval")), run.result["world_size"])
     done = helpers.python("-c", script, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "2 2"
+
+
+def told(done: subprocess.CompletedProcess[str]) -> list[Any]:
+    """What the processes of a script say that `train` returned."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("told: ")]
+
+
+TELL = """
+import json, os, signal, threading, time
+from pathlib import Path
+from accel_train.api import load_run, train
+def tell(result):
+    figures = {name: result.figures.get(name) for name in ("epochs", "updates", "test_accuracy")}
+    print("told:", json.dumps([str(result.directory), result.finished, result.stopped_by, figures]), flush=True)
+"""
+
+
+def test_train_says_whether_a_signal_has_stopped_it_and_the_same_call_finishes_the_run(tmp_path: Path) -> None:
+    script = f"""{TELL}
+def warn():
+    while not Path("run/status.json").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGUSR1)
+again = ({SMALL!r}, "--output-dir", "run", "--epochs", "40")
+if not Path("run").exists():
+    threading.Thread(target=warn).start()
+    tell(train(*again))
+else:
+    tell(train(*again))
+    result = train(*again)
+    tell(result)
+    assert result.nothing_left and Path(result) == Path("run") and (result / "result.json").is_file()
+    assert load_run(result).result == result.figures
+"""
+    (stopped,) = told(helpers.python("-c", script, cwd=tmp_path))
+    finished, again = told(helpers.python("-c", script, cwd=tmp_path))
+    assert stopped[:3] == ["run", False, "SIGUSR1"] and 0 < stopped[3]["updates"] < finished[3]["updates"] == 360
+    assert finished[:3] == ["run", True, "epochs"] and 0 < finished[3]["test_accuracy"] <= 1
+    assert again == finished
+
+
+def test_each_process_is_told_the_same(tmp_path: Path) -> None:
+    """Without --output-dir they train in one new folder. A limit of time finishes a run; the file STOP does not."""
+    script = f"""{TELL}
+tell(result := train({SMALL!r}, "--epochs", "99", "--stop.hours", "1e-6"))
+tell(train({{**{SMALL!r}, "seed": 1}}, "--output-dir", "stop"))
+"""
+    (tmp_path / "stop").mkdir()
+    (tmp_path / "stop/STOP").touch()
+    found = told(helpers.python("-c", script, cwd=tmp_path, processes=2))
+    late, stopped = ([each for each in found if each[1] is finished] for finished in (True, False))
+    assert len(late) == len(stopped) == 2 and late[0] == late[1] and stopped[0] == stopped[1]
+    assert late[0][0].startswith("runs/notebook/") and late[0][2] == "hours" and late[0][3]["epochs"] == 1
+    assert stopped[0][2] == "the file STOP" and stopped[0][3]["updates"] > 0
+
+
+def test_a_run_is_shown_in_a_few_lines_as_a_table_and_as_curves(run: Path) -> None:
+    loaded = load_run(run)
+    assert repr(loaded).splitlines()[0] == f"LoadedRun({str(run)!r})" and len(repr(loaded).splitlines()) == 5
+    assert len(repr(loaded)) < 600 and "test_accuracy" in repr(loaded)
+    assert loaded.to_pandas("eval")["split"].tolist() == ["train", "test"]
+    loss, accuracy = loaded.plot().axes
+    assert [line.get_label() for line in loss.lines] == ["training", "test"]
+    assert accuracy.lines[1].get_ydata().tolist() == [loaded.rows("eval")[-1]["accuracy"]]

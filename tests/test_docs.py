@@ -15,24 +15,34 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
+from torch.distributed.run import get_args_parser as torchrun_parser
 
-from accel_train.cli.bench import Bench
 from accel_train.cli.dispatch import COMMANDS
 from accel_train.cli.doctor import Doctor
+from accel_train.cli.of_recipe.bench import Bench
+from accel_train.cli.of_recipe.find_lr import FindLr
+from accel_train.cli.of_recipe.preview import Preview
+from accel_train.cli.submit import Submit, divide
+from accel_train.cluster.elements import elements_of
 from accel_train.config.option_types import option_types
-from accel_train.config.options import parse, parse_command_of_recipe
+from accel_train.config.options import parse, parse_command, parse_command_of_recipe, parse_settings
 from accel_train.errors import UserError
 from accel_train.starter import FOLDERS
+from accel_train.user_code.objects import provided, take_objects
 
 ROOT = helpers.ROOT
+OF_RECIPE: dict[str, Any] = {"bench": Bench, "doctor": Doctor, "find-lr": FindLr, "preview": Preview}
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
-OWN = ("docs/own_data.md", "docs/own_model.md")  # their files and commands are run in this order
+OWN = ("docs/own_data.md", "docs/own_model.md", "docs/own_metrics.md", "docs/from_python.md")
+"""The files and commands of these pages are run in this order."""
 OTHER_PROGRAMS = {
     "cd",
     "cmp",
@@ -115,8 +125,15 @@ def check(words: list[str]) -> None:
     elif program == "accelerate":
         assert rest[0] == "launch", words
         found = launch_command_parser().parse_args(rest[1:])
-        assert found.module, words
         assert (ROOT / found.config_file).is_file(), words
+        if found.training_script.startswith("examples/"):
+            check_example(found.training_script, found.training_script_args)
+        else:
+            assert found.module, words
+            check_module(found.training_script, found.training_script_args)
+    elif program == "torchrun":
+        found = torchrun_parser().parse_args(rest)
+        assert found.module, words
         check_module(found.training_script, found.training_script_args)
     elif program == "sbatch":
         script = next(at for at, word in enumerate(rest) if not word.startswith("-"))
@@ -129,12 +146,18 @@ def check(words: list[str]) -> None:
         assert (ROOT / rest[-1]).is_file(), words
     elif program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    elif program == "python" and rest[0].startswith("examples/"):
+        check_example(rest[0], rest[1:])
     elif program == "python" and rest[0] != "-m":
-        assert any(f"# {rest[0]}\n" in text_of(page) for page in OWN), words
+        assert (ROOT / rest[0]).is_file() or any(f"# {rest[0]}\n" in text_of(page) for page in OWN), words
     elif rest and program == "export" and rest[0].startswith("TRAIN="):
         check_accel_train(["train", *rest[0].removeprefix("TRAIN=").split()])
     else:
         assert program in OTHER_PROGRAMS, words
+
+
+def check_example(file: str, rest: list[str]) -> None:
+    assert {word for word in rest if word.startswith("--")} <= {*re.findall(r'"(--[\w-]+)"', (ROOT / file).read_text())}
 
 
 def check_module(module: str, rest: list[str]) -> None:
@@ -143,13 +166,18 @@ def check_module(module: str, rest: list[str]) -> None:
 
 
 def check_accel_train(rest: list[str]) -> None:
-    recipes = ("RECIPE", "my_recipe.yaml", "./my_recipe.yaml")
+    recipes = ("RECIPE", "my_recipe.yaml", "./my_recipe.yaml", "photos.yaml")
     command, words = rest[0], ["digits" if word in recipes else word for word in rest[1:]]
     assert command in COMMANDS, command
     if command == "train":
         parse(words, checks_code=False)
-    elif command in ("bench", "doctor"):
-        parse_command_of_recipe({"bench": Bench, "doctor": Doctor}[command], words, f"accel-train {command}")
+    elif command == "submit":
+        ours, options_of_slurm = divide(words)
+        options, given = parse_command(Submit, ours, "accel-train submit", positional=("recipe",), others=("",))
+        assert elements_of(options.recipe, given, options.seeds, options.over), rest
+        assert {option.partition("=")[0] for option in options_of_slurm} <= FOREIGN, rest
+    elif command in OF_RECIPE:
+        parse_command_of_recipe(OF_RECIPE[command], words, f"accel-train {command}")
     else:  # those of the README run, below
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options_of(command), rest
 
@@ -167,11 +195,15 @@ def options_of(command: str) -> set[str]:
 @functools.cache
 def known_options() -> set[str]:
     ours = {f"--{key}" for key in option_types()}.union(*map(options_of, {*COMMANDS} - {"train"}))
-    files = (*(ROOT / "benchmarks").glob("*.py"), ROOT / "tests" / "golden.py", ROOT / "tests" / "reference.py")
-    scripts = "".join(path.read_text() for path in files)
-    return (
-        ours | {*re.findall(r'"(--\w[\w-]*)"', scripts)} | {*launch_command_parser()._option_string_actions} | FOREIGN
+    files = (
+        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "examples").glob("*.py"),
+        ROOT / "tests" / "golden.py",
+        ROOT / "tests" / "reference.py",
     )
+    scripts = "".join(path.read_text() for path in files)
+    launchers = {*launch_command_parser()._option_string_actions, *torchrun_parser()._option_string_actions}
+    return ours | {*re.findall(r'"(--\w[\w-]*)"', scripts)} | launchers | FOREIGN
 
 
 def check_inline(code: str) -> None:
@@ -267,7 +299,12 @@ def run_commands(folder: Path) -> list[tuple[list[str], int]]:
     lines = []
     for block in blocks(text_of("README.md"), "bash"):
         for program, *words in commands_in(block):
-            if program == "accel-train" and (words[0] not in ("train", "bench") or words[1] == "digits"):
+            # submit needs a batch system: tests/cluster/test_submit.py
+            if (
+                program == "accel-train"
+                and words[0] != "submit"
+                and (words[0] not in ("train", "bench") or words[1] == "digits")
+            ):
                 lines.append(["run" if word.startswith("runs/") else word for word in words])
                 if words[0] == "train":
                     name = "run" if len(words) == 2 else "stripes" if "stripes.py:data" in words else "bitwise"
@@ -302,9 +339,12 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
     """In a folder that has only these files and the launch configs, as `accel-train init` writes them."""
     write_snippets(tmp_path)
     ran = 0
+    torchmetrics = find_spec("torchmetrics") is not None
     for page in OWN:
         for block in blocks(text_of(page), "bash"):
             for program, *words in commands_in(block):
+                if "scores.py:auc" in words and not torchmetrics:
+                    continue
                 if program == "python":
                     done = helpers.python(*words, cwd=tmp_path)
                     assert done.returncode == 0, (words, done.stderr)
@@ -314,11 +354,12 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
                 done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path)
                 assert done.returncode == 0, (words, done.stderr)
                 ran += 1
-    assert ran == 22
-    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 13
+    assert ran == 25 + torchmetrics
+    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 16 + torchmetrics
     for name in ("arrows", "arrows_2", "stripes", "shades", "scans"):
         assert json.loads((tmp_path / "runs" / name / "result.json").read_text())["test_accuracy"] > 0.9
     assert json.loads((tmp_path / "runs" / "shapes" / "result.json").read_text())["test_map"] > 0.8
+    assert json.loads((tmp_path / "runs" / "net" / "result.json").read_text())["test_accuracy"] > 0.8
     done = helpers.python("notebook.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "('left', 'right') tensor([[" in done.stdout
@@ -328,30 +369,45 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
 @pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_the_tutorial_works_as_it_is(tmp_path: Path) -> None:
-    """All its commands but those that install, in one folder, as they are there."""
+    """All its commands but those that install, in one folder, as they are there (photographs smaller)."""
     import numpy as np
-    from PIL import Image
+    import timm
+    import torch
 
+    page = text_of("docs/tutorial.md")
+    (recipe,) = blocks(page, "yaml")
+    (tmp_path / recipe.splitlines()[0].removeprefix("# ")).write_text(recipe)
+    torch.manual_seed(0)
+    torch.save(timm.create_model("resnet18").state_dict(), tmp_path / "resnet18.pth")  # of 1000 classes
     for name, low in (("cat", 0), ("dog", 100)):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for number in range(40):
             pixels = np.random.default_rng(number + low).integers(low, low + 150, (40, 50, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.jpg")
     ran = []
-    for block in blocks(text_of("docs/tutorial.md"), "bash"):
+    for block in blocks(page, "bash"):
         for program, *words in commands_in(block):
-            if program not in ("accel-train", "accelerate"):
+            if program not in ("accel-train", "accelerate") or "--model.pretrained" in words:  # needs a network
                 continue
             processes = 2 if program == "accelerate" else 1
             words = ["train", *words[words.index("accel_train.train") + 1 :]] if processes == 2 else words
-            done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path)
+            words += ["--model.image-size", "32"] if "resnet18.pth" in words else []  # fast
+            done = helpers.python("-m", "accel_train", *words, processes=processes, cwd=tmp_path, timeout=300)
             assert done.returncode == 0, (words, done.stderr)
             ran.append(words[0])
-    assert ran == ["train", "train", "init", "train", "train", "report", "report", "evaluate", "predict",
-                   "check-data", "train", "report"]  # fmt: skip
-    assert json.loads((tmp_path / "runs/first/result.json").read_text())["epochs"] == 4
-    for page in ("comparison.html", "runs/two/report.html", "runs/photos/report.html", "predictions.npz"):
-        assert (tmp_path / page).is_file()
+    assert ran == ["train", "train", "train", "init", "train", "report", "report", "evaluate", "predict",
+                   "check-data", "train", "report", "predict"]  # fmt: skip
+    results = {run.name: json.loads((run / "result.json").read_text()) for run in (tmp_path / "runs").iterdir()}
+    assert {name: result["epochs"] for name, result in results.items()} == {
+        "first": 6, "longer": 12, "two": 3, "photos_from_file": 4,
+    }  # fmt: skip
+    before = json.loads((tmp_path / "runs/first/result-epoch-3.json").read_text())
+    # Longer is better, as the page says.
+    assert before["test_accuracy"] < results["first"]["test_accuracy"] <= results["longer"]["test_accuracy"]
+    for path in ("comparison.html", "runs/two/report.html", "runs/photos_from_file/report.html"):
+        assert (tmp_path / path).is_file()
+    rows = (tmp_path / "found.csv").read_text().splitlines()
+    assert len(rows) == 1 + 80 * 2 and rows[1].startswith("photos/cat/0.jpg,1,")
 
 
 @pytest.mark.ci
@@ -489,6 +545,8 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
         "check-data",
         "cache-data",
         "doctor",
+        "find-lr",
+        "preview",
     }
     assert [words for words, code in codes if code != 0] == []
     for name in ("run/result.json", "run/evaluation-test.json", "pets.cache", "unreadable-PetImages.txt"):
@@ -525,6 +583,37 @@ def test_the_commands_of_fine_tune_run(tmp_path: Path) -> None:
     assert ["last layer loaded" in line for line in said] == [False, False, True, True], ran.stdout
 
 
+def test_the_keywords_for_users_of_other_libraries_exist() -> None:
+    """Those in the tables of docs/from_python.md that are complete."""
+    names: dict[str, object] = {"path": "photos", "dataset": [(None, 0)], "datasets": {"train": [(None, 0)]}}
+    names |= dict.fromkeys(("model", "net", "function"), len)
+    tried = 0
+    rows = [line.split("|")[2] for line in text_of("docs/from_python.md").splitlines() if line.startswith("|")]
+    for code in inline_code("\n\n".join(rows)):
+        if re.match(r"[a-z_]+=.", code) and "…" not in code:
+            settings, objects = take_objects(eval(f"dict({code})", {}, names))
+            with provided(objects):
+                parse_settings("digits", (), settings)
+            tried += 1
+    assert tried >= 13
+
+
 def test_each_snippet_is_tried() -> None:
     """They are above; the snippet of another page needs a test of its own."""
-    assert {page for page in PAGES if blocks(text_of(page), "python")} == {*OWN, "docs/evaluate.md", "docs/export.md"}
+    tried = {*OWN, *(f"docs/{name}.md" for name in ("evaluate", "export", "observers", "sweeps"))}
+    assert {page for page in PAGES if blocks(text_of(page), "python")} == tried
+
+
+def test_the_page_on_sweeps_shows_the_example() -> None:
+    assert (ROOT / "examples" / "optuna_sweep.py").read_text() in blocks(text_of("docs/sweeps.md"), "python")
+
+
+def test_the_page_on_observers_works(tmp_path: Path) -> None:
+    (code,) = blocks(text_of("docs/observers.md"), "python")
+    (tmp_path / "observe.py").write_text(code)
+    done = helpers.python("observe.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "begins at 0 in runs/watched" in lines
+    first = next(int(line.split()[-1]) for line in lines if line.startswith("interrupted the observer Watch after"))
+    assert lines[-1].startswith("False the observer Watch ['update-") and first < 120

@@ -6,6 +6,7 @@ import ast
 import io
 from pathlib import Path
 
+import helpers
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,12 +72,12 @@ def test_names_of_any_language_stay_as_they_are(name: str) -> None:
 
 OF_ITS_OWN = {
     "errors.py": "print_line itself",
-    "records/table.py": "cells",
+    "records/terminal.py": "cells",
     "records/console.py": "the display",
     "cli/info/help.py": "styles",
     "cli/info/completion.py": "a script, of our own words alone",
     "run/monitor.py": "a process of its own, which says one sentence",
-    "train.py": "--config-only, which is a file: see plan_text",
+    "cli/train.py": "--config-only, which is a file: see plan_text",
 }
 
 
@@ -91,3 +92,25 @@ def test_all_that_is_printed_goes_through_print_line() -> None:
             ):
                 found.add(str(path.relative_to(package)))
     assert found == OF_ITS_OWN.keys()
+
+
+EMBEDDING = """
+import logging, sys
+{setting}
+from accel_train.api import train
+train("digits", "--epochs", "1", "--model.sync-batchnorm", "true", "--output-dir", sys.argv[1])
+"""
+OWN_HANDLER = """
+logging.basicConfig(format="mine %(levelname)s %(message)s", level=logging.WARNING)
+"""
+
+
+@pytest.mark.parametrize("setting", ['logging.getLogger("accel_train").setLevel(logging.ERROR)', OWN_HANDLER])
+def test_a_program_that_embeds_the_trainer_filters_what_it_says(tmp_path: Path, setting: str) -> None:
+    done = helpers.python("-c", EMBEDDING.format(setting=setting), tmp_path / "run")
+    assert done.returncode == 0 and (tmp_path / "run" / "result.json").exists(), done.stderr
+    if setting == OWN_HANDLER:
+        assert (
+            "mine INFO epoch" not in done.stderr and "mine WARNING model.sync_batchnorm: not available" in done.stderr
+        )
+    assert "epoch" not in done.stdout and "accel-train: warning" not in done.stderr

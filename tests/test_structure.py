@@ -9,13 +9,17 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "accel_train"
 # From the top to the bottom: a file imports from rooms further down, and from its own.
 ROOMS = """
-__main__ preflight cli api doctor bench export report analysis train run training_setup evaluate records
-checkpoint ownership optim data models launch config user_code starter untrusted keyed exact_sum files errors __init__
+__main__ preflight cli api doctor bench export audit report analysis convert parts train run training_setup evaluate
+cluster records checkpoint ownership optim data models launch config user_code starter untrusted keyed exact_sum files
+errors __init__
 """.split()  # noqa: SIM905
 # Within the data: the same.
 DATA = """
-loading held_out workers side_stream placement memory tools worker_processes transforms sources order __init__
+loading held_out workers side_stream memory tools worker_processes transforms sources order compat __init__
 """.split()  # noqa: SIM905
+# What is not needed to train, and what starts both.
+APART = ("doctor", "bench", "export", "audit", "report", "analysis", "convert", "parts", "cluster", "data.tools")
+ABOVE = ("cli", "api", "preflight", "__main__")
 LONGEST_FUNCTION, LONGEST_FILE, MOST_FILES = 80, 300, 11
 
 
@@ -55,6 +59,31 @@ def floor(name: str) -> tuple[int, int]:
 def test_nothing_imports_upwards() -> None:
     pairs = [(name, other) for name, used in graph().items() for other in used]
     assert not [f"{name} imports {other}" for name, other in pairs if floor(name) > floor(other)]
+
+
+def part_of(name: str) -> str:
+    """Return the part of the package to which a module belongs, as docs/architecture.md calls it."""
+    for part, rooms in (("apart", APART), ("above both", ABOVE)):
+        if any(f"{name}.".startswith(f"{room}.") for room in rooms):
+            return part
+    return "core"
+
+
+def test_the_core_imports_nothing_that_is_apart() -> None:
+    pairs = [(name, other) for name, used in graph().items() if part_of(name) == "core" for other in used]
+    assert not [f"{name} imports {other}" for name, other in pairs if part_of(other) != "core"]
+
+
+def test_the_page_knows_how_large_the_parts_are() -> None:
+    lines = dict.fromkeys(("core", "apart", "above both"), 0)
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        lines[part_of(name)] += path.read_text().count("\n")
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    for part, count in lines.items():
+        row = next(row for row in page.splitlines() if row.startswith(f"| {part} |"))
+        written = int(row.split("|")[3].replace(",", ""))
+        assert abs(written - count) <= count / 20, f"{part} has {count} lines, and docs/architecture.md says {written}"
 
 
 def test_every_room_has_its_place() -> None:

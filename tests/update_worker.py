@@ -18,10 +18,9 @@ from accel_train.config.options import parse
 from accel_train.data.order.plan import share
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.environment import prepare_environment
-from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
-from accel_train.records.run_log import RunLog
+from accel_train.records.sinks import Stream
 from accel_train.run.nonfinite import Guard
 from accel_train.train import grouped, update
 from accel_train.training_setup import connect, create_training_setup
@@ -43,10 +42,8 @@ def updates(options: list[str], accumulation: int, dtype: torch.dtype) -> list[d
         setup, training=dataclasses.replace(setup.training, transform=cast_inputs(transform, setup.bare_model))
     )
     losses: list[torch.Tensor] = []
-    console = Console(prints=False, total_updates=1, updates_per_epoch=1, epochs=1)
-    log = RunLog(config, setup.plan, accelerator, RunDirectory(Path(), writes=False), console)
-    guard = Guard(config, accelerator, setup.model, transform, log)
-    run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator), extra_updates=0)
+    guard = Guard(config, accelerator, setup.model, transform, RunDirectory(Path(), writes=False), Stream([]).emit)
+    run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator), schedule_offset=0)
     run.meter.add = lambda logits, targets, weighted, weights: losses.append(weighted.double().sum())
     results: list[dict[str, torch.Tensor]] = []
     step = setup.optimizer.step
@@ -59,7 +56,7 @@ def updates(options: list[str], accumulation: int, dtype: torch.dtype) -> list[d
         step()
 
     setup.optimizer.step = record_and_step
-    for epoch in range(config.epochs):
+    for epoch in range(int(config.epochs)):
         models.set_train_mode(setup.model, config.model)
         setup.sampler.seek(epoch)
         run.state.epoch_samples = 0

@@ -1,66 +1,59 @@
-"""`accel-train evaluate RUN`: the metrics of a run's model over every sample of a split, each counted exactly once.
+"""A run's model evaluated on every sample of a split, each counted exactly once, on any number of processes.
 
-    accel-train evaluate runs/digits/…
-    accelerate launch --config_file accelerate_configs/multi_gpu.yaml -m accel_train evaluate runs/digits/…
-
-give the same counts. The precision is the one given on the launch command, as in training.
+The precision is the one given on the launch command, as in training.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
 
 from accel_train.analysis.load_run import empty_model, read_config
-from accel_train.analysis.measure import Measured, Subject, measure
-from accel_train.analysis.predictions import check_can_write
+from accel_train.analysis.measure import EvaluationResult, Subject, measure
 from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
 from accel_train.checkpoint.weights import RunWeights, weights_of_run
+from accel_train.config.compatibility import SEMANTICS, check_same_images, check_same_splits
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict
-from accel_train.config.semantics import SEMANTICS, check_same_images, check_same_splits
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.data.sources.splits import unwrap_subset
-from accel_train.errors import UserError
+from accel_train.errors import LOGGER, UserError
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo, read_model_info
+from accel_train.records.more_metrics.own import OwnMetrics
+from accel_train.user_code.reference import CHOSEN_METRICS, given_metrics
 
 
 def evaluate_run(
     launch: Launch,
     run: Path,
     *,
-    split: str,
-    checkpoint: Path | None,
-    overrides: Sequence[str],
-    trust_code: bool,
-    predictions: Path | None = None,
-) -> Measured:
+    split: str = "test",
+    checkpoint: Path | None = None,
+    overrides: Sequence[str] = (),
+    trust_code: bool = False,
+    keep_predictions: bool = False,
+) -> EvaluationResult:
     """Evaluate the model of the run in the folder `run`, and its EMA if there is one.
 
     `split`: "train" (without augmentation), "val" or "test". `checkpoint`: see `find_weights`. `overrides`: options
-    that replace the run's data settings (--data.KEY VALUE). `trust_code`: see `read_config`. `predictions`: a file for
-    the logits of the EMA, or of the model if there is none; see `Predictions`. Prints the figures and writes them to
-    RUN/evaluation-SPLIT.json, and to a file of RUN/evaluations that stays, as far as they can be written. Raises
-    UserError.
+    that replace the run's data settings (--data.KEY VALUE). `trust_code`: see `read_config`. `keep_predictions`:
+    return the logits, of the EMA, or of the model if there is none. Collective. Raises UserError.
     """
     config, info = _open(run, overrides, trust_code=trust_code)
     accelerator = create_accelerator(launch)
-    if predictions is not None:
-        broadcast_from_main(accelerator, lambda: check_can_write(predictions))
     # The main process's: a run that trains may have deleted them before the others could read them.
     read: dict[str, RunWeights] = {}
 
     def look() -> dict[str, Path]:
-        read.update(weights_of_run(run, checkpoint, hashed=predictions is not None))
+        read.update(weights_of_run(run, checkpoint, hashed=True))
         return {name: weights.file for name, weights in read.items()}
 
     files = broadcast_from_main(accelerator, look)
@@ -71,10 +64,11 @@ def evaluate_run(
     if last in read:
         about["sha256"] = read[last].sha256
     models = {name: _load(config, info, accelerator, read.get(name)) for name in files}
-    subject = Subject(config, splits, split, info.image_size, info.classes, models, names, str(run), about)
+    subject = Subject(config, splits, split, info.image_size, models, names, str(run), about)
     _check_fit(splits, info, run)
-    stays = run / "evaluations" / f"{split}-{datetime.now():%Y%m%d-%H%M%S}.json"
-    return measure(subject, accelerator, [run / f"evaluation-{split}.json", stays], predictions)
+    if config.metrics:
+        subject = dataclasses.replace(subject, own_metrics=_own_metrics(subject, accelerator))
+    return measure(subject, accelerator, keep_predictions=keep_predictions)
 
 
 def _load(config: Config, info: ModelInfo, accelerator: Accelerator, weights: RunWeights | None) -> nn.Module:
@@ -86,13 +80,23 @@ def _load(config: Config, info: ModelInfo, accelerator: Accelerator, weights: Ru
     return network.eval()
 
 
-USED = ("model.name", "data.name")  # options that may name the user's own code
+def _own_metrics(subject: Subject, accelerator: Accelerator) -> OwnMetrics | None:
+    """The metrics of the run. Of those that its training had as objects, only the ones that are given again."""
+    from accel_train.records.more_metrics.create import create_own_metrics
+
+    usable = [text for text in subject.config.metrics if text in (*given_metrics(), *CHOSEN_METRICS) or ":" in text]
+    if (missing := [text for text in subject.config.metrics if text not in usable]) and accelerator.is_main_process:
+        LOGGER.warning(f"metrics that were given as objects of Python are left out here: {', '.join(missing)}.")
+    return create_own_metrics(usable, accelerator, subject.splits, len(subject.source))
+
+
+USED = ("model.name", "data.name", "metrics")  # options that may name the user's own code
 
 
 def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Config, ModelInfo]:
     """The configuration of the run, with other data if `overrides` say so, and its model's inputs and outputs."""
     config = read_config(run, uses=USED, trust_code=trust_code, overrides=overrides)
-    info = read_model_info(run)
+    info = read_model_info(run).at_size(config.model.eval_image_size)
     if info.semantics != SEMANTICS:
         check_same_splits(str(run), info.semantics, as_dict(parse([str(run / "config.yaml")], checks_code=False).data))
     # Also other data is normalised as the training data was: the model was trained with that mean and std.

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from accel_train.errors import first_of
+from accel_train.records.metrics import figures_for
+
 Floats = npt.NDArray[np.float64]
 
 BINS = 15  # of the calibration error, as in Guo et al. 2017
+NO_FIGURE = "\u2013"  # of a class without images
+FIGURES = {  # key -> what the table calls it
+    "balanced_accuracy": "balanced accuracy",
+    "f1": "f1 (macro)",
+    "precision": "precision (macro)",
+    "recall": "recall (macro)",
+    "weighted_precision": "precision (weighted)",
+    "weighted_recall": "recall (weighted)",
+    "weighted_f1": "f1 (weighted)",
+    "calibration_error": "calibration error",
+}
+# What the table calls it -> the key of a list with a figure of each class.
+CLASS_FIGURES = {name: f"class_{name}".replace(" ", "_") for name in ("average precision", "precision", "recall", "f1")}
 
 
 def single_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> dict[str, Any]:
@@ -20,13 +37,22 @@ def single_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np
     Precision, recall and F1 are scikit-learn's; "precision" and so on are means over the classes that occur as a label
     or as a prediction, "weighted_…" means weighted by the images of each class. "class_…" are lists, None for a class
     that does not occur. "balanced_accuracy": the mean recall of the classes that have an image. For the others see
-    `accuracy_interval` and `calibration`.
+    `accuracy_interval` (of "class_accuracy_interval" for each class that has an image: of its recall) and
+    `calibration`.
     """
     predicted = logits.argmax(1)
     figures = _precision_and_recall(labels, predicted, np.arange(logits.shape[1]))
     error, diagram = calibration(softmax(logits), labels)
     return {
         "accuracy_interval": accuracy_interval(int((predicted == labels).sum()), len(labels)),
+        "class_accuracy_interval": [
+            accuracy_interval(hits, count) if count else None
+            for hits, count in zip(
+                np.bincount(labels[predicted == labels], minlength=logits.shape[1]).tolist(),
+                np.bincount(labels, minlength=logits.shape[1]).tolist(),
+                strict=True,
+            )
+        ],
         "balanced_accuracy": float(np.mean([figures["class_recall"][label] for label in np.unique(labels)])),
         **figures,
         "calibration_error": error,
@@ -74,6 +100,11 @@ def accuracy_interval(hits: int, count: int, level: float = 0.95) -> tuple[float
     return 0.0 if hits == 0 else middle - half, 1.0 if hits == count else middle + half
 
 
+def interval_text(low: float, high: float) -> str:
+    """An interval of a fraction, in percent, as tables show it: "72.2 … 100.0%"."""
+    return f"{100 * low:.1f} … {high:.1%}"
+
+
 def softmax(logits: npt.NDArray[np.float32], temperature: float = 1.0) -> Floats:
     """Probabilities float64 [n, classes]."""
     from scipy.special import softmax as scipy_softmax
@@ -113,6 +144,8 @@ def negative_log_likelihood(
 
 
 TEMPERATURES = (0.01, 100.0)  # the bounds of the search for one
+NO_TEMPERATURE = f"a bound of the search ({TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}) is as good as any on"
+"""Why no temperature is shown as fitted on a split, whose name follows."""
 
 
 def fit_temperature(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> tuple[float, bool]:
@@ -131,3 +164,33 @@ def fit_temperature(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int6
     value = float(np.exp(found.x))
     at_bounds = min(negative_log_likelihood(logits, labels, bound) for bound in TEMPERATURES)
     return value, at_bounds > negative_log_likelihood(logits, labels, value)
+
+
+def figure_rows(
+    records: Sequence[Mapping[str, Any]], classes: Sequence[str], chosen: Sequence[str], *, multi_label: bool
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the key of each figure that a record has, what a table calls it, and its value for each record.
+
+    `chosen`: by --metrics.
+    """
+    known = figures_for(chosen, multi_label=multi_label)
+    undefined = {each.name for each in known if each.chosen}  # which may be NaN
+    forms = {each.name: (each.name, each.form) for each in known if len(classes) >= each.fewest_classes}
+    for key, (title, form) in (forms | {key: (title, ".2%") for key, title in FIGURES.items()}).items():
+        values = [record.get(key) for record in records]
+        is_nan = key in undefined and any(key in record for record in records)  # JSON has no NaN
+        if is_nan or any(value is not None for value in values):
+            yield key, title, [("NaN" if is_nan else "") if value is None else format(value, form) for value in values]
+
+
+def images_of_classes(record: dict[str, Any]) -> list[int]:
+    """How many images of each class were evaluated."""
+    confusion = record.get("confusion")
+    images: list[int] = record["class_images"] if confusion is None else [sum(row) for row in confusion]
+    return images
+
+
+def without_images(record: dict[str, Any], classes: Sequence[str], split: str) -> str:
+    """Which classes the split has no image of: "no test images: cat, dog (2 of 10 classes)". Or ""."""
+    names = [name for name, count in zip(classes, images_of_classes(record), strict=True) if not count]
+    return f"no {split} images: {first_of(names, 10)} ({len(names)} of {len(classes)} classes)" if names else ""

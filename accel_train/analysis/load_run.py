@@ -1,30 +1,31 @@
-"""Opens a run: its configuration, and its weights in a new model."""
+"""Opens a run: its configuration, and a new model like its own."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from accel_train import models
-from accel_train.checkpoint.choose import find_weights as find_weights
-from accel_train.checkpoint.weights import RunWeights
+from accel_train.config.option_types import value
 from accel_train.config.options import parse_run
-from accel_train.config.schema import Config, Model, value
+from accel_train.config.schema import Config, Model
 from accel_train.errors import UserError, one_line
 from accel_train.models.weights.hub import is_hub_name
-from accel_train.records.code import kept_code, trained_code
 from accel_train.records.model_info import FILE, ModelInfo
-from accel_train.user_code.reference import parse_reference
-from accel_train.user_code.trust import doubtful_arguments
+from accel_train.records.provenance import kept_code, metric_key, trained_code
+from accel_train.user_code.record import doubtful_arguments
+from accel_train.user_code.reference import GIVEN, parse_reference
 
 
 def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of the run in the folder `run`, with the options `overrides`. Runs none of its code.
+
+    Objects that were given (user_code/objects.py) take the place of those of the run.
 
     `uses`: the options whose code will be run, if they name a user's own code. The run may be somebody else's, so this
     code is only used with `trust_code`, or if this user has trained the run; see `KeptCode`. The same is true of
@@ -34,14 +35,26 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     trained = trained_code(run, text)
     if "model.name" in uses and trained is None and not trust_code and config.model.kwargs == own.model.kwargs:
         _check_arguments(run, own)
+    given = {option: name for option, (name, _) in GIVEN.items() if option in uses}
     for option in uses:
+        if option == "metrics":
+            trusted = [_trusted_metric(text, run, trained, trust=trust_code) for text in config.metrics]
+            config = dataclasses.replace(config, metrics=tuple(trusted))
+            continue
         reference = parse_reference(option, value(own, option))
-        if reference is not None and value(config, option) == value(own, option):
-            group, _, name = option.partition(".")
-            trusted: Any = {name: kept_code(option, reference, run).to_run(option, trained=trained, trust=trust_code)}
-            changed: Any = {group: dataclasses.replace(getattr(config, group), **trusted)}
-            config = dataclasses.replace(config, **changed)
+        if option not in given and reference is not None and value(config, option) == value(own, option):
+            given[option] = kept_code(option, reference, run).to_run(option, trained=trained, trust=trust_code)
+    for option, to_run in given.items():
+        group, _, name = option.partition(".")
+        path: Any = {name: to_run}
+        changed: Any = {group: dataclasses.replace(getattr(config, group), **path)}
+        config = dataclasses.replace(config, **changed)
     return config
+
+
+def _trusted_metric(text: str, run: Path, trained: Mapping[str, str] | None, *, trust: bool) -> str:
+    reference, key = parse_reference("metrics", text), metric_key(text)
+    return text if reference is None else kept_code(key, reference, run).to_run(key, trained=trained, trust=trust)
 
 
 def _check_arguments(run: Path, config: Config) -> None:
@@ -56,16 +69,6 @@ def _check_arguments(run: Path, config: Config) -> None:
         )
 
 
-def load_model(model: Model, info: ModelInfo, weights: RunWeights | Path) -> nn.Module:
-    """Return the model of a run with `weights` (or those in a file), on the CPU, in evaluation mode.
-
-    Raises UserError if the weights cannot be read or belong to another model.
-    """
-    network = empty_model(model, info)
-    (weights if isinstance(weights, RunWeights) else RunWeights.read(weights)).load_into(network)
-    return network.eval()
-
-
 def empty_model(model: Model, info: ModelInfo) -> nn.Module:
     """Return the model of a run without its weights, on the CPU. Raises UserError if it cannot be created."""
     if is_hub_name(model.name) and info.origin.model != model.name:
@@ -76,7 +79,7 @@ def empty_model(model: Model, info: ModelInfo) -> nn.Module:
         model,
         num_classes=len(info.classes),
         channels=info.channels,
-        image_size=info.image_size,
+        image_size=info.training_size,
         published=False,
         origin=info.origin,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import importlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,22 +13,24 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from accel_train.analysis.load_run import load_model, read_config
+from accel_train.analysis.calibrated import Calibration, find_calibration
+from accel_train.analysis.load_run import empty_model, read_config
 from accel_train.analysis.predict import Prediction, classify_files
 from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.checkpoint.weights import one_of_run
 from accel_train.config.schema import Config
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
-from accel_train.errors import UserError
+from accel_train.errors import UserError, first_of
 from accel_train.ownership.generation import read_result
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines
+from accel_train.user_code.reference import short_name
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run whose model is on the CPU, in evaluation mode."""
+    """A run whose model is in evaluation mode, on the CPU unless it was loaded for another device."""
 
     path: Path
     config: Config
@@ -36,6 +40,30 @@ class LoadedRun:
     weights: Path
     """The file of the model's weights: the EMA's if the run has one. A run that trains may have deleted it."""
     preprocessing: Preprocessing
+    calibration: Calibration
+    """Whether the probabilities of `predict` are calibrated, and by what."""
+
+    def __repr__(self) -> str:
+        info, result = self.info, self.result or {}
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        test = {name: value for name, value in result.items() if name.startswith("test_") and isinstance(value, float)}
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in test.items())
+        name = short_name("model.name", self.config.model.name)
+        return "\n".join(
+            [
+                f"LoadedRun({str(self.path)!r})",
+                f"  model    {name}, {parameters:,} parameters, {self.weights}",
+                f"  input    {info.channels} x {info.image_size} x {info.image_size} pixels",
+                f"  classes  {len(info.classes)}: {first_of(info.classes, 5)}",
+                f"  result   {result['epochs']} epochs, {figures}" if result else "  result   not finished",
+            ]
+        )
+
+    @property
+    def title(self) -> str:
+        """Names the model and the file of its weights."""
+        kind = " (EMA)" if self.weights.stem == "ema" else ""
+        return f"{short_name('model.name', self.config.model.name)}, weights: {self.weights}{kind}"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -67,12 +95,40 @@ class LoadedRun:
         """The most probable classes of image files: see `api.predict`."""
         if top_k is None and not self.info.multi_label:
             top_k = 5
-        files, most_pixels = list(images), self.config.data.max_pixels
-        return list(classify_files(self.model, self.preprocessing, self.info, files, top_k, threshold, most_pixels))
+        return list(self.classify(list(images), top_k, threshold))
+
+    def classify(
+        self,
+        files: Sequence[Path],
+        top_k: int | None,
+        threshold: float | None = None,
+        max_pixels: int | None = None,
+        **options: Any,
+    ) -> Iterator[Prediction]:
+        """Yield the prediction of each file. `max_pixels`: None: as in training. For `options` see `classify_files`."""
+        most = max_pixels or self.config.data.max_pixels
+        scaled = self.calibration.temperature
+        return classify_files(
+            self.model, self.preprocessing, self.info, files, top_k, threshold, most, temperature=scaled, **options
+        )
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind: "train", "eval", "checkpoint" or "event". A torn line is left out."""
         return list(read_json_lines(self.path / "metrics.jsonl", kind))
+
+    def to_pandas(self, kind: str) -> Any:
+        """The same lines as a DataFrame. Raises UserError if pandas is not installed."""
+        try:
+            pandas: Any = importlib.import_module("pandas")
+        except ImportError as error:
+            raise UserError("pandas is not installed: pip install pandas, or use rows().") from error
+        return pandas.DataFrame(self.rows(kind))
+
+    def plot(self) -> Any:
+        """The curves of the run as a Figure, which a notebook shows. Raises UserError without matplotlib."""
+        from accel_train.analysis.curves import plot_curves
+
+        return plot_curves(self.rows("train"), self.rows("eval"), str(self.path))
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -80,10 +136,27 @@ class LoadedRun:
         return read_result(self.path) or None
 
 
-def load(run: Path, checkpoint: Path | None = None, *, trust_code: bool = False) -> LoadedRun:
-    """Open the run in the folder `run`. Raises UserError; see `read_config` for `trust_code`."""
-    config = read_config(run, uses=("model.name",), trust_code=trust_code)
-    info = read_model_info(run)
-    weights = one_of_run(run, checkpoint)[1]
-    model = load_model(config.model, info, weights)
-    return LoadedRun(run, config, info, model, weights.file, Preprocessing(info, config.augment))
+def load(
+    run: Path,
+    checkpoint: Path | None = None,
+    *,
+    weights: str | None = None,
+    trust_code: bool = False,
+    device: torch.device | str = "cpu",
+    overrides: Sequence[str] = (),
+) -> LoadedRun:
+    """Open the run in the folder `run`. Raises UserError; see `read_config` for `trust_code`.
+
+    `weights`: "model" or "ema"; None: the EMA's if there is one. `overrides`: options that replace the run's, for
+    images of another size: --model.eval-image-size, --augment.resize.
+    """
+    config = read_config(run, uses=("model.name",), trust_code=trust_code, overrides=overrides)
+    info = read_model_info(run).at_size(config.model.eval_image_size)
+    chosen = one_of_run(run, checkpoint, weights)
+    # What only training has: this model computes everything once.
+    settings = dataclasses.replace(config.model, gradient_checkpointing=False, freeze_body=False, freeze=())
+    model = empty_model(settings, info)
+    chosen.load_into(model)
+    preprocessing = Preprocessing(info, config.augment, device)
+    calibration = find_calibration(run, chosen.file, info, config.augment)
+    return LoadedRun(run, config, info, model.eval().to(device), chosen.file, preprocessing, calibration)

@@ -1,11 +1,9 @@
-"""The common part of all evaluations: measure the models on a split, write the figures and print them."""
+"""The common part of all evaluations: measure the models on a split."""
 
 from __future__ import annotations
 
 import json
 import math
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,7 +15,7 @@ import numpy.typing as npt
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.analysis.evaluation_tables import print_classes, print_figures
+from accel_train.analysis.calibrated import fitted_with
 from accel_train.analysis.figures import (
     calibration,
     fit_temperature,
@@ -31,12 +29,13 @@ from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits
-from accel_train.errors import UserError, print_line
+from accel_train.errors import LOGGER, UserError
 from accel_train.evaluate import evaluate, evaluation_batch_size
 from accel_train.files import atomic_write
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
 from accel_train.records.metrics import Evaluation
+from accel_train.records.more_metrics.own import OwnMetrics
 from accel_train.user_code.reference import short_name
 
 
@@ -48,7 +47,6 @@ class Subject:
     splits: Splits
     split: str
     size: int
-    classes: tuple[str, ...]
     models: Mapping[str, nn.Module]
     """"model" and, if there is one, "ema"."""
     names: Mapping[str, str]
@@ -56,6 +54,7 @@ class Subject:
     title: str
     about: Mapping[str, Any]
     """For `Predictions.about`."""
+    own_metrics: OwnMetrics | None = None
 
     @property
     def last(self) -> str:
@@ -75,21 +74,52 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What an evaluation found. The files may be missing or older: use these."""
+class EvaluationResult:
+    """What an evaluation has measured."""
 
-    record: dict[str, Any]
-    """The figures, as a JSON file has them: the same on all processes."""
+    figures: dict[str, Any]
+    """As RUN/evaluation-SPLIT.json has them (docs/run_files.md): the same on all processes."""
+    multi_label: bool
+    """Whether an image may have several labels."""
+    chosen: tuple[str, ...] = ()
+    """The run's --metrics."""
     predictions: Predictions | None = None
-    """If they are to be kept, on the main process."""
-    unwritten: Sequence[Path] = ()
-    """The files that could not be written, of which the main process has warned."""
+    """The label and the logits of each sample, if they are kept; on the main process only."""
+
+    def __repr__(self) -> str:
+        figures = [f"{name}={value:.4f}" for name, value in self.last.items() if isinstance(value, float)]
+        return f"EvaluationResult({self.figures['split']}, {self.last['count']} images, {', '.join(figures[:8])})"
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The figures of the EMA if the run has one, else of the model."""
+        return dict(self.figures.get("ema") or self.figures["model"])
+
+    def write(self, outputs: Sequence[Path], predictions: Path | None) -> list[Path]:
+        """Write the figures as JSON, and the predictions. Warns of the files that cannot be written; returns them."""
+        text = json.dumps(self.figures) + "\n"
+        writers: dict[Path, Callable[[Path], None]] = {path: lambda path: atomic_write(path, text) for path in outputs}
+        if predictions is not None and self.predictions is not None:
+            writers[predictions] = self.predictions.save
+        failures = []
+        for path, write in writers.items():
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(path)
+            except OSError as error:
+                LOGGER.warning(f"{path} cannot be written ({error.strerror}).")
+                failures.append(path)
+        return failures
+
+    def keep(self, run: Path, predictions: Path | None) -> list[Path]:
+        """Write the figures to the run's evaluation-SPLIT.json, and to a file of its evaluations/ that stays."""
+        split = self.figures["split"]
+        stays = run / "evaluations" / f"{split}-{datetime.now():%Y%m%d-%H%M%S}.json"
+        return self.write([run / f"evaluation-{split}.json", stays], predictions)
 
 
-def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path], predictions: Path | None) -> Measured:
-    """Evaluate the models, write the figures to `outputs` (the first is the one that is named) and the predictions to
-    `predictions`, and print them. Collective. Raises UserError.
-    """
+def measure(subject: Subject, accelerator: Accelerator, *, keep_predictions: bool) -> EvaluationResult:
+    """Evaluate the models. Collective. Raises UserError."""
     began = datetime.now().astimezone()
     config, splits, source, processes = subject.config, subject.splits, subject.source, accelerator.num_processes
     set_defaults(accelerator.device)
@@ -97,52 +127,37 @@ def measure(subject: Subject, accelerator: Accelerator, outputs: Sequence[Path],
     for model in models.values():  # the same architecture, so the same layout
         layout = use_fastest_memory_format(accelerator, model)
 
-    def evaluated(model: nn.Module, samples: Source) -> Evaluation:
+    def evaluated(model: nn.Module, samples: Source, own: OwnMetrics | None = None) -> Evaluation:
         sampler = EvaluationSampler(len(samples), processes * evaluation_batch_size(config))
         pipeline = create_input_pipeline(
             config, splits, samples, sampler, accelerator, training=False, size=subject.size, memory_format=layout
         )
-        return evaluate(accelerator, model, pipeline, keep_logits=True)
+        return evaluate(accelerator, model, pipeline, keep_logits=True, own=own)
 
     if accelerator.is_main_process:
         world = f"{processes} process{'es' * (processes > 1)} on {accelerator.device.type}"
         model_name, data_name = short_name("model.name", config.model.name), short_name("data.name", config.data.name)
         images = f"{len(source):,} images, {world}"
-        print_line(f"{subject.title}: {model_name} on {data_name} {subject.split}, {images}")
-    evaluations = {name: evaluated(model, source) for name, model in models.items()}
+        LOGGER.info(f"{subject.title}: {model_name} on {data_name} {subject.split}, {images}")
+    evaluations = {name: evaluated(model, source, subject.own_metrics) for name, model in models.items()}
     # A temperature must be fitted on other images than those that it is measured on.
     fits = subject.split == "test" and splits.validation is not None and not splits.multi_label
     fitted = evaluated(models[subject.last], splits.validation) if fits and splits.validation else None
     last = evaluations[subject.last]
     about = {"split": subject.split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
 
-    def figures() -> str:
+    def figures() -> dict[str, Any]:
         records = {name: _record(evaluation, subject.names[name]) for name, evaluation in evaluations.items()}
         if fitted is not None:
-            records[subject.last] |= _temperature(fitted, last)
-        return json.dumps({**about, "processes": processes, "classes": subject.classes, **records})
+            records[subject.last] |= _temperature(subject, fitted, last)
+        found = {**about, "processes": processes, "classes": subject.splits.classes, **records}
+        return dict(json.loads(json.dumps(found)))  # plain lists and numbers, as a file has them
 
-    text = broadcast_from_main(accelerator, figures)
-    record: dict[str, Any] = json.loads(text)
-    accelerator.end_training()
-    if not accelerator.is_main_process:
-        return Measured(record)
-    records = {name: record[name] for name in subject.models}
-    failures = _try_to_write({path: lambda path: atomic_write(path, text + "\n") for path in outputs})
-    kept = None if predictions is None else _predictions(subject, source, last, about)
-    if predictions is not None and kept is not None:
-        failures += _try_to_write({predictions: kept.save})
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
-    if (warning := last.warning(subject.split)) is not None:
-        print_line(f"accel-train: warning: {warning}", sys.stderr)
-    print_figures(records, subject.classes, multi_label=splits.multi_label)
-    print_classes(records[subject.last], subject.classes, subject.split)
-    print_line("")
-    if predictions is not None and predictions not in failures:
-        print_line(f"the logits of {subject.names[subject.last]}: {predictions}")
-    if outputs and outputs[0] not in failures:
-        print_line(f"all classes{'' if splits.multi_label else ' and the confusion counts'}: {outputs[0]}")
-    return Measured(record, kept, failures)
+    kept = _predictions(subject, source, last, about) if keep_predictions and accelerator.is_main_process else None
+    found = broadcast_from_main(accelerator, figures)
+    if (warning := last.warning(subject.split)) is not None and accelerator.is_main_process:
+        LOGGER.warning(warning)
+    return EvaluationResult(found, splits.multi_label, config.metrics, kept)
 
 
 def _array(values: Tensor | None) -> npt.NDArray[Any]:
@@ -157,25 +172,12 @@ def _predictions(subject: Subject, source: Source, evaluation: Evaluation, about
         labels=_array(evaluation.labels),
         logits=_array(evaluation.logits),
         paths=[source.name(id) for id in range(len(source))] if Path(source.name(0)).is_file() else None,
-        classes=subject.classes,
+        classes=subject.splits.classes,
         about={**subject.about, **about},
     )
 
 
-def _try_to_write(writers: Mapping[Path, Callable[[Path], None]]) -> list[Path]:
-    """Write files. Warns of those that cannot be written, and returns them."""
-    failures = []
-    for path, write in writers.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write(path)
-        except OSError as error:
-            print_line(f"accel-train: warning: {path} cannot be written ({error.strerror}).", sys.stderr)
-            failures.append(path)
-    return failures
-
-
-def _temperature(fitted: Evaluation, tested: Evaluation) -> dict[str, Any]:
+def _temperature(subject: Subject, fitted: Evaluation, tested: Evaluation) -> dict[str, Any]:
     """{"temperature": …}: the one that suits the validation split, and what it makes of the tested one. {} if there are
     logits that are not finite."""
     given, logits, labels = _array(fitted.logits), _array(tested.logits), _array(tested.labels)
@@ -186,6 +188,8 @@ def _temperature(fitted: Evaluation, tested: Evaluation) -> dict[str, Any]:
         "value": value,
         "at_bound": not is_fitted,
         "split": "val",
+        "count": fitted.count,
+        **fitted_with(subject.about.get("sha256", ""), subject.size, subject.config.augment),
         "loss": negative_log_likelihood(logits, labels, value),
         "calibration_error": calibration(softmax(logits, value), labels)[0],
     }

@@ -71,9 +71,9 @@ class Predictions:
             parquet.write_table(table, temporary)
 
 
-def check_can_write(path: Path) -> None:
+def check_can_write(path: Path | None) -> None:
     """Raise UserError if the library for this kind of file is missing."""
-    if path.suffix == ".parquet":
+    if path is not None and path.suffix == ".parquet":
         try:
             import pyarrow.parquet  # noqa: F401
         except ImportError:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +13,19 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import models
-from accel_train.analysis.measure import Measured, Subject, measure
-from accel_train.analysis.predictions import check_can_write
+from accel_train.analysis.measure import EvaluationResult, Subject, measure
 from accel_train.config.options import parse_settings
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Config, Model
 from accel_train.data.sources.load import load_splits
-from accel_train.errors import UserError, first_of, nearest, print_line
+from accel_train.errors import LOGGER, UserError, first_of, nearest
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.models.nets import NETS
-from accel_train.models.torchvision_models import PREFIX, published_weights
+from accel_train.models.nets import NETS, TORCHVISION
+from accel_train.models.torchvision_models import published_weights
 from accel_train.models.weights import hub
-from accel_train.models.weights.files import read_state
+from accel_train.models.weights.new_model import read_state
 from accel_train.user_code.reference import parse_reference
 
 
@@ -49,18 +47,16 @@ class Published:
 
 
 def evaluate_published(
-    launch: Launch, overrides: Sequence[str], *, split: str, predictions: Path | None, output: Path | None
-) -> Measured:
+    launch: Launch, overrides: Sequence[str], *, split: str, keep_predictions: bool
+) -> EvaluationResult:
     """Evaluate the published model that `overrides` name (--model.KEY, --data.KEY, --augment.KEY) on a split.
 
     Its images are prepared as its publisher evaluates it, unless --augment.resize, --augment.mean, --augment.std or
-    --model.image-size says otherwise. `predictions`, `output`: files for the logits and the figures. Raises
-    UserError, also if a class of the data is none of the model's.
+    --model.image-size says otherwise. `keep_predictions`: return the logits. Collective. Raises UserError, also if a
+    class of the data is none of the model's.
     """
     config = parse_settings({}, overrides)
     accelerator = create_accelerator(launch)
-    if predictions is not None:
-        broadcast_from_main(accelerator, lambda: check_can_write(predictions))
     published = broadcast_from_main(accelerator, lambda: describe(config.model))
     splits = load_splits(config.data, config.seed)
     if splits.multi_label:
@@ -71,21 +67,12 @@ def evaluate_published(
     known, wanted = len(published.classes), len(columns)
     if accelerator.is_main_process:
         rest = "" if wanted == known else f"; the logits of the other {known - wanted:,} are left out"
-        print_line(f"The data's {wanted:,} classes are all among the model's {known:,}, by name{rest}.")
+        LOGGER.info(f"The data's {wanted:,} classes are all among the model's {known:,}, by name{rest}.")
     models_of = {"model": _Columns(network, columns)}
     names = {"model": config.model.name}
-    subject = Subject(
-        config,
-        splits,
-        split,
-        size,
-        splits.classes,
-        models_of,
-        names,
-        "published weights",
-        {"weights": config.model.name},
-    )
-    return measure(subject, accelerator, [] if output is None else [output], predictions)
+    about = {"weights": config.model.name}
+    subject = Subject(config, splits, split, size, models_of, names, "published weights", about)
+    return measure(subject, accelerator, keep_predictions=keep_predictions)
 
 
 class _Columns(nn.Module):
@@ -113,7 +100,7 @@ def describe(model: Model) -> Published:
         raise UserError(f"--model.name {name}: without a run, only published weights can be evaluated; add "
                         "--model.pretrained true.")  # fmt: skip
     models.input_size(model, None)  # raises for an unknown name
-    if name.startswith(PREFIX):
+    if name.startswith(TORCHVISION):
         return _of_torchvision(name)
     return _of_timm(name)
 
@@ -147,7 +134,8 @@ def _of_timm(name: str) -> Published:
     # The size of evaluation, which may be larger than that of training, as in timm's validate.py.
     found = resolve_data_config({}, pretrained_cfg=config, use_test_size=True)
     subset = infer_imagenet_subset(config)
-    if subset is not None and (own_names is None or _are_wordnet(own_names)):
+    of_wordnet = own_names is None or all(name[:1] == "n" and name[1:].isdigit() for name in own_names)
+    if subset is not None and of_wordnet:
         info = ImageNetInfo(subset)
         own_names = tuple(info.label_names())
         classes = tuple(
@@ -169,10 +157,6 @@ def _of_timm(name: str) -> Published:
         tuple(found["std"]),
         origin,
     )
-
-
-def _are_wordnet(names: Sequence[str]) -> bool:
-    return all(name[:1] == "n" and name[1:].isdigit() for name in names)
 
 
 def _plain(name: str) -> str:
@@ -210,10 +194,10 @@ def match_classes(data: Sequence[str], model: Sequence[frozenset[str]], shown: S
 def _prepared(config: Config, published: Published) -> tuple[Config, int]:
     """The configuration with the publisher's way to prepare images, where the user says nothing, and the input's
     size."""
-    size = config.model.image_size or published.image_size
-    augment, given = config.augment, config.model.image_size is not None
+    given = config.model.eval_image_size or config.model.image_size
+    augment, size = config.augment, given or published.image_size
     changes: dict[str, Any] = {
-        "resize": augment.resize or (None if given else published.resize),
+        "resize": augment.resize or (published.resize if given is None else None),
         "interpolation": published.interpolation if published.interpolation == "bicubic" else augment.interpolation,
         "mean": augment.mean or published.mean,
         "std": augment.std or published.std,

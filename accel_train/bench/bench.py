@@ -23,35 +23,48 @@ import math
 import shutil
 import statistics
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from accel_train.bench.flops import training_flops
 from accel_train.bench.machine import device_peak_bytes, host_peak_bytes, reset_peaks
-from accel_train.bench.report import Round, Trained, figures_of, print_figures
+from accel_train.bench.report import Round, Trained, figures_of
 from accel_train.bench.workload import Workload
-from accel_train.config.schema import Config
+from accel_train.config.schema import Config, Stop
 from accel_train.data.order.plan import Plan
 from accel_train.data.sources.arrays import PUBLISHED
 from accel_train.data.sources.load import Splits, load_splits
-from accel_train.data.transforms.image import resize_default
-from accel_train.errors import UnsavedError, UserError, print_line, writing
+from accel_train.data.transforms.parameters import resize_default
+from accel_train.errors import LOGGER, UnsavedError, UserError, writing
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.records.environment import environment
+from accel_train.records.provenance import environment
 from accel_train.train import train
 
 ROUND_SECONDS, FEWEST_UPDATES = 5.0, 20  # of one measurement of the bare loop, if --updates is not given
 TEST_IMAGES = 256  # of the evaluations at the ends of the trainer's epochs, which its speed does not include
 
 
-def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, rounds: int, updates: int | None) -> int:
-    """Measure the recipe `config`, print tables, write all results to `output` as JSON, and return the exit code.
+@dataclass(frozen=True)
+class BenchResult:
+    """What was measured, the same on all processes."""
 
-    `synthetic`: use synthetic images. `updates`: of each measurement; None: as many as the bare loop does in 5 seconds.
-    Raises UserError if the data is missing, `output` cannot be written, or the trainer fails.
+    figures: dict[str, Any]
+    """As `accel-train bench` writes them to a file."""
+
+
+def bench(
+    launch: Launch, config: Config, place: Path, *, synthetic: bool = False, rounds: int = 5, updates: int | None = None
+) -> BenchResult:
+    """Measure the training of the recipe `config`. Collective.
+
+    `place`: the folder in which the runs are kept while they are needed. `synthetic`: use synthetic images. `updates`:
+    of each measurement; None: as many as the bare loop does in 5 seconds. Raises UserError if the data is missing,
+    nothing can be written in `place`, or the trainer fails.
     """
     config = dataclasses.replace(config, resume="auto", trackers=())
     if synthetic:
@@ -59,7 +72,7 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
     splits = _load(config, synthetic)
     workload = Workload(config, launch, splits)
     accelerator, plan = workload.accelerator, workload.plan
-    folder = broadcast_from_main(accelerator, lambda: temporary_folder(output))
+    runs = broadcast_from_main(accelerator, lambda: temporary_folder(place))
     try:
         if updates is None:
             seconds = workload.bare_seconds(5, warm_up=3) / 5
@@ -72,26 +85,22 @@ def bench(config: Config, launch: Launch, output: Path, *, synthetic: bool, roun
         _clear(accelerator)
         measured = []
         for number in range(1, rounds + 1):
-            measured.append(_round(config, launch, folder / f"round-{number}", updates, warm_up))
+            measured.append(_round(config, launch, runs / f"round-{number}", updates, warm_up))
             if accelerator.is_main_process:
                 last = measured[-1]
                 share = last.trainer.images_per_second / max(last.limit, last.compiled_limit or 0.0)
-                print_line(f"round {number} of {rounds}: trainer {share:.1%} of the limit")
+                LOGGER.info(f"round {number} of {rounds}: trainer {share:.1%} of the limit")
     finally:
         if launch.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    if accelerator.is_main_process:
-        figures = {
-            **figures_of(config, accelerator, plan, measured, flops),
-            "synthetic": synthetic,
-            "updates": updates,
-            "warm_up_updates": warm_up,
-            "environment": environment(launch.world_size, [str(accelerator.device)]),
-        }
-        print_figures(figures)
-        output.write_text(json.dumps(figures, indent=2) + "\n")
-        print_line(f"All figures: {output}")
-    return 0
+            shutil.rmtree(runs, ignore_errors=True)
+    figures = {
+        **figures_of(config, accelerator, plan, measured, flops),
+        "synthetic": synthetic,
+        "updates": updates,
+        "warm_up_updates": warm_up,
+        "environment": environment(launch.world_size, [str(accelerator.device)]),
+    }
+    return BenchResult(broadcast_from_main(accelerator, lambda: figures))
 
 
 def with_synthetic_data(config: Config) -> Config:
@@ -137,11 +146,13 @@ def shortened(config: Config, plan: Plan, updates: int, log_every: int) -> Confi
     return dataclasses.replace(
         config,
         epochs=1 if fits else math.ceil(updates / plan.updates_per_epoch),
+        eval_every_updates=None,
         log_every_updates=log_every,
         data=dataclasses.replace(
             config.data, train_limit=limit, test_limit=min(TEST_IMAGES, config.data.test_limit or TEST_IMAGES)
         ),
         schedule=dataclasses.replace(config.schedule, warmup_epochs=warmup),
+        stop=Stop(),
         checkpoint=dataclasses.replace(config.checkpoint, every_updates=None, every_seconds=0.0),
     )
 
@@ -199,15 +210,14 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
     short = dataclasses.replace(shortened(config, plan, warm_up + updates, warm_up), output_dir=run)
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            saved = train(short, launch) == 0
+            result = train(short, launch)
         except UnsavedError:
-            saved = False
-    if not saved:
+            result = None
+    if result is None or result.failed_writes:
         raise UserError(
-            "The trainer could not save its checkpoints (see above); free disk space or name another --output.",
-            every_process=False,
+            "The trainer could not save its checkpoints (see above); free disk space or name another --output."
         )
-    if not broadcast_from_main(accelerator, lambda: (run / "result.json").is_file()):  # a signal has stopped the run
+    if not result.finished:  # a signal has stopped the run
         raise KeyboardInterrupt
     trained = broadcast_from_main(accelerator, lambda: read_run(run, config, plan, warm_up))
     memory = host_peak_bytes(), device_peak_bytes(accelerator.device)
@@ -232,7 +242,7 @@ def _compiled_limit(workload: Workload, images: int, updates: int, warm_up: int)
     except torch._dynamo.exc.TorchDynamoException as error:  # for example a GPU that is too old for Triton
         if workload.accelerator.is_main_process:
             reason = (str(getattr(error, "inner_exception", error)).strip() or type(error).__name__).splitlines()[0]
-            print_line(f"The compiled limit is left out, because torch cannot compile the model: {reason}")
+            LOGGER.info(f"The compiled limit is left out, because torch cannot compile the model: {reason}")
         return None
 
 
@@ -242,8 +252,8 @@ def _clear(accelerator: Accelerator) -> None:
     torch.compiler.reset()  # torch stops compiling the same code after a few models
 
 
-def temporary_folder(output: Path) -> Path:
-    """Create a temporary folder beside the file `output`: on the disk that the user chose and all nodes share."""
-    with writing("--output", output.parent):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=".bench-", dir=output.parent))
+def temporary_folder(parent: Path) -> Path:
+    """Create a temporary folder in `parent`, which is on the disk that the user chose and all nodes share."""
+    with writing("--output", parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".bench-", dir=parent))

@@ -1,22 +1,19 @@
-"""The results of `accel-train bench`, as a dictionary for JSON and as tables."""
+"""The results of `accel-train bench`, as a dictionary for JSON."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from accelerate import Accelerator
 
 from accel_train.bench.flops import peak_flops
 from accel_train.bench.machine import machine
-from accel_train.bench.statistics import Spread, ratio, spread
+from accel_train.bench.statistics import ratio, spread
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
-from accel_train.errors import print_line
 from accel_train.launch.precision import precision
-from accel_train.records.table import print_table
 
 
 @dataclass(frozen=True)
@@ -95,16 +92,16 @@ def figures_of(
         "division": plan.division,
         "rounds": len(rounds),
         "images_per_second": {
-            **{name: _plain(spread(rates)) for name, rates in limits.items()},
-            "input": _plain(spread(alone)),
-            "trainer": _plain(spread(trainer)),
+            **{name: asdict(spread(rates)) for name, rates in limits.items()},
+            "input": asdict(spread(alone)),
+            "trainer": asdict(spread(trainer)),
         },
         "faster_limit": faster,
         "ratios": {
-            "trainer/limit": _plain(ratio(trainer, limits[faster])),
-            "input/limit": _plain(ratio(alone, limits[faster])),
+            "trainer/limit": asdict(ratio(trainer, limits[faster])),
+            "input/limit": asdict(ratio(alone, limits[faster])),
         },
-        "update_seconds": _plain(spread([plan.batch_size / rate for rate in trainer])),
+        "update_seconds": asdict(spread([plan.batch_size / rate for rate in trainer])),
         "shares": {name: statistics.median(each[name] for each in shares) for name in shares[0]},
         "memory": {
             "host_peak_bytes": max(each.trainer.host_peak_bytes for each in rounds),
@@ -118,63 +115,3 @@ def figures_of(
         },
         "machine": host,
     }
-
-
-def print_figures(figures: dict[str, Any]) -> None:
-    """Print the tables. `figures`: from `figures_of`, with "synthetic", "updates" and "warm_up_updates" added."""
-    rates, names = figures["images_per_second"], {"limit": "limit (bare loop)", "input": "input alone"}
-    limit = rates[figures["faster_limit"]]["rounds"]
-    rows = []
-    for key, rate in rates.items():
-        share = _plain(ratio(rate["rounds"], limit))
-        form = "{:.1%}" if share["median"] < 10 else "{:,.0f}x"
-        rows.append([names.get(key, key), *_cells(rate, "{:,.0f}"), *_cells(share, form)])
-    print_line("")
-    of_limit = "of the limit" if "compiled limit" not in rates else "of the faster limit"
-    head = ["", "images/s", "quartiles", of_limit, "quartiles "]
-    print_table(head, rows, numbers=head[1:])
-
-    update = figures["update_seconds"]["median"]
-    print_line("")
-    rows = [[name, f"{share * update * 1e3:.3f}", f"{share:.1%}"] for name, share in figures["shares"].items()]
-    print_table(["an update", "ms", "share"], [*rows, ["in all", f"{update * 1e3:.3f}", ""]], numbers=["ms", "share"])
-
-    memory, flops, host = figures["memory"], figures["flops"], figures["machine"]
-    processes = figures["processes"]
-    print_line("")
-    lines = {
-        "device": f"{processes} process{'es' * (processes > 1)} on {host['device']}, {figures['precision']} "
-        f"({host['processor']}, {host['cores']} cores, {host['threads']} threads a process)",
-        "batch": figures["division"] + ", synthetic" * figures["synthetic"],
-        "memory": f"at most {_bytes(memory['host_peak_bytes'])} of the host, {_bytes(memory['device_peak_bytes'])} "
-        "of the device",
-        "operations": f"{_giga(flops['per_second'])} a process, {_percent(flops['share_of_peak'])} of its device's "
-        "peak",
-        "measured": f"{figures['rounds']} rounds of {figures['updates']} updates, in turns; the first "
-        f"{figures['warm_up_updates']} updates of each were left out as warm-up",
-    }
-    if host["computes_bf16"] and figures["precision"] == "fp32":
-        lines["bf16"] = "the device has instructions for it: measure accelerate launch --mixed_precision bf16, too"
-    for name, text in lines.items():
-        print_line(f"{name:<12}{text}")
-
-
-def _plain(measured: Spread) -> dict[str, Any]:
-    return dataclasses.asdict(measured)
-
-
-def _cells(measured: dict[str, Any], form: str) -> list[str]:
-    low, high = form.format(measured["low"]), form.format(measured["high"])
-    return [form.format(measured["median"]), f"{low} - {high}"]
-
-
-def _bytes(number: int | None) -> str:
-    return "n/a" if number is None else f"{number / 2**20:,.0f} MiB"
-
-
-def _giga(number: float | None) -> str:
-    return "n/a" if number is None else f"{number / 1e9:,.1f} GFLOP/s"
-
-
-def _percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{share:.1%}"

@@ -1,21 +1,19 @@
 """How the speed grows with the number of processes: `accel-train scaling RUN…` compares finished runs.
 
-Prints a table and writes it beside the runs as scaling.csv, with a plot, scaling.svg. All runs have the batch size of
-the recipe (strong scaling): they learn the same, and each process's share of a batch shrinks as processes are added.
-benchmarks/scaling.py starts such runs itself, and others with a fixed batch for each process (weak scaling).
+All runs have the batch size of the recipe (strong scaling): they learn the same, and each process's share of a batch
+shrinks as processes are added. benchmarks/scaling.py starts such runs itself, and others with a fixed batch for each
+process (weak scaling).
 """
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_train.errors import UserError, print_line
-from accel_train.report.plots import import_pyplot, save
+from accel_train.errors import UserError
+from accel_train.report.shared.plots import import_pyplot, save
 
 
 @dataclass(frozen=True)
@@ -93,25 +91,3 @@ def plot(curves: Mapping[str, list[Point]], path: Path) -> None:
     if len(curves) > 1:
         axis.legend(loc="upper left")
     save(figure, path)
-
-
-def compare(runs: Sequence[Path]) -> int:
-    """Compare the finished runs in the folders `runs`. Returns the exit code: 1 without a plot. Raises UserError."""
-    points = measure(runs)
-    folder = runs[0].resolve().parent
-    print_line("processes   images/s   speed-up   efficiency")
-    for point in points:
-        rate, speed_up, efficiency = point.images_per_second, point.speed_up, point.efficiency
-        print_line(f"{point.processes:9d} {rate:10,.0f} {speed_up:10.2f} {efficiency:11.0%}")
-    with (folder / "scaling.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["processes", "images_per_second", "speed_up", "efficiency"])
-        writer.writerows([p.processes, p.images_per_second, p.speed_up, p.efficiency] for p in points)
-    print_line(f"written: {folder / 'scaling.csv'}")
-    try:
-        plot({"": points}, folder / "scaling.svg")
-    except UserError as error:
-        print_line(f"accel-train: warning: {error}", sys.stderr)
-        return 1
-    print_line(f"written: {folder / 'scaling.svg'}")
-    return 0

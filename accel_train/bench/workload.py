@@ -24,10 +24,9 @@ from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.models.wrapping import without_compilation
 from accel_train.optim.micro_batch import as_in_training
-from accel_train.records.console import Console
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
-from accel_train.records.run_log import RunLog
+from accel_train.records.sinks import Stream
 from accel_train.run.nonfinite import Guard
 from accel_train.run.start import find_start
 from accel_train.training_setup import connect, create_training_setup
@@ -138,10 +137,8 @@ class Workload:
         """Measure each piece of one update alone: augmentation, optimizer step, metrics with the guard's check."""
         logits, losses = self._backward(self.setup.model, cycle(self.examples))
         batch, (_, targets) = self.batches[-1], self.examples[-1]
-        silent = Console(prints=False, total_updates=1, updates_per_epoch=1, epochs=1)
-        nowhere = RunDirectory(Path(), writes=False)
-        log = RunLog(self.setup.config, self.plan, self.accelerator, nowhere, silent)
-        guard = Guard(self.setup.config, self.accelerator, self.setup.model, self.setup.training.transform, log)
+        setup, nowhere = self.setup, RunDirectory(Path(), writes=False)
+        guard = Guard(setup.config, self.accelerator, setup.model, setup.training.transform, nowhere, Stream(()).emit)
         meter, state = Meter(self.accelerator, multi_label=self.setup.splits.multi_label), TrainState()
 
         def augment() -> None:

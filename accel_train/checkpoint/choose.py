@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +17,7 @@ from accel_train.checkpoint.directory import (
 from accel_train.checkpoint.format import Snapshot, read_checkpoint, verify_checkpoint
 from accel_train.errors import UserError
 from accel_train.ownership.generation import is_late
-from accel_train.untrusted import NotRegularFileError, json_object, read_regular_file
+from accel_train.untrusted import json_object, read_regular_file
 
 
 def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path, Snapshot] | None:
@@ -123,15 +122,6 @@ def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
         ) from error
     files = {name: folder / f"{name}.safetensors" for name in ("model", "ema")}
     return {name: file for name, file in files.items() if name == "model" or file.is_file()}
-
-
-def epochs_done(checkpoint: Path) -> int | None:
-    """The number of epochs completed in a checkpoint; None if it is in the middle of an epoch, or broken."""
-    try:
-        train = json.loads(read_regular_file(checkpoint / "state.json"))["train"]
-        return None if train["epoch_count"] or train.get("epoch_samples") else int(train["epoch"])
-    except (FileNotFoundError, NotRegularFileError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        return None
 
 
 def _newest_of_this_run(folder: Path, notes: list[str]) -> tuple[Path, Snapshot] | None:

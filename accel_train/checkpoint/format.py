@@ -27,7 +27,7 @@ from torch import Tensor
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
 from accel_train.errors import UserError
 from accel_train.files import set_default_permissions
-from accel_train.untrusted import LARGEST, is_count, is_number, read_regular_file
+from accel_train.untrusted import LARGEST, NotRegularFileError, is_count, is_number, read_regular_file
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -150,3 +150,12 @@ def versions(packages: Iterable[str] = PACKAGES, missing: str = "unknown") -> di
         except PackageNotFoundError:
             by_name[name] = missing
     return by_name
+
+
+def epochs_done(checkpoint: Path) -> int | None:
+    """The number of epochs completed in a checkpoint; None if it is in the middle of an epoch, or broken."""
+    try:
+        train = json.loads(read_regular_file(checkpoint / "state.json"))["train"]
+        return None if train["epoch_count"] or train.get("epoch_samples") else int(train["epoch"])
+    except (FileNotFoundError, NotRegularFileError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return None

@@ -1,17 +1,11 @@
-"""The checkpoints of a run: saved in the background, pruned, and restored on any number of processes.
+"""The trainer's checkpoints: `checkpoints/update-00001234/` in the run's directory.
 
-A checkpoint is a directory, `checkpoints/update-00001234/` in the run's directory. directory.py makes it complete or
-absent, format.py defines its contents, state_dict.py gathers them from and sends them to many processes, choose.py
-finds the checkpoint to resume from, and resume.py checks that the run can go on from it.
+store.py saves and restores them; resume.py checks that the run can go on from one.
 """
 
 from __future__ import annotations
 
-import copy
-import shutil
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +13,19 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from accel_train.checkpoint.choose import choose_checkpoint, epochs_done
-from accel_train.checkpoint.directory import (
-    check_can_commit,
-    checkpoint_path,
-    commit,
-    delete_checkpoint,
-    list_updates,
-    updates_to_keep,
-)
-from accel_train.checkpoint.format import Snapshot, versions, write_checkpoint
-from accel_train.checkpoint.resume import RestorePlan, RunParts, plan_restore
-from accel_train.checkpoint.state_dict import (
-    broadcast_optimizer_state,
-    broadcast_weights,
-    gather_to_main,
-    named_tensors,
-    optimizer_state,
-)
+from accel_train.checkpoint.format import Snapshot
+from accel_train.checkpoint.resume import RunParts, plan_restore
+from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import check_changes, learning_fingerprint
+from accel_train.config.compatibility import IN_MEMORY, SEMANTICS, check_changes, differences, learning_fingerprint
 from accel_train.config.schema import Config, as_dict
-from accel_train.config.semantics import IN_MEMORY, SEMANTICS
-from accel_train.errors import UserError
-from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.bitwise import what_bits_depend_on
-from accel_train.ownership.lease import Lease, LostError
+from accel_train.optim.optimizer import BIASES
+from accel_train.ownership.lease import Lease
 
 
-class Checkpoints:
-    """The checkpoints of one run. Every process has one; only the main process writes and reads the disk.
-
-    The main process knows (the writing thread appends to `failures`; it may be read at any time):
-
-    failures        one line for each save that failed; the older checkpoints stay complete
-    unpublished     one line if the final weights could not be copied into the run's directory, else ""
-    notes           one line for each fact about a restore that the user should know
-    last_saved      update of the newest checkpoint that is complete on the disk, or None
-    last_seconds    duration of the last completed save
-    stalled_seconds time for which it delayed training
-    """
+class Checkpoints(CheckpointStore):
+    """The checkpoints of a run with a configuration: they name its settings, and a resume compares them."""
 
     def __init__(
         self,
@@ -75,15 +42,11 @@ class Checkpoints:
         pixels: int = IN_MEMORY,
         table: str = "",
     ) -> None:
-        """`folder`: for the checkpoints; its parent, the run's directory, must exist when a checkpoint is saved.
-
-        `model` and `optimizer` are as Accelerate prepared them. `samples`: number of training samples. `ema`: timm's
-        ModelEmaV3 around the same model, or the module in it. `schedule`: its state must be fit for JSON. `lease`: is
-        checked before anything in the folder is changed. `pixels`: the semantics number by which the data's pixels are
-        computed (`Splits.semantics`). `table`: the SHA-256 of the table that lists the data, if one does.
+        """As `CheckpointStore`. `samples`: number of training samples. `ema`: timm's ModelEmaV3 around the same model,
+        or the module in it. `pixels`: the semantics number by which the data's pixels are computed
+        (`Splits.semantics`). `table`: the SHA-256 of the table that lists the data, if one does.
         """
-        self.folder, self.config, self.accelerator = folder, config, accelerator
-        self.lease = lease or Lease(folder.parent, None)
+        self.config = config
         self.parts = RunParts(
             config,
             samples,
@@ -96,192 +59,50 @@ class Checkpoints:
             schedule if config.schedule.name == "plateau" else None,
             what_bits_depend_on(accelerator) if config.bitwise else {},
         )
-        self.failures: list[str] = []
-        self.unpublished = ""
-        self.notes: list[str] = []
-        self.last_saved: int | None = None
-        self.last_seconds = self.stalled_seconds = 0.0
-        self._writer: threading.Thread | None = None
-        self._snapshot: Snapshot | None = None  # to restore; on the main process only
-        self._new_optimizer: dict[str, Any] = {}  # its state before any update, if the checkpoint's is of another one
-
-    def check_writable(self) -> None:
-        """Raise UserError if no checkpoint can be written here. Before training, on the main process."""
-        try:
-            check_can_commit(self.folder)
-        except (FileExistsError, NotADirectoryError):
-            raise UserError(
-                f"{self.folder} is not a folder, so no checkpoint can be written. "
-                "Remove it, or give another --output-dir."
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"No checkpoint can be written in {self.folder} ({error.strerror}){self._free_space()}. "
-                "Free some space there, or give another --output-dir."
-            ) from None
-
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint of this run that the main process knows of; None if there is none."""
-        if self.last_saved is None:
-            return None
-        path = checkpoint_path(self.folder, self.last_saved)
-        return path if path.is_dir() else None  # somebody may have moved it away
-
-    def save(self, state: TrainState, *, wait: bool = False) -> None:
-        """Save a checkpoint of `state`. Collective: all processes call it at the same update.
-
-        It returns when the copy in host memory is complete; a thread of the main process writes it to the disk, and
-        `wait` waits for that, too. Disk errors are appended to `failures`, not raised. The checkpoint of
-        `state.best_update` is kept as the best: save after an evaluation, not before.
-        """
-        started = time.perf_counter()
-        self.wait()
-        is_main: bool = self.accelerator.is_main_process
-        parts = self.parts
-        live = (
-            named_tensors(parts.model),
-            None if parts.ema is None else named_tensors(parts.ema),
-            optimizer_state(parts.model, parts.optimizer),
+        super().__init__(
+            folder,
+            accelerator,
+            model,
+            self.parts.optimizer,
+            lease=lease or Lease(folder.parent, None),
+            ema=self.parts.ema,
+            schedule=self.parts.schedule,
+            keep=config.checkpoint.keep,
+            milestone_epochs=config.checkpoint.milestone_epochs,
         )
-        model, ema, optimizer = gather_to_main(live, here=is_main)
-        if is_main:
-            snapshot = Snapshot(model, ema, optimizer, self._describe(state))
-            # Not a daemon thread: even if the program ends with an error, this checkpoint is completed.
-            self._writer = threading.Thread(target=self._write, args=(snapshot, started), name="checkpoint")
-            self._writer.start()
-            self.stalled_seconds = time.perf_counter() - started
-            if wait:
-                self.wait()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save is in progress. The program does not end before it is done."""
-        return self._writer is not None and self._writer.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the last save is done. Not collective: only the main process writes."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-
-    def publish_weights(self, update: int) -> None:
-        """Copy the weights of the checkpoint of `update` into the run's directory, where they are easy to find."""
-        if not self.accelerator.is_main_process:
-            return
-        self.wait()
-        self._check_owner()
-        try:
-            for weights in sorted(checkpoint_path(self.folder, update).glob("*.safetensors")):
-                with self.lease.replacing(self.folder.parent / weights.name) as temporary:
-                    shutil.copyfile(weights, temporary)
-        except OSError as error:
-            self.unpublished = f"the final weights are only in {self.folder}: {error}"
-            self.failures.append(self.unpublished)
-
-    def restore(self, resume: str, allow_change: Sequence[str] = ()) -> TrainState | None:
-        """Restore model, optimizer, EMA, loss scaler and schedule; return the position, or None for a new run.
-
-        Collective; at the start and, for a rewind, at any time. The main process removes what a killed run left and
-        decides for all; only its disk needs to have the checkpoints. `resume`:
-
-        auto   the newest complete checkpoint of this run, if there is one
-        must   the same; UserError if there is none
-        never  UserError if there are checkpoints: two runs in one directory would be mixed
-        PATH   a checkpoint, or the newest complete one in a run's directory. If it belongs to another run, but this
-               run has checkpoints of its own, these are used: a job that is started again goes on where it was
-
-        A broken checkpoint of this run is renamed, and the previous one is used. `allow_change` names settings that may
-        differ from the checkpoint's although they change what is learned; see config/compatibility.py. Raises
-        UserError, the same on all processes.
-        """
-        self.wait()
-        plan = broadcast_from_main(self.accelerator, lambda: self._plan_restore(resume, allow_change))
-        if plan is None:
-            return None
-        model = ema = optimizer = None  # only the main process has them
-        if self._snapshot is not None:
-            # A run that had no EMA starts one from the weights.
-            model, optimizer = self._snapshot.model, self._snapshot.optimizer
-            ema = self._snapshot.ema or model
-            self._snapshot = None
-        parts = self.parts
-        broadcast_weights(named_tensors(parts.model), model)
-        if parts.ema is not None:
-            broadcast_weights(named_tensors(parts.ema), ema)
-        if plan.optimizer is not None:
-            broadcast_optimizer_state(parts.model, parts.optimizer, plan.optimizer, optimizer, plan.keep)
-        else:  # the checkpoint is of another optimizer: this one begins anew, also after a rewind
-            self._new_optimizer = self._new_optimizer or copy.deepcopy(parts.optimizer.state_dict())
-            parts.optimizer.load_state_dict(copy.deepcopy(self._new_optimizer))
-        if plan.state["scaler"] and self.accelerator.scaler is not None:
-            self.accelerator.scaler.load_state_dict(plan.state["scaler"])
-        if plan.state["schedule"] is not None and parts.schedule is not None:
-            parts.schedule.load_state_dict(plan.state["schedule"])
-        return plan.position
+        self.changed: tuple[str, ...] = ()
+        """The options that are not those of the checkpoint from which the run goes on. On the main process."""
+        self.rate_before = 0.0
+        """The learning rate that the next update would have had with the checkpoint's. On the main process."""
+        self._settings = {"configuration": as_dict(config), "configuration_digest": learning_fingerprint(config)}
 
     def _plan_restore(self, resume: str, allow: Sequence[str]) -> RestorePlan | None:
-        """On the main process: what to restore, or None for a new run. Sets `_snapshot`."""
         check_changes({}, Config(), allow)  # so that an unknown key is refused in a new run, too
-        self._check_owner()
-        try:
-            chosen = choose_checkpoint(self.folder, resume, self.notes)
-        except OSError as error:
-            raise UserError(f"The checkpoints in {self.folder} cannot be read: {error}") from None
-        if chosen is None:
-            return None
-        path, snapshot = chosen
-        if path.parent != self.folder:
-            self.notes.append(f"goes on from {path}")
-        plan, self._snapshot = plan_restore(path, snapshot, self.parts, allow, self.notes)
-        if path.parent.resolve() == self.folder.resolve():
-            self.last_saved = plan.position.update
+        return super()._plan_restore(resume, allow)
+
+    def _match(self, path: Path, snapshot: Snapshot, allow: Sequence[str]) -> tuple[RestorePlan, Snapshot]:
+        plan = plan_restore(path, snapshot, self.parts, allow, self.notes)
+        self.changed = tuple(differences(snapshot.state["configuration"], self.config))
+        self.rate_before = _rate_in(snapshot.optimizer)
         return plan
 
     def _describe(self, state: TrainState) -> dict[str, Any]:
-        """The contents of state.json."""
-        scaler, schedule = self.accelerator.scaler, self.parts.schedule
         return {
             "train": state.to_saved(),
             "seed": self.config.seed,
             "samples": self.parts.samples,
             "table": self.parts.table,
-            "configuration": as_dict(self.config),
-            "configuration_digest": learning_fingerprint(self.config),
-            "versions": versions(),
+            **self._settings,
             "semantics": SEMANTICS,
             "pixels": self.parts.pixels,
             "bits": self.parts.bits,
-            "processes": self.accelerator.num_processes,
-            "generation": self.lease.generation,
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "schedule": None if schedule is None else schedule.state_dict(),
+            **self._facts(),
         }
 
-    def _write(self, snapshot: Snapshot, started: float) -> None:
-        """In the thread: write a checkpoint, then delete those that are no longer needed."""
-        update, best = snapshot.state["train"]["update"], snapshot.state["train"]["best_update"]
-        try:
-            commit(self.folder, update, lambda folder: write_checkpoint(folder, snapshot), check=self._check_owner)
-            self.last_saved = update
-            self.last_seconds = time.perf_counter() - started
-            epochs = {saved: epochs_done(checkpoint_path(self.folder, saved)) for saved in list_updates(self.folder)}
-            settings = self.config.checkpoint
-            kept = updates_to_keep(epochs, settings.keep, best, settings.milestone_epochs)
-            for old in sorted(epochs.keys() - kept):
-                self._check_owner()
-                delete_checkpoint(self.folder, old)
-        except LostError:
-            pass  # the main thread gets the same error before its next write
-        except Exception as error:  # on a full disk, safetensors and torch.save raise their own errors
-            self.failures.append(f"checkpoint of update {update}: {type(error).__name__}: {error}{self._free_space()}")
 
-    def _check_owner(self) -> None:
-        """Raise LostError if another start has taken over the run."""
-        self.lease.check()
-
-    def _free_space(self) -> str:
-        """For the message of a failed save: torch.save's own message does not say that the disk is full."""
-        try:
-            return f" ({shutil.disk_usage(self.folder.parent).free / 2**20:,.0f} MiB are free there)"
-        except OSError:
-            return ""
+def _rate_in(optimizer: Mapping[str, Any]) -> float:
+    """The learning rate in an optimizer's state, which may be of another optimizer, or damaged: then it is 0."""
+    try:
+        return max(float(group["lr"]) for group in optimizer["param_groups"] if BIASES not in group)
+    except (LookupError, TypeError, ValueError):
+        return 0.0

@@ -66,7 +66,8 @@ def matching_state(
         for key, value in optimizer.state_dict().items()
         if key in saved and key not in ("state", "param_groups")
     }
-    if [params for params, _ in groups] != [_value(group, "params") for group in saved["param_groups"]]:
+    of_saved = [group.get("params") if isinstance(group, dict) else None for group in saved["param_groups"]]
+    if [params for params, _ in groups] != of_saved:
         # The parameters are grouped in a different way: this run's settings are used.
         return {**others, "state": state, "param_groups": []}, missing
     fixed, taken = {*HOW_TO_COMPUTE, *keep}, []
@@ -154,10 +155,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, bool, bool]:
     return tensor.shape, tensor.is_floating_point(), tensor.is_complex()
-
-
-def _value(group: Any, key: str) -> Any:
-    return group.get(key) if isinstance(group, dict) else None
 
 
 def _shown(value: Any) -> str:

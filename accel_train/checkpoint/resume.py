@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,24 +14,27 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from accel_train.checkpoint.choose import epochs_done
 from accel_train.checkpoint.directory import checkpoint_path, list_updates
-from accel_train.checkpoint.format import Snapshot, versions
-from accel_train.checkpoint.optimizer_check import MismatchError, matching_state
+from accel_train.checkpoint.format import Snapshot, epochs_done, versions
 from accel_train.checkpoint.state_dict import named_tensors, outline
+from accel_train.checkpoint.store import RestorePlan
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.checkpoint.weights import check_same_model
-from accel_train.config.compatibility import SAMPLE_KEYS, check_changes, differences, flatten
-from accel_train.config.schema import Config, as_dict
-from accel_train.config.semantics import (
+from accel_train.config.compatibility import (
     IN_MEMORY,
+    SAMPLE_KEYS,
+    check_changes,
     check_same_calls,
     check_same_images,
     check_same_pixels,
+    check_same_policy,
     check_same_splits,
+    differences,
+    flatten,
     with_older_batchnorm,
 )
-from accel_train.data.order.plan import Plan
+from accel_train.config.schema import Config, as_dict
+from accel_train.data.order.plan import Plan, create_plan
 from accel_train.errors import UserError
 from accel_train.models.batchnorm.layers import VirtualBatchNorm
 from accel_train.untrusted import is_count
@@ -70,18 +74,6 @@ class RunParts:
         return all(module.regular for module in self.model.modules() if isinstance(module, VirtualBatchNorm))
 
 
-@dataclass(frozen=True)
-class RestorePlan:
-    """What all processes have to know to restore a checkpoint that only the main process reads."""
-
-    state: dict[str, Any]
-    position: TrainState
-    optimizer: dict[str, Any] | None
-    """The outline of the optimizer's state; None: the optimizer starts with a new state."""
-    keep: tuple[str, ...]
-    """Settings of its parameter groups that are taken from this run, not from the checkpoint."""
-
-
 def plan_restore(
     path: Path, snapshot: Snapshot, run: RunParts, allow: Sequence[str], notes: list[str]
 ) -> tuple[RestorePlan, Snapshot]:
@@ -102,6 +94,8 @@ def plan_restore(
     check_changes(saved, run.config, allow, samples=samples, tables=tables, obstacle=obstacle)
     check_same_pixels(str(path), snapshot.state.get("pixels", IN_MEMORY), run.pixels)
     check_same_calls(str(path), semantics, regular=run.has_regular_batchnorm)
+    if "augment.policy" not in changes:
+        check_same_policy(str(path), semantics, run.config.augment.policy)
     check_same_splits(str(path), semantics, saved.get("data", {}))
     if snapshot.ema is not None and run.ema is not None:
         check_same_model(named_tensors(run.ema), snapshot.ema, path)
@@ -127,18 +121,26 @@ def plan_restore(
     if "name" in changed:
         notes.append("the checkpoint is of a different optimizer, so its state is not used")
         return RestorePlan(snapshot.state, position, None, keep), snapshot
-    optimizer = _matching_optimizer(path, snapshot, run, position, keep, notes)
+    optimizer = matching_optimizer(path, snapshot, run.model, run.optimizer, position, keep, notes)
     plan = RestorePlan(snapshot.state, position, outline(optimizer), keep)
     return plan, dataclasses.replace(snapshot, optimizer=optimizer)
 
 
-def _matching_optimizer(
-    path: Path, snapshot: Snapshot, run: RunParts, position: TrainState, keep: Sequence[str], notes: list[str]
+def matching_optimizer(
+    path: Path,
+    snapshot: Snapshot,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: TrainState,
+    keep: Sequence[str],
+    notes: list[str],
 ) -> dict[str, Any]:
     """The part of the saved optimizer state that this run's optimizer takes. Raises UserError if they do not match."""
+    from accel_train.checkpoint.optimizer_check import MismatchError, matching_state
+
     trained = position.update > len(position.left_out)
     try:
-        matching, missing = matching_state(run.model, run.optimizer, snapshot.optimizer, keep)
+        matching, missing = matching_state(model, optimizer, snapshot.optimizer, keep)
         # With a loss scaler the first updates often overflow, and leave no state.
         if missing and not matching["state"] and not keep and trained and not snapshot.state["scaler"]:
             raise MismatchError(f"it has no state of any parameter after {position.update} updates")
@@ -197,18 +199,33 @@ def _misplaced(path: Path, run: RunParts, position: TrainState) -> UserError:
     )
 
 
+def _too_short(path: Path, run: RunParts, position: TrainState) -> str:
+    """Why a run of so many epochs or updates has no update `position`; "" if it has."""
+    config, inside_epoch = run.config, position.epoch_samples > 0
+    is_over = math.ceil(config.epochs) < position.epoch + inside_epoch
+    ends_within = config.stop.updates is not None or config.epochs != int(config.epochs)
+    done, updates = 0, 0
+    if not is_over and ends_within and run.samples >= config.batch_size:  # other mistakes are told elsewhere
+        plan = create_plan(config, run.samples, processes=1, accumulation=1, virtual_batch=1)
+        done, updates = plan.updates_until(position.epoch, position.epoch_samples), plan.updates
+    if not is_over and done <= updates:
+        return ""
+    if not is_over and updates == config.stop.updates:
+        option, state, least = f"--stop.updates {config.stop.updates}", f"{done} updates are done", done
+    else:
+        least = position.epoch + inside_epoch
+        option = f"--epochs {config.epochs}"
+        state = f"epoch {least} has begun" if inside_epoch else f"{least} epochs are done"
+    return f"{option}: {state} in {path}. Give at least {least}, or start a new run with another --output-dir."
+
+
 def _obstacle(
     path: Path, snapshot: Snapshot, run: RunParts, position: TrainState, changes: Mapping[str, str]
 ) -> str | None:
     """Why the run cannot go on from the checkpoint even if all changes of settings are allowed; None if it can."""
     inside_epoch = position.epoch_samples > 0
-    if run.config.epochs < position.epoch + inside_epoch:
-        least = position.epoch + inside_epoch
-        state = f"epoch {least} has begun" if inside_epoch else f"{least} epochs are done"
-        return (
-            f"--epochs {run.config.epochs}: {state} in {path}. Give at least {least}, or start a new run with "
-            "another --output-dir."
-        )
+    if too_short := _too_short(path, run, position):
+        return too_short
     changed = [f"{key}: {changes[key]}" for key in (*SAMPLE_KEYS, "data") if key in changes]
     saved_samples = snapshot.state.get("samples", run.samples)
     if saved_samples != run.samples and "data" not in changes:

@@ -49,6 +49,8 @@ class TrainState:
     """Training time in seconds, without the first update of each start (see `meter.Stopwatch`)."""
     timed_samples: int = 0
     """The samples trained in that time."""
+    evaluated: int | None = None
+    """The newest update within an epoch after which the run has evaluated, as --eval-every-updates or its end asks."""
     left_out: list[int] = field(default_factory=list)
     """The updates, counted from 1, that are skipped because their loss or gradient was not finite; see `nonfinite`."""
 
@@ -64,18 +66,21 @@ class TrainState:
             )
 
     def check_epoch(self, plan: Plan) -> None:
-        """At an epoch's end: raise RuntimeError unless every sample was counted once or is in a skipped update."""
+        """At the end of an epoch, or of the run within it: raise RuntimeError unless every sample until there was
+        counted once or is in a skipped update."""
         done = self.epoch_samples
-        if self.epoch_count + self.epoch_left_out != done or done > plan.samples or plan.updates_from(done):
+        counted = self.epoch_count + self.epoch_left_out
+        if counted != done or done > plan.samples or plan.updates_left(self.epoch, done):
             raise RuntimeError(
                 f"epoch {self.epoch + 1} counted {self.epoch_count} samples and skipped {self.epoch_left_out}, in "
                 f"updates of {done}, but the training data has {plan.samples}"
             )
 
-    def stopped_by(self, config: Config) -> str | None:
-        """What has ended the run: "epochs", "patience" or "hours"; None if it goes on. It ends at epochs' ends only."""
-        if self.epoch >= config.epochs:
-            return "epochs"
+    def stopped_by(self, config: Config, plan: Plan) -> str | None:
+        """What has ended the run: "epochs", "updates", "patience" or "hours"; None if it goes on. The last two end it
+        at epochs' ends only."""
+        if plan.is_end(self.epoch, self.epoch_samples) and self.is_evaluated:
+            return "updates" if plan.updates == config.stop.updates else "epochs"
         if self.epoch_samples or self.epoch == 0:
             return None
         patience = config.stop.patience_epochs
@@ -88,6 +93,20 @@ class TrainState:
         ):
             return "patience"
         return "hours" if self.out_of_time(config) else None
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether what follows update `update` is done: an evaluation, if one was due, and the end of an epoch."""
+        return self.epoch_samples == 0 or self.evaluated == self.update
+
+    def owes_evaluation(self, config: Config) -> bool:
+        """Whether --eval-every-updates asks for an evaluation now, within an epoch, which is not done yet."""
+        every = config.eval_every_updates
+        return every is not None and self.update % every == 0 and not self.is_evaluated
+
+    def current_epoch(self, config: Config, plan: Plan) -> int:
+        """The current epoch, counted from 1; after the end of the last epoch still that one."""
+        return self.epoch + (self.epoch_samples > 0 or self.stopped_by(config, plan) is None)
 
     def out_of_time(self, config: Config) -> bool:
         """Whether the hours of --stop.hours are over."""
@@ -112,7 +131,7 @@ class TrainState:
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch and reset the counts of an epoch."""
-        self.epoch, self.epoch_samples, self.epoch_left_out = epoch, 0, 0
+        self.epoch, self.epoch_samples, self.epoch_left_out, self.evaluated = epoch, 0, 0, None
         self.epoch_loss_sum, self.epoch_correct, self.epoch_count, self.epoch_sums = 0.0, 0, 0, {}
 
     def add_metrics(self, totals: Mapping[str, float], samples: int) -> None:
@@ -135,8 +154,9 @@ class TrainState:
         """What a checkpoint keeps of it."""
         saved = asdict(self)
         saved["best_accuracy"] = saved.pop("best_figure")
-        if self.best_epoch is None:
-            del saved["best_epoch"]
+        for name in ("best_epoch", "evaluated"):
+            if saved[name] is None:
+                del saved[name]
         if not self.epoch_sums:
             del saved["epoch_sums"]
         return saved
@@ -171,6 +191,7 @@ class TrainState:
             "best_accuracy": self.best_figure is None or is_number(self.best_figure),
             "best_update": self.best_update is None or is_count(self.best_update),
             "best_epoch": self.best_epoch is None or is_count(self.best_epoch),
+            "evaluated": self.evaluated is None or is_count(self.evaluated),
             "wall_seconds": is_number(self.wall_seconds),
             "epoch_loss_sum": is_number(self.epoch_loss_sum, -LARGEST),
             "epoch_count": is_count(self.epoch_count),

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from accel_train.checkpoint.choose import find_weights, read_while_trained
-from accel_train.checkpoint.directory import BrokenError, verify_files
 from accel_train.checkpoint.state_dict import named_tensors
 from accel_train.errors import UserError
 from accel_train.files import sha256
@@ -34,7 +33,15 @@ class RunWeights:
     @classmethod
     def read(cls, file: Path, *, hashed: bool = False) -> RunWeights:
         """Read a safetensors file. Raises UserError if it is missing or broken, and OSError."""
-        return cls(file, read_weights(file), sha256(file) if hashed else "")
+        try:
+            tensors = load_file(file)
+        except RuntimeError as error:  # torch's, if the file is deleted after safetensors has read its header
+            if file.exists():
+                raise
+            raise UserError(f"The weights in {file} cannot be read: {error}") from None
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(f"The weights in {file} cannot be read: {error}") from None
+        return cls(file, tensors, sha256(file) if hashed else "")
 
     def load_into(self, model: nn.Module) -> None:
         """Load them into a model on any device, on each process independently: one that is not wrapped, or wrapped by
@@ -59,16 +66,16 @@ def weights_of_run(run: Path, checkpoint: Path | None = None, *, hashed: bool = 
     return _read(run, read)
 
 
-def one_of_run(run: Path, checkpoint: Path | None = None, name: str | None = None) -> tuple[str, RunWeights]:
-    """Read the weights `name` of a run, which may train ("model" or "ema"; None: the EMA's if it has one), and return
-    their name, too. Raises UserError."""
+def one_of_run(run: Path, checkpoint: Path | None = None, name: str | None = None) -> RunWeights:
+    """Read the weights `name` of a run, which may train: "model" or "ema"; None: the EMA's if it has one. Raises
+    UserError."""
 
-    def read() -> tuple[str, RunWeights]:
+    def read() -> RunWeights:
         files = find_weights(run, checkpoint)
         chosen = name or list(files)[-1]
         if chosen not in files:
             raise UserError(f"--weights {chosen}: {run} has no EMA; use --weights model.")
-        return chosen, RunWeights.read(files[chosen])
+        return RunWeights.read(files[chosen])
 
     return _read(run, read)
 
@@ -93,37 +100,6 @@ def _read(run: Path, read: Callable[[], T]) -> T:
         return read_while_trained(run, read)
     except OSError as error:
         raise UserError(f"The weights of {run} cannot be read: {error.strerror or error}.") from error
-
-
-def load_weights(model: nn.Module, path: Path, *, ema: bool = False) -> None:
-    """Load the weights of a checkpoint's directory, or of any safetensors file; see `RunWeights.load_into`.
-
-    `ema`: those of the EMA. Raises UserError if the weights are missing or broken, or belong to a different model.
-    """
-    RunWeights(path, read_weights(path, ema=ema)).load_into(model)
-
-
-def read_weights(path: Path, *, ema: bool = False) -> dict[str, Tensor]:
-    """The verified weights of a checkpoint (`ema`: those of the EMA), or the weights in any safetensors file.
-
-    Raises UserError if they are missing or broken.
-    """
-    file = path
-    if path.is_dir():
-        file = path / ("ema.safetensors" if ema else "model.safetensors")
-        if ema and not file.exists():
-            raise UserError(f"{path} has no EMA weights: the run was started without --ema.enabled.")
-    try:
-        if path.is_dir():
-            verify_files(path, only=file.name)
-        weights: dict[str, Tensor] = load_file(file)
-    except RuntimeError as error:  # torch's, if the file is deleted after safetensors has read its header
-        if file.exists():
-            raise
-        raise UserError(f"The weights in {file} cannot be read: {error}") from None
-    except (BrokenError, OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"The weights in {file} cannot be read: {error}") from None
-    return weights
 
 
 def check_same_model(targets: dict[str, Tensor], values: dict[str, Tensor], path: Path) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel_train import __version__
-from accel_train.errors import print_line
+from accel_train.config.option_types import value
+from accel_train.config.schema import Config
+from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import is_first_process
 
 
@@ -30,6 +32,13 @@ def importing(what: str = "") -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def check_makes_no_run(config: Config, command: str, what: str) -> None:
+    """Raise UserError if a command that trains no run, and writes only `what`, got an option that is about a run."""
+    for key in ("output-dir", "config-only"):
+        if value(config, key):
+            raise UserError(f"--{key}: an option of train; {command} writes only the {what} that --output names.")
 
 
 def below_one(**values: int | None) -> list[str]:

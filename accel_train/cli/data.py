@@ -10,27 +10,19 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing
-from accel_train.config.bounds import out_of_bounds
+from accel_train.config.option_types import out_of_bounds
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.schema import Config, Data
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.launch.process import available_cores
 
 
-@dataclass(frozen=True)
-class CheckData(CommandOptions):
-    """Decode every image of a dataset and write the list of those that cannot be read.
-
-    Give the list to training as --data.skip-unreadable. The exit code is 1 if there are unreadable images, or
-    class folders without any.
-    """
-
+@dataclass(frozen=True, kw_only=True)
+class _Images(CommandOptions):
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """Name of the data: folder, csv, or another one as in --data.name."""
     root: Path = Path("data")
     """Folder or file of the data, as in --data.root."""
-    output: Path | None = None
-    """The list to write, one path a line; default: unreadable-NAME.txt, NAME of the data's folder or file."""
     range: tuple[float, float] | None = None
     """The values of black and white in images of more than 8 bits, as in --data.range."""
     max_pixels: int = Data.max_pixels
@@ -42,40 +34,46 @@ class CheckData(CommandOptions):
         return below_one(processes=self.processes, max_pixels=self.max_pixels) + _wrong_range(self.range)
 
 
-@dataclass(frozen=True)
-class CacheData(CommandOptions):
+@dataclass(frozen=True, kw_only=True)
+class CheckData(_Images):
+    """Audit a dataset: unreadable, equal, similar and odd images, labels that differ, classes without images.
+
+    Every image is decoded once. What was found is printed and written to audit.json and audit.html, with pictures. Give
+    the list of unreadable images to training as --data.skip-unreadable. If the command is killed, the same command
+    continues; a later one looks at new and changed files only. The exit code is 1 if a training would end with an
+    error: because of unreadable images, class folders without any, or rows of a table without files.
+    """
+
+    output: Path | None = None
+    """List of unreadable images, a path a line; default: unreadable-NAME.txt, NAME of the data's folder or file."""
+    folder: Path | None = None
+    """Folder for audit.json and audit.html; default: audit-NAME beside the list."""
+    strict: bool = False
+    """Exit with 1 if there is anything that you must decide on, such as an image in two splits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheData(_Images):
     """Decode and shrink the images of a dataset into a single cache file, which is read many times faster.
 
     Train on it with --data.name cache --data.root FILE. If the command is killed, the same command continues where it
     stopped. If images cannot be read, they are listed, the finished part is kept, and the exit code is 1.
     """
 
-    name: Annotated[Positional[str], arg(metavar="NAME")]
-    """Name of the data: folder, csv, or another one as in --data.name."""
     output: Path | None = None
     """The file to write (required)."""
-    root: Path = Path("data")
-    """Folder or file of the data, as in --data.root."""
     short_side: int = 256
     """Shrink larger images to this short side, in pixels; the whole image is kept."""
     encoding: Literal["raw", "jpeg"] = "raw"
     """raw: pixels, the fastest to read; jpeg (quality 90): about a tenth of the space."""
     channels: int = 3
     """3 or 1, as in --data.channels: 1 converts images to greyscale."""
-    range: tuple[float, float] | None = None
-    """The values of black and white in images of more than 8 bits, as in --data.range."""
     skip_unreadable: Path | None = None
     """Leave out the images in this list, as in --data.skip-unreadable."""
-    max_pixels: int = Data.max_pixels
-    """Count larger images as unreadable, as --data.max-pixels does."""
-    processes: int | None = None
-    """Processes that decode; default: all cores."""
 
     def mistakes(self) -> list[str]:
-        mistakes = below_one(processes=self.processes, short_side=self.short_side, max_pixels=self.max_pixels)
-        if self.channels not in (1, 3):
-            mistakes.append(f"--channels: expected 1 or 3, found {self.channels}.")
-        return mistakes + _wrong_range(self.range)
+        wrong = [] if self.channels in (1, 3) else [f"--channels: expected 1 or 3, found {self.channels}."]
+        return below_one(short_side=self.short_side) + wrong + super().mistakes()
 
 
 def _wrong_range(values: tuple[float, float] | None) -> list[str]:
@@ -91,10 +89,18 @@ def check_data(arguments: Sequence[str]) -> int:
     data = Data(name=options.name, root=options.root, range=options.range, max_pixels=options.max_pixels)
 
     with importing(options.name):
-        from accel_train.data.tools import check
+        from accel_train.audit import audit, page, summary
 
-    mistakes = check.check_data(data, options.output, options.processes or available_cores())
-    return 1 if mistakes else 0
+    result = audit.check_data(
+        data, output=options.output, folder=options.folder, processes=options.processes, shows_progress=True
+    )
+    for text, wraps in summary.lines(result):
+        print_line(text, wraps=wraps)
+    try:
+        print_line(f"page: {page.write_page(result)}")
+    except UserError as error:  # the audit is done, and audit.json written
+        print_line(f"No page: {error}")
+    return int(result.stops_training or (options.strict and result.to_decide))
 
 
 def cache_data(arguments: Sequence[str]) -> int:

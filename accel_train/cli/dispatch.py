@@ -9,11 +9,12 @@ import traceback
 from collections.abc import Sequence
 
 from accel_train import __version__
-from accel_train.errors import UserError, nearest, print_line
-from accel_train.launch.environment import INTERRUPTED, at_terminal, is_first_process
+from accel_train.errors import UserError, nearest, print_line, print_logged
+from accel_train.launch.environment import INTERRUPTED, at_terminal, print_error
 
 COMMANDS = {  # name -> (its module in this folder, what it does); its function has the name of the command, with "_"
     "train": ("train", "train a model with a recipe, or resume a run"),
+    "submit": ("submit", "submit it to Slurm or PBS, with several seeds and settings"),
     "evaluate": ("of_run.evaluate", "evaluate a run's model on a split"),
     "predict": ("of_run.predict", "classify images with a run's model"),
     "report": ("of_run.report", "write a page about a run, or compare runs"),
@@ -22,22 +23,26 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "runs": ("of_run.runs", "list runs: state, epoch, accuracy, age, owner"),
     "doctor": ("doctor", "look for what will go wrong in the next twenty hours"),
     "meet": ("meet", "wait for the other hosts before the launcher, and name the missing"),
-    "bench": ("bench", "measure how close the trainer comes to the device's limit"),
+    "bench": ("of_recipe.bench", "measure how close the trainer comes to the device's limit"),
+    "preview": ("of_recipe.preview", "write a page with the images that the model will see"),
+    "find-lr": ("of_recipe.find_lr", "train with growing learning rates, and draw the loss over them"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
-    "recipes": ("recipes", "list the recipes, or print one"),
+    "recipes": ("of_recipe.recipes", "list the recipes, or print one"),
+    "convert": ("convert", "write a command of timm, torchvision or ultralytics as a recipe"),
     "completion": ("info.completion", "complete commands and options with Tab in your shell"),
-    "check-data": ("data", "find the unreadable images of a dataset"),
+    "check-data": ("data", "find unreadable, equal and odd images of a dataset"),
     "cache-data": ("data", "preprocess a dataset's images into a single cache file"),
-    "scaling": ("bench", "compare the speed of finished runs on different numbers of processes"),
+    "scaling": ("of_recipe.bench", "compare the speed of finished runs on different numbers of processes"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for a user's error (one line a mistake on stderr), 130 for Ctrl-C.
+    """Run one command and return its exit code: 2 or 1 for a UserError (one line a mistake on stderr), 130 for Ctrl-C.
 
     At a terminal KeyboardInterrupt is raised again, so that the program is killed by SIGINT. The shell's code is 130
     in both cases, but only a program killed by SIGINT stops the shell loop that runs it.
     """
+    print_logged()
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -47,10 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if any(word.startswith("--traceback") for word in words):
             traceback.print_exc()
-        if is_first_process() or not error.every_process:
-            for message in error.messages:
-                print_line(f"accel-train: error: {message}", sys.stderr)
-        return 2
+        print_error(error)
+        return error.code
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:

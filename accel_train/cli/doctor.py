@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.errors import print_line, writing
+from accel_train.files import atomic_write
 from accel_train.launch.environment import prepare_environment
+from accel_train.records.terminal import print_table
+
+if TYPE_CHECKING:
+    from accel_train.doctor.doctor import Diagnosis
 
 
 @dataclass(frozen=True)
@@ -51,17 +58,28 @@ def doctor(arguments: Sequence[str]) -> int:
     launch = prepare_environment()
     with importing(config.recipe):
         from accel_train.doctor.doctor import doctor
-        from accel_train.launch.accelerator import end_world
+        from accel_train.launch.agreement import end_world
 
     seconds = min(options.seconds, 10.0) if options.quick else options.seconds
-    code = doctor(
-        config,
-        launch,
-        seconds=seconds,
-        quick=options.quick,
-        skip=options.skip,
-        with_drill=options.drill,
-        json_file=options.json,
-    )
+    diagnosis = doctor(launch, config, seconds=seconds, quick=options.quick, skip=options.skip, drill=options.drill)
     end_world()
-    return 0 if options.exit_zero else code
+    if launch.rank == 0:
+        print_diagnosis(diagnosis)
+        if options.json is not None:
+            checks = [{"name": name, **asdict(finding)} for name, finding in diagnosis.findings.items()]
+            with writing("--json", options.json):
+                atomic_write(options.json, json.dumps({"checks": checks}, indent=2) + "\n")
+    return int(diagnosis.failed and not options.exit_zero)
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print a table of what the checks have found, what to do, and how many found what."""
+    found = diagnosis.findings
+    rows = [[finding.status, name, finding.measured, finding.expected] for name, finding in found.items()]
+    print_table(("status", "check", "measured", "expected"), rows)
+    for name, finding in found.items():
+        if finding.advice and finding.status in ("WARN", "FAIL"):
+            print_line(f"{finding.status} {name}: {finding.advice}")
+    statuses = [finding.status for finding in found.values()]
+    counted = [f"{statuses.count(status)} {status}" for status in ("FAIL", "WARN", "PASS", "n/a") if status in statuses]
+    print_line(f"{', '.join(counted)} in {diagnosis.seconds:.0f} s")

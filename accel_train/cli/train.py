@@ -6,9 +6,9 @@ import signal
 from collections.abc import Sequence
 
 from accel_train.cli.common import importing
-from accel_train.errors import UnsavedError
-from accel_train.launch.environment import prepare_environment
-from accel_train.launch.signals import recording_stop_signals
+from accel_train.errors import UnsavedError, print_line
+from accel_train.launch.environment import INTERRUPTED, at_terminal, prepare_environment
+from accel_train.launch.parent import recording_stop_signals
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -27,12 +27,24 @@ def train(arguments: Sequence[str]) -> int:
         # Before torch is imported, because torch reads some of these variables.
         launch = prepare_environment(bitwise=config.bitwise)
         with importing("" if config.config_only else config.recipe):
-            from accel_train.launch.accelerator import end_world
-            from accel_train.train import train
+            from accel_train.launch.agreement import end_world
+            from accel_train.train import train, training_plan
 
+        stopped_by: str | None = None
+        code = 0
         try:
-            code = train(config, launch)
+            if config.config_only:
+                text = training_plan(config, launch)
+                if launch.rank == 0:
+                    print(text)
+            else:
+                result = train(config, launch)
+                stopped_by, code = result.stopped_by, int(result.failed_writes > 0 or result.others_go_on)
+                if result.nothing_left and launch.rank == 0:
+                    print_line(
+                        f"{result.directory} holds a finished run: {result / 'result.json'}. Nothing is left to do."
+                    )
         except UnsavedError as error:  # the run's console has said why
-            code = error.code
+            stopped_by, code = error.stopped_by, 1
         end_world()
-        return code
+        return INTERRUPTED if stopped_by == "SIGINT" and at_terminal() else code

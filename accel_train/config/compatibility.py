@@ -1,28 +1,8 @@
-"""Which options may change when a run is resumed, and how two configurations differ.
+"""Which options may change when a run is resumed, how two configurations differ, and what older versions did.
 
-An option affects what is learned unless this table lists it. So a change of a new option is refused until somebody adds
-it to the table:
-
-| key | why it may change |
-|---|---|
-| micro-batch-size, data.workers | how an update is computed, not its result; like the number of processes |
-| data.placement | where the pixels are kept, not their values |
-| model.gradient-checkpointing | how gradients are computed, not their values |
-| data.root | the next machine may keep the same data in another folder |
-| eval-batch-size, log-every-updates, trackers, checkpoint.* | only what is measured, shown or kept |
-| data.skip-unreadable, data.max-pixels | they leave out images that end a run otherwise; all others keep their index |
-| share-gpus | where the run is computed |
-| cuda-graph | how kernels are started, not what they compute (learning rates are rounded to float32) |
-| on-nonfinite, …-timeout-seconds | what to do about a failure; after one, the user may choose anew |
-| eval-every-epochs | only what is measured; refused for the plateau schedule, which follows the evaluations |
-| epochs | a run may become longer; refused for cosine and poly, which end at the last epoch |
-| stop.* | a run may end earlier or later |
-| model.weights | another path with the same content: the file is compared by its SHA-256 |
-| recipe, output-dir, resume, allow-change, take-over, config-only, traceback | they belong to one start; not compared |
-
-All others affect what is learned: seed, batch-size, data.* (another limit of the test samples gives another best
-checkpoint), augment.*, model.* (`pretrained` also sets size, mean and standard deviation), optim.*, schedule.*, loss.*,
-ema.*. Of these, the options that decide the samples of an epoch (SAMPLE_KEYS) can change between two epochs only.
+An option affects what is learned unless its declaration says that it is `Free` (groups.py): so a change of a new
+option is refused. Weights may have another path: the file is compared by its SHA-256. The options that decide the
+samples of an epoch (`DecidesSamples`) can change between two epochs only.
 """
 
 from __future__ import annotations
@@ -32,40 +12,37 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accel_train.config.option_types import REMOVED
+from accel_train.config.declaration import ONE_START, DecidesSamples, EndsRun, Free
+from accel_train.config.option_types import REMOVED, declared
 from accel_train.config.origin import compare_by_content
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, nearest
-from accel_train.user_code.reference import PREFIXES, short_name
+from accel_train.user_code.reference import PREFIXES, metric_name, short_name
 
-START_KEYS = ("recipe", "output-dir", "resume", "allow-change", "take-over", "config-only", "traceback")
-FREE_KEYS = (
-    "micro-batch-size", "data.workers", "data.placement", "model.gradient-checkpointing", "data.root",
-    "eval-batch-size", "log-every-updates", "trackers", "checkpoint", "on-nonfinite", "rendezvous-timeout-seconds",
-    "start-timeout-seconds", "hang-timeout-seconds", "share-gpus", "cuda-graph", "data.skip-unreadable",
-    "data.max-pixels", "stop",
-)  # fmt: skip
-# These decide which samples an epoch has, and in which order: such a change is possible only at the end of an epoch.
-SAMPLE_KEYS = (
-    "seed", "data.name", "data.val-fraction", "data.test-fraction", "data.train-limit", "data.train-images",
-    "data.sampler",
-)  # fmt: skip
-# These decide where a run ends. They are part of its result, which needs --allow-change to be replaced by a later one.
-END_KEYS = ("epochs", "stop.patience-epochs", "stop.hours")
-FREE_UNLESS_SCHEDULE = {"eval-every-epochs": ("plateau",), "epochs": ("cosine", "poly")}
+# The keys of the options that belong to one start, may change in a run, decide samples, and end a run.
+FREE = dict(declared(Free))
+START_KEYS = tuple(key for key, free in FREE.items() if free is ONE_START)
+FREE_KEYS = tuple(key for key, free in FREE.items() if free is not ONE_START)
+SAMPLE_KEYS = tuple(key for key, _ in declared(DecidesSamples))
+END_KEYS = tuple(key for key, _ in declared(EndsRun))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings (of `schema.as_dict`) by the command line's keys, such as "optim.weight-decay".
 
     A user's own file is named without its folder: on another machine it may be in another one, and its text is compared
-    elsewhere (records/code.py).
+    elsewhere (records/provenance.py).
     """
     result: dict[str, Any] = {}
     for name, value in settings.items():
         key = prefix + name.replace("_", "-")
         if key in PREFIXES and isinstance(value, str):
             value = short_name(key, value)
+        elif key == "metrics":
+            value = [short_name(key, text) for text in value]
+        elif key == "best-metric":  # with another function of that name the best would be something else
+            own = [text for text in settings.get("metrics", ()) if ":" in text and metric_name(text) == value]
+            value = short_name("metrics", own[0]) if own else value
         elif key == "model.kwargs" and value is not None:
             value = json.dumps(json.loads(value), sort_keys=True)
         result.update(flatten(value, key + ".") if isinstance(value, Mapping) else {key: value})
@@ -79,9 +56,8 @@ def is_under(key: str, prefixes: Iterable[str]) -> bool:
 
 def affects_learning(key: str, schedule: str) -> bool:
     """Whether a change of the option `key` changes what is learned, with the schedule of that name."""
-    if key in FREE_UNLESS_SCHEDULE:
-        return schedule in FREE_UNLESS_SCHEDULE[key]
-    return not is_under(key, (*START_KEYS, *FREE_KEYS))
+    free = FREE.get(key)
+    return free is None or schedule in free.unless
 
 
 def settings_of_run(config: Config) -> dict[str, Any]:
@@ -173,3 +149,102 @@ def check_changes(
     if obstacle:
         raise UserError(obstacle)
     return changes
+
+
+SEMANTICS = 6
+"""It rises when the same configuration and the same data would lead to another trained model.
+
+1   The first version; checkpoints, caches and model.json without a number have this one.
+2   Images are rotated as their EXIF orientation says. The box of crop=resized is cut exactly from a JPEG decoded at a
+    reduced size; before, it was rounded to that size's pixels. Data is divided into splits before
+    --data.skip-unreadable leaves images out, and the training images keep their indices; before, the following images
+    moved up, some of them into other splits.
+3   BatchNorm normalises virtual batches, not the micro-batch of a process, and its running statistics are updated once
+    an update, not once a micro-batch. Masks of dropout and drop path are functions of (seed, update, sample, layer).
+4   Each call of a BatchNorm that a forward pass calls several times counts in its running statistics; before, only the
+    last one did. An update without a call leaves them as they are; before, it moved them to 0. Values that are not as
+    many for each sample, such as learned prototypes, count once an update; before, once a forward pass of a process.
+5   Folders and tar files have more kinds of images: .jfif, .gif, .avif, .jp2 and others were left out before.
+6   RandAugment, TrivialAugment and AutoAugment turn and shift PIL images with --augment.interpolation; before, tensors,
+    to the nearest pixel. --optim.decay-all also decays what a model of timm's excludes, such as position embeddings.
+    (A checkpoint has the weight decay of each of its groups, so an older run keeps its own.)
+
+A run continues only with the semantics that it began with: an older run that a change affects is refused. No change has
+affected the pixels of datasets in memory (digits, MNIST, …).
+"""
+# The latest numbers that changed these datasets: see Splits.semantics.
+IN_MEMORY, IMAGE_FILES, IMAGE_NAMES = 1, 2, 5  # the last one: image files that older versions left out
+
+
+def check_same_pixels(what: str, before: int, now: int) -> None:
+    """Raise UserError if the images of the checkpoint `what`, with the number `before`, have other pixels now."""
+    before, now = min(before, IMAGE_FILES), min(now, IMAGE_FILES)
+    if before < now:
+        raise UserError(
+            f"{what} is from an older accel-train, which ignored the EXIF orientation of image files and cropped them "
+            "differently. Finish the run with the version in state.json, or start a new run with another --output-dir."
+        )
+    if before > now:
+        raise UserError(
+            f"{what} is from a run whose images were rotated as EXIF says, but the cache was written by an older "
+            "accel-train, which ignored EXIF. Write the cache again with `accel-train cache-data`."
+        )
+
+
+def check_same_images(what: str, before: int, images: int) -> None:
+    """Raise UserError if `what`, of a run with the number `before`, left out some of these `images` by their names.
+
+    `images`: `Splits.semantics`.
+    """
+    if before < IMAGE_NAMES <= images:
+        raise UserError(
+            f"{what} is from an older accel-train, which left out images with such names as .jfif, .gif or .avif, and "
+            "the data has some. Move them out of the data's folder, or start a new run with another --output-dir."
+        )
+
+
+def with_older_batchnorm(saved: dict[str, Any], before: int) -> dict[str, Any]:
+    """Return `saved`, the settings of a run with the number `before` whose model has BatchNorm.
+
+    For an older run the virtual batch size becomes "each process's micro-batch", as it was then. So resuming the run,
+    which changes its BatchNorm statistics, requires --allow-change virtual-batch-size.
+    """
+    return {**saved, "virtual_batch_size": "each process's micro-batch"} if before < 3 else saved
+
+
+def check_same_calls(what: str, before: int, *, regular: bool) -> None:
+    """Raise UserError if `what`, of a run with the number `before`, counted other calls of a BatchNorm.
+
+    `regular`: each forward pass calls each BatchNorm of the model exactly once. An older run than 3 has already been
+    asked for its permission (`with_older_batchnorm`).
+    """
+    if before == 3 and not regular:
+        raise UserError(
+            f"{what} is from an older accel-train. A forward pass of this model does not call each BatchNorm exactly "
+            "once, and the older version counted only the last call in its running statistics. Finish the run with the "
+            "version in state.json, or start a new run with another --output-dir."
+        )
+
+
+def check_same_policy(what: str, before: int, policy: str) -> None:
+    """Raise UserError if `what`, of a run with the number `before`, had other images with this augment.policy."""
+    if before < 6 and policy not in ("none", "augmix"):
+        raise UserError(
+            f"{what} is from an older accel-train, where --augment.policy {policy} did not use "
+            "--augment.interpolation. Finish the run with the version in state.json, or start a new run with another "
+            "--output-dir."
+        )
+
+
+def check_same_splits(what: str, before: int, data: Mapping[str, Any]) -> None:
+    """Raise UserError if `what`, of a run with the number `before` and the settings `data`, had other splits."""
+    if before > SEMANTICS:
+        raise UserError(
+            f"{what} is from a newer accel-train, where the same configuration has another meaning. Use that version."
+        )
+    if before < 2 and data.get("skip_unreadable") is not None:
+        raise UserError(
+            f"{what} is from an older accel-train, which left out the images of --data.skip-unreadable before it "
+            "divided the data, so its splits were different. Use that version for this run, or start a new run with "
+            "another --output-dir."
+        )

@@ -1,155 +1,107 @@
 """The groups of options, such as `optim`: the fields of each are keys of a recipe and of the command line.
 
-The string under a field is its help text. `schema.Config` puts the groups together.
+All that there is to say about an option is said here, once: its type, bounds (POSITIVE, …), whether it may change when
+a run goes on (Free, …), what other trainers call it (Synonyms), its default, and its help text in the string under it.
+`schema.Config` puts the groups together; data_groups.py has those of the data.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-
-@dataclass(frozen=True)
-class Data:
-    name: str = "digits"
-    """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), cache, synthetic,
-    tar, wds, torch/NAME, hfds/NAME, hfids/NAME, tfds/NAME, or your own FILE.py:FUNCTION."""
-    root: Path = Path("data")
-    """Folder of the dataset, a cache file, or the folder torchvision downloads to."""
-    val_fraction: float = 0.0
-    """Fraction of the training samples for validation, if the dataset has no such split."""
-    test_fraction: float = 0.0
-    """Fraction of the samples for the test, if the dataset has no such split."""
-    train_limit: int | None = None
-    """Use only this many training samples."""
-    test_limit: int | None = None
-    """Use only this many samples of the validation split, and of the test split."""
-    sampler: Literal["shuffle", "balanced", "weights"] = "shuffle"
-    """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
-    length; weights: draw samples by their weights in the data."""
-    drop_last: bool = False
-    """Skip an epoch's last samples if they do not fill a batch (else: a smaller batch)."""
-    skip_unreadable: Path | None = None
-    """Skip the images in this list, which `accel-train check-data` writes."""
-    placement: Literal["auto", "device", "host", "disk"] = "auto"
-    """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
-    reduced_decode: bool = True
-    """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
-    # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
-    max_pixels: int = 178_956_970
-    """Refuse larger images: a small malicious file can fill the memory when decoded."""
-    range: tuple[float, float] | None = None
-    """The values of black and white in images of more than 8 bits, such as 0 1 or 0 4095; default: 0 65535 for 16 bits;
-    floats and 32-bit integers have none, and are refused."""
-    workers: int | None = None
-    """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
-    image_size: int = 32
-    """synthetic: height and width of an image, in pixels."""
-    channels: int = 3
-    """synthetic: 1 or 3. Image files: 1 converts them to greyscale."""
-    classes: int = 10
-    """synthetic: number of classes."""
-    train_images: int = 2048
-    """synthetic: number of training images."""
-    test_images: int = 512
-    """synthetic: number of test images."""
-
-
-@dataclass(frozen=True)
-class Augment:
-    resize: int | None = None
-    """Resize the short side to this many pixels before cropping, in training (not for crop=resized) and evaluation."""
-    crop: Literal["center", "random", "resized"] = "center"
-    """Training crop: the centre, a random position, or torchvision's RandomResizedCrop."""
-    pad: int = 0
-    """Pixels to add on each side before a random crop; see augment.pad-mode."""
-    pad_mode: Literal["constant", "reflect"] = "constant"
-    """Padding: black (constant), or the image mirrored at its edge (reflect)."""
-    scale: tuple[float, float] = (0.08, 1.0)
-    """crop=resized: smallest and largest fraction of the image's area."""
-    ratio: tuple[float, float] = (0.75, 4 / 3)
-    """crop=resized: smallest and largest width / height."""
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How images are resized, in training and evaluation; both with antialiasing."""
-    flip: float = 0.0
-    """Probability of a horizontal flip."""
-    vertical_flip: float = 0.0
-    """Probability of a vertical flip."""
-    policy: Literal[
-        "none", "randaugment", "trivialaugment", "augmix", "autoaugment", "autoaugment_cifar10", "autoaugment_svhn"
-    ] = "none"
-    """A torchvision policy that changes the colours and geometry of each image. autoaugment: the one for ImageNet."""
-    randaugment_ops: int = 2
-    """randaugment: number of operations on each image."""
-    randaugment_magnitude: int = 9
-    """randaugment: strength of each operation, 0 to 30."""
-    color_jitter: tuple[float, ...] = ()
-    """Colour jitter: strength of brightness, contrast, saturation and hue. One number sets the first three."""
-    color_jitter_probability: float = 1.0
-    """Probability of colour jitter, if augment.color-jitter is set."""
-    grey: float = 0.0
-    """Probability of making an image grey."""
-    blur: float = 0.0
-    """Probability of a Gaussian blur; its sigma is between 0.1 and 2 pixels, drawn at random."""
-    erase: float = 0.0
-    """Probability of erasing a random rectangle (random erasing)."""
-    mixup: float = 0.0
-    """Mixup: alpha of the Beta distribution; 0: off."""
-    cutmix: float = 0.0
-    """CutMix: alpha of the Beta distribution; 0: off. With Mixup on too, each pair uses one of them at random."""
-    mix_probability: float = 1.0
-    """Probability of mixing a pair of samples (Mixup or CutMix)."""
-    mean: tuple[float, ...] | None = None
-    """Mean to subtract from each channel (0 to 1); default: that of the weights, else the data's."""
-    std: tuple[float, ...] | None = None
-    """Standard deviation to divide each channel by (0 to 1); default: as for augment.mean."""
+from accel_train.config.declaration import (
+    ALL_POSITIVE,
+    ENDS_RUN,
+    FRACTION,
+    JSON_OBJECT,
+    LOSS_NAME,
+    MILESTONES,
+    MODEL_NAME,
+    NONE_NEGATIVE,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    Free,
+    Synonyms,
+)
 
 
 @dataclass(frozen=True)
 class Model:
-    name: str = "mnist_cnn"
+    name: Annotated[str, MODEL_NAME, Synonyms("model arch architecture backbone net network model-name model-type")] = (
+        "mnist_cnn"
+    )
     """A timm model, torchvision/NAME, your own FILE.py:FUNCTION, or ours: digits_cnn, mnist_cnn, alexnet_bn, …;
     or, as timm saves models, hf-hub:ORG/NAME or local-dir:DIR."""
-    kwargs: str | None = None
+    kwargs: Annotated[str | None, JSON_OBJECT, Synonyms("model-kwargs")] = None
     """More arguments of the model, as JSON: '{"depth": 3}'. In a recipe also as a mapping."""
-    pretrained: bool = False
+    pretrained: Annotated[
+        bool, Synonyms("weights use-pretrained pretrained-weights finetune fine-tune imagenet-pretrained")
+    ] = False
     """Start from published weights. The last layer is new if the number of classes differs."""
     weights: Path | None = None
     """Start from the weights in this file (.safetensors, .pth), run or checkpoint."""
-    image_size: int | None = None
+    image_size: Annotated[
+        int | None, POSITIVE, Synonyms("img-size imgsz image-size input-size size resolution imsize train-crop-size")
+    ] = None
     """Input height and width in pixels; default: that of the weights, the data's, or 224."""
-    freeze_body: bool = False
+    eval_image_size: Annotated[
+        int | None, POSITIVE, Synonyms("val-crop-size test-input-size val-image-size eval-crop-size")
+    ] = None
+    """Height and width in evaluation and prediction, if others; see augment.resize. Default: as in training."""
+    freeze_body: Annotated[bool, Synonyms("freeze-backbone linear-probe freeze-encoder")] = False
     """Train only the last layer; BatchNorm statistics of the other layers do not change."""
-    dropout: float | None = None
+    freeze: Annotated[tuple[str, ...], Synonyms("freeze-layers frozen-layers")] = ()
+    """Layers not to train, by names such as conv1 layer1; or how many layers, from the input: 3."""
+    freeze_epochs: Annotated[int | None, POSITIVE, Synonyms("unfreeze-epoch unfreeze-after")] = None
+    """Train what is frozen, too, after this many epochs; default: never."""
+    gradual_unfreezing: bool = False
+    """After model.freeze-epochs, let one layer more be trained in each epoch, from the last to the first."""
+    dropout: Annotated[float | None, FRACTION, Synonyms("drop drop-rate dropout-rate")] = None
     """Dropout rate before the classifier, if the model has dropout; default: the model's."""
-    drop_path: float | None = None
+    drop_path: Annotated[
+        float | None, FRACTION, Synonyms("drop-path-rate drop-connect stochastic-depth stochastic-depth-prob")
+    ] = None
     """Stochastic depth rate, if the model has it; default: the model's."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[
+        bool,
+        Free("how gradients are computed, not their values"),
+        Synonyms("grad-checkpointing activation-checkpointing"),
+    ] = False
     """Recompute activations in the backward pass: less memory, more time."""
-    sync_batchnorm: bool = False
+    sync_batchnorm: Annotated[bool, Synonyms("sync-bn syncbn sync-batch-norm")] = False
     """Compute BatchNorm statistics over the micro-batches of all processes (on GPUs), not over virtual batches."""
 
 
 @dataclass(frozen=True)
 class Optim:
-    name: str = "sgd"
+    name: Annotated[str, Synonyms("optimizer opt optim optimizer-name")] = "sgd"
     """A timm optimizer: sgd (Nesterov), momentum (plain SGD), adam, adamw, lamb, lion, muon (hidden layers), …"""
-    lr: float = 0.1
+    lr: Annotated[float, NOT_NEGATIVE, Synonyms("learning-rate base-lr initial-lr lr0 blr")] = 0.1
     """Learning rate for the whole batch, on any number of processes."""
-    weight_decay: float = 0.0
+    bias_lr: Annotated[float | None, POSITIVE, Synonyms("bias-lr-scale bias-scaler")] = None
+    """Learning rate of biases, as a multiple of the others'; default: the same."""
+    weight_decay: Annotated[float, NOT_NEGATIVE, Synonyms("wd weightdecay l2 l2-reg")] = 0.0
     """Weight decay; not for norms and biases, unless optim.decay-all is set."""
-    decay_all: bool = False
-    """Apply weight decay to norms and biases too, as plain torch.optim does."""
-    momentum: float = 0.9
+    decay_all: Annotated[bool, Synonyms("norm-weight-decay bias-weight-decay")] = False
+    """Apply weight decay to all weights, norms and biases too, as plain torch.optim does."""
+    momentum: Annotated[float, FRACTION, Synonyms("sgd-momentum opt-momentum")] = 0.9
     """Momentum, for optimizers that have it."""
-    betas: tuple[float, float] | None = None
+    betas: Annotated[tuple[float, float] | None, Synonyms("opt-betas adam-betas beta1 beta2")] = None
     """Betas of Adam and similar optimizers; default: the optimizer's."""
-    eps: float | None = None
+    eps: Annotated[float | None, POSITIVE, Synonyms("epsilon opt-eps adam-epsilon")] = None
     """Epsilon; default: the optimizer's."""
-    layer_decay: float | None = None
+    layer_decay: Annotated[float | None, FRACTION] = None
     """Learning rate of each layer, as a multiple (0 to 1) of the next layer's."""
-    clip: float | None = None
+    head_lr: Annotated[float | None, NOT_NEGATIVE, Synonyms("lr-head classifier-lr fc-lr")] = None
+    """Learning rate of the last layer, if another; the schedule changes both in the same proportion."""
+    clip: Annotated[
+        float | None,
+        POSITIVE,
+        Synonyms("clip-grad grad-clip max-grad-norm gradient-clip-val clip-grad-norm gradient-clipping"),
+    ] = None
     """Clip gradients to this value; see optim.clip-mode."""
     clip_mode: Literal["norm", "value", "agc"] = "norm"
     """Clip by the norm of all gradients, by value, or by the norm of each weight (AGC)."""
@@ -157,67 +109,126 @@ class Optim:
 
 @dataclass(frozen=True)
 class Schedule:
-    name: Literal["constant", "cosine", "step", "multistep", "poly", "plateau"] = "constant"
+    name: Annotated[
+        Literal["constant", "cosine", "step", "multistep", "poly", "one_cycle", "plateau"],
+        Synonyms("scheduler sched lr-scheduler lr-schedule lr-scheduler-type lr-policy schedule"),
+    ] = "constant"
     """Learning rate after the warm-up; all but plateau depend on the update number alone."""
-    warmup_epochs: float = 0.0
+    per: Annotated[Literal["update", "epoch"], Synonyms("sched-on-updates")] = "update"
+    """Change the learning rate at each update, or only where an epoch begins, as timm and torchvision do by default."""
+    warmup_epochs: Annotated[
+        float,
+        NOT_NEGATIVE,
+        Synonyms(
+            "warmup lr-warmup-epochs warm-up warmup-steps num-warmup-steps warmup-ratio warmup-iters warmup-updates"
+        ),
+    ] = 0.0
     """Epochs in which the learning rate rises from schedule.warmup-lr to optim.lr."""
-    warmup_lr: float = 0.0
+    warmup_lr: Annotated[float, NOT_NEGATIVE, Synonyms("warmup-start-lr")] = 0.0
     """Learning rate at the start of the warm-up."""
-    min_lr: float = 0.0
-    """cosine, poly, plateau: lowest learning rate."""
-    step_epochs: float = 30.0
+    warmup_prefix: Annotated[bool, Synonyms("warmup-prefix")] = True
+    """cosine, poly: fall from the end of the warm-up on; false: as if from the start of the run (timm's default)."""
+    warmup_bias_lr: Annotated[float | None, NOT_NEGATIVE] = None
+    """Learning rate of biases at the start of the warm-up, as YOLO's 0.1; default: schedule.warmup-lr."""
+    warmup_momentum: Annotated[float | None, FRACTION] = None
+    """Momentum (Adam: the first beta) at the start of the warm-up, in which it rises to its value."""
+    cycle_momentum: Annotated[float | None, FRACTION, Synonyms("base-momentum")] = None
+    """one_cycle: momentum (Adam: the first beta) at the highest learning rate; it has its own value at both ends."""
+    cooldown_epochs: Annotated[float, NOT_NEGATIVE, Synonyms("cooldown")] = 0.0
+    """cosine, poly, one_cycle: the last epochs, which have the lowest learning rate."""
+    min_lr: Annotated[float, NOT_NEGATIVE, Synonyms("lr-min eta-min final-lr lr-end")] = 0.0
+    """cosine, poly, one_cycle, plateau: lowest learning rate."""
+    step_epochs: Annotated[float, POSITIVE, Synonyms("step-size lr-step-size decay-epochs lr-step lr-decay-epochs")] = (
+        30.0
+    )
     """step: epochs from one decay to the next, counted from the start of the run."""
-    milestones: tuple[int, ...] = ()
+    milestones: Annotated[tuple[int, ...], MILESTONES, Synonyms("lr-steps decay-milestones lr-milestones")] = ()
     """multistep: epochs after which the learning rate decays."""
-    decay: float = 0.1
+    decay: Annotated[float, FRACTION, Synonyms("gamma lr-gamma decay-rate lr-decay lr-decay-rate")] = 0.1
     """step, multistep, plateau: factor of one decay."""
-    power: float = 1.0
+    power: Annotated[float, NOT_NEGATIVE] = 1.0
     """poly: exponent; 1 is a straight line to schedule.min-lr."""
-    patience_epochs: int = 10
+    patience_epochs: Annotated[int, NOT_NEGATIVE] = 10
     """plateau: decay after more than this many epochs without a better value of best-metric."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    name: str = "cross_entropy"
+    name: Annotated[str, LOSS_NAME, Synonyms("criterion loss-fn loss-function bce bce-loss multi-label multilabel")] = (
+        "cross_entropy"
+    )
     """cross_entropy; bce (binary_cross_entropy): a yes or no for each class, so an image may have several labels; or
     your own FILE.py:FUNCTION."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, FRACTION, Synonyms("smoothing smooth ls label-smoothing-factor")] = 0.0
     """Fraction of the target that is spread over all classes, in training only."""
-    class_weights: Literal["none", "balanced"] = "none"
+    class_weights: Annotated[
+        Literal["none", "balanced"],
+        Synonyms("class-weight weighted-loss"),
+        Synonyms("balanced balance-classes", beside="data.sampler"),
+    ] = "none"
     """balanced: weight samples inversely to the size of their class; the mean weight is 1."""
-    # The mean is over the training samples. With label smoothing, the weight multiplies the whole loss of a sample.
-    # torch's CrossEntropyLoss(weight, label_smoothing) differs: it weights each class's part of the smoothed target by
-    # the weight of that class, and divides by the sum of the weights.
+    own_class_weights: Annotated[tuple[float, ...], NONE_NEGATIVE] = ()
+    """Your own weight of each class, in the order of the classes, as they are; default: none."""
+    bce_target_threshold: Annotated[float | None, PART, Synonyms("bce-target-thresh")] = None
+    """bce: a smoothed or mixed target above this is 1, any other 0 (as in ResNet strikes back: 0.2)."""
+    bce_sum: bool = False
+    """bce: the sum over the classes in place of their mean."""
+    bce_pos_weight: Annotated[tuple[float, ...], ALL_POSITIVE, Synonyms("pos-weight")] = ()
+    """bce: factor of the loss where the target is 1, as torch's pos_weight: one number, or one of each class."""
+    # balanced: the mean is over the training samples. With label smoothing, the weight multiplies the whole loss of a
+    # sample. torch's CrossEntropyLoss(weight, label_smoothing) differs: it weights each class's part of the smoothed
+    # target by the weight of that class, and divides by the sum of the weights.
 
 
 @dataclass(frozen=True)
 class Ema:
-    enabled: bool = False
+    enabled: Annotated[bool, Synonyms("ema use-ema model-ema")] = False
     """Keep an exponential moving average (EMA) of the weights, evaluated and saved too."""
-    decay: float = 0.9998
+    decay: Annotated[float, FRACTION, Synonyms("ema-decay model-ema-decay")] = 0.9998
     """Fraction of the old average that each update keeps."""
-    warmup: bool = False
+    warmup: Annotated[bool, Synonyms("model-ema-warmup ema-warmup")] = False
     """Let ema.decay grow from 0 to its value during the first updates."""
+    every_updates: Annotated[int, POSITIVE, Synonyms("model-ema-steps ema-steps")] = 1
+    """Update the EMA only at every N-th update of an epoch, the first one among them."""
+    scale_decay: bool = False
+    """Multiply 1 - ema.decay by batch-size * ema.every-updates / epochs (at most 1), as torchvision does."""
+    after_epochs: Annotated[float, NOT_NEGATIVE] = 0.0
+    """The EMA equals the weights until so many epochs are done: with torchvision, its warm-up."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    patience_epochs: int | None = None
+    patience_epochs: Annotated[
+        int | None,
+        POSITIVE,
+        ENDS_RUN,
+        Synonyms("early-stopping early-stop earlystopping early-stopping-patience early-stopping-rounds"),
+        Synonyms("patience patience-epochs", beside="schedule.patience-epochs"),
+    ] = None
     """End the run after this many epochs without a better value of best-metric (early stopping); default: never."""
-    hours: float | None = None
+    updates: Annotated[
+        int | None,
+        POSITIVE,
+        Free("a run may end earlier or later", unless=("cosine", "poly", "one_cycle")),
+        ENDS_RUN,
+        Synonyms("max-steps num-steps total-steps max-iters max-iter iterations num-iterations"),
+    ] = None
+    """End the run after this many updates, if epochs are not done earlier; cosine, poly, one_cycle fall until there."""
+    hours: Annotated[float | None, POSITIVE, ENDS_RUN, Synonyms("max-time max-hours time-limit max-duration")] = None
     """End the run after the epoch in which its total time over all starts reaches this many hours; default: never."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every_epochs: int = 1
+    every_epochs: Annotated[
+        int, POSITIVE, Synonyms("save-every save-freq save-interval checkpoint-freq save-period save-every-n-epochs")
+    ] = 1
     """Save after every N epochs, and after the last epoch."""
-    every_updates: int | None = None
+    every_updates: Annotated[int | None, POSITIVE, Synonyms("save-steps checkpointing-steps checkpoint-every")] = None
     """Save after every N updates too."""
-    every_seconds: float = 600.0
+    every_seconds: Annotated[float, NOT_NEGATIVE] = 600.0
     """Save after every N seconds too; 0: never by time."""
-    keep: int = 2
+    keep: Annotated[int, POSITIVE, Synonyms("save-total-limit checkpoint-hist save-top-k keep-checkpoints")] = 2
     """Number of newest checkpoints to keep, besides the best one by best-metric."""
-    milestone_epochs: int | None = None
+    milestone_epochs: Annotated[int | None, POSITIVE] = None
     """Never delete the checkpoint of every N-th epoch."""

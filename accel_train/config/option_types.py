@@ -1,16 +1,24 @@
-"""The options that exist: their keys, the types of their values, and what to tell a user who mistypes one."""
+"""The options that exist: their keys, what is declared of each, and which words of a command line they are.
+
+What the words mean, tyro decides.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import io
+import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+from accel_train.config.declaration import Bound, Synonyms
+from accel_train.config.recipe import Option
 from accel_train.config.schema import Config
-from accel_train.config.synonyms import advice
 from accel_train.errors import nearest
 
 OptionTypes = Mapping[str, Any]  # key of each option -> type of its value
@@ -28,20 +36,65 @@ REMOVED = {
 """Options of older versions: key -> (the value with which a run or recipe of then still works, what to do instead)."""
 
 
+@functools.cache
 def option_types(cls: type[Any] = Config, without: tuple[str, ...] = SET_BY_PROGRAM) -> OptionTypes:
     """Return the options that are the fields of `cls`: key ("optim.weight-decay") -> type of its value.
 
     The fields `without` are not options.
     """
-    result = {}
-    for name, kind in typing.get_type_hints(cls).items():
-        if name in without:
-            continue
-        if dataclasses.is_dataclass(kind):
-            result.update({f"{name}.{key}": inner for key, inner in typing.get_type_hints(kind).items()})
+    return {key: kind for key, (kind, _) in _fields_of(cls).items() if key.partition(".")[0] not in without}
+
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+def declared(marker: type[M]) -> list[tuple[str, M]]:
+    """Return what the fields of `Config` declare of this type: (key, the object), several of a key with Synonyms."""
+    return [(key, each) for key, (_, parts) in _fields_of(Config).items() for each in parts if isinstance(each, marker)]
+
+
+_known: dict[type[Any], dict[str, tuple[Any, tuple[object, ...]]]] = {}
+
+
+def _fields_of(cls: type[Any]) -> dict[str, tuple[Any, tuple[object, ...]]]:
+    """The key of each field of `cls` and of its groups -> (its type, what is declared of its group, and of it)."""
+    if cls in _known:
+        return _known[cls]
+    result: dict[str, tuple[Any, tuple[object, ...]]] = {}
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        kind, *parts = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        key = name.replace("_", "-")
+        if dataclasses.is_dataclass(kind) and name not in SET_BY_PROGRAM:
+            inside = _fields_of(typing.cast(type[Any], kind))
+            result |= {f"{key}.{inner}": (of, (*parts, *own)) for inner, (of, own) in inside.items()}
         else:
-            result[name] = kind
-    return {key.replace("_", "-"): kind for key, kind in result.items()}
+            result[key] = kind, tuple(parts)
+    _known[cls] = result
+    return result
+
+
+def value(config: Config, key: str) -> Any:
+    """Return the value of an option such as "optim.lr"."""
+    result: Any = config
+    for part in key.split("."):
+        result = getattr(result, part.replace("-", "_"))
+    return result
+
+
+def out_of_bounds(config: Config) -> dict[str, str]:
+    """Return the options whose values are out of bounds: key -> the expected value, in words."""
+    mistakes: dict[str, str] = {}
+    for key, bound in declared(Bound):
+        setting = value(config, key)
+        if setting not in (None, "auto") and not bound.is_within(setting):
+            mistakes[key] = bound.expected
+    for key in option_types():
+        setting = value(config, key)
+        numbers = setting if isinstance(setting, tuple) else (setting,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            mistakes.setdefault(key, "a finite number")
+    return mistakes
 
 
 def groups(known: OptionTypes) -> set[str]:
@@ -53,11 +106,13 @@ def unknown_option(key: str, origin: str, known: OptionTypes) -> str:
     """Return the message for an option that does not exist. `origin`: the file and line where it was given.
 
     The message proposes what the option is called here if another trainer calls it so; else the options with the same
-    last part (lr: optim.lr); else one with a similar name.
+    last part (lr: optim.lr); else one with almost the same name.
     """
     if key in REMOVED and "data.root" in known:
         return f"--{key}: this option was removed; {REMOVED[key][1]} ({origin})."
-    hint = advice(key, known)
+    from accel_train.config.synonyms import advice
+
+    hint = advice(key, known, declared(Synonyms))
     if key in groups(known):
         keys = ", ".join(name for name in known if name.startswith(f"{key}."))
         return f"--{key}: a group of options, not one ({origin}).{hint} In it: {keys}."
@@ -69,9 +124,9 @@ def unknown_option(key: str, origin: str, known: OptionTypes) -> str:
     hint = hint or (nearest(key, same) if "." in key else "")
     if not hint and same:
         hint = f" Did you mean {' or '.join(map(repr, same))}?"
-    hint = hint or nearest(key, known)
+    hint = hint or nearest(key, known, least=CLOSE)
     if not hint:
-        hint = next((nearest(name, by_last[name]) for name in by_last if nearest(last, [name])), "")
+        hint = next((nearest(name, by_last[name]) for name in by_last if nearest(last, [name], least=CLOSE)), "")
     return f"--{key}: unknown option ({origin}).{hint}"
 
 
@@ -101,5 +156,116 @@ def in_words(kind: Any) -> str:
         return f"{count} {({int: 'whole numbers', float: 'numbers'}).get(arguments[0], 'words')}"
     if is_or_contains(kind, types.NoneType):
         return " or ".join(in_words(part) for part in arguments if part is not types.NoneType) + " or none"
-    words = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path", str: "text"}
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        int | float: "a number",
+        Path: "a path",
+        str: "text",
+    }
     return words[kind]
+
+
+COMMAND_LINE = "command line"
+CLOSE = 0.75  # of a typo to the name of an option
+
+
+def read_arguments(arguments: Sequence[str], known: OptionTypes, mistakes: list[str]) -> dict[str, Option]:
+    """Return the options `--key value…` or `--key=value` of a command line, by key. The last one of a key counts.
+
+    A key is written with '_' or '-'; a switch (of type bool) needs no value. Negative numbers are values. Unknown
+    options, and words that belong to no option, are left out; a message for each is added to `mistakes`.
+    """
+    options: dict[str, Option] = {}
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        key, equals, value = word[2:].partition("=")
+        values = [value] if equals else []
+        while remaining and not equals and not looks_like_option(remaining[0]):
+            values.append(remaining.pop(0))
+        if not word.startswith("--") or word == "--":
+            mistakes.append(f"{word!r}: neither an option nor the value of one; options are written --key value.")
+            continue
+        key = key.replace("_", "-")
+        if key not in known:
+            mistakes.append(unknown_option(key, COMMAND_LINE, known))
+            continue
+        if not values and known[key] is bool:
+            values = ["true"]
+        options[key] = Option(key, tuple(values), COMMAND_LINE)
+    return options
+
+
+def separate(arguments: Sequence[str], known: OptionTypes) -> tuple[list[str], list[str]]:
+    """Return (words without a key, options with their values).
+
+    An option takes one word, a switch only true or false, and an option of many values all words up to the next option.
+    """
+    words: list[str] = []
+    options: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        if not looks_like_option(word):
+            words.append(word)
+            continue
+        options.append(word)
+        kind = known.get(word.removeprefix("--").replace("_", "-"))
+        most = 0 if "=" in word else 1
+        if kind is bool:
+            most = int(bool(remaining) and remaining[0].lower() in ("true", "false"))
+        elif takes_many_values(kind):
+            most = len(remaining)
+        while most and remaining and not looks_like_option(remaining[0]):
+            options.append(remaining.pop(0))
+            most -= 1
+    return words, options
+
+
+def looks_like_option(word: str) -> bool:
+    """Whether the word begins with "-" and is not a negative number."""
+    if not word.startswith("-") or word == "-":
+        return False
+    with contextlib.suppress(ValueError):
+        float(word)
+        return False
+    return True
+
+
+def as_words(option: Option, kind: Any) -> list[str]:
+    """Return the option, whose value has the type `kind`, as tyro reads it: True, False and None with a capital, a home
+    folder's ~ resolved."""
+    if len(option.values) != 1:
+        return [f"--{option.key}", *option.values]
+    text = option.values[0]
+    if kind is bool and text.lower() in ("true", "false"):
+        text = text.capitalize()
+    elif is_or_contains(kind, types.NoneType) and text.lower() in ("none", "null", "~"):
+        text = "None"
+    elif is_or_contains(kind, Path) and text.startswith("~/"):
+        text = str(Path(text).expanduser())
+    return [f"--{option.key}={text}"]
+
+
+def typed_value(option: Option, kind: Any) -> tuple[Any] | None:
+    """Return the option's value as one of the type `kind`, in a tuple; None if it does not fit."""
+    return _typed_value(kind, tuple(as_words(dataclasses.replace(option, key="value"), kind)))
+
+
+@functools.cache  # of a thousand configurations most values are the same
+def _typed_value(kind: Any, words: tuple[str, ...]) -> tuple[Any] | None:
+    parsed: Any = run_tyro(dataclasses.make_dataclass("Value", [("value", kind)]), words)
+    return None if parsed is None else (parsed.value,)
+
+
+def run_tyro(cls: type[T], words: Sequence[str]) -> T | None:
+    """Return the object of `cls` that the words give, or None if tyro refuses them. Prints nothing."""
+    import tyro
+
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return tyro.cli(cls, args=list(words), config=(tyro.conf.FlagConversionOff,))
+        except SystemExit:
+            return None

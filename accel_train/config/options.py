@@ -1,37 +1,41 @@
 """A recipe file and the command line become one validated `Config`.
 
 A recipe is read as the same options as the command line's, which come after them (the last one counts), and tyro parses
-all of them at once. So a mistake gets the same message in a file and on the command line, with its origin. All mistakes
+the value of each. So a mistake gets the same message in a file and on the command line, with its origin. All mistakes
 are collected and raised together.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import io
-import types
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from accel_train.config.arguments import read_arguments, separate
-from accel_train.config.bounds import NAMES, SHORT_NAMES, contradictions, out_of_bounds
+from accel_train.config.declaration import Bound
 from accel_train.config.option_types import (
     REMOVED,
     OptionTypes,
+    as_words,
     choices,
+    declared,
     groups,
     in_words,
-    is_or_contains,
     option_types,
+    out_of_bounds,
+    read_arguments,
+    run_tyro,
+    separate,
+    typed_value,
     unknown_option,
+    value,
 )
 from accel_train.config.recipe import Option, Recipe, read_recipe, read_settings
-from accel_train.config.schema import Config, value
+from accel_train.config.schema import Config, contradictions
 from accel_train.errors import UserError, nearest, raise_mistakes
-from accel_train.user_code.reference import PREFIXES, resolve
+from accel_train.user_code.reference import PREFIXES, resolve, texts_of
 from accel_train.user_code.reference import mistakes as code_mistakes
 
 
@@ -43,6 +47,10 @@ class CommandOptions:
         return []
 
 
+SEVERAL = re.compile(r"\$|\d[-,]\d")
+ARRAY = " For a job array: accel-train submit RECIPE --seeds 0-4 (docs/clusters.md)."
+"""How to give several seeds, or each element of an array its own."""
+
 T = TypeVar("T")
 C = TypeVar("C", bound=CommandOptions)
 
@@ -50,7 +58,7 @@ C = TypeVar("C", bound=CommandOptions)
 def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_code: bool = True) -> Config:
     """Return the configuration of `RECIPE [--key value …]`. Files of the user's are in it with their absolute paths.
 
-    `checks_code=False`: the user's own model, data and loss need not exist here, as for the config.yaml of a run.
+    `checks_code=False`: the user's own code need not exist here, as for the config.yaml of a run.
 
     Raises one UserError with all mistakes of the recipe and of the options.
     """
@@ -60,9 +68,21 @@ def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_c
         raise UserError(f"the recipe comes before the options: {prog} RECIPE {arguments[0]} …")
     mistakes: list[str] = []
     recipe = _read_recipe(arguments[0], mistakes)
-    config = _to_config(recipe, read_arguments(arguments[1:], option_types(), mistakes), mistakes, checks_code)
-    raise_mistakes(mistakes)
-    return config
+    return _to_config(recipe, read_arguments(arguments[1:], option_types(), mistakes), mistakes, checks_code)
+
+
+def parse_variants(
+    recipe_name: str, arguments: Sequence[str], variants: Iterable[Sequence[Option]]
+) -> Iterator[Config]:
+    """Yield the configuration of `RECIPE [--key value …]` with the options of each of the `variants`.
+
+    Raises one UserError with all mistakes of the first that has some.
+    """
+    mistakes: list[str] = []
+    recipe = _read_recipe(recipe_name, mistakes)
+    given = read_arguments(arguments, option_types(), mistakes)
+    for variant in variants:
+        yield _to_config(recipe, {**given, **{option.key: option for option in variant}}, mistakes)
 
 
 def parse_run(run: Path, arguments: Sequence[str] = ()) -> tuple[Config, Config, str]:
@@ -75,22 +95,28 @@ def parse_run(run: Path, arguments: Sequence[str] = ()) -> tuple[Config, Config,
     mistakes: list[str] = []
     recipe = _read_recipe(str(run / "config.yaml"), mistakes)
     own = _to_config(recipe, {}, mistakes, checks_code=False)
-    raise_mistakes(mistakes)
     config = _to_config(recipe, read_arguments(arguments, option_types(), mistakes), mistakes, checks_code=False)
-    raise_mistakes(mistakes)
     return config, own, recipe.text
 
 
-def parse_settings(settings: Mapping[str, Any], arguments: Sequence[str] = ()) -> Config:
-    """Return the configuration of a recipe that is given as a dict, with the options `--key value …`.
+def parse_settings(
+    recipe: str | Mapping[str, Any], arguments: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> Config:
+    """Return the configuration of a recipe with `settings`, nested as in a recipe, and the options `--key value …`.
 
-    Files that it names are relative to the working folder. Raises one UserError with all mistakes.
+    `recipe`: a name, or the content of a recipe; files that a dict names are relative to the working folder. What comes
+    later counts. Raises one UserError with all mistakes.
     """
     mistakes: list[str] = []
-    recipe = _known_options(read_settings(settings), mistakes)
-    config = _to_config(recipe, read_arguments(arguments, option_types(), mistakes), mistakes)
-    raise_mistakes(mistakes)
-    return config
+    if isinstance(recipe, str):
+        found = _read_recipe(recipe, mistakes)
+    else:
+        found = _known_options(read_settings(recipe, "the settings"), mistakes)
+    if settings:
+        more = read_settings(settings, "the keywords")
+        more.options = {key: dataclasses.replace(each, origin="a keyword") for key, each in more.options.items()}
+        found.options = found.options | _known_options(more, mistakes).options
+    return _to_config(found, read_arguments(arguments, option_types(), mistakes), mistakes)
 
 
 def parse_command(
@@ -113,7 +139,7 @@ def parse_command(
         _to_bounded_config(rest, mistakes)
     raise_mistakes(mistakes)
     assert options is not None
-    return options, [word for option in rest.values() for word in _words(option, option_types())]
+    return options, [word for option in rest.values() for word in as_words(option, option_types()[option.key])]
 
 
 def parse_command_of_recipe(cls: type[C], arguments: Sequence[str], prog: str) -> tuple[C, Config]:
@@ -127,7 +153,6 @@ def parse_command_of_recipe(cls: type[C], arguments: Sequence[str], prog: str) -
     name = getattr(options, "recipe", None)
     recipe = _read_recipe(name, mistakes) if name is not None else Recipe("", "")
     config = _to_config(recipe, rest, mistakes)
-    raise_mistakes(mistakes)
     assert options is not None
     return options, config
 
@@ -143,7 +168,7 @@ def _read_command(
     """Return (an object of `cls`, the options of `Config`); None instead of the object if a word is missing."""
     if "-h" in arguments or "--help" in arguments:
         _help(cls, prog, inspect.cleandoc(cls.__doc__ or ""))
-    own = option_types(cls, without=positional)
+    own = option_types(cls, without=positional)  # type: ignore[arg-type]
     known = {**{key: kind for key, kind in option_types().items() if others and key.startswith(others)}, **own}
     words, rest = separate(arguments, known)
     given = read_arguments(rest, known, mistakes)
@@ -156,7 +181,7 @@ def _read_command(
         stand_ins = [*words, *(["."] * (len(positional) - len(words)))]
         _to_object(cls, stand_ins, options, own, mistakes)
         return None, rest_options
-    if _tyro(cls, words) is None:
+    if run_tyro(cls, words) is None:
         mistakes.append(f"too many words: {' '.join(words)!r}; see --help.")
         words = words[: len(positional)]
     parsed = _to_object(cls, words, options, own, mistakes)
@@ -191,19 +216,24 @@ def _known_options(recipe: Recipe, mistakes: list[str]) -> Recipe:
 
 
 def _to_config(recipe: Recipe, given: Mapping[str, Option], mistakes: list[str], checks_code: bool = True) -> Config:
-    """Return the configuration of a recipe with the options `given`; add what is wrong to `mistakes`."""
+    """Return the configuration of a recipe with the options `given`. Raises one UserError with all `mistakes`: those
+    that were found before, and those that are found here."""
     given = {**given}
     for key in PREFIXES.keys() & given.keys():
         given[key] = dataclasses.replace(given[key], values=tuple(resolve(key, v, Path()) for v in given[key].values))
     options = {**recipe.options, **given}
-    for key in SHORT_NAMES.keys() & options.keys():
-        full = tuple(SHORT_NAMES[key].get(value, value) for value in options[key].values)
-        options[key] = dataclasses.replace(options[key], values=full)
+    for key, bound in declared(Bound):
+        if key in options and (bound.short or bound.prefix):
+            words = (word.removeprefix(bound.prefix) for word in options[key].values)
+            full = tuple(dict(bound.short).get(word, word) for word in words)
+            options[key] = dataclasses.replace(options[key], values=full)
     config = dataclasses.replace(_to_bounded_config(options, mistakes), recipe=recipe.name)
     if not mistakes:  # a value that was left out for a mistake could cause another one here
         mistakes += [_misfit(key, expected, config, options) for key, expected in contradictions(config).items()]
     for key in PREFIXES if checks_code else ():
-        mistakes += code_mistakes(key, value(config, key))
+        mistakes += [mistake for text in texts_of(value(config, key)) for mistake in code_mistakes(key, text)]
+    if mistakes:
+        raise_mistakes(mistakes)
     return config
 
 
@@ -218,58 +248,35 @@ def _misfit(key: str, expected: str, config: Config, options: Mapping[str, Optio
     written, origin = str(value(config, key)), "default"
     if key in options:
         written, origin = " ".join(options[key].values), options[key].origin
-    hint = nearest(written, NAMES.get(key, ()))
+    bound = next((bound for name, bound in declared(Bound) if name == key), None)
+    hint = bound.hint(written) if bound is not None and bound.hint is not None else ""
+    hint = hint or nearest(written, bound.names if bound is not None else ())
     return f"--{key}: expected {expected}, found {written!r} ({origin}).{hint}"
 
 
 def _to_object(
     cls: type[T], words: Sequence[str], options: Mapping[str, Option], known: OptionTypes, mistakes: list[str]
 ) -> T:
-    """Return the object that tyro makes of all options at once. If tyro refuses, each option is tried alone: those that
-    it refuses are left out, and a message for each is added to `mistakes`."""
-    parsed = _tyro(cls, [*words, *(word for option in options.values() for word in _words(option, known))])
-    if parsed is not None:
-        return parsed
-    accepted = list(words)
+    """Return the object of `cls` with the words and the options. Options whose values do not fit their types are left
+    out; a message for each is added to `mistakes`."""
+    parsed = run_tyro(cls, words) if words else cls()
+    assert parsed is not None, f"tyro refuses {words}"
     for option in options.values():
-        if _tyro(cls, [*words, *_words(option, known)]) is not None:
-            accepted += _words(option, known)
-            continue
         kind, text = known[option.key], " ".join(option.values)
+        if setting := typed_value(option, kind):
+            parsed = _with(parsed, option.key.replace("-", "_"), setting[0])
+            continue
         shown = f"found {text!r}" if option.values else "found no value"
-        hint = nearest(text, choices(kind))
+        hint = ARRAY if option.key == "seed" and SEVERAL.search(text) else nearest(text, choices(kind))
         mistakes.append(f"--{option.key}: expected {in_words(kind)}, {shown} ({option.origin}).{hint}")
-    parsed = _tyro(cls, accepted)
-    assert parsed is not None, f"tyro accepts each option alone, but not together: {accepted}"
     return parsed
 
 
-def _words(option: Option, known: OptionTypes) -> list[str]:
-    """Return the option as tyro reads it: True, False and None with a capital, a home folder's ~ resolved."""
-    if len(option.values) != 1:
-        return [f"--{option.key}", *option.values]
-    kind, text = known[option.key], option.values[0]
-    if kind is bool and text.lower() in ("true", "false"):
-        text = text.capitalize()
-    elif is_or_contains(kind, types.NoneType) and text.lower() in ("none", "null", "~"):
-        text = "None"
-    elif is_or_contains(kind, Path) and text.startswith("~/"):
-        text = str(Path(text).expanduser())
-    return [f"--{option.key}={text}"]
-
-
-# --- tyro ------------------------------------------------------------------------------------------------
-
-
-def _tyro(cls: type[T], words: Sequence[str]) -> T | None:
-    """Return the object of `cls` that the words give, or None if tyro refuses them. Prints nothing."""
-    import tyro
-
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            return tyro.cli(cls, args=list(words), config=(tyro.conf.FlagConversionOff,))
-        except SystemExit:
-            return None
+def _with(settings: T, name: str, setting: Any) -> T:
+    """Return a copy of the dataclass `settings` with a field, `name` or "group.name", changed."""
+    group, _, rest = name.partition(".")
+    setting = _with(getattr(settings, group), rest, setting) if rest else setting
+    return dataclasses.replace(settings, **{group: setting})  # type: ignore[type-var]
 
 
 def _help(cls: type[T], prog: str, description: str) -> NoReturn:

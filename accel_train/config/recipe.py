@@ -60,39 +60,44 @@ def read_recipe(name: str, folder: Path | None = None, users: tuple[Path, ...] =
     their values fit is not checked here. Raises UserError, with file and line, if the file cannot be read as YAML.
     """
     path, shown = _find(name, folder, users)
+    if path.parent == RECIPES:
+        return _read(Recipe(path.stem, path.read_text(encoding="utf-8")), shown, Path(), users)
     # A file of the user's is named relative to the recipe.
     place = path.parent if path.is_file() else Path()
     return _read(Recipe(path.stem, _read_text(path, shown)), shown, place, (*users, path.resolve()))
 
 
-def read_settings(settings: Mapping[str, Any]) -> Recipe:
+def read_settings(settings: Mapping[str, Any], shown: str) -> Recipe:
     """Return the recipe that consists of the entries of `settings`, with names as in a recipe file.
 
-    Raises UserError if they cannot be written as YAML.
+    `shown`: what messages call them. Raises UserError if they cannot be written as YAML.
     """
     import yaml
 
-    try:
-        text = yaml.safe_dump(_plain(settings), sort_keys=False)
-    except yaml.YAMLError as error:
-        raise UserError(f"the settings: {reason_of(error)}; expected words, numbers and lists.") from error
-    return _read(Recipe("notebook", text), "the settings", Path(), ())
+    text = yaml.safe_dump(_plain(settings, shown), sort_keys=False)
+    return _read(Recipe("notebook", text), shown, Path(), ())
 
 
-def _plain(value: Any) -> Any:
-    """The value with its paths as text and its tuples as lists, as YAML writes them."""
+def _plain(value: Any, where: str) -> Any:
+    """The value with its paths as text, its tuples as lists and NumPy's numbers as Python's, as YAML writes them."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, f"{where}: {key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+        return [_plain(item, where) for item in value]
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if not isinstance(value, Path):
+        raise UserError(f"{where}: found an object of type {type(value).__name__}; expected words, numbers and lists.")
+    return str(value)
 
 
 def _read(recipe: Recipe, shown: str, place: Path, users: tuple[Path, ...]) -> Recipe:
     """Read the recipe's text and its bases. `shown`: its name in messages; `place`: where its relative paths start."""
     _read_mapping(recipe, _compose(recipe.text, shown), shown)
     recipe.name = recipe.about.get("recipe", recipe.name)  # a run's config.yaml
-    if not is_file_name(recipe.name):
+    if (users or "recipe" in recipe.about) and not is_file_name(recipe.name):  # else it is the program's
         recipe.mistakes.append(
             f"{shown}: the recipe's name is {recipe.name!r}: expected a plain word, because runs are kept in "
             "runs/NAME; "

@@ -3,18 +3,31 @@
 The recipe says what to learn. Where to learn it (the number of processes, the kind of device, the precision) is set by
 the launcher and is not part of `Config`.
 
-The string under a field is its help text. The groups of options, such as `optim`, are in groups.py.
+The groups of options, such as `optim`, are in groups.py, which says how an option is declared.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from accel_train.config.groups import Augment, Checkpoint, Data, Ema, Loss, Model, Optim, Schedule, Stop
+from accel_train.config.data_groups import Augment, Data
+from accel_train.config.declaration import (
+    AFTER_FAILURE,
+    DECIDES_SAMPLES,
+    ENDS_RUN,
+    NOT_NEGATIVE,
+    ONE_START,
+    POSITIVE,
+    Free,
+    Synonyms,
+)
+from accel_train.config.groups import Checkpoint, Ema, Loss, Model, Optim, Schedule, Stop
 from accel_train.config.origin import Origin
+from accel_train.user_code.reference import CHOSEN_METRICS, metric_name
 
 __all__ = [
     "Augment",
@@ -29,66 +42,134 @@ __all__ = [
     "Stop",
     "as_dict",
     "to_yaml",
-    "value",
 ]
 
 
-BestMetric = Literal["accuracy", "loss", "f1", "map"]
-"""Of the metrics in records/metrics.py."""
+BEST_METRICS = ("accuracy", "loss", "f1", "map")
+"""Those of the metrics in records/metrics.py that --best-metric may name without --metrics."""
+NAMES_OF_FIGURES = {
+    *BEST_METRICS, *CHOSEN_METRICS, "micro_map", "micro_f1", "balanced_accuracy", "precision", "recall",
+    "weighted_precision", "weighted_recall", "weighted_f1", "calibration_error", "calibration", "accuracy_interval",
+    "temperature", "confusion", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
+    "images", "lr", "images_per_second", "data_wait_fraction",
+}  # fmt: skip
+"""The keys beside which a user's metric is written: in metrics.jsonl, in evaluation-SPLIT.json, and in result.json."""
 
 
 @dataclass(frozen=True)
 class Config:
-    recipe: str = ""
+    recipe: Annotated[str, ONE_START] = ""
     """Name of the recipe (set by the program)."""
     origin: Origin = field(default_factory=Origin)
     """What the weights were trained with (set by the program)."""
-    output_dir: Path | None = None
+    output_dir: Annotated[
+        Path | None,
+        ONE_START,
+        Synonyms(
+            "output out out-dir output-path save-dir savedir save-path log-dir logdir work-dir run-dir "
+            "experiment default-root-dir outdir save exp-dir"
+        ),
+    ] = None
     """Folder of the run; default: runs/RECIPE/DATE-TIME. If it contains an unfinished run, that run is resumed."""
-    seed: int = 0
+    seed: Annotated[int, NOT_NEGATIVE, DECIDES_SAMPLES, Synonyms("random-seed manual-seed random-state")] = 0
     """Seed of everything random: weights, order, augmentation, dropout and splits."""
-    epochs: int = 1
-    """Passes over the training data."""
-    batch_size: int = 64
+    epochs: Annotated[
+        int | float,
+        POSITIVE,
+        Free("a run may become longer", unless=("cosine", "poly", "one_cycle")),
+        ENDS_RUN,
+        Synonyms("epoch max-epochs num-epochs n-epochs nepochs num-train-epochs n-epoch total-epochs"),
+    ] = 1
+    """Passes over the training data; the last may be a part: 2.5."""
+    batch_size: Annotated[
+        int,
+        POSITIVE,
+        Synonyms("bs batch batchsize b train-batch-size total-batch-size global-batch-size"),
+        Synonyms("per-device-train-batch-size batch-size-per-gpu per-gpu-batch-size", beside="micro-batch-size"),
+    ] = 64
     """Samples per optimizer update, over all processes."""
-    micro_batch_size: int | Literal["auto"] | None = None
+    micro_batch_size: Annotated[
+        int | Literal["auto"] | None,
+        POSITIVE,
+        Free("how an update is computed, not its result"),
+        Synonyms(
+            "gradient-accumulation-steps accumulate-grad-batches grad-accum-steps accum-iter grad-accum "
+            "accumulation-steps accumulation gradient-accumulation update-freq microbatch-size"
+        ),
+    ] = None
     """Most samples per process and forward pass; determines gradient accumulation. auto: as many as fit on a GPU."""
-    virtual_batch_size: int | None = None
+    virtual_batch_size: Annotated[int | None, POSITIVE] = None
     """Samples that BatchNorm normalises together, on any number of processes; default: by the batch size, 16 to 32."""
     bitwise: bool = False
     """Compute the same weights on any number of processes to the last bit: slower."""
-    cuda_graph: bool = False
-    """Start all kernels of an update at once (CUDA graphs): faster for small models, on one GPU."""
-    eval_batch_size: int | None = None
+    cuda_graph: Annotated[bool, Free("how kernels are started, not what they compute")] = False
+    """Start all kernels of an update at once (CUDA graphs): faster for small models, on GPUs."""
+    eval_batch_size: Annotated[
+        int | None,
+        POSITIVE,
+        Free("only what is measured"),
+        Synonyms("test-batch-size val-batch-size validation-batch-size vbs per-device-eval-batch-size"),
+    ] = None
     """Samples per process and forward pass in evaluation; default: as in training, at least 256."""
-    eval_every_epochs: int = 1
+    eval_every_epochs: Annotated[
+        int,
+        POSITIVE,
+        Free("only what is measured", unless=("plateau",)),
+        Synonyms("val-interval eval-interval eval-freq test-interval check-val-every-n-epoch val-freq"),
+    ] = 1
     """Evaluate after every N epochs, and after the last epoch."""
-    best_metric: BestMetric | None = None
-    """Validation metric for the best checkpoint, early stopping and plateau; default: accuracy, or map if an image may
-    have several labels."""
-    log_every_updates: int = 50
+    eval_every_updates: Annotated[
+        int | None, POSITIVE, Free("only what is measured"), Synonyms("eval-steps eval-every-n-steps eval-every-steps")
+    ] = None
+    """Evaluate after every N updates too."""
+    best_metric: Annotated[str | None, Synonyms("metric-for-best-model eval-metric monitor best-checkpoint-metric")] = (
+        None
+    )
+    """Validation metric for the best checkpoint, early stopping and plateau: accuracy, loss, f1, map (of images with
+    several labels), or the name of one of --metrics; default: accuracy or map."""
+    metrics: Annotated[
+        tuple[str, ...], Free("only what is measured"), Synonyms("metric compute-metrics val-metrics eval-metrics")
+    ] = ()
+    """More metrics of each evaluation: auroc, top5_accuracy, or your own, FILE.py:NAME (docs/own_metrics.md)."""
+    log_every_updates: Annotated[
+        int,
+        POSITIVE,
+        Free("only what is shown"),
+        Synonyms("log-interval log-freq print-freq log-every logging-steps log-every-n-steps log-steps"),
+    ] = 50
     """Write a line to metrics.jsonl (and to the log, if not on a terminal) every N updates."""
-    resume: str = "auto"
+    resume: Annotated[
+        str,
+        ONE_START,
+        Synonyms(
+            "resume-from resume-from-checkpoint ckpt checkpoint ckpt-path checkpoint-path load auto-resume "
+            "load-checkpoint start-epoch"
+        ),
+    ] = "auto"
     """auto: continue from the newest checkpoint of the run, if any; must: fail without one; never; or a path."""
-    allow_change: tuple[str, ...] = ()
+    allow_change: Annotated[tuple[str, ...], ONE_START] = ()
     """Options (optim.lr, or a group: optim) that may differ from the resumed checkpoint's."""
-    take_over: bool = False
+    take_over: Annotated[bool, ONE_START] = False
     """Take the run over from the process that owns it, alive or not; that process ends. Applies to this start only."""
-    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip", "rewind"], AFTER_FAILURE] = "stop"
     """On a NaN or infinite loss or gradient: stop; skip the update; or rewind to a checkpoint and skip it there."""
-    rendezvous_timeout_seconds: float = 600.0
+    rendezvous_timeout_seconds: Annotated[float, POSITIVE, AFTER_FAILURE] = 600.0
     """How long processes wait for each other at the start; then the missing ones are named."""
-    start_timeout_seconds: float = 3600.0
+    start_timeout_seconds: Annotated[float, NOT_NEGATIVE, AFTER_FAILURE] = 3600.0
     """Like hang-timeout-seconds, but until the first update of each start (downloads, compilation); 0: never."""
-    hang_timeout_seconds: float = 1800.0
+    hang_timeout_seconds: Annotated[float, NOT_NEGATIVE, AFTER_FAILURE] = 1800.0
     """Without progress for this time, write the stacks of all threads and end the run; 0: never."""
-    share_gpus: bool = False
+    share_gpus: Annotated[bool, Free("where the run is computed")] = False
     """Let several processes of a node share one GPU: slow (gloo instead of NCCL), for tests."""
-    trackers: tuple[str, ...] = ()
+    trackers: Annotated[
+        tuple[str, ...],
+        Free("only what is shown"),
+        Synonyms("tracker wandb use-wandb log-wandb report-to tensorboard logger mlflow loggers"),
+    ] = ()
     """Where to send the curves: tensorboard, wandb, mlflow, … (docs/trackers.md)."""
-    config_only: bool = False
+    config_only: Annotated[bool, ONE_START, Synonyms("dry-run print-config")] = False
     """Print the resolved configuration and the resulting plan, then stop."""
-    traceback: bool = False
+    traceback: Annotated[bool, ONE_START] = False
     """Show the traceback of an error too."""
     data: Data = field(default_factory=Data)
     augment: Augment = field(default_factory=Augment)
@@ -97,16 +178,8 @@ class Config:
     schedule: Schedule = field(default_factory=Schedule)
     loss: Loss = field(default_factory=Loss)
     ema: Ema = field(default_factory=Ema)
-    stop: Stop = field(default_factory=Stop)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-
-
-def value(config: Config, key: str) -> Any:
-    """Return the value of an option such as "optim.lr"."""
-    result: Any = config
-    for part in key.split("."):
-        result = getattr(result, part.replace("-", "_"))
-    return result
+    stop: Annotated[Stop, Free("a run may end earlier or later")] = field(default_factory=Stop)
+    checkpoint: Annotated[Checkpoint, Free("only what is kept")] = field(default_factory=Checkpoint)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -133,3 +206,92 @@ def to_yaml(config: Config) -> str:
     if config.recipe:  # the file is named config.yaml, and would otherwise be the recipe "config"
         settings = {"about": {"recipe": config.recipe}, **settings}
     return yaml.safe_dump(settings, sort_keys=False)
+
+
+def best_metric(config: Config, *, multi_label: bool) -> str:
+    """The name of the figure that decides about the best checkpoint, the plateau schedule and the patience."""
+    return config.best_metric or ("map" if multi_label else "accuracy")
+
+
+FALLING: tuple[Literal["cosine", "poly", "one_cycle"], ...] = ("cosine", "poly", "one_cycle")
+"""Schedules that fall until the last epoch, so that the number of epochs cannot change in a run."""
+
+
+def _contradictions_of_schedule(config: Config) -> dict[str, str]:
+    schedule, mistakes = config.schedule, dict[str, str]()
+    if schedule.warmup_epochs > config.epochs:
+        mistakes["schedule.warmup-epochs"] = f"at most the {config.epochs:g} epochs of the run"
+    elif schedule.warmup_epochs + schedule.cooldown_epochs > config.epochs:
+        rest = config.epochs - schedule.warmup_epochs
+        mistakes["schedule.cooldown-epochs"] = f"at most the {rest:g} epochs after the warm-up"
+    moves = schedule.cycle_momentum is not None or schedule.warmup_momentum is not None
+    if schedule.cycle_momentum is not None and schedule.name != "one_cycle":
+        mistakes["schedule.cycle-momentum"] = "none without schedule.name=one_cycle"
+    elif schedule.cycle_momentum is not None and schedule.warmup_momentum is not None:
+        mistakes["schedule.warmup-momentum"] = "none with schedule.cycle-momentum, which moves it in the warm-up, too"
+    for key in ("warmup_momentum", "warmup_bias_lr"):
+        if getattr(schedule, key) is not None and schedule.warmup_epochs == 0:
+            mistakes.setdefault(f"schedule.{key.replace('_', '-')}", "none without schedule.warmup-epochs")
+    if config.ema.scale_decay and schedule.name not in FALLING:
+        mistakes["ema.scale-decay"] = f"false without schedule.name {', '.join(FALLING)}, which fix the epochs, too"
+    if config.cuda_graph and (moves or config.ema.every_updates > 1):
+        option = "ema.every-updates" if config.ema.every_updates > 1 else "a momentum that changes"
+        mistakes["cuda-graph"] = f"false with {option}, which a graph cannot record"
+    return mistakes
+
+
+def _contradictions_of_virtual_batch(config: Config, size: int) -> dict[str, str]:
+    mixes = config.augment.mixes
+    possible = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0 and not (mixes and n % 2)]
+    if not possible or size in possible:
+        return {}
+    near = sorted(sorted(possible, key=lambda n: abs(math.log(n / size)))[:2])
+    pairs = " that is even, as mixup and cutmix need" * mixes
+    expected = f"a divisor of the batch size {config.batch_size}{pairs}, such as {' or '.join(map(str, near))}"
+    return {"virtual-batch-size": expected}
+
+
+def contradictions(config: Config) -> dict[str, str]:
+    """Return the options whose values do not fit those of other options: key -> the expected value, in words.
+
+    Each value must be within its own bounds.
+    """
+    mistakes: dict[str, str] = {}
+    if config.data.val_fraction + config.data.test_fraction >= 1:
+        mistakes["data.val-fraction"] = "data.val-fraction + data.test-fraction below 1"
+    if config.virtual_batch_size is not None:
+        mistakes |= _contradictions_of_virtual_batch(config, config.virtual_batch_size)
+    if config.schedule.name == "multistep" and not config.schedule.milestones:
+        mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
+    if config.model.weights is not None and config.model.pretrained:
+        mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
+    frozen = config.model.freeze_body or config.model.freeze
+    if config.model.freeze_body and config.model.freeze:
+        mistakes["model.freeze"] = "none with model.freeze-body=true, which freezes all but the last layer"
+    if config.model.freeze_epochs is not None and not frozen:
+        mistakes["model.freeze-epochs"] = "none without model.freeze-body or model.freeze: nothing is frozen"
+    if config.model.freeze_epochs is not None and config.cuda_graph:
+        mistakes["cuda-graph"] = "false with model.freeze-epochs: what is recorded does not change"
+    if config.model.gradual_unfreezing and config.model.freeze_epochs is None:
+        mistakes["model.gradual-unfreezing"] = "false without model.freeze-epochs, after which it begins"
+    if config.optim.head_lr is not None and not config.optim.lr:
+        mistakes["optim.head-lr"] = "none with optim.lr=0, to which it would be in proportion (model.freeze-body?)"
+    if config.data.sampler == "balanced" and config.loss.class_weights == "balanced":
+        mistakes["loss.class-weights"] = "none with data.sampler=balanced: both together correct the imbalance twice"
+    if config.loss.own_class_weights and config.loss.class_weights != "none":
+        mistakes["loss.own-class-weights"] = f"none with loss.class-weights={config.loss.class_weights}"
+    if config.loss.name != "binary_cross_entropy":
+        for name in ("bce_target_threshold", "bce_sum", "bce_pos_weight"):
+            if getattr(config.loss, name) != getattr(Loss(), name):
+                mistakes[f"loss.{name}".replace("_", "-")] = "its default unless loss.name=bce, whose option it is"
+    names = [metric_name(text) for text in config.metrics]
+    users = [metric_name(text) for text in config.metrics if text not in CHOSEN_METRICS]
+    if taken := [name for name in users if name in NAMES_OF_FIGURES or name.startswith("class_")]:
+        mistakes["metrics"] = f"names that no built-in figure has (rename {', '.join(taken)})"
+    elif twice := {name for name in names if names.count(name) > 1}:
+        mistakes["metrics"] = f"each name once (rename {', '.join(sorted(twice))})"
+    if config.best_metric not in (None, *BEST_METRICS, *names):
+        others = f" or {', '.join(names)} of --metrics" if names else " (others: name them with --metrics, too)"
+        mistakes["best-metric"] = f"one of {', '.join(BEST_METRICS)}{others}"
+    mistakes |= _contradictions_of_schedule(config)
+    return mistakes

@@ -1,95 +1,16 @@
-"""The names of options in other trainers (timm, torchvision, Lightning, Hugging Face), for users who type those.
+"""Advice for users who type an option of another trainer (timm, torchvision, ultralytics, Lightning, Hugging Face).
 
-accel-train does not know these words; `advice` names its own option, or the place where the user can set it.
+accel-train does not know these words; `advice` names its own option (`Synonyms` in its declaration), or the place where
+the user can set it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
-from accel_train.starter import how_to_get
+from accel_train.config.declaration import Synonyms
+from accel_train.errors import how_to_get
 
-OPTIONS = {  # our option, or the most likely ones -> its names elsewhere, without a group and with "-"
-    "optim.lr": "learning-rate base-lr initial-lr lr0 blr",
-    "optim.name": "optimizer opt optim optimizer-name",
-    "optim.weight-decay": "wd weightdecay l2 l2-reg",
-    "optim.momentum": "sgd-momentum opt-momentum",
-    "optim.betas": "opt-betas adam-betas beta1 beta2",
-    "optim.eps": "epsilon opt-eps adam-epsilon",
-    "optim.clip": "clip-grad grad-clip max-grad-norm gradient-clip-val clip-grad-norm gradient-clipping",
-    "optim.decay-all": "norm-weight-decay bias-weight-decay",
-    "batch-size": "bs batch batchsize b train-batch-size total-batch-size global-batch-size",
-    "batch-size micro-batch-size": "per-device-train-batch-size batch-size-per-gpu per-gpu-batch-size",
-    "micro-batch-size": "gradient-accumulation-steps accumulate-grad-batches grad-accum-steps accum-iter grad-accum "
-    "accumulation-steps accumulation gradient-accumulation update-freq microbatch-size",
-    "eval-batch-size": "test-batch-size val-batch-size validation-batch-size vbs per-device-eval-batch-size",
-    "epochs": "epoch max-epochs num-epochs n-epochs nepochs num-train-epochs n-epoch total-epochs",
-    "seed": "random-seed manual-seed random-state",
-    "output-dir": "output out out-dir output-path save-dir savedir save-path log-dir logdir work-dir run-dir "
-    "experiment default-root-dir outdir save exp-dir",
-    "resume": "resume-from resume-from-checkpoint ckpt checkpoint ckpt-path checkpoint-path load auto-resume "
-    "load-checkpoint start-epoch",
-    "log-every-updates": "log-interval log-freq print-freq log-every logging-steps log-every-n-steps log-steps",
-    "eval-every-epochs": "val-interval eval-interval eval-freq test-interval check-val-every-n-epoch val-freq",
-    "trackers": "tracker wandb use-wandb log-wandb report-to tensorboard logger mlflow loggers",
-    "config-only": "dry-run print-config",
-    "data.name data.root": "data dataset dataset-name data-name train-data csv csv-file csv-path train-csv labels-csv "
-    "label-file labels-file annotations annotation-file annotations-file",
-    "data.root": "data-dir data-path datadir data-root dataset-dir dataset-path root-dir train-dir traindir "
-    "data-folder",
-    "data.workers": "num-workers j nworkers n-workers dataloader-num-workers num-data-workers",
-    "data.val-fraction": "val-split validation-split val-size val-ratio validation-fraction val-percent val-pct",
-    "data.test-fraction": "test-split test-size test-ratio",
-    "data.train-limit": "limit-train-batches max-train-samples train-samples subset num-samples",
-    "data.test-limit": "limit-val-batches limit-test-batches max-eval-samples",
-    "data.sampler": "weighted-sampler weighted-random-sampler weightedrandomsampler balanced-sampler class-balanced "
-    "balanced-sampling weighted-sampling oversample oversampling imbalanced-sampler sample-weights",
-    "data.placement": "cache-images ram-cache pin-memory pin-mem",
-    "data.channels": "in-chans in-channels num-channels grayscale",
-    "model.name": "model arch architecture backbone net network model-name model-type",
-    "model.pretrained": "weights use-pretrained pretrained-weights finetune fine-tune imagenet-pretrained",
-    "model.freeze-body": "freeze freeze-backbone linear-probe freeze-encoder",
-    "model.image-size": "img-size imgsz image-size input-size size resolution imsize train-crop-size",
-    "model.dropout": "drop drop-rate dropout-rate",
-    "model.drop-path": "drop-path-rate stochastic-depth stochastic-depth-prob",
-    "model.gradient-checkpointing": "grad-checkpointing activation-checkpointing",
-    "model.sync-batchnorm": "sync-bn syncbn sync-batch-norm",
-    "schedule.name": "scheduler sched lr-scheduler lr-schedule lr-scheduler-type lr-policy schedule",
-    "schedule.warmup-epochs": "warmup lr-warmup-epochs warm-up warmup-steps num-warmup-steps warmup-ratio warmup-iters "
-    "warmup-updates",
-    "schedule.warmup-lr": "warmup-start-lr",
-    "schedule.min-lr": "lr-min eta-min final-lr lr-end",
-    "schedule.step-epochs": "step-size lr-step-size decay-epochs lr-step lr-decay-epochs",
-    "schedule.decay": "gamma lr-gamma decay-rate lr-decay lr-decay-rate",
-    "schedule.milestones": "lr-steps decay-milestones lr-milestones",
-    "augment.policy": "aa auto-augment autoaugment randaugment rand-augment trivialaugment augmix augmentation augment",
-    "augment.mixup": "mixup-alpha mix-up",
-    "augment.cutmix": "cutmix-alpha cut-mix",
-    "augment.mix-probability": "mixup-prob cutmix-prob",
-    "augment.flip": "hflip horizontal-flip random-flip random-horizontal-flip",
-    "augment.vertical-flip": "vflip random-vertical-flip flip-vertical flipud",
-    "augment.color-jitter": "colour-jitter jitter colorjitter",
-    "augment.color-jitter-probability": "color-jitter-prob",
-    "augment.grey": "grayscale-prob random-grayscale",
-    "augment.blur": "gaussian-blur-prob gaussian-blur",
-    "augment.interpolation": "train-interpolation interp resample",
-    "augment.erase": "reprob random-erase random-erasing cutout",
-    "augment.crop": "random-crop random-resized-crop rrc",
-    "augment.resize": "val-resize-size resize-size",
-    "loss.name": "criterion loss-fn loss-function bce bce-loss multi-label multilabel",
-    "loss.label-smoothing": "smoothing smooth ls label-smoothing-factor",
-    "loss.class-weights": "class-weight weighted-loss",
-    "loss.class-weights data.sampler": "balanced balance-classes",
-    "ema.enabled": "ema use-ema model-ema",
-    "ema.decay": "ema-decay model-ema-decay",
-    "checkpoint.every-epochs": "save-every save-freq save-interval checkpoint-freq save-period save-every-n-epochs",
-    "checkpoint.every-updates": "save-steps checkpointing-steps checkpoint-every",
-    "stop.patience-epochs": "early-stopping early-stop earlystopping early-stopping-patience early-stopping-rounds",
-    "stop.patience-epochs schedule.patience-epochs": "patience patience-epochs",
-    "stop.hours": "max-time max-hours time-limit max-duration",
-    "best-metric": "metric-for-best-model eval-metric monitor best-checkpoint-metric",
-    "checkpoint.keep": "save-total-limit checkpoint-hist save-top-k keep-checkpoints",
-}
 LAUNCHER = {  # option of accelerate launch -> its names elsewhere
     "--mixed_precision fp16": "fp16 half",
     "--mixed_precision bf16": "bf16 amp use-amp mixed-precision precision amp-dtype dtype autocast",
@@ -104,26 +25,163 @@ LAUNCHER = {  # option of accelerate launch -> its names elsewhere
     "--config_file accelerate_configs/cpu.yaml": "cpu use-cpu no-cuda no-gpu",
     "--config_file accelerate_configs/fsdp2.yaml": "fsdp deepspeed",
     "--config_file accelerate_configs/multi_gpu.yaml": "device cuda use-cuda strategy accelerator distributed ddp "
-    "dist-backend distributed-backend backend multi-gpu multiprocessing-distributed config-file local-rank rank",
+    "dist-backend distributed-backend multi-gpu multiprocessing-distributed config-file local-rank rank",
 }
-ANSWERS = {  # sentence -> names of what it explains
-    "To evaluate a run: `accel-train evaluate RUN`.": "eval evaluate eval-only evaluate-only test-only validate test",
-    "To classify images: `accel-train predict RUN IMAGE`.": "predict inference",
-    "Name the recipe without an option: accel-train train RECIPE.": "config cfg recipe config-name",
-    "The number of classes follows from the data.": "num-classes nb-classes n-classes",
-}
+PRECISION = ("precision", "mixed-precision", "amp-dtype", "dtype")
+"""Of the launcher's: they have a value, which says more than the one that is proposed."""
+ANSWERS_TEXT = """
+To evaluate a run: `accel-train evaluate RUN`.
+    eval evaluate eval-only evaluate-only test-only validate test val split save-json
+To classify images: `accel-train predict RUN IMAGE`.
+    predict inference source save-txt save-conf show
+Name the recipe without an option: accel-train train RECIPE.
+    config cfg recipe config-name mode task
+The number of classes follows from the data.
+    num-classes nb-classes n-classes
+Set data.val-fraction or data.test-fraction, or give the data a folder for each split.
+    train-split
+A run ends after its epochs (a part of one: 0.5), stop.updates or stop.hours, whichever is first.
+    min-steps min-epochs train-batches-per-epoch
+Set stop.hours and epochs: the run ends at the earlier one.
+    time
+The seed decides all that is random; see bitwise, too.
+    deterministic use-deterministic-algorithms worker-seeding seed-everything
+Evaluation is after epochs: set eval-every-epochs, or eval-every-updates.
+    val-check-interval eval-strategy evaluation-strategy
+All augmentation is off unless the recipe turns it on.
+    no-aug
+Policies are of PIL images, by torchvision.transforms.v2 or timm; a backend of processes is set on the launch command.
+    use-v2 backend
+batch-size is that of an update; micro-batch-size is what a process computes at once.
+    nbs
+Give the whole path of the run: output-dir.
+    project exist-ok
+Set augment.resize: the short side before the crop, image-size / crop-pct.
+    crop-pct
+Set data.channels: 1 reads images as grey ones.
+    input-img-mode
+optim.lr is that of the whole batch: give lr * batch-size / base size.
+    lr-base lr-base-size lr-base-scale scale-lr auto-scale-lr
+The warm-up is linear, from schedule.warmup-lr: optim.lr times the factor there.
+    lr-warmup-method lr-warmup-decay
+Set schedule.name cosine.
+    cos-lr
+Set schedule.min-lr: optim.lr times this fraction.
+    lrf
+Set schedule.name one_cycle, schedule.warmup-epochs (their part of the epochs), schedule.warmup-lr and schedule.min-lr.
+    pct-start div-factor final-div-factor div final-div
+Set model.kwargs, as JSON, if the model has it.
+    drop-block bn-momentum bn-eps head-init-scale head-init-bias gp
+Set optim.betas, optim.eps and optim.momentum; other arguments of an optimizer cannot be set.
+    opt-kwargs
+Set model.weights to the file.
+    pretrained-path initial-checkpoint
+Set loss.class-weights balanced, data.sampler balanced, or loss.own-class-weights.
+    cls-pw
+Set augment.color-jitter: brightness contrast saturation hue.
+    hsv-h hsv-s hsv-v
+Set augment.policy augmix-m5, timm's: m is its strength. torchvision's augmix has strength 3.
+    augmix-severity
+BatchNorm is the same on all processes in any case; its batch is virtual-batch-size.
+    dist-bn split-bn
+Write the data into one file with `accel-train cache-data`.
+    cache-dataset cache
+The fastest memory format of the device is chosen by itself.
+    channels-last
+Data is loaded ahead, and augmented on the device, by itself.
+    no-prefetcher use-multi-epochs-loader prefetch-factor persistent-workers
+Data sets that can be downloaded are, into data.root.
+    dataset-download download
+The classes are the names of the folders, or those in the table: data.name csv.
+    class-map
+The EMA is on the model's device.
+    model-ema-force-cpu
+To begin with the weights of a run alone: --model.weights RUN.
+    no-resume-opt
+Set checkpoint.every-updates or checkpoint.every-seconds.
+    recovery-interval
+A resumed run goes on in its own W&B run; W&B's variables WANDB_PROJECT and WANDB_TAGS count.
+    wandb-project wandb-tags wandb-resume-id
+`accel-train export RUN` writes the model for other programs.
+    format opset dynamic simplify workspace quantize optimize torchscript
+`accel-train bench RECIPE` measures the speed.
+    profile profiler
+`accel-train report RUN` writes a page with curves, tables and the worst images.
+    plots visualize save-images
+The number of samples follows from the data; data.train-limit and data.test-limit use a part of it.
+    fraction overfit-batches fast-dev-run train-num-samples val-num-samples
+In Python, accel_train.api.load_run returns the model.
+    embed
+Not supported: all epochs have one size. Train at a small one, then at a larger one with --model.weights RUN.
+    train-img-sizes train-batch-sizes train-size-probs train-size-schedule train-size-schedule-spread
+    train-size-random-mix variable-batch-loss-scale multi-scale
+Not supported: images are squares of one size (NaFlex, rectangles).
+    naflex-loader naflex-train-seq-lens naflex-max-seq-len naflex-patch-sizes naflex-patch-size-probs
+    naflex-loss-scale naflex-patchify-channels-first rect
+Not supported: a model learns from labels, not from a teacher; a loss of your own (loss.name) gets no images.
+    kd-model-name kd-distill-type kd-loss-type distill-loss-weight task-loss-weight kd-temperature
+    kd-student-feature-dim kd-teacher-feature-dim kd-token-distill-type distill-model dis
+Not supported: the learning rate falls once, without cycles or noise. See schedule.name.
+    lr-noise lr-noise-pct lr-noise-std lr-cycle-mul lr-cycle-decay lr-cycle-limit lr-k-decay
+Multiply epochs. For several copies of an image in one batch: data.repeats.
+    epoch-repeats
+Not supported: one view of each image, and no loss between views.
+    aug-splits resplit jsd-loss
+Not supported: the crops are those of augment.crop.
+    train-crop-mode
+Not supported; augment.mixup and augment.cutmix mix images.
+    mosaic close-mosaic bgr copy-paste copy-paste-mode
+Not supported: a model evaluates each image once, as it is.
+    tta test-time-augmentation
+Not supported: layer-wise rates have no lowest value; see optim.layer-decay.
+    layer-decay-min-scale layer-decay-no-opt-scale
+Not supported: optim.decay-all decays all weights; else a model of timm's says which embeddings it leaves out.
+    transformer-embedding-decay
+Not supported: weights are float32; for computations in bf16: accelerate launch --mixed_precision bf16.
+    model-dtype
+Not supported: code that comes with a data set is never run.
+    dataset-trust-remote-code trust-remote-code
+The columns of hfds/NAME are found by their types, Image and ClassLabel; of a table, see docs/own_data.md.
+    input-key target-key
+Not supported: accelerate and torch decide it; see accelerate_configs/.
+    fuser fast-norm no-ddp-bb synchronize-step device-modules torchcompile-mode
+Not supported: this trainer is for classification.
+    overlap-mask mask-ratio retina-masks iou max-det nms agnostic-nms box cls dfl pose kobj rle angle dlog dgrad
+    dlam line-width save-crop save-frames show-labels show-conf show-boxes vid-stride stream-buffer dnn
+Not supported: a class of the data is a class of the model; move the images to one folder.
+    single-cls
+The last layer is loaded if it is of the same classes, by name, in any order; else it is new.
+    cls-remap
+Console lines: log-every-updates.
+    verbose
+Set --threshold of `accel-train predict`.
+    conf
+"""
+"""Sentences, and under each the names of what it explains: all options of timm's train.py, torchvision's train.py and
+ultralytics' default.yaml that no `Synonyms` has (convert/peers.txt)."""
 
-TABLES = OPTIONS, LAUNCHER, ANSWERS
+
+def _sentences(text: str) -> dict[str, str]:
+    table: dict[str, str] = {}
+    sentence = ""
+    for line in text.strip().splitlines():
+        if not line.startswith(" "):
+            sentence = line
+        table[sentence] = table.get(sentence, "") + line * line.startswith(" ")
+    return table
+
+
+ANSWERS = _sentences(ANSWERS_TEXT)  # sentence -> names of what it explains
 
 
 def _by_word(table: dict[str, str]) -> dict[str, str]:
     return {word: meaning for meaning, words in table.items() for word in words.split()}
 
 
-def advice(key: str, known: Container[str]) -> str:
+def advice(key: str, known: Container[str], synonyms: Iterable[tuple[str, Synonyms]]) -> str:
     """Return a sentence that helps a user who gives the unknown option `key` ("optim.learning-rate"), or "".
 
-    `known`: the options of this command; no others are proposed.
+    `known`: the options of this command; no others are proposed. `synonyms`: of all options, by key.
     """
     word = key.lower().rpartition(".")[2]
     if word in (sentences := _by_word(ANSWERS)) and "epochs" in known:
@@ -131,7 +189,9 @@ def advice(key: str, known: Container[str]) -> str:
     if word in (options := _by_word(LAUNCHER)) and "data.root" in known:
         return (
             f" Set it on the launch command: accelerate launch {options[word]} …; see accelerate_configs/."
+            + " (bf16, fp16 or no.)" * (word in PRECISION)
             + how_to_get("accelerate_configs/")
         )
-    meant = [name for name in _by_word(OPTIONS).get(word, "").split() if name in known]
+    meaning = ((key, each) for key, each in synonyms if word in each.words.split())
+    meant = [name for key, each in meaning for name in (key, each.beside) if name in known]
     return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""

@@ -8,9 +8,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_train.data.sources.files.encoded import EncodedImages
+from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
 from accel_train.data.sources.splits import Source, Splits, unwrap_subset
-from accel_train.data.tools.few_bits import depth_notes
 from accel_train.errors import UserError
 
 MOST = 1000  # images of a split, over all processes: local files take 0.2 s on one core, while the model is created

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,22 +17,20 @@ from torch.utils.data import DataLoader
 
 from accel_train import models
 from accel_train.config.schema import Augment, Config
-from accel_train.data.memory import MemoryLoader
+from accel_train.data.memory import MemoryLoader, Placement, choose_place
 from accel_train.data.order.samplers import IndexSampler
-from accel_train.data.placement import Placement, choose_place
-from accel_train.data.side_stream import SideStream
 from accel_train.data.sources.load import IN_MEMORY
 from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
-from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.colour import check_channels
-from accel_train.data.transforms.image import ImageTransform, resize_default
-from accel_train.data.transforms.parameters import AugmentParameters
-from accel_train.data.worker_processes import WorkerContext, WorkerInit, start_server
-from accel_train.data.workers import BatchDataset, no_collate
+from accel_train.data.transforms.parameters import AugmentParameters, check_channels, check_resize, resize_default
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
 
+if TYPE_CHECKING:
+    from accel_train.data.side_stream import SideStream
+
+WORKERS = "accel_train.data.workers"
+"""The module of the data workers."""
 # What `_cores` has returned. A run has an accelerator of its own and up to three pipelines; its entry ends with it.
 _cores_of: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
 
@@ -42,7 +40,7 @@ def transforms_each_image(one_size: bool, augment: Augment, *, training: bool) -
 
     `one_size`: whether the source has them as tensors of one size.
     """
-    return not one_size or (training and (augment.crop == "resized" or augment.policy != "none"))
+    return not one_size or (training and augment.each_image)
 
 
 def start_workers_early(config: Config) -> None:
@@ -52,7 +50,9 @@ def start_workers_early(config: Config) -> None:
     """
     in_memory = config.data.name.removeprefix("torch/") in IN_MEMORY
     if transforms_each_image(in_memory, config.augment, training=True) and config.data.workers != 0:
-        start_server(BatchDataset.__module__)
+        from accel_train.data.worker_processes import start_server
+
+        start_server(WORKERS)
 
 
 def create_loader(
@@ -68,25 +68,35 @@ def create_loader(
     cores: int = 1,
     reduced_decode: bool = True,
     draw_parameters: AugmentParameters | None = None,
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0),
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
     `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
     data in memory, else one for each of this process's `cores` (with a GPU: one less); `draw_parameters`: from the
-    BatchTransform that takes the batches.
+    BatchTransform that takes the batches; `mean`: of each channel, 0 to 1.
     """
+    from accel_train.data.sources.user.dataset import UserDataset
+    from accel_train.data.worker_processes import WorkerContext, WorkerInit
+    from accel_train.data.workers import BatchDataset, no_collate
+
     per_image = transforms_each_image(has_one_size(source), augment, training=training)
+    chooses = workers is None
     if workers is None:
         spare = device.type != "cpu"  # one core for the thread that launches the device's work
         workers = max(1, cores - spare) if per_image or not source.in_memory else 0
     if has_one_size(source):  # as BatchTransform does: evaluation and training see images at the same scale
         augment = dataclasses.replace(augment, resize=augment.resize or size)
     held, _ = unwrap_subset(source)
-    if workers and isinstance(held, UserDataset):
+    if workers and isinstance(held, UserDataset) and not (chooses and held.stays_here()):
         held.check_picklable()
+    elif isinstance(held, UserDataset):
+        workers = 0
     transform = None
     if per_image:
-        transform = ImageTransform(augment, size, training=training, decodes_smaller=reduced_decode)
+        from accel_train.data.transforms.image import ImageTransform
+
+        transform = ImageTransform(augment, size, training=training, decodes_smaller=reduced_decode, mean=mean)
     return DataLoader(
         BatchDataset(source, transform, seed, draw_parameters),
         batch_sampler=sampler,  # type: ignore[arg-type]  # an IndexBatch in place of a list of indices
@@ -96,7 +106,7 @@ def create_loader(
         # Evaluation's workers end with each pass, because they use the same cores as training's.
         persistent_workers=training and workers > 0,
         worker_init_fn=WorkerInit() if workers else None,
-        multiprocessing_context=WorkerContext(BatchDataset.__module__) if workers else None,
+        multiprocessing_context=WorkerContext(WORKERS) if workers else None,
     )
 
 
@@ -124,7 +134,13 @@ class InputPipeline:
     @property
     def batches(self) -> Iterator[dict[str, Any]]:
         """One pass over the loader. Raises the UserError of an image that cannot be read."""
-        for batch in self.loader if self.side is None else self.side.copied(self.loader):
+        if isinstance(self.loader, MemoryLoader) and self.side is None:
+            return iter(self.loader)  # there is no image that cannot be read
+        return self._readable(self.loader if self.side is None else self.side.copied(self.loader))
+
+    @staticmethod
+    def _readable(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        for batch in batches:
             if isinstance(batch, UserError):
                 raise batch
             yield batch
@@ -181,6 +197,7 @@ def create_input_pipeline(
         per_image=per_image,
         device=device,
         memory_format=memory_format,
+        virtual_batch=sampler.virtual_batch,
     )
     loader: Loader
     if place == "disk" or per_image:
@@ -196,6 +213,7 @@ def create_input_pipeline(
             cores=_cores(accelerator) if config.data.workers is None else 1,
             reduced_decode=config.data.reduced_decode,
             draw_parameters=transform.draw_parameters,
+            mean=mean,
         )
         workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(torch_loader)
@@ -213,7 +231,11 @@ def create_input_pipeline(
             draw_parameters=transform.draw_parameters,
         )
     placement = Placement(place, size_bytes, workers, prefetch)
-    side = SideStream(device) if device.type == "cuda" and place != "device" else None
+    side = None
+    if device.type == "cuda" and place != "device":
+        from accel_train.data.side_stream import SideStream
+
+        side = SideStream(device)
     return InputPipeline(loader, transform, len(source), placement, side, splits.multi_label)
 
 
@@ -221,10 +243,11 @@ def _check_images(augment: Augment, splits: Splits, source: Source, size: int, *
     """Raise UserError if the images of `source`, one of `splits`, do not fit what `augment` asks for."""
     if training:
         check_channels(augment, splits.channels, splits.full_scale)
-    if augment.resize is not None and augment.resize < size:
-        raise UserError(
-            f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
-        )
+        if augment.own != "none":
+            from accel_train.data.transforms.own import check_own
+
+            check_own(augment.own, splits.channels, size)
+    check_resize(augment, size)
     if training and augment.crop == "random" and augment.pad_mode == "reflect":
         short_side = augment.resize or (size if has_one_size(source) else resize_default(size))
         if augment.pad >= short_side:

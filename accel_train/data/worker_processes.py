@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import functools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
 import signal
 import sys
-import tempfile
 import threading
-from multiprocessing import forkserver, reduction, resource_tracker
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any
+from typing import Any
+
+from accel_train.data.compat import (
+    DupFd,
+    ForkServerContext,
+    ForkServerWorker,
+    start_fork_server,
+    start_resource_tracker,
+)
+from accel_train.launch.process import stacks_file
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Sent to every process of a job. The trainer then saves a checkpoint, for which it still needs its workers."""
@@ -36,15 +40,12 @@ def start_server(module: str) -> None:
     `module`: what the workers need. Call this as soon as it is clear that there will be workers: the first one waits
     for the imports.
     """
-    forkserver.set_forkserver_preload([module])
+    multiprocessing.set_forkserver_preload([module])
     _ensure_server()
 
 
 def _ensure_server() -> None:
-    """Start the server if it does not run, or not any more.
-
-    Uses multiprocessing's modules `forkserver` and `resource_tracker`, checked with Python 3.11.
-    """
+    """Start the server if it does not run, or not any more."""
     # The server must find modules where this process does. By default it would search the working directory first,
     # where one of the user's files may have the name of a module.
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
@@ -55,10 +56,10 @@ def _ensure_server() -> None:
     blocked = {*STOP_SIGNALS, signal.SIGUSR2}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # again, because ensure_running() has unblocked some
+        start_resource_tracker()
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # again, because that has unblocked some
         os.environ.update(variables)
-        forkserver.ensure_running()
+        start_fork_server()
     finally:
         for name, value in before.items():
             if value is None:
@@ -68,23 +69,8 @@ def _ensure_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-class _Worker(ForkServerProcess):
-    """A worker process that does not import the trainer's main module; uses `_Popen`, checked with Python 3.11."""
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802 -- multiprocessing's name
-        """Start the worker with an empty main module in place of this process's.
-
-        multiprocessing would import the main module, the training script, in case a pickled object is defined there.
-        None is.
-        """
-        _ensure_server()
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            return ForkServerProcess._Popen(process_obj)
-        finally:
-            sys.modules["__main__"] = main
+class _Worker(ForkServerWorker):
+    ensure_server = staticmethod(_ensure_server)
 
 
 class WorkerContext(ForkServerContext):
@@ -96,12 +82,6 @@ class WorkerContext(ForkServerContext):
         """`module`: as `start_server` has it."""
         super().__init__()
         start_server(module)  # before a queue starts the resource tracker with no signal blocked
-
-
-@functools.cache
-def stacks_file() -> IO[bytes]:
-    """The file to which this process's workers write their threads' stacks on SIGUSR2."""
-    return tempfile.TemporaryFile()
 
 
 def _end_workers() -> None:
@@ -121,7 +101,7 @@ class WorkerInit:
         self.stacks = stacks_file()
 
     def __getstate__(self) -> Any:
-        return reduction.DupFd(self.stacks.fileno())
+        return DupFd(self.stacks.fileno())
 
     def __setstate__(self, file: Any) -> None:
         self.stacks = os.fdopen(file.detach(), "wb", buffering=0)

@@ -74,11 +74,11 @@ class BatchDataset(Dataset[dict[str, Any]]):
             "labels": self.source.labels[indices.ids],
             "ids": indices.ids,
             "keys": keys,
-            "host_ids": indices.draw_ids(keys).numpy(),
+            "host_ids": indices.draw_ids(keys).numpy().copy(),  # a worker moves the tensor's memory when it sends it
             "weights": indices.weights,
         }
         if self.draw_parameters is not None:
-            batch["parameters"] = self.draw_parameters(keys, indices.weights)
+            batch["parameters"] = self.draw_parameters(keys, indices.weights, indices.epoch)
         return batch
 
 

@@ -1,7 +1,7 @@
 """A check of the doctor, what it finds, and what all checks know.
 
 All processes call a check together, in the same order, so a check may use collectives. What each process looks at alone
-goes through `worst_of`: an error of one process must not leave the others waiting.
+goes through `worst_rank`: an error of one process must not leave the others waiting.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Check:
     """How long it takes at most on a usual machine: it is left out if less time is left. With --quick: at most 1 s."""
 
 
-def worst_of(exam: Examination, look: Callable[[], Finding]) -> Finding:
+def worst_rank(exam: Examination, look: Callable[[], Finding]) -> Finding:
     """Call `look`, which is not collective, on every rank; return the most serious finding, with its ranks. Collective.
 
     The errors OSError, RuntimeError and UserError of a rank become its finding, n/a.

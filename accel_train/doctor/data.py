@@ -12,13 +12,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from accel_train.data.sources.files.encoded import read_image
+from accel_train.data.sources.files.encoded import depth_notes, read_image
 from accel_train.data.sources.load import Splits
 from accel_train.data.sources.splits import Source
-from accel_train.data.tools.few_bits import depth_notes
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
 from accel_train.errors import UserError
-from accel_train.train import load_data
+from accel_train.run.start import load_data
 
 SLOW_FILE = 0.01  # seconds
 NAMES, READ, READ_QUICKLY = 1_000_000, 64, 8  # samples whose names and sizes are compared, and that are decoded
@@ -108,7 +107,7 @@ def readable(exam: Examination) -> Finding:
             return Finding(WARN, dark[0], "pictures that use the range of their values", "See --data.range")
         return Finding(PASS, f"{count} on each rank", expected)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def reading(exam: Examination) -> Finding:
@@ -134,7 +133,7 @@ def reading(exam: Examination) -> Finding:
             return Finding(WARN, found, expected, advice)
         return Finding(PASS, found, expected)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def file_system(folder: Path) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from accel_train.bench.machine import computes_bf16
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
 from accel_train.errors import one_line
 from accel_train.launch.process import hostname
 
@@ -107,7 +107,7 @@ def health(exam: Examination) -> Finding:
             return Finding(NOT_CHECKED, f"nvidia-smi failed: {one_line(done.stdout.strip(), 100)}")
         return judged(done.stdout)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def judged(table: str) -> Finding:
@@ -151,7 +151,7 @@ def others(exam: Examination) -> Finding:
             return Finding(WARN, found, expected, advice)
         return Finding(PASS, found, expected)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def copying(exam: Examination) -> Finding:
@@ -177,7 +177,7 @@ def copying(exam: Examination) -> Finding:
             return Finding(WARN, found, expected, "Look at nvidia-smi -q -d PCIE, and bind processes to near cores.")
         return Finding(PASS, found, expected)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 CHECKS = (

@@ -1,24 +1,21 @@
-"""`accel-train doctor`: call the checks one after the other, print a table of what they find, and judge."""
+"""`accel-train doctor`: call the checks one after the other."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Collection
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.bench.machine import device_name
 from accel_train.config.schema import Config
 from accel_train.doctor import data, devices, forecast, network, recipe, scheduler, storage, world
-from accel_train.doctor.check import FAIL, NOT_CHECKED, STATUSES, WARN, Check, Examination, Finding
+from accel_train.doctor.check import FAIL, NOT_CHECKED, Check, Examination, Finding
 from accel_train.doctor.rehearsal import signals
 from accel_train.doctor.rehearsal.drill import DRILL
-from accel_train.errors import UserError, nearest, one_line, print_line, writing
-from accel_train.files import atomic_write
+from accel_train.errors import LOGGER, nearest, one_line, raise_mistakes
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.records.table import print_table
 from accel_train.training_setup import connect
 
 CHECKS: tuple[Check, ...] = (  # cheap ones first: they explain why a later one fails
@@ -36,21 +33,32 @@ CHECKS: tuple[Check, ...] = (  # cheap ones first: they explain why a later one 
 MOST_LISTED = 64  # ranks
 
 
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the checks have found, the same on all processes."""
+
+    findings: Mapping[str, Finding]
+    """By the name of the check."""
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.status == FAIL for finding in self.findings.values())
+
+
 def doctor(
-    config: Config,
     launch: Launch,
+    config: Config,
     *,
     seconds: float = 60.0,
     quick: bool = False,
     skip: Collection[str] = (),
-    with_drill: bool = False,
-    json_file: Path | None = None,
-) -> int:
-    """Examine the machines, the launcher and the recipe; print a table. Collective: every process calls it.
+    drill: bool = False,
+) -> Diagnosis:
+    """Examine the machines, the launcher and the recipe. Collective: every process calls it.
 
-    `seconds`: checks that have no time left are n/a. `skip`: names of checks to leave out. `with_drill`: also kill and
-    continue a training, however long that takes. `json_file`: also written.
-    Returns the exit code: 0, or 1 if a check fails. Raises UserError if the examination cannot begin.
+    `seconds`: checks that have no time left are n/a. `skip`: names of checks to leave out. `drill`: also kill and
+    continue a training, however long that takes. Raises UserError if the examination cannot begin.
     """
     began = time.monotonic()
     check_names(skip)
@@ -61,26 +69,19 @@ def doctor(
         ranks = exam.gather(f"{accelerator.device} ({device_name(accelerator.device)})")
         if accelerator.is_main_process:
             for rank, device in enumerate(ranks):
-                print_line(f"rank {rank}: {exam.hosts[rank]}  {device}")
+                LOGGER.info(f"rank {rank}: {exam.hosts[rank]}  {device}")
     found: dict[str, Finding] = {}
-    for check in (*CHECKS, *([DRILL] if with_drill else [])):
+    for check in (*CHECKS, *([DRILL] if drill else [])):
         if check.name in skip or (quick and not check.quick):
             continue
         found[check.name] = _look(exam, check)
-    if accelerator.is_main_process:
-        _print(found, time.monotonic() - began)
-    if json_file is not None:
-        file = json_file
-        broadcast_from_main(accelerator, lambda: _write(file, found))
-    return 1 if any(finding.status == FAIL for finding in found.values()) else 0
+    return Diagnosis(found, time.monotonic() - began)
 
 
 def check_names(skip: Collection[str]) -> None:
     """Raise UserError if `skip` names a check that does not exist."""
     names = [check.name for check in CHECKS]
-    mistakes = [f"--skip: no check is named {name!r}.{nearest(name, names)}" for name in skip if name not in names]
-    if mistakes:
-        raise UserError(*mistakes)
+    raise_mistakes(f"--skip: no check is named {name!r}.{nearest(name, names)}" for name in skip if name not in names)
 
 
 def _look(exam: Examination, check: Check) -> Finding:
@@ -98,21 +99,3 @@ def _existing_folder(config: Config) -> Path:
     """The folder to which the run will be written, or the nearest one above it that exists."""
     wanted = Path(config.output_dir or Path("runs")).absolute()
     return next(folder for folder in (wanted, *wanted.parents) if folder.is_dir())
-
-
-def _print(found: dict[str, Finding], seconds: float) -> None:
-    rows = [[finding.status, name, finding.measured, finding.expected] for name, finding in found.items()]
-    print_table(("status", "check", "measured", "expected"), rows)
-    for name, finding in found.items():
-        if finding.advice and finding.status in (WARN, FAIL):
-            print_line(f"{finding.status} {name}: {finding.advice}")
-    counts = {status: sum(each.status == status for each in found.values()) for status in reversed(STATUSES)}
-    counted = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
-    print_line(f"{counted} in {seconds:.0f} s")
-
-
-def _write(file: Path, found: dict[str, Finding]) -> Path:
-    checks = [{"name": name, **asdict(finding)} for name, finding in found.items()]
-    with writing("--json", file):
-        atomic_write(file, json.dumps({"checks": checks}, indent=2) + "\n")
-    return file

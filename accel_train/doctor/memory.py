@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from accel_train.doctor.check import PASS, WARN, Check, Examination, Finding, worst_of
+from accel_train.doctor.check import PASS, WARN, Check, Examination, Finding, worst_rank
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LEAST = 2 * 2**30  # bytes for a process
@@ -26,7 +26,7 @@ def memory(exam: Examination) -> Finding:
             return Finding(WARN, found, "2 GiB a process", "Ask for more: --mem, or --mem-per-cpu")
         return Finding(PASS, found, "2 GiB a process")
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def memory_limit() -> int | None:

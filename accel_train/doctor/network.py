@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from accel_train.bench.machine import device_name
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
 
 BUCKET, LARGE, REPEATS = 25 * 2**20, 2**30, 5  # bytes: DDP's bucket, and the size that nccl-tests judges by
 # https://github.com/stas00/ml-engineering, network/benchmarks; H200 has the links of H100
@@ -131,17 +131,13 @@ def interface(exam: Examination) -> Finding:
     except OSError as error:
         address = f"unknown ({error})"
     everyone = exam.gather((name, address))
-    expected = "an address that the other hosts can reach"
+    expected, wrong = "an address that the other hosts can reach", ("127.", "unknown")
     if len(set(exam.hosts)) == 1:
         return Finding(NOT_CHECKED, "one host", expected)
-    if bad := [rank for rank, (given, found) in enumerate(everyone) if not given and not _reachable(found)]:
+    if bad := [rank for rank, (given, found) in enumerate(everyone) if not given and found.startswith(wrong)]:
         measured = f"{exam.names(bad)} listens at {everyone[bad[0]][1]}"
         return Finding(WARN, measured, expected, "export GLOO_SOCKET_IFNAME=the interface that all nodes share")
     return Finding(PASS, ", ".join(sorted({given or found for given, found in everyone})[:4]), expected)
-
-
-def _reachable(address: str) -> bool:
-    return not address.startswith(("127.", "unknown"))
 
 
 def slowest_pair(exam: Examination) -> Finding:
@@ -212,7 +208,7 @@ def transport(exam: Examination) -> Finding:
         file.unlink(missing_ok=True)
         return transport_of(text, has_infiniband())
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def transport_of(log: str, infiniband: bool) -> Finding:

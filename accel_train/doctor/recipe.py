@@ -15,6 +15,7 @@ from accel_train.evaluate import evaluation_batch_size
 from accel_train.optim.micro_batch import LESS_MEMORY, is_out_of_memory, training_advice
 
 ENOUGH_UPDATES, SECONDS = 3, 3.0  # of a measurement: so many updates, and as many as take so long
+EVEN = 10  # numbers of processes that are named
 
 
 def update(exam: Examination) -> Finding:
@@ -45,9 +46,9 @@ def update(exam: Examination) -> Finding:
     exam.measured["checkpoint_bytes"] = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     took, plan = exam.measured["update_seconds"], workload.plan
     found = f"{took * 1000:.3g} ms an update, {exam.config.batch_size / took:,.0f} images/s"
-    found += f"; {plan.division}; {_left(exam, device)}"
-    if plan.empty:
-        found += f"; no slot would be empty on {', '.join(map(str, plan.even_processes))} processes"
+    numbers = plan.even_processes
+    even = ", ".join(map(str, numbers[:EVEN])) + ", …" * (len(numbers) > EVEN)
+    found += f"; {plan.division}, shared evenly by {even} processes; {_left(exam, device)}"
     return Finding(PASS, found, expected)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from accel_train.doctor import memory
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.process import available_cores, core_set
 from accel_train.untrusted import is_number, read_json_object
@@ -41,13 +41,13 @@ def cores(exam: Examination) -> Finding:
         found = f"{share:.3g} for each process ({available_cores()} shared by {sharing})"
         if quota is not None and quota < available_cores():
             found += f", the container's limit is {quota:.3g}"
-        if asked is not None and exam.launch.launcher == "Slurm" and available_cores() < int(asked):
+        if asked is not None and exam.launch.launcher == "srun" and available_cores() < int(asked):
             return Finding(FAIL, found, f"{asked} (--cpus-per-task)", "srun --cpus-per-task, or --cpu-bind=none")
         if share < 1:
             return Finding(WARN, found, "at least one", "Start fewer processes, or ask for more cores.")
         return Finding(PASS, found, "at least one" if asked is None else asked)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def cpu_quota(file: Path = CPU_MAX) -> float | None:
@@ -131,7 +131,7 @@ def gpus(exam: Examination) -> Finding:
             return Finding(WARN, f"{local} of {allocated} GPUs are used", expected, advice)
         return Finding(PASS, f"{local} processes, {seen} GPUs seen by each", expected)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def requeue(exam: Examination) -> Finding:
@@ -194,7 +194,7 @@ def signal_option() -> str:
     before_script = re.split(r"\s\S+\.(?:sbatch|sh)\b", line)[0]
     if found := re.findall(r"\s--signal[= ](\S+)", before_script):
         return str(found[-1])
-    script = _scontrol("write", "batch_script", job, "-")
+    script = _answer("scontrol", "write", "batch_script", job, "-")
     found = re.findall(r"^#SBATCH.*\s--signal[= ](\S+)", script, re.MULTILINE)
     return found[-1] if found else ""
 
@@ -221,11 +221,7 @@ def judged_lead(given: str, save: float | None) -> Finding:
 
 @functools.cache
 def _job_record(job: str) -> str:
-    return _scontrol("show", "job", "--oneliner", job)
-
-
-def _scontrol(*words: str) -> str:
-    return _answer("scontrol", *words)
+    return _answer("scontrol", "show", "job", "--oneliner", job)
 
 
 def _answer(*words: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from accel_train import models
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_of
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
 from accel_train.doctor.network import has_infiniband
 from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
@@ -149,7 +149,7 @@ def shared_memory(exam: Examination) -> Finding:
             return Finding(WARN, found, expected, "In a container: --shm-size=8g, or --ipc=host.")
         return Finding(PASS, found, expected)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def open_files(exam: Examination) -> Finding:
@@ -161,7 +161,7 @@ def open_files(exam: Examination) -> Finding:
             return Finding(WARN, f"{limit}", f"{FILES}", "ulimit -n 4096 in the job script")
         return Finding(PASS, f"{limit}", f"{FILES}")
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def locked_memory(exam: Examination) -> Finding:
@@ -176,7 +176,7 @@ def locked_memory(exam: Examination) -> Finding:
             return Finding(WARN, f"{limit / 2**10:,.0f} KiB", "unlimited", advice)
         return Finding(PASS, "unlimited", "unlimited")
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def import_time(exam: Examination) -> Finding:
@@ -192,7 +192,7 @@ def import_time(exam: Examination) -> Finding:
             return Finding(WARN, found, expected, "Keep the environment on a local disk, or in a container image.")
         return Finding(PASS, found, expected)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 CHECKS = (

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding
-from accel_train.records.environment import environment
+from accel_train.records.provenance import environment
 
 DRIVER = Path("/proc/driver/nvidia/version")
 CLOCK_SECONDS = 1.0

@@ -10,12 +10,11 @@ import yaml
 
 from accel_train.analysis.figures import accuracy_interval
 from accel_train.config.compatibility import affects_learning
-from accel_train.config.schema import Config
 from accel_train.export.formats import OPSET
 from accel_train.export.preprocess import FILE
-from accel_train.records.metrics import metrics_for
+from accel_train.records.metrics import figures_for
 from accel_train.records.model_info import ModelInfo
-from accel_train.report.records import RunRecords, differences_from_recipe, read_run
+from accel_train.report.shared.records import RunRecords, differences_from_recipe, read_run
 from accel_train.untrusted import read_json_object
 from accel_train.user_code.reference import PREFIXES, short_name
 
@@ -43,17 +42,16 @@ model = torch.export.load("model.pt2").module()  # float32 [batch, channels, siz
 }
 
 
-def model_card(
-    run: Path, config: Config, info: ModelInfo, format: str, weights: str, file: Path, checked: Sequence[str]
-) -> str:
-    """The text of README.md. `weights`: "model" or "ema", in `file`; `checked`: what the comparison has found."""
+def model_card(run: Path, format: str, weights: Path, checked: Sequence[str]) -> str:
+    """The text of README.md. `weights`: the file of the model's or the EMA's; `checked`: what the comparison found."""
     records = read_run(run)
+    config, info = records.config, records.info
     model, data = _public("model.name", config.model.name), _public("data.name", config.data.name)
     head: dict[str, Any] = {"pipeline_tag": "image-classification", "tags": ["accel-train", "image-classification"]}
     if format in ("timm", "onnx"):
         head["library_name"] = format
         head["tags"] += [format]
-    of_ema = ", the exponential moving average (EMA) of the weights" if weights == "ema" else ""
+    of_ema = ", the exponential moving average (EMA) of the weights" if weights.stem == "ema" else ""
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=True)}---",
         f"# {model} on {data}",
@@ -62,9 +60,9 @@ def model_card(
         USE[format],
         f"`{FILE}` says how an image file becomes the input, and what the outputs are called.",
         "## Data",
-        "\n".join(_data(records, info, data)),
+        "\n".join(_data(records, data)),
         "## Figures",
-        "\n".join(_figures(records, info, weights, file)),
+        "\n".join(_figures(records, weights.stem, weights)),
         "## Recipe",
         "\n".join(_recipe(records)),
         "## Limits",
@@ -76,7 +74,8 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
-def _data(run: RunRecords, info: ModelInfo, data: str) -> list[str]:
+def _data(run: RunRecords, data: str) -> list[str]:
+    info = run.info
     names = ", ".join(info.classes[:SHOWN]) + (" …" if len(info.classes) > SHOWN else "")
     counts = [
         f"{run.result[key]:,} to {word}"
@@ -90,7 +89,7 @@ def _data(run: RunRecords, info: ModelInfo, data: str) -> list[str]:
     return lines
 
 
-def _figures(run: RunRecords, info: ModelInfo, weights: str, file: Path) -> list[str]:
+def _figures(run: RunRecords, weights: str, file: Path) -> list[str]:
     """A table of the splits that were evaluated with these weights; else the figures of the run's end."""
     records = {split: _evaluation(run.path / f"evaluation-{split}.json", weights, file) for split in ("test", "val")}
     rows = {split: record for split, record in records.items() if record}
@@ -98,11 +97,11 @@ def _figures(run: RunRecords, info: ModelInfo, weights: str, file: Path) -> list
         prefix = "ema_test_" if weights == "ema" else "test_"
         of_test = {key.removeprefix(prefix): value for key, value in run.result.items() if key.startswith(prefix)}
         rows = {"test": of_test | {"count": run.result.get("test_images")}}
-    known = metrics_for(multi_label=info.multi_label)
+    known = figures_for(run.config.metrics, multi_label=run.info.multi_label)
     shown = [
         metric
         for metric in known
-        if len(info.classes) >= metric.fewest_classes
+        if len(run.info.classes) >= metric.fewest_classes
         and all(record.get(metric.name) is not None for record in rows.values())
     ]
     if not rows or not shown:

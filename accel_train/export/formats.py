@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_train.config.schema import Model
 from accel_train.errors import UserError, reason_of
 from accel_train.export.preprocess import FILE
 from accel_train.records.model_info import ModelInfo
@@ -42,7 +43,7 @@ def check_installed(format: str) -> None:
         raise UserError(f"--format onnx needs {', '.join(missing)}: pip install 'accel-train[export]'.")
 
 
-def write_onnx(model: nn.Module, info: ModelInfo, rules: dict[str, Any], folder: Path) -> None:
+def write_onnx(model: nn.Module, _: Model, info: ModelInfo, rules: dict[str, Any], folder: Path) -> None:
     """Write model.onnx; its metadata has the content of preprocess.json."""
     with quietly("onnx"):
         program: Any = torch.onnx.export(
@@ -67,7 +68,7 @@ def load_onnx(folder: Path) -> Loaded:
     return lambda inputs: torch.from_numpy(session.run([OUTPUT], {INPUT: inputs.numpy()})[0])
 
 
-def write_pt2(model: nn.Module, info: ModelInfo, rules: dict[str, Any], folder: Path) -> None:
+def write_pt2(model: nn.Module, _: Model, info: ModelInfo, rules: dict[str, Any], folder: Path) -> None:
     """Write model.pt2; its extra files have preprocess.json."""
     with quietly("pt2"):
         program = torch.export.export(model, (_example(info),), dynamic_shapes=_dynamic_batch())

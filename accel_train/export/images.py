@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,16 +12,12 @@ from PIL import Image
 from torch import Tensor
 
 from accel_train.analysis.load_run import read_config
-from accel_train.analysis.preprocessing import Preprocessing
-from accel_train.config.schema import Config
+from accel_train.analysis.loaded_run import LoadedRun
 from accel_train.data.sources.files.depth import is_deep
-from accel_train.data.sources.files.encoded import read_image
-from accel_train.data.sources.files.images import ImageError, decode
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
-from accel_train.records.model_info import ModelInfo
-from accel_train.records.summary import FOLDER
+from accel_train.records.result import FOLDER
 from accel_train.user_code.reference import short_name
 
 COUNT = 64
@@ -37,26 +34,24 @@ class Images:
     """The same images; none if image files cannot be prepared for the model, or if the inputs are random."""
 
 
-def real_images(run: Path, config: Config, info: ModelInfo, folder: Path, *, trust_code: bool) -> Images:
+def real_images(run: LoadedRun, folder: Path, *, trust_code: bool) -> Images:
     """Up to 64 images, spread over the test split, or else the validation or training split.
 
     Without the data here, those of RUN/examples; without these, random inputs. Images that are not in files of their
     own are written into `folder`.
     """
-    preprocessing = Preprocessing(info, config.augment)
     try:
-        data = read_config(run, uses=("data.name",), trust_code=trust_code)
-        splits = load_splits(data.data, data.seed, download=False, record=run)
+        data = read_config(run.path, uses=("data.name",), trust_code=trust_code)
+        splits = load_splits(data.data, data.seed, download=False, record=run.path)
         chosen = {"test": splits.test, "validation": splits.validation, "training": splits.to_train_on}
         split, source = next((split, source) for split, source in chosen.items() if source)
-        name = f"{short_name('data.name', config.data.name)} ({split} split)"
-        found = _of_source(name, source, info, preprocessing, folder)
+        name = f"{short_name('data.name', run.config.data.name)} ({split} split)"
+        return _of_source(name, source, run, folder)
     except UserError as error:
-        found = _of_examples(run, info, preprocessing, str(error).partition(";")[0].rstrip("."))
-    return found
+        return _of_examples(run, str(error).partition(";")[0].rstrip("."))
 
 
-def _of_source(name: str, source: Source, info: ModelInfo, preprocessing: Preprocessing, folder: Path) -> Images:
+def _of_source(name: str, source: Source, run: LoadedRun, folder: Path) -> Images:
     """Raises UserError if no image can be read."""
     inputs, files = [], []
     mistake: UserError | None = None
@@ -66,13 +61,13 @@ def _of_source(name: str, source: Source, info: ModelInfo, preprocessing: Prepro
         except UserError as error:
             mistake = error
             continue
-        inputs.append(preprocessing.to_input(preprocessing.resize(pixels)))
-        if info.takes_files:
+        inputs.append(run.transform(pixels))
+        if run.info.takes_files:
             files.append(_as_file(Path(source.name(id)), pixels, folder / f"{id}.png"))
     if not inputs:
         raise mistake or UserError("the data has no images.")
     described = f"{len(inputs)} images of {name}"
-    return Images(described, torch.cat(inputs), tuple(files))
+    return Images(described, torch.stack(inputs), tuple(files))
 
 
 def _as_file(file: Path, pixels: Tensor, new: Path) -> Path:
@@ -85,16 +80,14 @@ def _as_file(file: Path, pixels: Tensor, new: Path) -> Path:
     return new
 
 
-def _of_examples(run: Path, info: ModelInfo, preprocessing: Preprocessing, reason: str) -> Images:
+def _of_examples(run: LoadedRun, reason: str) -> Images:
     files, inputs = [], []
-    for file in sorted((run / FOLDER).glob("*.png")) if info.takes_files else ():
-        try:
-            pixels = decode(read_image(file), info.channels)
-        except (ImageError, OSError):
-            continue
-        files.append(file)
-        inputs.append(preprocessing.to_input(preprocessing.resize(pixels)))
+    folder, info = run.path / FOLDER, run.info
+    for file in sorted(folder.glob("*.png")) if info.takes_files else ():
+        with contextlib.suppress(UserError):
+            inputs.append(run.transform(file))
+            files.append(file)
     if files:
-        return Images(f"{len(files)} images of {run / FOLDER} ({reason})", torch.cat(inputs), tuple(files))
+        return Images(f"{len(files)} images of {folder} ({reason})", torch.stack(inputs), tuple(files))
     random = torch.randn(8, info.channels, info.image_size, info.image_size, generator=torch.Generator().manual_seed(0))
     return Images(f"8 random inputs ({reason})", random, ())

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.image import resize_default
+from accel_train.data.transforms.parameters import resize_default
 from accel_train.records.model_info import ModelInfo
 
 FILE = "preprocess.json"

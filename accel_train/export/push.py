@@ -32,7 +32,8 @@ def push(folder: Path, repository: str) -> str:
     except Exception as error:
         raise UserError(
             f"--push-to-hub: {_reason(error)}. The export is in {folder}; to push it later: "
-            f"hf upload {repository} {shlex.quote(str(folder))}"
+            f"hf upload {repository} {shlex.quote(str(folder))}",
+            code=1,
         ) from error
     return str(address)
 

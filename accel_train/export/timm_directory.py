@@ -15,15 +15,15 @@ from accel_train.config.schema import Model
 from accel_train.errors import UserError
 from accel_train.export.formats import Loaded, quietly
 from accel_train.models.factory import more_arguments
-from accel_train.models.nets import NETS
-from accel_train.models.torchvision_models import PREFIX, torchvision_names
+from accel_train.models.nets import NETS, TORCHVISION
+from accel_train.models.torchvision_models import torchvision_names
 from accel_train.models.weights.hub import CONFIG, FILES, KEPT, architecture_of, is_hub_name
 from accel_train.records.model_info import ModelInfo
 from accel_train.user_code.reference import parse_reference, short_name
 
 # Models of others that are one of timm's, with the same names of weights: its name there, and its arguments.
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{PREFIX}{name}": (name, {})
+    f"{TORCHVISION}{name}": (name, {})
     for name in (
         "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d",
         "resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2",
@@ -44,7 +44,7 @@ def timm_architecture(model: Model, info: ModelInfo) -> tuple[str, dict[str, Any
         reserved = ("num_classes", "in_chans", "img_size")
         return name, {key: value for key, value in described.items() if key not in reserved} | arguments
     if model.name in SAME:
-        if arguments and model.name.startswith(PREFIX):
+        if arguments and model.name.startswith(TORCHVISION):
             raise _not_timms(model, ", with model.kwargs")
         name, own = SAME[model.name]
         return name, own | arguments
@@ -81,7 +81,7 @@ def write_timm(model: nn.Module, settings: Model, info: ModelInfo, rules: dict[s
     if tuple(published.get("input_size", ())[1:]) != (size, size):
         config.pop("pool_size", None)
     if published.get("fixed_input_size") or name == "vit_small_patch16_224":
-        arguments["img_size"] = size
+        arguments["img_size"] = info.training_size
     if info.channels != 3:
         arguments["in_chans"] = info.channels
         config.pop("first_conv", None)  # else timm would adapt the first layer from three channels once more

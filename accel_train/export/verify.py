@@ -24,7 +24,7 @@ BATCH = 16
 
 
 @dataclass(frozen=True)
-class Check:
+class Comparison:
     """What the comparison has found: lines for the user, and failures among them."""
 
     lines: tuple[str, ...]
@@ -33,7 +33,7 @@ class Check:
 
 def check(
     model: nn.Module, exported: Loaded, config: Config, info: ModelInfo, rules: dict[str, Any], images: Images
-) -> Check:
+) -> Comparison:
     """Compare an export with the run's `model`, both on the CPU, on the same images."""
     lines, failures = [], []
     expected = _logits(model, images.inputs)
@@ -48,7 +48,7 @@ def check(
         )
     if not images.files:
         lines.append("from files: not compared, because there are no image files of the run's data here")
-        return Check(tuple(lines), tuple(failures))
+        return Comparison(tuple(lines), tuple(failures))
 
     threshold = 0.0 if info.multi_label else None  # all classes
     predictions = classify_files(
@@ -79,7 +79,7 @@ def check(
     if different:
         shown = ", ".join(different[:3]) + (" …" if len(different) > 3 else "")
         failures.append(f"from files {len(different)} of {count} images get another class than by predict: {shown}")
-    return Check(tuple(lines), tuple(failures))
+    return Comparison(tuple(lines), tuple(failures))
 
 
 def _logits(model: Loaded | nn.Module, inputs: Tensor) -> Tensor:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 
-from accel_train.errors import UserError, reason_of
+from accel_train.errors import UserError, how_to_get, reason_of
+from accel_train.launch.compat import set_collective_timeout, set_store_timeout
 from accel_train.launch.environment import Launch
-from accel_train.launch.launcher_config import VARIABLE as LAUNCHER_CONFIG
-from accel_train.launch.launcher_config import apply_launcher_config
 from accel_train.launch.parent import gpu_asked_for
 from accel_train.launch.process import hostname
-from accel_train.launch.rendezvous import connecting, meet_all_ranks
-from accel_train.launch.torch_internals import set_collective_timeout, set_store_timeout
-from accel_train.starter import how_to_get
+from accel_train.launch.rendezvous import connecting, rendezvous_of_ranks
 
+LAUNCHER_CONFIG = "ACCEL_TRAIN_LAUNCHER_CONFIG"
+"""Names a config file of Accelerate's. slurm/common.sh sets it for processes without a launcher."""
+NEED_LAUNCHER = ("use_deepspeed", "use_megatron_lm", "tpu")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -39,14 +41,15 @@ def create_accelerator(
     """Create the Accelerator for the processes that `launch` promises; the precision is set by the launcher.
 
     `rendezvous_seconds` is how long the first processes wait for the last one, and gloo to connect them all;
-    `collective_seconds` is how long a collective may take until `torch_internals.set_collective_timeout` changes that:
+    `collective_seconds` is how long a collective may take until `compat.set_collective_timeout` changes that:
     downloads happen in between. With `share_gpus` several processes of a node may use one GPU; gloo allows that, NCCL
     does not.
 
     Raises UserError if processes are missing, exist twice or share a GPU, or if the world is another one; also if the
     launcher was asked for GPUs and there is none.
     """
-    apply_launcher_config(launch)
+    if file := os.environ.get(LAUNCHER_CONFIG):
+        os.environ.update(launcher_variables(file, launch))
     device: torch.device | None = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
     # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
@@ -55,7 +58,7 @@ def create_accelerator(
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
     own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
     missing = _missing_gpu(launch) if device is None and not forced else ""
-    store = None if known else meet_all_ranks(launch, own_gpu, rendezvous_seconds, missing)
+    store = None if known else rendezvous_of_ranks(launch, own_gpu, rendezvous_seconds, missing)
     group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # while gloo connects
     if device is not None and not cpu and launch.world_size > 1:
         # Accelerate and DDP use LOCAL_RANK as a device's index. A process that sees only its own GPU (srun
@@ -120,12 +123,6 @@ def _why_no_gpu() -> str:
     return "torch.accelerator has none"
 
 
-def end_world() -> None:
-    """Leave the process group, if there is one. A program does this last, and only if it ended without an error."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def _give_index(accelerator: Accelerator) -> None:
     """Set the accelerator's device to that of its tensors: "cuda:0", where a single process gets "cuda".
 
@@ -151,3 +148,46 @@ def _device_id(device: torch.device, launch: Launch) -> str:
         # NCCL compares this, too. Two MIG slices of one GPU share it, and NCCL refuses to connect them.
         return f"PCI {properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
     return str(getattr(properties, "uuid", ""))
+
+
+def launcher_variables(file: str, launch: Launch) -> Mapping[str, str]:
+    """The variables for Accelerate and its plugins that a launcher with this config file would set.
+
+    Under `srun python`, or alone in a job, nobody else reads it. A file that asks for more than precision,
+    torch.compile and FSDP is refused.
+
+    Accelerate's launcher has no public function for this. `_validate_launch_command` and `prepare_multi_gpu_env` are
+    its internals, checked with accelerate 1.15.0; tests/launch/test_launcher_config.py compares the result with what
+    `accelerate launch` really sets. Raises UserError.
+    """
+    if not Path(file).is_file():
+        raise UserError(
+            f"{LAUNCHER_CONFIG} is {file}, but there is no such file. Give the path of a file, or unset it."
+        )
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    world = ["--num_processes", str(launch.world_size), "--num_machines", "1", "--machine_rank", "0"]
+    line = ["--config_file", file, "--gpu_ids", "all", "--main_process_port", "0", *world, "script"]
+    try:
+        arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(line))
+        unsupported = [name for name in NEED_LAUNCHER if getattr(arguments, name)]
+        if unsupported:
+            raise ValueError(f"{unsupported[0].removeprefix('use_')} is not possible without accelerate's launcher")
+        set_by_launcher = prepare_multi_gpu_env(arguments)
+    # Accelerate raises all of these for a file that it does not understand.
+    except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"accelerate cannot use the config file {file}: {reason}") from None
+    environment = {
+        name: value
+        for name, value in set_by_launcher.items()
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")) and os.environ.get(name) != value
+    }
+    if getattr(arguments, "use_cpu", False):
+        environment["ACCELERATE_USE_CPU"] = "true"
+    if arguments.use_fsdp and launch.world_size == 1:
+        # Accelerate uses FSDP only if there is a process group, even for a single process
+        environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(arguments.main_process_port)}
+    return environment

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
@@ -114,3 +115,9 @@ def check_shared_directory(accelerator: Accelerator, directory: Path, seconds: f
             f"{directory} is not shared by all nodes: what rank 0 writes there is not visible on {', '.join(blind)}. "
             "Choose an --output-dir on a file system that all nodes share."
         )
+
+
+def end_world() -> None:
+    """Leave the process group, if there is one. A program does this last, and only if it ended without an error."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

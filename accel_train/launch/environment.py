@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, how_to_get, print_line
 from accel_train.launch.parent import (
     asked_of_accelerate,
     is_launcher,
@@ -29,7 +30,6 @@ from accel_train.launch.parent import (
     parent_process,
 )
 from accel_train.launch.process import available_cores, start_time
-from accel_train.starter import how_to_get
 
 MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -72,6 +72,13 @@ def is_first_process() -> bool:
     """Whether this process prints messages for all. Inside a Slurm task, the rank of a launcher counts."""
     ranks = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
     return not ranks or ranks[0] == "0"
+
+
+def print_error(error: UserError, program: str = "accel-train") -> None:
+    """Print a mistake on stderr, one line each, on the process that has to say it."""
+    if is_first_process() or not error.every_process:
+        for message in error.messages:
+            print_line(f"{program}: error: {message}", sys.stderr)
 
 
 def prepare_environment(*, bitwise: bool = False) -> Launch:

@@ -73,7 +73,7 @@ def _serve(own: Machine, port: int, deadline: float, seconds: float) -> list[str
                 guest = stack.enter_context(server.accept()[0])
                 if (machine := _read_machine(guest)) is not None:
                     guests.append(guest)
-                    verdict = _judge(own, machine, present)
+                    verdict = _validate_machines(own, machine, present)
                     present.setdefault(machine.rank, machine)
         for guest in guests:
             _answer(guest, verdict)
@@ -94,7 +94,7 @@ def _read_machine(guest: socket.socket) -> Machine | None:
     return machine if texts and is_count(machine.rank) and is_count(machine.machines) else None
 
 
-def _judge(own: Machine, other: Machine, present: dict[int, Machine]) -> str:
+def _validate_machines(own: Machine, other: Machine, present: dict[int, Machine]) -> str:
     """What is wrong with a machine that has come; "" if nothing."""
     if other.version != own.version:
         return (

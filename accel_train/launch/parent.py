@@ -1,11 +1,18 @@
-"""The process that started this one, if it is accelerate launch or torchrun."""
+"""The process that started this one, if it is accelerate launch or torchrun; and the signals that ask for a stop.
+
+Importing torch takes seconds. A cluster's warning that came during that time would kill the program, or be lost where
+the job script ignores it. So it is recorded here, without torch, and `run.stopping.StopRequests` obeys it later.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -128,3 +135,70 @@ def only_launcher_set(variable: str, option: str | None = None) -> bool:
         return True
     # A job script, too, may set the variables of accelerate launch.
     return is_launcher(command) and variable not in environment and not (option and any(option in c for c in command))
+
+
+def restart_count() -> str:
+    """How often the launcher has restarted its processes, which tells their attempts apart in a store that it keeps.
+
+    Each agent of torchrun counts for itself, so that those of one world may differ. But then each attempt has a store
+    of its own: see docs/clusters.md, "Agents that come and go".
+    """
+    keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps else "0"
+
+
+def elastic_id() -> str:
+    """The --rdzv-id of agents of torchrun that restart their processes when one fails (--max-restarts), else ""."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return os.environ.get("TORCHELASTIC_RUN_ID", "") if restarts else ""
+
+
+def other_agents_restart() -> bool:
+    """Whether this process belongs to several such agents: if one is lost, the others go on."""
+    return bool(elastic_id()) and os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+
+
+def elastic_advice() -> str | None:
+    """A warning if an agent of torchrun that joins later could not meet the others; else None."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not elastic_id():
+        return None
+    if not any("c10d" in word for word in launcher_command()):
+        return None
+    return (
+        "the launcher shares its store with its processes, so that an agent that joins later, or takes rank 0's place, "
+        "cannot meet the others: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for all agents (docs/clusters.md)"
+    )
+
+
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+"""The signals that clusters send. Ctrl-C is not one of them: before there is something to save, it ends the program."""
+
+_recorded: list[int] = []
+
+
+@contextlib.contextmanager
+def recording_stop_signals() -> Iterator[None]:
+    """Within this context a warning is recorded, whatever it did before (under the job scripts SIGUSR1 is ignored)."""
+    before = {number: signal.signal(number, record_stop_signal) for number in WARNINGS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _recorded.clear()
+
+
+def recorded_stop_signal() -> str:
+    """The name of the latest warning that was recorded, or ""."""
+    return signal.Signals(_recorded[-1]).name if _recorded else ""
+
+
+def signal_to_job_script() -> str:
+    """The name of the warning that the job script received during this start of the job, or ""."""
+    start = os.environ.get("ACCEL_TRAIN_START", "")
+    return "SIGUSR1" if start and Path(start, "warned").exists() else ""
+
+
+def record_stop_signal(number: int, _frame: Any = None) -> None:
+    """Record a warning; a signal's handler."""
+    _recorded.append(number)

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import faulthandler
+import functools
+import multiprocessing
 import os
 import platform
+import signal
 import socket
+import sys
+import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
+
+from accel_train.errors import print_line
+
+ANSWER_SECONDS = 0.2  # for a data worker to answer a signal
+
+
+def job_id() -> str:
+    """The job of this process as its batch system names it: 123, 123_4 (of an array), 5[4].server (PBS); or ""."""
+    if "SLURM_ARRAY_JOB_ID" in os.environ:  # SLURM_JOB_ID of one element is the number of the whole array
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', 0)}"
+    return os.environ.get("SLURM_JOB_ID", os.environ.get("PBS_JOBID", ""))
 
 
 def available_cores() -> int:
@@ -87,3 +106,33 @@ def _zombie_and_start(pid: int) -> tuple[bool, str]:
         return process.status() == psutil.STATUS_ZOMBIE, repr(process.create_time())
     except (OSError, LookupError, psutil.Error):
         return False, ""
+
+
+@functools.cache
+def stacks_file() -> IO[bytes]:
+    """The file to which this process's data workers write their threads' stacks on SIGUSR2."""
+    return tempfile.TemporaryFile()
+
+
+def write_stacks(path: Path, heading: str) -> None:
+    """Write the stacks of all threads of this process and of its data workers into the file `path`, below `heading`.
+
+    An error is only a warning: the run ends anyway.
+    """
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with path.open("w") as file:
+            file.write(f"{heading}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            for worker in multiprocessing.active_children():
+                if worker.pid is not None:
+                    os.kill(worker.pid, signal.SIGUSR2)
+                    time.sleep(ANSWER_SECONDS)
+                    stacks = stacks_file()
+                    stacks.seek(0)
+                    file.write(f"\n\ndata worker, process {worker.pid}\n\n{stacks.read().decode()}")
+                    stacks.seek(0)
+                    stacks.truncate()
+    except OSError as error:
+        print_line(f"accel-train: warning: the stacks cannot be written: {error}", sys.__stderr__)

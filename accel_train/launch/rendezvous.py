@@ -21,8 +21,8 @@ from torch import distributed
 from accel_train import __version__
 from accel_train.errors import UserError, reason_of
 from accel_train.launch.environment import Launch, allocated_hosts
+from accel_train.launch.parent import recorded_stop_signal, restart_count
 from accel_train.launch.process import has_ended, hostname, ranges
-from accel_train.launch.signals import recorded_stop_signal
 
 AFTER_SIGTERM_SECONDS = 15.0  # launchers send SIGKILL 30 s after it
 VERDICT_SECONDS = 5.0  # for rank 0 to write whether all is well
@@ -30,7 +30,7 @@ MOST_PAUSE, READ_SECONDS = 1.0, 2.0  # between two questions of a rank that wait
 RESOLVE_SECONDS = 20.0  # for a name service that is slow to know a new host
 
 
-def meet_all_ranks(launch: Launch, device_id: str, seconds: float, trouble: str = "") -> Any:
+def rendezvous_of_ranks(launch: Launch, device_id: str, seconds: float, trouble: str = "") -> Any:
     """Wait at most `seconds` for all processes at MASTER_ADDR:MASTER_PORT, and compare what they know.
 
     `device_id` is the GPU of this process, or "". Returns the store in which they met. Rank 0 may be serving it: keep
@@ -61,7 +61,7 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float, tro
     Rank 0 alone reads what all others have written, and writes its verdict: if each rank read all others, a thousand
     ranks would ask for a million records. The others compare their world size with rank 0's at once.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun --max-restarts keeps the store
+    attempt = restart_count()
     if store.add(f"accel_train/{attempt}/started/{launch.rank}", 1) > 1:
         raise UserError(
             f"Rank {launch.rank} exists twice; the second is on {hostname()}. Give each node its own ranks.",
@@ -77,17 +77,17 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float, tro
         if found:
             pass  # all others learn it from the verdict
         elif is_first:
-            _wait_for(store, keys, verdict, began + seconds)
+            _wait_for(launch, store, keys, verdict, began + seconds)
             if not store.check([verdict]):
-                found = _other_version(store, keys) or _judge(store.multi_get(keys))
+                found = _other_version(store, keys) or _validate_ranks(store.multi_get(keys))
         else:  # rank 0 gives up first, and says who is missing
-            _wait_for(store, [keys[0]], verdict, began + seconds + VERDICT_SECONDS)
+            _wait_for(launch, store, [keys[0]], verdict, began + seconds + VERDICT_SECONDS)
             if store.check([keys[0]]):  # also if rank 0 has judged already: older versions do not judge the version
                 found = _other_version(store, [keys[0]])
             if not (found or store.check([verdict])):
                 found = _other_world_size({0: json.loads(store.get(keys[0])), launch.rank: mine})
             if not found:
-                _wait_for(store, [verdict], verdict, began + seconds + VERDICT_SECONDS)
+                _wait_for(launch, store, [verdict], verdict, began + seconds + VERDICT_SECONDS)
     except TimeoutError:
         is_first = is_first or store.add(f"{verdict}/late", 1) == 1  # one of those that wait for rank 0 in vain
         if not is_first:
@@ -104,7 +104,7 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float, tro
         raise UserError(found, every_process=launch.rank == 0 or not is_first)
 
 
-def _judge(written: list[bytes]) -> str:
+def _validate_ranks(written: list[bytes]) -> str:
     """What is wrong with the records of all ranks; "" if nothing."""
     records = {rank: json.loads(record) for rank, record in enumerate(written)}
     if found := _other_world_size(records):
@@ -151,7 +151,7 @@ def _other_world_size(records: Mapping[int, Any]) -> str:
     return ""
 
 
-def _wait_for(store: Any, keys: list[str], verdict: str, deadline: float) -> None:
+def _wait_for(launch: Launch, store: Any, keys: list[str], verdict: str, deadline: float) -> None:
     """Wait until the store has all `keys`, or a verdict. Raises TimeoutError, AFTER_SIGTERM_SECONDS after SIGTERM, too.
 
     A launcher sends SIGTERM to the other processes when one has failed. (`store.wait` cannot be interrupted, and prints
@@ -161,7 +161,7 @@ def _wait_for(store: Any, keys: list[str], verdict: str, deadline: float) -> Non
     for first in range(0, len(keys), 64):  # so that it does not ask for a thousand keys each time
         while not store.check(keys[first : first + 64]) and not store.check([verdict]):
             now = time.monotonic()
-            if recorded_stop_signal() == "SIGTERM":
+            if recorded_stop_signal() == "SIGTERM" or _launcher_has_ended(launch):
                 deadline = min(deadline, now + AFTER_SIGTERM_SECONDS)
             if now > deadline:
                 raise TimeoutError
@@ -198,9 +198,7 @@ def _connect(launch: Launch, seconds: float) -> Any:
             reason += "MASTER_PORT to a free port."
         else:
             reason = f"found nobody at {address}:{port} within {seconds:.0f} s, where rank 0 should listen. Check that "
-            reason += (
-                "its node is up and its process runs, that MASTER_ADDR is its name, and that no firewall blocks it."
-            )
+            reason += "its node is up, its process runs, MASTER_ADDR is its name, and no firewall blocks it."
         raise UserError(f"Rank {launch.rank} on {hostname()} {reason}", every_process=False) from None
 
 

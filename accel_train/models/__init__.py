@@ -1,13 +1,14 @@
 """Models by name: timm's, torchvision's and the small nets of the tutorials."""
 
+from torch import nn
+
+from accel_train.config.schema import Model
 from accel_train.models.factory import create_model, input_size, pretrained_normalization
-from accel_train.models.freezing import classifier_names, freeze_body, input_names, set_train_mode
-from accel_train.models.recomputation import prepare_recomputation, preserve_buffers
+from accel_train.models.wrapping import classifier_names, input_names, prepare_recomputation, preserve_buffers
 
 __all__ = [
     "classifier_names",
     "create_model",
-    "freeze_body",
     "input_names",
     "input_size",
     "prepare_recomputation",
@@ -15,3 +16,12 @@ __all__ = [
     "pretrained_normalization",
     "set_train_mode",
 ]
+
+
+def set_train_mode(model: nn.Module, settings: Model, epoch: int = 0) -> None:
+    """`model.train()`, but what is frozen in `epoch`, counted from 0, stay as they are. `model` may be wrapped."""
+    model.train()
+    if settings.freeze or settings.freeze_body:
+        from accel_train.models.freezing import keep_frozen
+
+        keep_frozen(model, settings, epoch)

@@ -14,18 +14,9 @@ from torch import nn
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest, reason_of
-from accel_train.models.freezing import freeze_body
-from accel_train.models.nets import NETS
-from accel_train.models.torchvision_models import (
-    PREFIX,
-    create_torchvision,
-    published_weights,
-    size_argument,
-    torchvision_names,
-    without_none,
-)
+from accel_train.models.nets import NETS, TORCHVISION, without_none
 from accel_train.models.weights import hub
-from accel_train.user_code.loading import call, load, showing_user_lines
+from accel_train.models.wrapping import logits_of
 from accel_train.user_code.reference import Reference, parse_reference, short_name
 
 NO_ORIGIN = Origin()
@@ -43,7 +34,9 @@ def input_size(model: Model, native: int | None, origin: Origin = NO_ORIGIN) -> 
         return model.image_size
     if origin.image_size is not None:
         return origin.image_size
-    if model.name.startswith(PREFIX):
+    if model.name.startswith(TORCHVISION):
+        from accel_train.models.torchvision_models import published_weights, size_argument
+
         if model.pretrained:
             return int(published_weights(model.name).transforms().crop_size[0])
         return 224 if size_argument(model.name) else native or 224
@@ -62,7 +55,9 @@ def pretrained_normalization(model: Model) -> tuple[tuple[float, ...], tuple[flo
     _check_name(model)
     if not model.pretrained or hub.is_hub_name(model.name):  # those of the hub are in Config.origin
         return None
-    if model.name.startswith(PREFIX):
+    if model.name.startswith(TORCHVISION):
+        from accel_train.models.torchvision_models import published_weights
+
         published = published_weights(model.name).transforms()
     else:
         published = _timm_config(model.name)
@@ -82,11 +77,10 @@ def create_model(
 
     Weights are drawn from torch's global random generator, or are the published ones: then the first
     convolution is summed over colours for grey images, and a last layer for another number of classes is made
-    new. With model.freeze_body only the last layer requires gradients; call `set_train_mode` rather than
-    `.train()` then.
+    new. What is frozen (freezing.py) requires no gradients; call `set_train_mode` rather than `.train()`.
 
     Without `published` no weights are fetched, whatever model.pretrained says: for a model whose own are loaded next.
-    Those of hf-hub: and local-dir: never are: `weights.fit` loads them. `origin`: has the architecture of such a model.
+    Those of hf-hub: and local-dir: never are: new_model.py loads them. `origin`: has such a model's architecture.
 
     Published weights are downloaded by each process that finds them missing from the cache: let one go first.
     Raises UserError for an unknown name, an option or a size of image that the model does not take, and
@@ -103,7 +97,9 @@ def create_model(
         elif model.name in NETS:
             options = without_none(dropout=model.dropout, drop_path=model.drop_path, **more_arguments(model))
             made = NETS[model.name](num_classes, channels, image_size, **options)
-        elif model.name.startswith(PREFIX):
+        elif model.name.startswith(TORCHVISION):
+            from accel_train.models.torchvision_models import create_torchvision
+
             made = create_torchvision(model, num_classes, channels, image_size, published, more_arguments(model))
         else:
             made = _create_timm(model, num_classes, channels, image_size, published)
@@ -123,7 +119,7 @@ def create_model(
             f"{_download_command(model.name)}"
         ) from error
     _check_forward(made, model.name, channels, image_size)
-    return _with_settings(made, model)
+    return _with_settings(made, model, channels)
 
 
 def hub_architecture(model: Model, origin: Origin = NO_ORIGIN) -> str:
@@ -143,16 +139,22 @@ def _create_hubs(model: Model, architecture: str, num_classes: int, channels: in
         raise _unfit(model.name, image_size, error) from error
 
 
-def _with_settings(made: nn.Module, model: Model) -> nn.Module:
+def _with_settings(made: nn.Module, model: Model, channels: int) -> nn.Module:
+    if model.eval_image_size is not None:
+        _check_forward(made, short_name("model.name", model.name), channels, model.eval_image_size, "eval_image_size")
     if model.gradient_checkpointing:
         _checkpoint_gradients(made, short_name("model.name", model.name))
-    if model.freeze_body:
-        freeze_body(made)
+    if model.freeze or model.freeze_body:
+        from accel_train.models.freezing import freeze
+
+        freeze(made, model)
     return made
 
 
 def _create_users(model: Model, reference: Reference, num_classes: int, channels: int, image_size: int) -> nn.Module:
     """The model that the user's own function returns, tried with an image."""
+    from accel_train.user_code.loading import call, load, showing_user_lines
+
     for key in ("dropout", "drop_path"):
         if getattr(model, key) is not None:
             raise UserError(f"model.{key}: is not passed to {reference.short}; give its argument by model.kwargs.")
@@ -163,14 +165,14 @@ def _create_users(model: Model, reference: Reference, num_classes: int, channels
         raise UserError(f"{where}: returned a value of type {type(made).__name__}; expected a torch.nn.Module.")
     made.eval()
     with showing_user_lines("model.name", reference), torch.no_grad():
-        logits = made(torch.zeros(1, channels, image_size, image_size))
+        logits = logits_of(made, torch.zeros(1, channels, image_size, image_size))
     if not isinstance(logits, torch.Tensor) or logits.shape != (1, num_classes):
         found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a value of type {type(logits).__name__}"
         raise UserError(
             f"{where}: computed {found} from an image {[1, channels, image_size, image_size]}; expected logits of the "
             f"{num_classes} classes, [1, {num_classes}]."
         )
-    return _with_settings(made.train(), model)
+    return _with_settings(made.train(), model, channels)
 
 
 def more_arguments(model: Model) -> dict[str, Any]:
@@ -188,39 +190,39 @@ def more_arguments(model: Model) -> dict[str, Any]:
 
 def _check_name(model: Model) -> None:
     """Raise UserError if no library has a model of this name, or if published weights are wanted and do not exist."""
-    published = False
-    if hub.is_hub_name(model.name):
-        published = True
-    elif parse_reference("model.name", model.name) is not None:
-        pass
-    elif model.name not in NETS and model.name not in torchvision_names():
-        import timm
+    published = hub.is_hub_name(model.name)
+    if not (published or model.name in NETS or parse_reference("model.name", model.name) is not None):
+        from accel_train.models.torchvision_models import torchvision_names
 
-        if model.name.startswith(PREFIX) or not timm.is_model(model.name):
-            known = [*NETS, *torchvision_names(), *timm.list_models()]
-            theirs = [PREFIX + model.name] if PREFIX + model.name in known else known
-            hint = nearest(model.name, theirs, count=5)
-            raise UserError(
-                f"model.name: unknown model {model.name!r}.{hint} There are {', '.join(NETS)}, "
-                f"torchvision's as {PREFIX}NAME, all of timm.list_models(), and your own as FILE.py:FUNCTION."
-            )
-        published = _timm_config(model.name).has_weights
-    elif model.name not in NETS:
-        published = True
+        published = model.name in torchvision_names() or _check_timm_name(model.name, torchvision_names())
     if model.pretrained and not published:
         raise UserError(f"model.pretrained: {model.name} has no published weights; set it to false.")
+
+
+def _check_timm_name(name: str, torchvisions: list[str]) -> bool:
+    """Whether timm's model `name` has published weights. Raises UserError if there is none of this name."""
+    import timm
+
+    if name.startswith(TORCHVISION) or not timm.is_model(name):
+        known = [*NETS, *torchvisions, *timm.list_models()]
+        near = [TORCHVISION + name] if TORCHVISION + name in torchvisions else known
+        raise UserError(
+            f"model.name: unknown model {name!r}.{nearest(name, near, count=5)} There are {', '.join(NETS)}, "
+            f"torchvision's as {TORCHVISION}NAME, all of timm.list_models(), and your own as FILE.py:FUNCTION."
+        )
+    return bool(_timm_config(name).has_weights)
 
 
 def _is_timms(name: str) -> bool:
     """Whether `name` is in timm's list of models."""
     own = name in NETS or parse_reference("model.name", name) is not None
-    return not own and not name.startswith(PREFIX) and not hub.is_hub_name(name)
+    return not own and not name.startswith(TORCHVISION) and not hub.is_hub_name(name)
 
 
 def _download_command(name: str) -> str:
     """The command that puts the published weights of a model into the cache."""
-    if name.startswith(PREFIX):
-        short = name.removeprefix(PREFIX)
+    if name.startswith(TORCHVISION):
+        short = name.removeprefix(TORCHVISION)
         return f"""python -c "from torchvision.models import get_model; get_model('{short}', weights='DEFAULT')\""""
     if repository := _timm_config(name).hf_hub_id:
         return hub.download_command(repository)
@@ -266,21 +268,21 @@ def _create_timm(model: Model, num_classes: int, channels: int, image_size: int,
     return cast(nn.Module, made)
 
 
-def _check_forward(model: nn.Module, name: str, channels: int, image_size: int) -> None:
+def _check_forward(model: nn.Module, name: str, channels: int, image_size: int, option: str = "image_size") -> None:
     """Run one image through the model, so that an impossible image size is an error now, which names the model."""
     model.eval()
     try:
         with torch.no_grad():
             model(torch.zeros(1, channels, image_size, image_size))
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise _unfit(name, image_size, error) from error
+        raise _unfit(name, image_size, error, option) from error
     model.train()
 
 
-def _unfit(name: str, image_size: int, error: Exception) -> UserError:
+def _unfit(name: str, image_size: int, error: Exception, option: str = "image_size") -> UserError:
     return UserError(
         f"{name} does not take images of {image_size}x{image_size} ({reason_of(error)}); "
-        "give another model.image_size, or leave it out."
+        f"give another model.{option}, or leave it out."
     )
 
 

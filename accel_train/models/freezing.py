@@ -1,51 +1,118 @@
-"""The first and the last layer of a model, and training the last one alone."""
+"""Layers that are not trained: the whole body, or some by their names or their depth; for the whole run, or at first.
+
+A layer that is frozen for the whole run gets no gradients. One that is trained after model.freeze-epochs gets them from
+the beginning, because DDP must know all parameters that will ever have some; until then they are thrown away before the
+optimizer sees them. So the optimizer's state of such a layer begins with its first step.
+"""
 
 from __future__ import annotations
 
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate.utils import extract_model_from_parallel
+from timm.models import group_parameters
 from torch import nn
 
 from accel_train.config.schema import Model
-from accel_train.errors import UserError
+from accel_train.errors import UserError, nearest
+from accel_train.models.wrapping import classifier_names, plain_name
+
+Layers = list[frozenset[str]]
+"""The names of the parameters and buffers of each layer, from the input to the output."""
 
 
-def classifier_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that compute the logits, such as ("fc",); distilled DeiT has two."""
-    published = getattr(model, "pretrained_cfg", None) or {}  # timm's models list them
-    names = published.get("classifier")
-    if names:
-        return (names,) if isinstance(names, str) else tuple(names)
-    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
-    return (layers[-1],)
+def freeze(model: nn.Module, settings: Model) -> None:
+    """Let the parameters that stay frozen for the whole run require no gradients.
 
-
-def input_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that take the images, such as ("conv1",) or ("patch_embed.proj",)."""
-    published = getattr(model, "pretrained_cfg", None) or {}
-    names = published.get("first_conv")
-    if names:
-        return (names,) if isinstance(names, str) else tuple(names)
-    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
-    return (layers[0],)
-
-
-def freeze_body(model: nn.Module) -> None:
-    """Let only the parameters of the classifier require gradients."""
-    heads = classifier_names(model)
-    for name, parameter in model.named_parameters():
-        in_head = any(name.startswith(f"{head}.") for head in heads)
-        parameter.requires_grad_(in_head and parameter.requires_grad)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("model.freeze_body leaves nothing to train: this model has no last layer of its own.")
-
-
-def set_train_mode(model: nn.Module, settings: Model) -> None:
-    """`model.train()`, but the normalisation of a frozen body stays in evaluation mode; `model` may be wrapped.
-
-    train() itself would let BatchNorm go on counting its running statistics, whether its weights are frozen
-    or not.
+    Raises UserError if model.freeze names what the model does not have, and if nothing is left to train.
     """
-    model.train()
+    frozen = frozenset[str]().union(*_frozen_layers(model, settings))
+    if not any(parameter.requires_grad and name not in frozen for name, parameter in model.named_parameters()):
+        key = "freeze_body" if settings.freeze_body else "freeze"
+        raise UserError(f"model.{key} leaves nothing to train: this model has no last layer of its own.")
+    if settings.freeze_epochs is None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name not in frozen)
+
+
+def keep_frozen(model: nn.Module, settings: Model, epoch: int) -> None:
+    """In a model in training mode, let the layers that are frozen in `epoch`, counted from 0, keep their statistics;
+    mark their parameters for `drop_frozen_gradients`. `model` may be wrapped.
+
+    train() lets BatchNorm go on counting its running statistics, whether its weights are frozen or not.
+    """
+    bare = extract_model_from_parallel(model, keep_torch_compile=False)
+    layers = _frozen_layers(bare, settings)
+    frozen = frozenset[str]().union(*layers[: _how_many_frozen(len(layers), settings, epoch)])
+    for name, module in bare.named_modules():
+        buffers = [f"{plain_name(name)}.{buffer}".lstrip(".") for buffer, _ in module.named_buffers(recurse=False)]
+        if any("running_" in buffer and buffer in frozen for buffer in buffers):
+            module.eval()
+    for name, parameter in bare.named_parameters():
+        parameter.is_frozen = plain_name(name) in frozen
+
+
+def drop_frozen_gradients(model: nn.Module) -> None:
+    """Remove the gradients of the layers that are frozen in this epoch: the optimizer leaves out what has none."""
+    for parameter in model.parameters():
+        if parameter.is_frozen:  # type: ignore[attr-defined]  # by `keep_frozen`
+            parameter.grad = None
+
+
+def _how_many_frozen(layers: int, settings: Model, epoch: int) -> int:
+    """How many of the `layers` that are frozen at first are still so in `epoch`: those next to the input.
+
+    One more is trained in each epoch after model.freeze-epochs with model.gradual-unfreezing (Howard and Ruder 2018,
+    arxiv.org/abs/1801.06146, section 3.3), else all of them.
+    """
+    if settings.freeze_epochs is None or epoch < settings.freeze_epochs:
+        return layers
+    return max(0, layers - 1 - epoch + settings.freeze_epochs) if settings.gradual_unfreezing else 0
+
+
+def _frozen_layers(model: nn.Module, settings: Model) -> Layers:
+    """What of each layer is frozen at first; only layers of which something is."""
+    layers = _layers(model)
+    names = [name for layer in layers for name in layer]
     if settings.freeze_body:
-        for module in model.modules():
-            if any(name.startswith("running_") for name, _ in module.named_buffers(recurse=False)):
-                module.eval()
+        heads = tuple(f"{head}." for head in classifier_names(model))
+        chosen = {name for name in names if not name.startswith(heads)}
+    elif len(settings.freeze) == 1 and settings.freeze[0].isdecimal():
+        count = int(settings.freeze[0])
+        if not 0 < count < len(layers):
+            raise UserError(
+                f"model.freeze: expected the names of layers, or a number from 1 to {len(layers) - 1} (this model has "
+                f"{len(layers)} layers), found '{count}'."
+            )
+        chosen = {name for layer in layers[:count] for name in layer}
+    else:
+        chosen = set()
+        for asked in settings.freeze:
+            found = {name for name in names if name == asked or name.startswith(f"{asked}.")}
+            if not found:
+                known = [plain_name(name) for name, _ in model.named_modules() if name]
+                raise UserError(
+                    f"model.freeze: this model has no layer '{asked}'.{nearest(asked, known)} Its layers, from the "
+                    f"input: {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}."
+                )
+            chosen |= found
+    return [part for layer in layers if (part := layer & chosen)]
+
+
+def _layers(model: nn.Module) -> Layers:
+    """All layers of a model: those in which timm divides its own, else the modules at the top of the model."""
+    names = [plain_name(name) for name, _ in chain(model.named_parameters(), model.named_buffers())]
+    if hasattr(model, "group_matcher"):
+        matcher: Any = model.group_matcher
+        named: Any = SimpleNamespace(named_parameters=lambda: ((name, None) for name in names))  # and buffers
+        groups = group_parameters(named, matcher(coarse=True))
+        return [frozenset(groups[number]) for number in sorted(groups)]
+    prefix, children = "", [*model.named_children()]
+    while len(children) == 1:  # a model that only wraps another one
+        prefix, children = f"{prefix}{children[0][0]}.", [*children[0][1].named_children()]
+    tops = dict.fromkeys(name.removeprefix(prefix).partition(".")[0] for name in names)
+    order = [name for name, _ in children if name in tops]
+    order += [top for top in tops if top not in order]  # parameters of the model itself
+    return [frozenset(n for n in names if n.removeprefix(prefix).partition(".")[0] == top) for top in order]

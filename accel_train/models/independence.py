@@ -25,9 +25,9 @@ from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
-from accel_train.models.recomputation import release_unrepeatable
 from accel_train.models.training_pass import try_training
 from accel_train.models.trial import SAMPLES, class_name, different_images, float_tensors, trace_pass, unchanged
+from accel_train.models.wrapping import release_unrepeatable
 
 TOLERANCE = 1e-4
 """Relative. Kernels round differently for other batch sizes, which changes at most some 1e-6 in 30 models."""
@@ -84,11 +84,9 @@ def _check_synchronized(config: Config, accelerator: Accelerator, model: nn.Modu
     ]
     instead = "Use a BatchNorm instead: it normalises virtual batches, the same on any number of processes."
     if places and config.bitwise:
-        raise UserError(f"--bitwise: model: {_first(places)} normalises by the samples of all processes. {instead}")
+        raise UserError(f"--bitwise: model: {_few(places)} normalises by the samples of all processes. {instead}")
     if places and accelerator.num_processes > 1 and accelerator.device.type in ("cpu", "mps"):
-        raise UserError(
-            f"model: {_first(places)}: torch has it only on GPUs, if there are several processes. {instead}"
-        )
+        raise UserError(f"model: {_few(places)}: torch has it only on GPUs, if there are several processes. {instead}")
 
 
 def check_independence(
@@ -132,14 +130,14 @@ def check_independence(
         return Independence(functions, (*found, *obstacles))
     if released:
         found.append(
-            f"model.gradient_checkpointing: {_first(released)}: called in several checkpointed parts of the model, so "
+            f"model.gradient_checkpointing: {_few(released)}: called in several checkpointed parts of the model, so "
             "its dropout masks depend on the number of processes. Set it to false to avoid that."
         )
     operators = [f"{operator} in {place}" for place, operator in draws.items() if place not in released]
     if operators:
         found.append(
             "model: draws random numbers that depend on the number of processes: "
-            f"{_first(operators)}. Their distribution is correct, but with another number of processes the numbers are "
+            f"{_few(operators)}. Their distribution is correct, but with another number of processes the numbers are "
             "different. To avoid that, set the rate to 0 or choose another model."
         )
     if coupled:
@@ -157,7 +155,7 @@ def _without_statistics(model: nn.Module, batch_norms: Sequence[Any]) -> list[st
     if not places:
         return []
     return [
-        f"model: {_first(places)}: without running statistics (track_running_stats=False) an evaluation normalises by "
+        f"model: {_few(places)}: without running statistics (track_running_stats=False) an evaluation normalises by "
         "the samples of its batch. So its results depend on the number of processes. Set track_running_stats to true."
     ]
 
@@ -175,7 +173,7 @@ def _obstacles(model: nn.Module, images: Tensor, keys: DropoutKeys, functions: b
         keys.set_samples(torch.arange(len(images), device=images.device), 0)
         with KeyedFunctions(keys) if functions else nullcontext(), torch.no_grad():
             passes.append(float_tensors(model(images)))
-    if not all(_equal(one, other) for one, other in zip(*passes, strict=True)):
+    if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*passes, strict=True)):
         found.append(
             "model: two forward passes with the same images and random numbers do not give the same. So it has a "
             "random generator of its own, or another state, which depends on the number of processes. Draw from the "
@@ -187,7 +185,7 @@ def _obstacles(model: nn.Module, images: Tensor, keys: DropoutKeys, functions: b
     why = "So the results of an evaluation depend on the number of processes. Choose another model or normalisation."
     if draws:
         operators = [f"{operator} in {place}" for place, operator in draws.items()]
-        found.append(f"model: draws random numbers in evaluation, too: {_first(operators)}. {why}")
+        found.append(f"model: draws random numbers in evaluation, too: {_few(operators)}. {why}")
     if coupled:
         found.append(
             f"model: in evaluation the output of {coupled} for a sample depends on the others of its batch. {why}"
@@ -195,11 +193,7 @@ def _obstacles(model: nn.Module, images: Tensor, keys: DropoutKeys, functions: b
     return found
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def _first(places: Sequence[str]) -> str:
+def _few(places: Sequence[str]) -> str:
     """The first three of a list, and how many more there are."""
     return ", ".join(places[:3]) + (f" and {len(places) - 3} others" if len(places) > 3 else "")
 

@@ -8,6 +8,7 @@ num_classes].
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -233,6 +234,13 @@ def vit_s16_plain(
     return model
 
 
+def without_none(**arguments: Any) -> dict[str, Any]:
+    """The arguments that are not None."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+TORCHVISION = "torchvision/"
+"""How the names of torchvision's models begin; those of `NETS` and of timm's have no such beginning."""
 NETS: dict[str, Callable[..., nn.Module]] = {
     net.__name__: net for net in (digits_cnn, mnist_cnn, lenet, alexnet_bn, resnet9, resnet18_cifar, vit_s16_plain)
 }

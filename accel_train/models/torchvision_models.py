@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -9,37 +10,36 @@ from torch import Tensor, nn
 
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, reason_of
-from accel_train.models.freezing import classifier_names
+from accel_train.models.nets import TORCHVISION, without_none
+from accel_train.models.wrapping import classifier_names
 
-PREFIX = "torchvision/"
 # Models with a fixed input size, by the beginning of their name, and the argument that sets the size. Other models
 # take images of any size.
 SIZED = {"vit_": "image_size", "maxvit_": "input_size"}
+# Functions that give their model a stochastic depth of their own, and fail if they get another one.
+OWN_DEPTH = ("swin_", "maxvit_")
+# What torchvision's function itself takes out of the arguments, of models that ignore those they do not know.
+OF_FUNCTION = ("width_mult", "reduced_tail", "dilated")
 
 
 def torchvision_names() -> list[str]:
     """All names, with the prefix."""
     import torchvision
 
-    return [PREFIX + name for name in torchvision.models.list_models(module=torchvision.models)]
+    return [TORCHVISION + name for name in torchvision.models.list_models(module=torchvision.models)]
 
 
 def published_weights(name: str) -> Any:
     """The newest published weights of a model; `.transforms()` has their crop_size, mean and std."""
     import torchvision
 
-    return torchvision.models.get_model_weights(name.removeprefix(PREFIX)).DEFAULT
+    return torchvision.models.get_model_weights(name.removeprefix(TORCHVISION)).DEFAULT
 
 
 def size_argument(name: str) -> str | None:
     """The argument that sets the fixed input size of a model; None if the model takes any size."""
-    short = name.removeprefix(PREFIX)
+    short = name.removeprefix(TORCHVISION)
     return next((argument for start, argument in SIZED.items() if short.startswith(start)), None)
-
-
-def without_none(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are not None."""
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def create_torchvision(
@@ -47,12 +47,15 @@ def create_torchvision(
 ) -> nn.Module:
     """The model, with its published weights if model.pretrained and `published`; OSError if they cannot be fetched.
 
-    `more`: further arguments of torchvision's function.
+    `more`: further arguments of torchvision's function. Without `published`, an argument that the model ignores is not
+    an error: the run may be from a version that did not notice.
     """
     import torchvision
 
-    short = model.name.removeprefix(PREFIX)
-    options = without_none(dropout=model.dropout, stochastic_depth_prob=model.drop_path)
+    short = model.name.removeprefix(TORCHVISION)
+    options = without_none(dropout=model.dropout)
+    if not short.startswith(OWN_DEPTH):
+        options |= without_none(stochastic_depth_prob=model.drop_path)
     if short.startswith("densenet") and "dropout" in options:
         options["drop_rate"] = options.pop("dropout")
     if short in ("googlenet", "inception_v3"):
@@ -70,6 +73,10 @@ def create_torchvision(
         if argument is None:
             raise
         raise UserError(f"{model.name}: model.image_size {image_size} does not fit: {reason_of(error)}.") from error
+    if published:
+        _check_arguments(made, options)
+    if short.startswith(OWN_DEPTH) and model.drop_path is not None:
+        _set_depth(made, model.drop_path)
     if channels != 3:
         _replace_stem(made, channels)
     if model.pretrained and published:
@@ -78,8 +85,28 @@ def create_torchvision(
     return made
 
 
+def _check_arguments(model: nn.Module, options: dict[str, Any]) -> None:
+    """Raise TypeError for `options` that the model's class accepts and ignores, such as ConvNeXt for a dropout."""
+    known = inspect.signature(type(model)).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        for name in options.keys() - known.keys() - {*OF_FUNCTION}:
+            raise TypeError(f"{type(model).__name__} ignores the unexpected keyword argument {name!r}")
+
+
+def _set_depth(model: nn.Module, rate: float) -> None:
+    """Let the rates of stochastic depth rise from 0 to `rate` at the last block, as the model's own rise to its own."""
+    from torchvision.ops import StochasticDepth
+
+    drops = [module for module in model.modules() if isinstance(module, StochasticDepth)]
+    last = max(drop.p for drop in drops)
+    for drop in drops:
+        drop.p = rate * (drop.p / last)
+
+
 def _replace_stem(model: nn.Module, channels: int) -> None:
     """Replace the first convolution by one with `channels` input channels."""
+    from timm.models import adapt_input_conv
+
     name, old = next((name, item) for name, item in model.named_modules() if isinstance(item, nn.Conv2d))
     new = nn.Conv2d(
         channels,
@@ -90,26 +117,17 @@ def _replace_stem(model: nn.Module, channels: int) -> None:
         bias=old.bias is not None,
     )
     with torch.no_grad():
-        new.weight.copy_(_adapt_channels(old.weight, channels))
+        new.weight.copy_(adapt_input_conv(channels, old.weight))
         if old.bias is not None and new.bias is not None:
             new.bias.copy_(old.bias)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
 
 
-def _adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Weights [out, 3, h, w] of a first convolution for another number of channels.
-
-    For one channel their sum (a grey image is three equal colours); for more, the colours in turn, scaled so
-    that the sum over channels stays.
-    """
-    if channels == 1:
-        return weight.sum(dim=1, keepdim=True)
-    return weight[:, [channel % 3 for channel in range(channels)]] * (3 / channels)
-
-
 def _load_published(model: nn.Module, state: dict[str, Tensor], name: str) -> None:
     """Load `state`, except a last layer for another number of classes, which keeps its random weights."""
+    from timm.models import adapt_input_conv
+
     own = model.state_dict()
     heads = tuple(f"{head}." for head in classifier_names(model))
     loaded = {}
@@ -117,7 +135,7 @@ def _load_published(model: nn.Module, state: dict[str, Tensor], name: str) -> No
         if key not in own:  # an auxiliary head
             continue
         if value.ndim == 4 and value.shape[1] == 3 != own[key].shape[1]:
-            value = _adapt_channels(value, own[key].shape[1])
+            value = adapt_input_conv(own[key].shape[1], value)
         if value.shape == own[key].shape:
             loaded[key] = value
     unfit = [key for key in own if key not in loaded and not key.startswith(heads)]

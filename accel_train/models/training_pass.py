@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_train.errors import UserError
+from accel_train.launch.compat import TorchDispatchMode
 from accel_train.models.trial import other_states, restored
 
 
@@ -91,7 +90,8 @@ def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *
     places = {f"{name}.{own}".strip("."): module for name, module in model.named_modules() for own in module._buffers}
     names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
     of_sample = [_is_of_samples(passes, number) for number in range(len(batch_norms))]
-    of_none = [_is_of_no_sample(passes, number) for number in range(len(batch_norms))]
+    # The same number of rows in all passes: learned prototypes, for example.
+    of_none = [len({tuple(each.rows[number]) for each in passes}) == 1 for number in range(len(batch_norms))]
     return TrainingPass(
         changing=tuple(
             f"{place} ({type(module).__name__})"
@@ -114,21 +114,6 @@ def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *
             if not one and not none
         ),
     )
-
-
-@contextmanager
-def unused_parameters_advice() -> Iterator[None]:
-    """Raise UserError in place of DDP's error for parameters that a pass has left out, unseen in the trial."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "Expected to have finished reduction in the prior iteration" not in str(error):
-            raise
-        raise UserError(
-            "model: an update did not use some of the parameters, although the passes that were tried at the start "
-            "used them all. Let each pass use all parameters, or give --bitwise true, which does not need that.",
-            every_process=False,
-        ) from error
 
 
 @dataclass
@@ -219,11 +204,6 @@ def _is_of_samples(passes: Sequence[_Pass], number: int) -> bool:
     return all(share == int(share) for part in shares for share in part) and (
         not shares or bool(set.intersection(*shares))
     )
-
-
-def _is_of_no_sample(passes: Sequence[_Pass], number: int) -> bool:
-    """Whether a BatchNorm normalises the same number of rows in all passes: learned prototypes, for example."""
-    return len({tuple(each.rows[number]) for each in passes}) == 1
 
 
 def _and_others(places: Sequence[str]) -> str:

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel_train.errors import UserError
+from accel_train.launch.compat import TorchDispatchMode
 from accel_train.launch.precision import without_tf32
 
 SAMPLES = 4
+GENERATORS = ("cuda", "xpu", "mps")  # devices with a random generator of their own
 
 
 def different_images(channels: int, size: int) -> Tensor:
@@ -91,23 +93,19 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 def torch_states(device: torch.device) -> list[Tensor]:
     """The states of torch's generators on the CPU and on `device`."""
     states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    elif device.type == "xpu":
-        states.append(torch.xpu.get_rng_state(device))
-    elif device.type == "mps":
-        states.append(torch.mps.get_rng_state())
+    if device.type in GENERATORS:
+        states.append(torch.get_device_module(device).get_rng_state(*_number(device)))
     return states
 
 
 def _restore_torch_states(device: torch.device, states: Sequence[Tensor]) -> None:
     torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
-    elif device.type == "xpu":
-        torch.xpu.set_rng_state(states[1], device)
-    elif device.type == "mps":
-        torch.mps.set_rng_state(states[1])
+    if device.type in GENERATORS:
+        torch.get_device_module(device).set_rng_state(states[1], *_number(device))
+
+
+def _number(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # of mps there is one
 
 
 def other_states() -> tuple[Any, Any]:
@@ -182,3 +180,18 @@ def float_tensors(output: Any) -> list[Tensor]:
         return [output] if output.is_floating_point() and output.numel() else []
     parts = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
     return [tensor for part in parts for tensor in float_tensors(part)]
+
+
+@contextmanager
+def unused_parameters_advice() -> Iterator[None]:
+    """Raise UserError in place of DDP's error for parameters that a pass has left out, unseen in the trial."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction in the prior iteration" not in str(error):
+            raise
+        raise UserError(
+            "model: an update did not use some of the parameters, although the passes that were tried at the start "
+            "used them all. Let each pass use all parameters, or give --bitwise true, which does not need that.",
+            every_process=False,
+        ) from error

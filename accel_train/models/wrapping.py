@@ -1,12 +1,24 @@
-"""Wrappers that Accelerate, torch.compile and FSDP2 put around a model, and how to remove them."""
+"""Wrappers that Accelerate, torch.compile, FSDP2 and gradient checkpointing put around a model and its parts.
+
+Gradient checkpointing repeats parts of the forward pass during the backward pass; they must give the same values.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.modules.batchnorm import _NormBase
+
+from accel_train.config.schema import Model
+from accel_train.launch.compat import WRAPPERS, NormBase, checkpoint_wrappers, repeat_random_numbers
+from accel_train.models.dropout import DropoutKeys
+from accel_train.models.trial import class_name, float_tensors
 
 
 def shard_batchnorm(accelerator: Accelerator, model: nn.Module) -> None:
@@ -14,17 +26,12 @@ def shard_batchnorm(accelerator: Accelerator, model: nn.Module) -> None:
 
     FSDP2 casts a module's parameters to bf16, but not its buffers, and no kernel takes a bf16 weight with float32
     statistics. So each BatchNorm is sharded separately, with float32 parameters: as under autocast with DDP, its input
-    and output are bf16. Call it before creating the optimizer, because it replaces the parameters. It uses torch's
-    `_NormBase` (checked with torch 2.15).
+    and output are bf16. Call it before creating the optimizer, because it replaces the parameters.
     """
     if not accelerator.is_fsdp2 or accelerator.mixed_precision == "no":
         return
-    for module in [item for item in model.modules() if isinstance(item, _NormBase) and item.track_running_stats]:
+    for module in [item for item in model.modules() if isinstance(item, NormBase) and item.track_running_stats]:
         fully_shard(module, mp_policy=MixedPrecisionPolicy())
-
-
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Parts of parameter names that torch.compile and gradient checkpointing add (checked with torch 2.15)."""
 
 
 def plain_name(name: str) -> str:
@@ -46,3 +53,96 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     """
     plain: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
     return plain
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Any:
+    """What the model computes, or its `logits` if it returns an object with those, as the models of transformers do:
+    then the model returns these alone from now on."""
+    output = model(images)
+    if isinstance(output, Tensor) or not isinstance(getattr(output, "logits", None), Tensor):
+        return output
+    model.register_forward_hook(_only_logits)
+    return output.logits
+
+
+def _only_logits(_model: nn.Module, _inputs: Any, output: Any) -> Any:
+    return getattr(output, "logits", output)
+
+
+def prepare_recomputation(model: nn.Module, settings: Model) -> list[Tensor]:
+    """The buffers for `preserve_buffers`: none unless `model` (as Accelerate prepared it) uses gradient checkpointing.
+
+    Parts that Accelerate wrapped (fsdp_activation_checkpointing) are set to repeat the same dropout masks, which
+    Accelerate turns off.
+    """
+    wrappers = checkpoint_wrappers(model)
+    for wrapper in wrappers:
+        repeat_random_numbers(wrapper)
+    return list(model.buffers()) if wrappers or settings.gradient_checkpointing else []
+
+
+@contextmanager
+def preserve_buffers(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Restore `buffers` after the backward pass to their values after the forward pass.
+
+    Otherwise BatchNorm would count the micro-batch in its running statistics twice.
+    """
+    before = [buffer.clone() for buffer in buffers]
+    yield
+    with torch.no_grad():
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+
+
+def release_unrepeatable(model: nn.Module, images: Tensor, keys: DropoutKeys) -> list[str]:
+    """Run a backward pass, and release the layers that do not have the same masks when checkpointing calls them again.
+
+    That can only be a layer that several checkpointed segments share. torch restores its own generators for a segment,
+    so a released layer repeats its masks. Returns the places of such layers.
+    """
+    layers: dict[nn.Module, str] = {
+        module: name for name, module in model.named_modules() if getattr(module, "keys", None) is keys
+    }
+    calls: list[tuple[nn.Module, list[Tensor]]] = []
+
+    def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        calls.append(
+            (module, [values.detach().abs().sum() for values in (*float_tensors(inputs), *float_tensors(output))])
+        )
+
+    keys.set_samples(torch.arange(len(images), device=images.device), 0)
+    hooks = [layer.register_forward_hook(record) for layer in layers]
+    try:
+        with torch.enable_grad():
+            outputs = float_tensors(model(images.clone().requires_grad_()))
+            first = len(calls)
+            torch.stack([output.float().square().sum() for output in outputs]).sum().backward()  # type: ignore[no-untyped-call]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    released = []
+    for layer, sums in calls[first:]:
+        name, before = layers[layer], [others for module, others in calls[:first] if module is layer]
+        row = keys.layers.index(name)
+        if row not in keys.released and not any(all(map(torch.isclose, sums, others)) for others in before):
+            keys.released.add(row)
+            released.append(f"{name} ({class_name(layer)})")
+    return released
+
+
+def classifier_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that compute the logits, such as ("fc",); distilled DeiT has two."""
+    return _layer_names(model, "classifier", -1)
+
+
+def input_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that take the images, such as ("conv1",) or ("patch_embed.proj",)."""
+    return _layer_names(model, "first_conv", 0)
+
+
+def _layer_names(model: nn.Module, entry: str, place: int) -> tuple[str, ...]:
+    """The names in an `entry` of timm's configuration of the model; without one, of the layer at `place`."""
+    if names := (getattr(model, "pretrained_cfg", None) or {}).get(entry):
+        return (names,) if isinstance(names, str) else tuple(names)
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    return (layers[place],)

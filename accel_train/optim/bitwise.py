@@ -4,24 +4,36 @@ know what the bits depend on.
 A kernel's result depends on the shapes, the kind of device, the libraries and, on a CPU, the number of threads. The
 shapes are those of one virtual batch (data/order/plan.py). The rest is recorded in each checkpoint, and compared
 between the processes and at each start.
+
+Some layers have no deterministic kernel on CUDA (docs.pytorch.org/docs/stable/generated/
+torch.use_deterministic_algorithms.html has the list): adaptive pooling is replaced, others are named. torch raises at
+the first backward pass of such a layer, so one is tried before the run.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.dataclasses import DynamoBackend
+from torch import Tensor, nn
 
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
 from accel_train.keyed import key
 from accel_train.launch.precision import precision
-from accel_train.optim.performance import seed_generators
+from accel_train.models.trial import different_images, restored
+
+if TYPE_CHECKING:
+    from accel_train.exact_sum import ExactGradients
 
 
 def use_deterministic_kernels(config: Config, accelerator: Accelerator) -> None:
@@ -29,17 +41,28 @@ def use_deterministic_kernels(config: Config, accelerator: Accelerator) -> None:
 
     Raises UserError if the run cannot be computed bitwise.
     """
-    torch.use_deterministic_algorithms(config.bitwise)
-    if not config.bitwise:
-        return
-    _check(config, accelerator)
+    if config.bitwise:
+        if config.model.sync_batchnorm and accelerator.device.type == "cuda":
+            raise UserError("--bitwise: model.sync-batchnorm sums over the processes in floats: set it to false.")
+        compute_deterministically(accelerator, "--bitwise")
+    else:
+        torch.use_deterministic_algorithms(False)
+
+
+def compute_deterministically(accelerator: Accelerator, what: str = "The same bits on any number of processes") -> None:
+    """Let torch use deterministic kernels alone, on as many threads as OMP_NUM_THREADS says, or on one.
+
+    Call it before the first forward pass. Raises a UserError that begins with `what` if `accelerator` cannot do that.
+    """
+    _check(accelerator, what)
+    torch.use_deterministic_algorithms(True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     # Else torch fills each new tensor first, so that programs that read it before they write it are deterministic too.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False  # it chooses the kernel that is fastest at the moment
 
 
-def _check(config: Config, accelerator: Accelerator) -> None:
+def _check(accelerator: Accelerator, what: str) -> None:
     device, kind = accelerator.device.type, precision(accelerator)
     obstacle = None
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -50,27 +73,43 @@ def _check(config: Config, accelerator: Accelerator) -> None:
         obstacle = f"{kind} skips updates by a scale of its own: use bf16 or fp32 (--mixed_precision)"
     elif device not in ("cpu", "cuda"):
         obstacle = f"{device} devices have no float64, which the exact sums need: use a CPU or an NVIDIA or AMD GPU"
-    elif config.model.sync_batchnorm and device == "cuda":
-        obstacle = "model.sync-batchnorm sums over the processes in floats: set it to false"
     if obstacle is not None:
-        raise UserError(f"--bitwise: {obstacle}.")
+        raise UserError(f"{what}: {obstacle}.")
 
 
-def seed_pass(config: Config, accelerator: Accelerator, update: int, number: int) -> None:
+def seed_pass(seed: int, accelerator: Accelerator, update: int, number: int, *, bitwise: bool = True) -> None:
     """Seed what a model may draw from in forward pass `number` of this process in `update`: a restart draws the same.
 
-    With --bitwise the pass is one virtual batch, and the seed follows from its number in the update, in which the
+    `bitwise`: the pass is one virtual batch, and the seed follows from its number in the update, in which the
     processes take turns (data/order/plan.py): so all that a model draws is the same on any number of processes, also
     from NumPy's and Python's generators.
     """
     process, processes = accelerator.process_index, accelerator.num_processes
-    if not config.bitwise:
-        seed_generators(accelerator.device, key(config.seed, "dropout", update, process, number))
+    if not bitwise:
+        seed_generators(accelerator.device, key(seed, "dropout", update, process, number))
         return
-    word = key(config.seed, "dropout", update, 0, number * processes + process)  # as on one process without --bitwise
+    word = key(seed, "dropout", update, 0, number * processes + process)  # as on one process without --bitwise
     seed_generators(accelerator.device, word)
     np.random.seed(word % 2**32)
     random.seed(word)
+
+
+def seed_generators(device: torch.device, word: int) -> None:
+    """Seed the random generators of dropout and stochastic depth: the CPU's and that of `device`.
+
+    `torch.manual_seed` seeds the generators of all kinds of devices, present or not. That takes 0.1 to 0.4 ms, as long
+    as an update of a small network on a GPU.
+    """
+    torch.default_generator.manual_seed(word)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(word)
+
+
+def sum_exactly(model: nn.Module, virtual_batches: int) -> ExactGradients:
+    """Return what sums the gradients of `model` (unwrapped) over the virtual batches of an update, without order."""
+    from accel_train.exact_sum import ExactGradients
+
+    return ExactGradients([each for each in model.parameters() if each.requires_grad], virtual_batches)
 
 
 def what_bits_depend_on(accelerator: Accelerator) -> dict[str, str]:
@@ -84,3 +123,79 @@ def what_bits_depend_on(accelerator: Accelerator) -> dict[str, str]:
         facts["CPU's instructions"] = torch.backends.cpu.get_cpu_capability()
         facts["threads of a process"] = str(torch.get_num_threads())
     return facts
+
+
+class DeterministicAvgPool2d(nn.AdaptiveAvgPool2d):
+    """AdaptiveAvgPool2d: the same values, of kernels whose backward pass is deterministic on CUDA."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input`: [b, C, H, W] or [C, H, W]."""
+        return _pool(input, self.output_size, lambda values, dim: values.mean(dim))
+
+
+class DeterministicMaxPool2d(nn.AdaptiveMaxPool2d):
+    """AdaptiveMaxPool2d, likewise. Of equal values another one may get the gradient."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input`: [b, C, H, W] or [C, H, W]."""
+        return _pool(input, self.output_size, lambda values, dim: values.max(dim).values)
+
+
+REPLACED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.AdaptiveAvgPool2d: DeterministicAvgPool2d,
+    nn.AdaptiveMaxPool2d: DeterministicMaxPool2d,
+}
+
+
+def use_deterministic_layers(config: Config, model: nn.Module, channels: int, size: int) -> None:
+    """With --bitwise, replace the layers of `model` that have no deterministic kernel on CUDA, in place, and look for
+    others with random images [4, channels, size, size].
+
+    `model` is on its device; on a CPU nothing is done, because all its kernels are deterministic. Raises UserError if a
+    backward pass has an operator that is not.
+    """
+    parameter = next(model.parameters())
+    device = parameter.device
+    if not config.bitwise or device.type != "cuda":
+        return
+    for module in model.modules():
+        replacement = REPLACED.get(type(module))
+        if replacement is not None and not getattr(module, "return_indices", False):
+            module.__class__ = replacement
+    images = different_images(channels, size).to(device, parameter.dtype)
+    try:
+        with restored(model, device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output = model(images)
+            output.float().square().sum().backward()
+    except Exception as error:  # whatever a model does: only this mistake is looked for
+        if found := re.search(r"^(\S+) does not have a deterministic implementation", str(error)):
+            raise UserError(
+                f"--bitwise: the model uses {found[1]}, which has no deterministic kernel on CUDA. Replace the layer, "
+                "choose another model, or train without --bitwise."
+            ) from error
+    finally:
+        model.zero_grad()
+
+
+def _pool(input: Tensor, output_size: Any, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Pool the last two dimensions to `output_size`: a number or a pair, of which None keeps the input's."""
+    sizes = output_size if isinstance(output_size, tuple) else (output_size, output_size)
+    for dim, count in zip((-2, -1), sizes, strict=True):
+        input = _pool_dimension(input, dim, count, reduce)
+    return input
+
+
+def _pool_dimension(input: Tensor, dim: int, count: int | None, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Pool one dimension to `count` windows; window i goes from floor(i n / count) to ceil((i + 1) n / count)."""
+    length = input.shape[dim]
+    if count is None or count == length:
+        return input
+    if length % count == 0:
+        first = input.dim() + dim
+        windows = (*input.shape[:first], count, length // count, *input.shape[first + 1 :])
+        return reduce(input.reshape(windows), first + 1)
+    starts = [number * length // count for number in range(count)]
+    ends = [-(-(number + 1) * length // count) for number in range(count)]
+    parts = [reduce(input.narrow(dim, start, end - start), dim) for start, end in zip(starts, ends, strict=True)]
+    return torch.stack(parts, dim)

@@ -8,7 +8,8 @@ recorded, so the result has the same bits; only learning rates are rounded to fl
 
 The update consists of two functions (train.py): `compute_gradients` of a micro-batch, and `apply_gradients`. Their
 first calls are not recorded, because they choose kernels and create what stays in its place; nor are updates with
-padding.
+padding. No process waits for another in them. Between them the gradients are summed, in the place of DDP: by one
+all-reduce of one tensor, of which each parameter's gradient is a part.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.dataclasses import DynamoBackend
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
@@ -33,12 +35,20 @@ Pass = Callable[[Batch], tuple[Tensor, ...]]
 
 
 class UpdateGraphs:
-    """The recorded parts of an update of one process."""
+    """The recorded parts of an update, of one process each, and the sum of the gradients of all."""
 
-    def __init__(self, config: Config, accelerator: Accelerator, optimizer: torch.optim.Optimizer, ema: Ema | None):
-        """`optimizer`: without Accelerate's wrapper, before its first step. Raises UserError if the update cannot be
-        recorded."""
+    def __init__(
+        self,
+        config: Config,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ema: Ema | None,
+    ):
+        """`model`: without DDP, and without gradients. `optimizer`: without Accelerate's wrapper, before its first
+        step. Raises UserError if the update cannot be recorded."""
         _check(config, accelerator, optimizer)
+        self._gradients = _set_gradients(model) if accelerator.num_processes > 1 else []
         self._optimizer, self._ema = optimizer, ema
         self._rates = [torch.zeros((), device=accelerator.device) for _ in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -62,6 +72,11 @@ class UpdateGraphs:
         for name, values in self._batch.items():
             values.copy_(batch[name])
         return tuple(result.clone() for result in self._compute(lambda: function(self._batch)))
+
+    def sum_gradients(self) -> None:
+        """Replace each process's gradients of an update by the sum over all processes. Collective."""
+        for gradients in self._gradients:
+            dist.all_reduce(gradients)
 
     def apply(self, function: Callable[[], Any], update: int, *, padded: bool) -> None:
         """Call `function`, which applies the gradients of update number `update`, counted from 1."""
@@ -104,6 +119,18 @@ class _Recorded:
         return self._results
 
 
+def _set_gradients(model: nn.Module) -> list[Tensor]:
+    """Give each trained parameter a gradient of 0, in its layout, a part of one tensor [n] for each dtype."""
+    parameters, together = [parameter for parameter in model.parameters() if parameter.requires_grad], []
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        same = [parameter for parameter in parameters if parameter.dtype == dtype]
+        sizes = [parameter.numel() for parameter in same]
+        together.append(torch.zeros(sum(sizes), dtype=dtype, device=same[0].device))
+        for parameter, part in zip(same, torch.split(together[-1], sizes), strict=True):
+            parameter.grad = part.as_strided(parameter.size(), torch.empty_like(parameter, device="meta").stride())
+    return together
+
+
 @contextmanager
 def _replaced(groups: list[dict[str, Any]], rates: list[Tensor]) -> Iterator[None]:
     """Within it the learning rates of the optimizer's `groups` are the tensors `rates`."""
@@ -122,8 +149,10 @@ def _check(config: Config, accelerator: Accelerator, optimizer: torch.optim.Opti
     obstacle = None
     if accelerator.device.type != "cuda":
         obstacle = f"this run is on {accelerator.device.type}, and only CUDA devices have graphs"
-    elif accelerator.num_processes > 1 or accelerator.distributed_type == DistributedType.FSDP:
-        obstacle = "the sums over several processes are not recorded: start one process"
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        obstacle = "the sums of FSDP are not recorded: choose another configuration of accelerate"
+    elif accelerator.num_processes > 1 and accelerator.ddp_handler.find_unused_parameters:
+        obstacle = "this model may leave out parameters, and processes cannot agree on them: start one process"
     elif config.bitwise:
         obstacle = "the exact sums of --bitwise are not recorded"
     elif accelerator.scaler is not None:

@@ -14,12 +14,22 @@ from torch.distributed.tensor import DTensor
 from accel_train.config.schema import Ema as EmaOptions
 
 
-def create_ema(ema: EmaOptions, model: nn.Module) -> Ema | None:
+def create_ema(
+    ema: EmaOptions, model: nn.Module, updates_per_epoch: int = 1, batch_size: int = 1, epochs: float = 1
+) -> Ema | None:
     """The EMA of the weights and buffers of `model` (unwrapped, on its device), or None if it is off.
 
     After each update call `update_ema`. Its `.module` is the averaged model.
     """
-    return Ema(model, decay=ema.decay, use_warmup=ema.warmup) if ema.enabled else None
+    if not ema.enabled:
+        return None
+    # torchvision's references/classification/train.py; its batch_size * world_size is batch_size here.
+    scale = batch_size * ema.every_updates / epochs if ema.scale_decay else 1.0
+    decay = 1 - min(1.0, (1 - ema.decay) * scale) if ema.scale_decay else ema.decay
+    copied = round(ema.after_epochs * updates_per_epoch)
+    result = Ema(model, decay=decay, use_warmup=ema.warmup, update_after_step=copied)
+    result.every, result.updates_per_epoch = ema.every_updates, updates_per_epoch
+    return result
 
 
 class Ema(ModelEmaV3):  # type: ignore[misc]
@@ -27,9 +37,10 @@ class Ema(ModelEmaV3):  # type: ignore[misc]
 
     That saves 20 kernels per update of ResNet-18 on a GPU. It overrides `apply_update_` of timm's ModelEmaV3 and uses
     its `_foreach_lerp_`, or torch's where timm calls that itself (checked with timm 1.0.24 and 1.0.31;
-    tests/optim/test_amp_internals.py fails if they change).
+    tests/test_compat.py fails if they change).
     """
 
+    every = updates_per_epoch = 1
     weight: Tensor | None = None
     """float32 []: used in place of 1 - decay, if the update is recorded (optim/cuda_graph.py)."""
 
@@ -52,11 +63,14 @@ class Ema(ModelEmaV3):  # type: ignore[misc]
             torch._foreach_copy_(*counters)
 
 
-def update_ema(ema: ModelEmaV3, model: nn.Module, updates: int) -> None:
-    """Update the EMA with the weights of `model` (unwrapped). After the first update it equals the weights.
+def update_ema(ema: Ema, model: nn.Module, updates: int) -> None:
+    """Update the EMA with the weights of `model` (unwrapped), if update number `updates`, from 1, is one at which it is
+    updated. After the first update it equals the weights.
 
     Every process has the complete EMA. FSDP2 splits the model, so then this is collective.
     """
+    if (updates - 1) % ema.updates_per_epoch % ema.every:
+        return
     if (generator := getattr(ema, "_sr_generator", None)) is not None:
         # timm rounds bfloat16 weights at random. Its generator's state is in no checkpoint: a run that goes on would
         # round otherwise.

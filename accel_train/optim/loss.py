@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accel_train.config.schema import Loss
 from accel_train.errors import UserError
-from accel_train.user_code.loading import load, showing_user_lines
 from accel_train.user_code.reference import Reference, parse_reference
 
 
-def create_loss(loss: Loss, class_weights: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+def create_loss(
+    loss: Loss, class_weights: Tensor | None, device: torch.device | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
     """The training loss: (logits [b, C], target int64 [b] or probabilities float [b, C]) to float32 [b].
 
     Of data with several labels an image the target is 1 for each of them.
 
     The loss of each sample, with its target smoothed (Szegedy et al. 2016, arxiv.org/abs/1512.00567), times the weight
     of its class: `class_weights` float32 [C], on the device of the logits; for mixed targets the mean of the weights
-    by the target. The caller takes the mean over samples, so the weights should have mean 1 over them. Raises UserError
-    if a user's own loss cannot be loaded.
+    by the target. The caller takes the mean over samples, so the weights should have mean 1 over them. `device`: of
+    the logits. Raises UserError if a user's own loss cannot be loaded.
     """
     reference = parse_reference("loss.name", loss.name)
     losses_of = LOSSES[loss.name] if reference is None else _users_loss(reference, loss.label_smoothing)
+    if loss.name == "binary_cross_entropy":
+        pos_weight = torch.tensor(loss.bce_pos_weight, device=device) if loss.bce_pos_weight else None
+        losses_of = partial(
+            _binary_cross_entropy, threshold=loss.bce_target_threshold, sums=loss.bce_sum, pos_weight=pos_weight
+        )
 
     def per_sample(logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 would lose digits
@@ -46,8 +54,12 @@ def _users_loss(reference: Reference, smoothing: float) -> Callable[[Tensor, Ten
 
     Raises UserError unless it returns a loss for each sample that has a gradient.
     """
+    from accel_train.user_code.loading import load, showing_user_lines
+
     where = f"--loss.name {reference.short}"
     function = load("loss.name", reference)
+    if isinstance(function, nn.Module):  # an object of a program, which may have weights of classes
+        function = copy.deepcopy(function)
     extra = {}
     if "label_smoothing" in inspect.signature(function).parameters:
         extra["label_smoothing"] = smoothing
@@ -55,6 +67,8 @@ def _users_loss(reference: Reference, smoothing: float) -> Callable[[Tensor, Ten
         raise UserError(f"{where}: does not take label_smoothing; set --loss.label-smoothing 0, or add that argument.")
 
     def losses(logits: Tensor, target: Tensor, _smoothing: float) -> Tensor:
+        if isinstance(function, nn.Module):
+            function.to(logits.device)
         with showing_user_lines("loss.name", reference):
             values = function(logits, target, **extra)
         if not isinstance(values, Tensor) or values.shape != logits.shape[:1] or not values.is_floating_point():
@@ -82,6 +96,24 @@ def check_labels(loss: Loss, labels: Tensor) -> None:
             f"--loss.class-weights {loss.class_weights}: expects one label for each image, but the images of this data "
             "may have several labels or none; use none."
         )
+    if loss.own_class_weights:
+        raise UserError(
+            "--loss.own-class-weights: expects one label for each image, but the images of this data may have several "
+            "labels or none; leave it out. loss.bce-pos-weight has a number of each class."
+        )
+
+
+def _check_counts(loss: Loss, classes: int) -> None:
+    """Raise UserError unless the options that have a number of each class have as many as there are classes."""
+    for name, numbers, one in (
+        ("own-class-weights", loss.own_class_weights, ""),
+        ("bce-pos-weight", loss.bce_pos_weight, "one, or "),
+    ):
+        if numbers and len(numbers) != classes and not (one and len(numbers) == 1):
+            raise UserError(
+                f"--loss.{name}: found {len(numbers)} numbers; expected {one}{classes}, one of each class in the order "
+                "of the classes."
+            )
 
 
 def create_checked_loss(
@@ -89,8 +121,11 @@ def create_checked_loss(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """The training loss for samples with `labels`, on `device`: see `create_loss`, `check_labels` and `check_loss`."""
     check_labels(loss, labels)
+    _check_counts(loss, classes)
     weights = balanced_class_weights(labels, classes).to(device) if loss.class_weights == "balanced" else None
-    criterion = create_loss(loss, weights)
+    if loss.own_class_weights:
+        weights = torch.tensor(loss.own_class_weights, device=device)
+    criterion = create_loss(loss, weights, device)
     check_loss(loss, criterion, classes, device, mixes=mixes, multi_label=labels.ndim == 2)
     return criterion
 
@@ -135,20 +170,32 @@ def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
     return F.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
 
 
-def _binary_cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+def _binary_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    smoothing: float,
+    *,
+    threshold: float | None = None,
+    sums: bool = False,
+    pos_weight: Tensor | None = None,
+) -> Tensor:
     """Each class against all others, the mean over the classes (Wightman et al. 2021, arxiv.org/abs/2110.00476).
 
-    Smoothed as in timm: a target t becomes t (1 - smoothing) + smoothing / classes.
+    As timm's BinaryCrossEntropy: a target t is smoothed to t (1 - smoothing) + smoothing / classes. With `threshold`
+    it then becomes 1 above it, else 0. `sums`: the sum over the classes. `pos_weight`: float [1] or [classes].
     """
     classes = logits.shape[1]
     probabilities = target if target.is_floating_point() else F.one_hot(target, classes).to(logits.dtype)
     smoothed = probabilities * (1 - smoothing) + smoothing / classes
-    return F.binary_cross_entropy_with_logits(logits, smoothed, reduction="none").mean(1)
+    if threshold is not None:
+        smoothed = (smoothed > threshold).to(smoothed.dtype)
+    losses = F.binary_cross_entropy_with_logits(logits, smoothed, reduction="none", pos_weight=pos_weight)
+    return losses.sum(1) if sums else losses.mean(1)
 
 
 LOSSES = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}
-"""--loss.name -> (logits [b, C], target, label smoothing) to the loss of each sample [b]. config/bounds.py has the same
-names, to check the option before torch is imported."""
+"""--loss.name -> (logits [b, C], target, label smoothing) to the loss of each sample [b]. config/declaration.py has the
+same names, to check the option before torch is imported."""
 MULTI_LABEL_LOSSES = ("binary_cross_entropy",)
 """Those that can be computed for images with several labels or none."""
 

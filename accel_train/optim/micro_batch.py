@@ -14,6 +14,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
 
 from accel_train.config.schema import Config
+from accel_train.data.memory import all_agree
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 from accel_train.models.trial import restored
@@ -77,9 +78,7 @@ def _fits(attempt: Callable[[int], None], size: int) -> bool:
 def _all_fit(accelerator: Accelerator, fits: bool) -> bool:
     # What an attempt has left, and the error that held its tensors, must be gone before memory is needed again.
     clear_device_cache(garbage_collection=True)
-    if accelerator.num_processes == 1:
-        return fits
-    return bool(accelerator.gather(torch.tensor([fits], device=accelerator.device)).all())
+    return all_agree(accelerator, fits)
 
 
 @contextmanager

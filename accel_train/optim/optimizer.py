@@ -1,12 +1,16 @@
-"""Optimizers, made by timm and torch."""
+"""Optimizers, made by timm and torch, and gradient clipping: by norm, by value, or adaptive (AGC)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from timm.optim import Muon, create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers
+from timm.utils import dispatch_clip_grad
+from timm.utils.agc import adaptive_clip_grad
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accel_train.config.schema import Optim
 from accel_train.errors import UserError, nearest
@@ -20,12 +24,19 @@ FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
-def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -> torch.optim.Optimizer:
+BIASES = "biases"
+"""The key of a parameter group that says that it has biases alone; without it a group may have both."""
+
+
+def create_optimizer(
+    optim: Optim, model: nn.Module, *, sharded: bool = False, own_biases: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer of those parameters of `model` that require gradients; `sharded`: FSDP2 will split them.
 
-    The parameter groups are timm's: no weight decay on biases, norms and what the model itself excludes (with
-    optim.decay_all only the latter), and with optim.layer_decay a group for each layer, with its factor
-    `lr_scale` that only the schedules of `create_schedule` apply.
+    The parameter groups are timm's: no weight decay on biases, norms and what the model itself excludes (all have it
+    with optim.decay_all), and with optim.layer_decay a group for each layer, with its factor
+    `lr_scale` that only the schedules of `create_schedule` apply. So has the last layer with optim.head_lr. With
+    `own_biases` or optim.bias_lr biases have groups of their own.
 
     Muon is for the hidden layers' weights (K. Jordan 2024, kellerjordan.github.io/posts/muon): first and last layer
     and embeddings go to timm's fallback, AdamW, as biases and norms do.
@@ -74,6 +85,13 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
             layer_decay=optim.layer_decay,
             **options,
         )
+        if optim.decay_all:  # also what timm's models exclude, such as the position embeddings of transformers
+            for group in optimizer.param_groups:
+                group["weight_decay"] = optim.weight_decay
+        if optim.head_lr is not None:
+            _scale_head(optimizer, model, optim.head_lr / optim.lr)
+        if own_biases or optim.bias_lr is not None:
+            _separate_biases(optimizer, model, 1.0 if optim.bias_lr is None else optim.bias_lr)
         if options.get("fused") and kind is torch.optim.SGD:
             optimizer.register_step_pre_hook(_zero_momentum)
     except (AssertionError, ImportError) as error:  # bitsandbytes or Apex
@@ -81,6 +99,39 @@ def create_optimizer(optim: Optim, model: nn.Module, *, sharded: bool = False) -
     except ValueError as error:  # a value that the optimizer itself does not accept
         raise UserError(f"optim: {optim.name} does not accept its settings: {error}") from error
     return cast(torch.optim.Optimizer, optimizer)
+
+
+def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:
+    """Give the parameters of the last layer groups of their own, with `lr_scale`, as layer decay has it."""
+    heads = tuple(f"{head}." for head in classifier_names(model))
+    head = {parameter for name, parameter in model.named_parameters() if name.startswith(heads)}
+    groups = []
+    for group in optimizer.param_groups:
+        for parameters, more in (
+            ([each for each in group["params"] if each not in head], {}),
+            ([each for each in group["params"] if each in head], {"lr_scale": scale}),
+        ):
+            if parameters:
+                groups.append({**group, "params": parameters, **more})
+    optimizer.param_groups[:] = groups
+
+
+def _separate_biases(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:
+    """Give the biases of each parameter group a group of their own, whose learning rate is `scale` times the other's.
+
+    Biases are the parameters whose name ends in "bias", as for YOLO: those of norms, too.
+    """
+    biases = {id(parameter) for name, parameter in model.named_parameters() if name.endswith("bias")}
+    for group in [*optimizer.param_groups]:
+        own = [parameter for parameter in group["params"] if id(parameter) in biases]
+        if not own:
+            continue
+        added = {"lr_scale": group.get("lr_scale", 1.0) * scale, BIASES: True}
+        if len(own) == len(group["params"]):
+            group.update(added)
+            continue
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in biases]
+        optimizer.add_param_group({**group, **added, "params": own})
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -97,3 +148,55 @@ def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             for parameter in group["params"]:
                 if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def parameters_to_clip(optim: Optim, model: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose gradients `clip_gradients` clips.
+
+    All that are trained; for AGC without the classifier's (Brock et al. 2021, arxiv.org/abs/2102.06171,
+    section 4.1).
+    """
+    heads = classifier_names(model) if optim.clip_mode == "agc" else ()
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not any(name.startswith(f"{head}.") for head in heads)
+    ]
+
+
+def clip_gradients(optim: Optim, parameters: Sequence[nn.Parameter]) -> None:
+    """Clip the gradients in place as optim.clip and clip_mode say. Under fp16 they must be unscaled before.
+
+    Collective if FSDP2 has split the parameters.
+    """
+    if optim.clip is None:
+        return
+    if optim.clip_mode == "agc" and any(isinstance(parameter, DTensor) for parameter in parameters):
+        _clip_split_adaptively(parameters, optim.clip)
+    else:
+        dispatch_clip_grad(parameters, optim.clip, mode=optim.clip_mode)
+
+
+def _clip_split_adaptively(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """timm's `adaptive_clip_grad` for the sharded tensors of FSDP2, which timm's own does not accept.
+
+    FSDP2 splits between rows, and AGC compares the norms of whole rows: each process clips its own. Biases and norms
+    are compared as a whole; the norms of all of them are summed up at once.
+    """
+    vectors: list[tuple[DTensor, DTensor]] = []
+    for parameter in parameters:
+        weight, gradient = parameter.detach(), parameter.grad
+        if not (isinstance(weight, DTensor) and isinstance(gradient, DTensor)):
+            adaptive_clip_grad(parameter, factor)
+        elif weight.ndim < 2:
+            vectors.append((weight, gradient))
+        else:
+            rows = weight.to_local()
+            rows.grad = gradient.to_local()
+            adaptive_clip_grad(rows, factor)
+    if vectors:
+        norms = cast(DTensor, torch.stack([each.norm() for pair in vectors for each in pair])).full_tensor()
+        limits, found = norms[0::2].clamp(min=1e-3) * factor, norms[1::2]  # 1e-3: timm's, as is the next number
+        scales = torch.where(found < limits, 1.0, limits / found.clamp(min=1e-6))
+        for (_, gradient), scale in zip(vectors, scales, strict=True):
+            gradient.to_local().mul_(scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
@@ -12,6 +12,7 @@ from timm.scheduler.scheduler import Scheduler
 from accel_train.config.schema import Schedule
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
+from accel_train.optim.optimizer import BIASES
 
 
 class PlateauScheduler(Scheduler):  # type: ignore[misc]
@@ -69,6 +70,90 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         self.decays, self.epoch = state_dict["decays"], state_dict.get("epoch")
 
 
+class OneCycleScheduler(Scheduler):  # type: ignore[misc]
+    """Up to the learning rate and down to the lowest one, both as a cosine, as torch's OneCycleLR does (L. Smith 2018,
+    arxiv.org/abs/1803.09820)."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, updates: int, warmup: int, warmup_lr: float, min_lr: float
+    ) -> None:
+        super().__init__(optimizer, param_group_field="lr", t_in_epochs=False)
+        self.updates, self.warmup, self.warmup_lr, self.min_lr = updates, warmup, warmup_lr, min_lr
+
+    def value(self, t: int, first: float, middle: float, last: float) -> float:
+        """What goes from `first` to `middle` in the warm-up, and then to `last`, at update `t`."""
+        peak = max(self.warmup - 1, 0)
+        start, end, share = first, middle, t / max(peak, 1)
+        if t >= peak:
+            start, end, share = middle, last, min((t - peak) / max(self.updates - 1 - peak, 1), 1.0)
+        return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
+
+    def _get_lr(self, t: int) -> list[float]:
+        return [self.value(t, self.warmup_lr, base, self.min_lr) for base in self.base_values]
+
+
+class AdjustedScheduler(Scheduler):  # type: ignore[misc]
+    """Another schedule, `made`, at the beginnings of epochs only, or with a momentum and a rate of biases that move.
+
+    Each is a function of the update, too.
+    """
+
+    def __init__(
+        self, made: Scheduler, optimizer: torch.optim.Optimizer, schedule: Schedule, *, warmup: int, epoch: int
+    ) -> None:
+        """`epoch`: its updates. Raises UserError if a momentum is to move and the optimizer has none."""
+        super().__init__(optimizer, param_group_field="lr", t_in_epochs=False)
+        self.made, self.schedule, self.warmup = made, schedule, warmup
+        self.interval = epoch if schedule.per == "epoch" else 1
+        self.momenta = [_momentum(group) for group in optimizer.param_groups]
+        self.moves = schedule.warmup_momentum is not None or schedule.cycle_momentum is not None
+        if self.moves and all(momentum is None for momentum in self.momenta):
+            option = "cycle" if schedule.warmup_momentum is None else "warmup"
+            raise UserError(f"schedule.{option}-momentum: this optimizer has no momentum; leave it out.")
+
+    def _get_lr(self, t: int) -> list[float]:
+        return cast(list[float], self.made._get_lr(t))
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        t = num_updates // self.interval * self.interval
+        super().step_update(t)
+        groups, start = self.optimizer.param_groups, self.schedule.warmup_bias_lr
+        if start is not None and t < self.warmup:
+            for group, base in zip(groups, self.base_values, strict=True):
+                if group.get(BIASES):
+                    group["lr"] = (start + (base - start) * t / self.warmup) * group.get("lr_scale", 1.0)
+        for group, momentum in zip(groups, self.momenta, strict=True):
+            if self.moves and momentum is not None:
+                _set_momentum(group, self._momentum_at(num_updates, momentum))
+
+    def _momentum_at(self, t: int, end: float) -> float:
+        if isinstance(self.made, OneCycleScheduler) and self.schedule.cycle_momentum is not None:
+            return self.made.value(t, end, self.schedule.cycle_momentum, end)
+        start = self.schedule.warmup_momentum
+        return end if start is None or t >= self.warmup else start + (end - start) * t / self.warmup
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        self.made.step(epoch, metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        return cast(dict[str, Any], self.made.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.made.load_state_dict(state_dict)
+
+
+def _momentum(group: dict[str, Any]) -> float | None:
+    found = group["betas"][0] if "betas" in group else group.get("momentum")
+    return None if found is None else float(found)
+
+
+def _set_momentum(group: dict[str, Any], momentum: float) -> None:
+    if "betas" in group:
+        group["betas"] = (momentum, *group["betas"][1:])
+    else:
+        group["momentum"] = momentum
+
+
 def check_schedule(schedule: Schedule, splits: Splits) -> None:
     """Raise UserError if the schedule needs a validation split and the data has none."""
     if schedule.name == "plateau" and splits.validation is None:
@@ -79,27 +164,31 @@ def check_schedule(schedule: Schedule, splits: Splits) -> None:
 
 
 def create_schedule(
-    schedule: Schedule, optimizer: torch.optim.Optimizer, *, epochs: int, updates_per_epoch: int
+    schedule: Schedule, optimizer: torch.optim.Optimizer, *, updates: int, updates_per_epoch: int
 ) -> Scheduler:
-    """The learning rates of a run: `step_update(n)` sets those of update n, counted from 0 over all epochs.
+    """The learning rates of a run of so many updates: `step_update(n)` sets those of update n, counted from 0.
 
     Call it before each update. The rates are a function of n alone, so that nothing needs to be saved; only
     plateau has a state (`state_dict`), which `step(epochs_done, figure)` changes after an
     evaluation.
 
     During the warm-up the rate rises in a straight line from warmup_lr (at update 0). step, multistep and
-    plateau count their epochs from the start of the run; cosine and poly fall from the end of the warm-up to
-    min_lr at the end of the run.
+    plateau count their epochs from the start of the run; cosine and poly fall from the end of the warm-up (without
+    warmup_prefix: as if from the start) to min_lr where the run ends, or its cooldown_epochs begin. Raises UserError if
+    a momentum is to change and the optimizer has none.
     """
     warmup = round(schedule.warmup_epochs * updates_per_epoch)
     shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
+    end, prefix = updates - round(schedule.cooldown_epochs * updates_per_epoch), schedule.warmup_prefix
     # At least 2: with 1 timm warns that the schedule has no effect, and in a run of one update that is expected.
-    fall = max(epochs * updates_per_epoch - warmup, 2)
+    fall = max(end - warmup if prefix else end, 2)
     made: Scheduler
     if schedule.name == "constant":
         made = StepLRScheduler(optimizer, decay_t=1, decay_rate=1.0, warmup_prefix=False, **shared)
     elif schedule.name == "step":
-        interval = max(round(schedule.step_epochs * updates_per_epoch), 1)
+        interval = schedule.step_epochs * updates_per_epoch
+        # Asked only where epochs begin, one that was rounded up would be an epoch late; so would 0.1 * 3 > 0.3.
+        interval = interval * (1 - 1e-12) if schedule.per == "epoch" else max(round(interval), 1)
         made = StepLRScheduler(optimizer, decay_t=interval, decay_rate=schedule.decay, warmup_prefix=False, **shared)
     elif schedule.name == "multistep":
         # timm applies a milestone one index early (on purpose, says its source), and an index here is an
@@ -109,16 +198,19 @@ def create_schedule(
             optimizer, decay_t=milestones, decay_rate=schedule.decay, warmup_prefix=False, **shared
         )
     elif schedule.name == "cosine":
-        made = CosineLRScheduler(optimizer, t_initial=fall, lr_min=schedule.min_lr, warmup_prefix=True, **shared)
+        made = CosineLRScheduler(optimizer, t_initial=fall, lr_min=schedule.min_lr, warmup_prefix=prefix, **shared)
     elif schedule.name == "poly":
         made = PolyLRScheduler(
             optimizer,
             t_initial=fall,
             lr_min=schedule.min_lr,
             power=schedule.power,
-            warmup_prefix=True,
+            warmup_prefix=prefix,
             **shared,
         )
+    elif schedule.name == "one_cycle":
+        rates = {"warmup_lr": schedule.warmup_lr, "min_lr": schedule.min_lr}
+        made = OneCycleScheduler(optimizer, updates=end, warmup=warmup, **rates)
     else:
         made = PlateauScheduler(
             optimizer,
@@ -128,5 +220,8 @@ def create_schedule(
             warmup_updates=warmup,
             warmup_lr=schedule.warmup_lr,
         )
+    moving = (schedule.warmup_bias_lr, schedule.warmup_momentum, schedule.cycle_momentum)
+    if schedule.per == "epoch" or any(value is not None for value in moving):
+        made = AdjustedScheduler(made, optimizer, schedule, warmup=warmup, epoch=updates_per_epoch)
     made.step_update(0)  # the constructors do not apply the groups' lr_scale
     return made

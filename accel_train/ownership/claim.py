@@ -17,12 +17,18 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from accel_train.config.schema import Config
 from accel_train.errors import UserError, print_line
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.ownership.folders import cannot_be_written, make_directory, new_directory, remove_empty
 from accel_train.ownership.generation import claim_next
-from accel_train.ownership.lease import BEAT_SECONDS, Lease, remove_unfinished_writes
+from accel_train.ownership.lease import (
+    BEAT_SECONDS,
+    Lease,
+    cannot_be_written,
+    make_directory,
+    new_directory,
+    remove_empty,
+    remove_unfinished_writes,
+)
 from accel_train.ownership.owner import (
     FILE,
     STALE_SECONDS,
@@ -45,9 +51,19 @@ class Claim:
     Each attempt is short, because the other processes wait in a collective for its result.
     """
 
-    def __init__(self, config: Config, stopped: Callable[[], str]) -> None:
-        """`stopped`: returns the reason once this start should end instead of waiting for a silent owner, else ""."""
-        self.config, self.stopped = config, stopped
+    def __init__(
+        self,
+        directory: Path | None,
+        stopped: Callable[[], str],
+        *,
+        recipe: str = "",
+        take_over: bool = False,
+        how: str = "--take-over true",
+    ) -> None:
+        """`directory`: of the run; None: a new one in runs/`recipe`. `stopped`: returns the reason once this start
+        should end instead of waiting for a silent owner, else "". `how`: what the user gives for `take_over`."""
+        self.directory, self.stopped, self.recipe = directory, stopped, recipe
+        self.take_over, self.how = take_over, how
         self.owner = Owner.of_this_process()
         self._waiting_since: float | None = None
         self._first_look: OwnerFile | None = None  # at the current owner
@@ -60,10 +76,10 @@ class Claim:
 
         The owner is None if the directory holds a finished run and cannot be written. Raises UserError.
         """
-        if self.config.output_dir is None:
-            directory, created = new_directory(self.config.recipe)
+        if self.directory is None:
+            directory, created = new_directory(self.recipe)
         else:
-            directory = self.config.output_dir
+            directory = self.directory
             created = make_directory(directory)
         place = directory / FILE
         try:
@@ -107,7 +123,7 @@ class Claim:
         silent = now - self._last_change
         lives = seen.lives()
         dead = lives is False or (lives is None and max(age, silent) >= STALE_SECONDS and silent >= CONFIRM_SECONDS)
-        if dead or self.config.take_over:
+        if dead or self.take_over:
             if not dead:
                 print_line(f"accel-train: {directory} is taken over from {seen.who}")
             remove_owner(directory, seen, self.owner)
@@ -123,7 +139,7 @@ class Claim:
         if not (waits_for_its_end or waits_in_doubt):
             raise UserError(
                 f"{directory} has an owner: {seen.who}; its last sign of life is {age_text(age)} old. A run can "
-                "have only one writer: wait until it ends, or stop it. To take over the run: --take-over true."
+                f"have only one writer: wait until it ends, or stop it. To take over the run: {self.how}."
             )
         if now == self._waiting_since:
             most = CONFIRM_SECONDS if waits_in_doubt and age >= STALE_SECONDS else STALE_SECONDS
@@ -136,13 +152,11 @@ class Claim:
         return False
 
 
-def claim_run(config: Config, accelerator: Accelerator, stopped: Callable[[], str]) -> Lease:
+def claim_run(accelerator: Accelerator, claim: Claim) -> Lease:
     """Make this start the owner of its run's directory, which is created if it does not exist.
 
-    Collective; waits for an owner that may be dead. `stopped`: returns the reason once this start should end instead of
-    waiting, else "". Raises UserError if another start owns the run.
+    Collective; waits for an owner that may be dead. Raises UserError if another start owns the run.
     """
-    claim = Claim(config, stopped)
     while (claimed := broadcast_from_main(accelerator, claim.attempt)) is None:
         pass  # one short attempt at a time, so that the others do not wait in one long collective
     return Lease(*claimed, renews=accelerator.is_main_process)

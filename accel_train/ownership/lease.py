@@ -13,15 +13,16 @@ name, or its rename fails, or it appends to a file that nobody reads any more.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 from accel_train.errors import UserError
 from accel_train.files import atomic_replacement, atomic_write
 from accel_train.ownership import generation
-from accel_train.ownership.folders import remove_empty
 from accel_train.ownership.owner import FILE, Owner, publish_owner, read_owner, write_private
 
 BEAT_SECONDS = 10.0  # between two signs of life
@@ -48,7 +49,7 @@ class Lease:
         `number`: its generation, see generation.py. `renews`: this process shows that the owner is alive, in a thread.
         """
         self.directory, self.owner, self._renews, self._created = directory, owner, renews, created
-        self.generation = number
+        self.generation, self._has_begun = number, False
         self._lost_to = ""
         self._released = owner is None
         self._lock = threading.Lock()
@@ -76,6 +77,7 @@ class Lease:
         """
         if self.generation:
             generation.begin(self.directory, self.generation, update, self.write)
+            self._has_begun = True
 
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[Path]:
@@ -111,7 +113,8 @@ class Lease:
                 return
             with contextlib.suppress(OSError, ValueError):
                 if read_owner(self.directory / FILE).owner == self.owner:
-                    generation.give_back(self.directory, self.generation)
+                    if not self._has_begun:
+                        generation.give_back(self.directory, self.generation)
                     (self.directory / FILE).unlink()
         if self._created:
             remove_empty((self.directory / "checkpoints", *self._created))
@@ -174,3 +177,47 @@ def remove_unfinished_writes(directory: Path) -> None:
     for pattern in (f".*{UNFINISHED}", f"*/.*{UNFINISHED}"):
         for path in directory.glob(pattern):
             path.unlink(missing_ok=True)
+
+
+def new_directory(recipe: str) -> tuple[Path, tuple[Path, ...]]:
+    """Create runs/RECIPE/YYYY-MM-DD_HH-MM-SS (local time), or the next free name with a number.
+
+    No other process gets the same folder. Returns it and all folders that were created, the deepest first. Call it on
+    one process, and send the result to the others. Raises UserError.
+    """
+    first = Path("runs") / recipe / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count(1):
+        path = first if number == 1 else first.with_name(f"{first.name}_{number}")
+        created = make_directory(path.parent)
+        try:
+            path.mkdir()
+            return path, (path, *created)
+        except (FileExistsError, FileNotFoundError):  # or another start has just removed the empty parent
+            continue
+        except OSError as error:
+            raise cannot_be_written(path, error) from error
+    raise AssertionError
+
+
+def make_directory(path: Path) -> tuple[Path, ...]:
+    """Create a folder and its parents; return those that were missing, the deepest first. Raises UserError."""
+    try:
+        missing = tuple(folder for folder in (path, *path.parents) if not folder.exists())
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_be_written(path, error) from error
+    return missing
+
+
+def cannot_be_written(path: Path, error: OSError) -> UserError:
+    """The error to raise if the folder of a run cannot be created or written."""
+    if isinstance(error, FileExistsError):
+        return UserError(f"--output-dir: {path} is a file, not a folder. Give another folder.")
+    return UserError(f"--output-dir: {path} cannot be written ({error.strerror}). Give another folder.")
+
+
+def remove_empty(folders: tuple[Path, ...]) -> None:
+    """Remove those of the folders that are empty. They must be given with the deepest first."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from accel_train.launch.process import has_ended, hostname, machine_id, start_time
+from accel_train.launch.parent import elastic_id
+from accel_train.launch.process import has_ended, hostname, job_id, machine_id, start_time
 from accel_train.untrusted import open_regular_file
 
 FILE = "owner.json"
@@ -43,14 +44,14 @@ class Owner:
     started: str
     """When the process began, see `process.start_time`."""
     job: str
-    """The job's number in the batch system, or ""."""
+    """The job's number in the batch system, else the id of agents of torchrun that restart their processes, or ""."""
     since: float
     """When it became the owner, by its host's clock. Only for messages."""
 
     @classmethod
     def of_this_process(cls) -> Owner:
-        job = os.environ.get("SLURM_JOB_ID", os.environ.get("PBS_JOBID", ""))
         token, pid = uuid.uuid4().hex, os.getpid()
+        job = job_id() or elastic_id()
         return cls(token, hostname(), machine_id(), pid, start_time(pid), job, round(time.time(), 3))
 
     def lives(self) -> bool | None:

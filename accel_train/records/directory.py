@@ -9,19 +9,17 @@ import os
 import platform
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from accel_train.config.schema import Config, to_yaml
 from accel_train.errors import print_line
-from accel_train.ownership.folders import cannot_be_written, make_directory
-from accel_train.ownership.lease import Lease, LostError
-from accel_train.records.code import FOLDER, keep_code, references, remember_training
-from accel_train.records.environment import environment
-from accel_train.records.metrics_log import MetricsLog
+from accel_train.ownership.lease import Lease, LostError, cannot_be_written, make_directory
 from accel_train.records.model_info import FILE, ModelInfo
-from accel_train.untrusted import read_json_object
+from accel_train.records.provenance import FOLDER, environment, keep_code, references, remember_training
+from accel_train.untrusted import MAX_LOG_BYTES, json_object, log_lines, read_json_object, read_regular_file
 
 DAMAGED = "metrics.damaged.jsonl"
 MARKER = "REQUEUE"  # a file that asks the job script to start the run again
@@ -29,7 +27,7 @@ STATUS_SECONDS = 2.0  # status.json is not rewritten more often than this
 
 
 class RunDirectory:
-    """Writes config.yaml, model.json, environment.json, metrics.jsonl, status.json, starts.json and result.json.
+    """Writes config.yaml, metrics.jsonl and the files model, data, environment, status, starts and result (.json).
 
     Before each write it checks that this start still owns the run, and raises LostError if not. A failed write (disk
     full, mount gone) does not end the run: it is counted in `failures`, and the first one is printed on stderr. Lines
@@ -63,21 +61,18 @@ class RunDirectory:
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run is finished: result.json exists."""
-        return (self.path / "result.json").is_file()
-
     def begin(
         self, config: Config, info: ModelInfo, *, world_size: int, devices: list[str], precision: str = "fp32",
-        update: int = 0,
+        update: int = 0, data: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Write config.yaml, model.json and environment.json. `devices`: the name of each process's device; `update`:
-        from which this start trains on."""
+        """Write config.yaml, model.json, environment.json and data.json. `devices`: the name of each process's device;
+        `update`: from which this start trains on; `data`: see `summary.data_record`."""
         self._try("generations", lambda: self.lease.begin(update))
         self._replace("config.yaml", to_yaml(config))
         self._replace(FILE, info.to_json())
         self._replace("environment.json", _json(environment(world_size, devices, precision), indent=2))
+        if data is not None:
+            self._replace("data.json", _json(data) + "\n")
 
     def keep_code(self, config: Config, update: int) -> list[str]:
         """Keep the user's own code in code/ and code.json, and record who trains with it. Returns notes."""
@@ -94,15 +89,11 @@ class RunDirectory:
 
         Values may be plain Python, NumPy's or tensors. JSON has no NaN and no infinity: they become null.
         """
-        plain: dict[str, Any] = _plain({"kind": kind, "time": round(time.time(), 3), **values, **self._generation})
-        self._try("metrics.jsonl", lambda: self._metrics.append(_json(plain) + "\n"))
-        return plain
+        line: dict[str, Any] = plain({"kind": kind, "time": round(time.time(), 3), **values, **self._generation})
+        self._try("metrics.jsonl", lambda: self._metrics.append(_json(line) + "\n"))
+        return line
 
-    def event(self, text: str, **values: Any) -> None:
-        """Log an event, such as a resume, a quarantined checkpoint or a skipped update."""
-        self.log("event", text=text, **values)
-
-    def rewind(self, update: int, epochs: int | None = None, *, tests_again: bool = False) -> int:
+    def rewind(self, update: int, evaluated: bool = True, *, tests_again: bool = False) -> int:
         """Remove the lines of what will be done again from metrics.jsonl, and return the number of damaged lines.
 
         `tests_again`: the run was stopped within its final test. See `MetricsLog.without`. Damaged lines are moved to
@@ -110,7 +101,7 @@ class RunDirectory:
         """
         if not (self.writes and self.metrics_path.exists()):
             return 0
-        kept, damaged = self._metrics.without(update, epochs, tests_again=tests_again)
+        kept, damaged = self._metrics.without(update, evaluated, tests_again=tests_again)
 
         def move() -> None:
             with (self.path / DAMAGED).open("ab") as file:
@@ -205,17 +196,102 @@ def remove_requeue_marker(run: Path) -> None:
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return `value` made of the types that JSON has."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if hasattr(value, "tolist"):  # a tensor, or a number or an array of NumPy's
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (str, int)) else str(value)
+
+
+MOST_WAITING = 20_000  # lines: some 5 MB
+
+
+class MetricsLog:
+    """metrics.jsonl: one line of JSON for each record of a run. Lines that cannot be written now are written later.
+
+    It is for the run's owner: its methods raise LostError if another start has taken over the run."""
+
+    def __init__(self, path: Path, lease: Lease) -> None:
+        self.path, self.lease = path, lease
+        self.missing = 0
+        """Lines that will never be written, because too many others waited."""
+        self._waiting: deque[bytes] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """The number of lines that could not be written yet."""
+        return len(self._waiting)
+
+    def append(self, line: str) -> None:
+        """Write a line, after those that wait. If that fails, it waits, too. Raises OSError."""
+        if len(self._waiting) == MOST_WAITING:
+            self._waiting.popleft()
+            self.missing += 1
+        self._waiting.append(line.encode())
+        self.write_waiting()
+
+    def write_waiting(self) -> None:
+        """Write the lines that wait. Raises OSError."""
+        while self._waiting:
+            self.lease.append(self.path, self._waiting[0])
+            self._waiting.popleft()
+
+    def cut_torn_lines(self) -> None:
+        """Cut off the incomplete last lines that a killed writer left. Raises OSError."""
+        if not self.path.exists():
+            return
+        with self.path.open("r+b") as file:
+            self.lease.check()  # after opening, as in Lease.append
+            content = read_regular_file(self.path, MAX_LOG_BYTES, follow=True)
+            end = len(content)
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                if content[end - 1 : end] == b"\n" and json_object(content[start:end]) is not None:
+                    break
+                end = start
+            if end != len(content):
+                file.truncate(end)
+
+    def without(self, update: int, evaluated: bool, *, tests_again: bool) -> tuple[bytes, list[bytes]]:
+        """Return the log's content without what will be done again, and the damaged lines, which it does not have.
+
+        Left out are the train and eval lines after `update`; unless what follows it is `evaluated`, also its own eval
+        lines; with `tests_again`, also its own test lines; of lines that wait, too. Raises OSError.
+        """
+        kept, damaged = [], []
+        content = read_regular_file(self.path, MAX_LOG_BYTES, follow=True)
+        for line in log_lines(content.splitlines(keepends=True)):
+            values = _values(line)
+            if values is None:
+                damaged.append(line)
+            elif not _is_after(values, update, evaluated, tests_again):
+                kept.append(line)
+        waiting = [line for line in self._waiting if not _is_after(_values(line) or {}, update, evaluated, tests_again)]
+        self._waiting = deque(waiting)
+        return b"".join(kept), damaged
+
+
+def _values(line: bytes) -> dict[str, Any] | None:
+    """Return the values of a line of metrics.jsonl, or None if this program cannot have written it."""
+    values = json_object(line)
+    if values is None or not line.endswith(b"\n") or not isinstance(values.get("kind"), str):
+        return None
+    return values if all(isinstance(values.get(name, 0), int) for name in ("epoch", "update")) else None
+
+
+def _is_after(line: dict[str, Any], update: int, evaluated: bool, tests_again: bool) -> bool:
+    kind = line.get("kind")
+    if tests_again and kind == "eval" and line.get("split") == "test" and line.get("update", 0) >= update:
+        return True
+    if kind == "eval" and not evaluated and line.get("update", 0) == update:
+        return True
+    return kind in ("train", "eval") and line.get("update", 0) > update

@@ -36,7 +36,7 @@ class Meter:
     committed micro-batches are summed at once: a dozen small kernels for each would cost more than their work.
     """
 
-    AT_ONCE = 64  # micro-batches
+    FLUSH_EVERY = 64  # micro-batches
     STEPS = 2.0**30  # of a sum of floats: whole numbers of 1e-9 have the same sum in any order
 
     def __init__(self, accelerator: Accelerator, *, multi_label: bool = False) -> None:
@@ -73,7 +73,7 @@ class Meter:
         """The update is done: its micro-batches count."""
         self._committed += self._update
         self._update.clear()
-        if len(self._committed) >= self.AT_ONCE:
+        if len(self._committed) >= self.FLUSH_EVERY:
             self._sum()
 
     def discard(self) -> None:
@@ -126,6 +126,7 @@ class Stopwatch:
         self.waiting = 0.0
         self.warm_up: float | None = None  # seconds of the first update, once it is done
         self._since: float | None = None
+        self._read = seconds, samples, 0.0  # at the last `speed`
 
     def start(self) -> None:
         self._since = time.perf_counter()
@@ -141,6 +142,18 @@ class Stopwatch:
             self.seconds += now - self._since
             self._since = now
         return self.seconds
+
+    def speed(self, sums: Sums) -> tuple[float, dict[str, float]]:
+        """The seconds of training since the last call, and its images a second and part of waiting for data (0 to 1).
+
+        `sums`: of the updates since then.
+        """
+        before, self._read = self._read, (self.lap(), self.samples, self.waiting)
+        seconds, samples, waiting = (now - then for now, then in zip(self._read, before, strict=True))
+        if samples == 0 and self.warm_up:  # the first update alone, which is left out: there is no other speed yet
+            seconds, samples = self.warm_up, sums.samples
+        at_least = max(seconds, 1e-9)
+        return seconds, {"images_per_second": samples / at_least, "data_wait_fraction": min(1.0, waiting / at_least)}
 
     def trained(self, samples: int) -> None:
         """Count an update of so many samples."""
@@ -162,3 +175,33 @@ class Stopwatch:
                 return
             self.waiting += time.perf_counter() - before
             yield batch
+
+
+class Pace:
+    """Counts updates, and says how long the rest will take."""
+
+    def __init__(self, total_updates: int, first_update: int = 0) -> None:
+        """`first_update`: updates done by earlier starts of the run."""
+        self.total_updates, self.update = total_updates, first_update
+        self._first_update = first_update
+        self._since: tuple[float, int] | None = None  # time and update from which the speed is computed
+
+    def advance(self, update: int) -> float | None:
+        """Store that `update` updates of the run are done; return `eta_seconds`."""
+        self.update = update
+        return self.eta_seconds
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds to the end at the mean speed since the first update of this start, evaluations included.
+
+        None until there is a speed.
+        """
+        if self._since is None:
+            if self.update > self._first_update:
+                self._since = (time.monotonic(), self.update)
+            return None
+        since, update = self._since
+        if self.update <= update:
+            return None
+        return (time.monotonic() - since) / (self.update - update) * (self.total_updates - self.update)

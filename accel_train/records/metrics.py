@@ -1,73 +1,68 @@
 """The metrics of a model. METRICS is the one place that defines them; MULTI_LABEL_METRICS for several labels an image.
 
 Training (`meter`), evaluation, the console, metrics.jsonl, the trackers and result.json all follow the table. To add
-top-3 accuracy, add `top_k("top3_accuracy", 3)` to it.
+top-3 accuracy, add `top_k("top3_accuracy", 3)` to it. Those of --metrics come after it: see more_metrics/.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel_train.config.schema import BestMetric, Config
-from accel_train.data.sources.splits import Splits
-from accel_train.errors import UserError
+from accel_train.user_code.reference import metric_name
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A number for each sample; its mean over the samples is what is shown and written."""
+class Figure:
+    """A number that an evaluation has of a split: how it is called and shown."""
 
     name: str
     """Its key in metrics.jsonl. In result.json the keys are test_NAME and, for a headline, ema_test_NAME."""
-    predict: Callable[[Tensor], Tensor]
-    """What the score needs of the logits: from [b, classes] (float32 in evaluation) to a tensor [b, ...]."""
-    score: Callable[[Tensor, Tensor], Tensor]
-    """From that and the labels (int64 [b], or bool [b, classes] if an image may have several) to a finite number for
-    each sample: bool or float [b]."""
     form: str
     """The format specification with which it is shown: ".2%" for a fraction."""
-    training_predict: Callable[[Tensor], Tensor] | None = None
-    """`predict` for training, where the logits may be in half precision. None: the metric is not counted there."""
     headline: bool = True
     """Whether the console shows it, and result.json has it for the EMA as well."""
     fewest_classes: int = 2
     """With fewer classes it is always 1, and the table of `accel-train evaluate` leaves it out."""
     lower_is_better: bool = False
+    chosen: bool = False
+    """Whether --metrics names it."""
 
     def show(self, value: float) -> str:
         return format(value, self.form)
 
 
-@dataclass(frozen=True)
-class SplitMetric:
+@dataclass(frozen=True, kw_only=True)
+class Metric(Figure):
+    """A number for each sample; its mean over the samples is what is shown and written."""
+
+    predict: Callable[[Tensor], Tensor]
+    """What the score needs of the logits: from [b, classes] (float32 in evaluation) to a tensor [b, ...]."""
+    score: Callable[[Tensor, Tensor], Tensor]
+    """From that and the labels (int64 [b], or bool [b, classes] if an image may have several) to a finite number for
+    each sample: bool or float [b]."""
+    training_predict: Callable[[Tensor], Tensor] | None = None
+    """`predict` for training, where the logits may be in half precision. None: the metric is not counted there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitMetric(Figure):
     """A number that only a whole split has: it is no mean over samples, so training does not count it."""
 
-    name: str
-    """As that of `Metric`, and so are the last four."""
     compute: Callable[[Tensor, Tensor], float]
     """A finite number from the predictions and the labels of all samples, both int64 [n]; or, if an image may have
     several labels, from logits float32 [n, classes] and labels bool [n, classes]. On the CPU, in the order of the
     samples' numbers."""
-    form: str
-    headline: bool = True
-    fewest_classes: int = 2
-    lower_is_better: bool = False
-
-    def show(self, value: float) -> str:
-        return format(value, self.form)
 
 
-def five_highest(logits: Tensor) -> Tensor:
+def top5(logits: Tensor) -> Tensor:
     """The classes of the five highest logits, int64 [b, min(5, classes)]; the first one is that of argmax."""
     return highest(logits, 5)
 
@@ -84,11 +79,6 @@ def highest(logits: Tensor, k: int) -> Tensor:
     return best
 
 
-def very_highest(logits: Tensor) -> Tensor:
-    """The class of the highest logit, int64 [b, 1]."""
-    return logits.argmax(1, keepdim=True)
-
-
 def is_first(classes: Tensor, labels: Tensor) -> Tensor:
     return classes[:, 0] == labels
 
@@ -99,8 +89,8 @@ def is_among(classes: Tensor, labels: Tensor) -> Tensor:
 
 def top_k(name: str, k: int, *, headline: bool = True) -> Metric:
     """The fraction of samples whose label is among the `k` highest logits, counted in evaluation only."""
-    predict = five_highest if k == 5 else partial(highest, k=k)
-    return Metric(name, predict, is_among, ".2%", headline=headline, fewest_classes=k + 1)
+    predict = top5 if k == 5 else partial(highest, k=k)
+    return Metric(name, ".2%", headline, k + 1, predict=predict, score=is_among)
 
 
 def same(logits: Tensor) -> Tensor:
@@ -142,26 +132,15 @@ def micro_f1(predicted: Tensor, labels: Tensor) -> float:
     return 2 * hits / both if both else 0.0
 
 
-def average_precision_of_classes(logits: Tensor, labels: Tensor) -> list[float | None]:
-    """The average precision of each class, as scikit-learn's `average_precision_score`; None without an image of it."""
-    pairs = zip(logits.T.numpy(), labels.T.numpy(), strict=True)
-    return [_average_precision(scores, truth) if truth.any() else None for scores, truth in pairs]
+def ranked(name: str) -> Callable[[Tensor, Tensor], float]:
+    """The function `name` of more_metrics/ranking.py, imported when it is called: most runs need none of it."""
 
+    def compute(logits: Tensor, labels: Tensor) -> float:
+        from accel_train.records.more_metrics import ranking
 
-def mean_average_precision(logits: Tensor, labels: Tensor) -> float:
-    """mAP: the mean of the average precision over the classes that an image has."""
-    return _mean(average_precision_of_classes(logits, labels))
+        return float(getattr(ranking, name)(logits, labels))
 
-
-def micro_average_precision(logits: Tensor, labels: Tensor) -> float:
-    """The average precision over all pairs of an image and a class together; 0 if there is no label at all."""
-    return _average_precision(logits.flatten().numpy(), labels.flatten().numpy()) if labels.any() else 0.0
-
-
-def _average_precision(scores: npt.NDArray[np.float32], truth: npt.NDArray[np.bool_]) -> float:
-    from sklearn.metrics import average_precision_score
-
-    return float(average_precision_score(truth, scores))
+    return compute
 
 
 def _mean(values: list[float | None]) -> float:
@@ -172,26 +151,47 @@ def _mean(values: list[float | None]) -> float:
 METRICS: list[Metric | SplitMetric] = [
     # In training the loss is what the criterion returns (with label smoothing and class weights): see Meter.add.
     Metric(
-        "loss", same, partial(F.cross_entropy, reduction="none"), ".4f", training_predict=same, lower_is_better=True
+        "loss",
+        ".4f",
+        lower_is_better=True,
+        predict=same,
+        score=partial(F.cross_entropy, reduction="none"),
+        training_predict=same,
     ),
     # In evaluation both accuracies come from one topk, so that the first is never above the second.
-    Metric("accuracy", five_highest, is_first, ".2%", training_predict=very_highest),
+    Metric(
+        "accuracy", ".2%", predict=top5, score=is_first, training_predict=partial(torch.argmax, dim=1, keepdim=True)
+    ),
     top_k("top5_accuracy", 5, headline=False),
-    SplitMetric("f1", macro_f1, ".2%", headline=False),
+    SplitMetric("f1", ".2%", headline=False, compute=macro_f1),
 ]
 
 MULTI_LABEL_METRICS: list[Metric | SplitMetric] = [
-    Metric("loss", same, binary_cross_entropy, ".4f", training_predict=same, lower_is_better=True),
-    SplitMetric("map", mean_average_precision, ".2%"),
-    SplitMetric("micro_map", micro_average_precision, ".2%", headline=False),
-    SplitMetric("f1", macro_f1, ".2%"),
-    SplitMetric("micro_f1", micro_f1, ".2%", headline=False),
+    Metric("loss", ".4f", lower_is_better=True, predict=same, score=binary_cross_entropy, training_predict=same),
+    SplitMetric("map", ".2%", compute=ranked("mean_average_precision")),
+    SplitMetric("micro_map", ".2%", headline=False, compute=ranked("micro_average_precision")),
+    SplitMetric("f1", ".2%", compute=macro_f1),
+    SplitMetric("micro_f1", ".2%", headline=False, compute=micro_f1),
 ]
 
 
 def metrics_for(*, multi_label: bool) -> list[Metric | SplitMetric]:
     """The metrics of data whose images have one label each, or (`multi_label`) several or none."""
     return MULTI_LABEL_METRICS if multi_label else METRICS
+
+
+def figures_for(chosen: Sequence[str], *, multi_label: bool) -> list[Figure]:
+    """All figures of an evaluation: those of `metrics_for`, and after them those that are `chosen` by --metrics.
+
+    A chosen one is a headline, also if it is one of the former.
+    """
+    names = [metric_name(text) for text in chosen]
+    table = [
+        replace(metric, headline=True, chosen=True) if metric.name in names else metric
+        for metric in metrics_for(multi_label=multi_label)
+    ]
+    known = {metric.name for metric in table}
+    return [*table, *(Figure(name, ".4f", chosen=True) for name in names if name not in known)]
 
 
 def mean_metrics(*, multi_label: bool = False) -> list[Metric]:
@@ -204,10 +204,13 @@ def training_metrics(*, multi_label: bool = False) -> list[Metric]:
     return [metric for metric in mean_metrics(multi_label=multi_label) if metric.training_predict is not None]
 
 
-def headlines(figures: Mapping[str, float]) -> dict[str, str]:
-    """Those of the metrics' values that the console shows, as it shows them: {"accuracy": "97.50%"}."""
+def headlines(figures: Mapping[str, float], chosen: Sequence[str] = ()) -> dict[str, str]:
+    """Those of the metrics' values that the console shows, as it shows them: {"accuracy": "97.50%"}.
+
+    `chosen`: by --metrics.
+    """
     # Only multi-label data has a mean average precision.
-    shown = (metric for metric in metrics_for(multi_label="map" in figures) if metric.headline)
+    shown = (figure for figure in figures_for(chosen, multi_label="map" in figures) if figure.headline)
     return {metric.name: metric.show(figures[metric.name]) for metric in shown if metric.name in figures}
 
 
@@ -237,13 +240,13 @@ class Evaluation:
 
     @classmethod
     def without_figures(
-        cls, metrics: Sequence[Metric | SplitMetric], labels: Tensor, classes: int, broken: int, logits: Tensor | None
+        cls, metrics: Sequence[str], labels: Tensor, classes: int, broken: int, logits: Tensor | None
     ) -> Evaluation:
-        """The result for a split with `broken` samples. `labels`: int64 [n], or bool [n, classes]."""
+        """The result for a split with `broken` samples. `metrics`: names. `labels`: int64 [n], or bool [n, classes]."""
         images = labels.sum(0) if labels.ndim == 2 else torch.bincount(labels, minlength=classes)
         of_classes = ("average_precision", "f1") if labels.ndim == 2 else ("accuracy",)
         return cls(
-            {metric.name: math.nan for metric in metrics},
+            dict.fromkeys(metrics, math.nan),
             len(labels),
             {name: [None] * classes for name in of_classes},
             images.tolist(),
@@ -276,23 +279,3 @@ class Evaluation:
 
 
 LOWER_IS_BETTER = {metric.name for metric in METRICS + MULTI_LABEL_METRICS if metric.lower_is_better}
-
-
-def best_metric(config: Config, *, multi_label: bool) -> str:
-    """The name of the figure that decides about the best checkpoint, the plateau schedule and the patience."""
-    return config.best_metric or ("map" if multi_label else "accuracy")
-
-
-def check_best_metric(config: Config, splits: Splits) -> None:
-    """Raise UserError if the data does not have the figure, or if an option needs a validation split and has none."""
-    for option, setting in (("best-metric", config.best_metric), ("stop.patience-epochs", config.stop.patience_epochs)):
-        if setting is not None and splits.validation is None:
-            raise UserError(
-                f"--{option} {setting}: follows the validation split, but this data has none: set one aside with "
-                "--data.val-fraction 0.1, or remove the option."
-            )
-    names = [metric.name for metric in metrics_for(multi_label=splits.multi_label)]
-    if config.best_metric is not None and config.best_metric not in names:
-        kind = "images with several labels" if splits.multi_label else "images with one label each"
-        usable = ", ".join(name for name in get_args(BestMetric) if name in names)
-        raise UserError(f"--best-metric {config.best_metric}: this data has {kind}; choose one of {usable}.")

@@ -22,7 +22,10 @@ LARGEST = 1 << 14  # height or width of an image, in pixels
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Input: normalised images, float32 [b, channels, image_size, image_size]. Output: logits, float32 [b, classes]."""
+    """Input: normalised images, float32 [b, channels, image_size, image_size]. Output: logits, float32 [b, classes].
+
+    Training may have had smaller or larger ones, see `training_size`.
+    """
 
     classes: tuple[str, ...]
     """The names of the classes, in the order of the logits."""
@@ -39,7 +42,7 @@ class ModelInfo:
     full_scale: int = 255
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of a user's float tensors."""
     semantics: int = 1
-    """The version of the meaning of settings: see config/semantics.py."""
+    """The version of the meaning of settings: see config/compatibility.py."""
     origin: Origin = field(default_factory=Origin)
     """Of the weights that the run began from."""
     multi_label: bool = False
@@ -47,6 +50,19 @@ class ModelInfo:
     range: tuple[float, float] | None = None
     """The values of black and white in images of more than 8 bits (--data.range); None: those of 16 bits, and images
     without a range of their own are refused."""
+    trained_at: int | None = None
+    """Height and width of the images in training, for which the model was created; None: image_size."""
+
+    @property
+    def training_size(self) -> int:
+        """Height and width of the images for which the model was created."""
+        return self.trained_at or self.image_size
+
+    def at_size(self, size: int | None) -> ModelInfo:
+        """The same for images of another size; None: for the same."""
+        if size is None or size == self.image_size:
+            return self
+        return dataclasses.replace(self, image_size=size, trained_at=self.training_size)
 
     @property
     def takes_files(self) -> bool:
@@ -55,7 +71,7 @@ class ModelInfo:
 
     def to_json(self) -> str:
         values = dataclasses.asdict(self)
-        for name, default in (("multi_label", False), ("range", None)):
+        for name, default in (("multi_label", False), ("range", None), ("trained_at", None)):
             if values[name] == default:
                 del values[name]  # older versions can read the file then
         return json.dumps(values, indent=2) + "\n"
@@ -92,6 +108,7 @@ def _impossible(info: ModelInfo) -> str:
         "classes": len(info.classes) >= 2 and all(map(_is_text, info.classes)),
         "channels": is_count(channels, 1, LARGEST),
         "image_size": is_count(info.image_size, 1, LARGEST),
+        "trained_at": is_count(info.training_size, 1, LARGEST),
         "native_size": native is None or is_count(native, 1, LARGEST),
         "mean": len(info.mean) == channels and all(is_number(value, -1e6, 1e6) for value in info.mean),
         "full_scale": info.full_scale in (1, 255),

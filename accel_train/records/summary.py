@@ -1,12 +1,7 @@
-"""Summaries of a run: what is trained, the result, and the commands to try next."""
+"""What is trained: the first lines of a run, what --config-only prints, and what model.json and data.json say."""
 
 from __future__ import annotations
 
-import re
-import shlex
-import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,24 +10,25 @@ from torch import nn
 
 from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import learning_settings
-from accel_train.config.schema import Config, to_yaml
-from accel_train.config.semantics import SEMANTICS
+from accel_train.config.compatibility import SEMANTICS
+from accel_train.config.schema import BEST_METRICS, Config, to_yaml
 from accel_train.data.loading import resolve_mean_std
+from accel_train.data.memory import Placement
 from accel_train.data.order.drawing import create_draws
-from accel_train.data.order.plan import Plan, divide_batch
+from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
-from accel_train.data.placement import Placement
 from accel_train.data.sources.load import load_splits
-from accel_train.data.sources.splits import Splits, has_one_size, label_numbers
+from accel_train.data.sources.splits import Splits, class_counts, has_one_size
 from accel_train.errors import UserError, one_line
 from accel_train.launch.precision import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
-from accel_train.records.metrics import Evaluation, best_metric, check_best_metric, metrics_for
+from accel_train.records.cost.ledger import Ledger
+from accel_train.records.metrics import figures_for
 from accel_train.records.model_info import ModelInfo
+from accel_train.records.result import epochs_text
 from accel_train.user_code.reference import parse_reference, short_name
 
 
@@ -59,9 +55,11 @@ def describe(
     data_name = short_name("data.name", config.data.name)
     model_name = short_name("model.name", config.model.name)
     lines = {
-        "recipe": f"{config.recipe}, {config.epochs} epoch{'s' * (config.epochs > 1)}",
+        "recipe": f"{config.recipe}, {epochs_text(config.epochs)}"
+        + f", at most {config.stop.updates} updates" * (config.stop.updates is not None),
         "data": f"{data_name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
         "unused": splits.ignored,
+        "classes": class_counts(splits),
         "drawn": _drawn(config, plan),
         "input": str(placement),
         "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
@@ -80,6 +78,10 @@ DRAWN = {"balanced": "each class equally often", "weights": "samples by the weig
 
 def _drawn(config: Config, plan: Plan) -> str:
     """Return what an epoch's samples are if it does not have each of them once; "" if it has."""
+    if config.data.repeats > 1:
+        drawn = "" if config.data.sampler == "shuffle" else f", {DRAWN[config.data.sampler]}"
+        times = f"each image {config.data.repeats} times in its update"
+        return f"{plan.samples_per_epoch:,} an epoch{drawn}, {times}: an epoch has a part of the images"
     if config.data.sampler == "shuffle":
         return ""
     how_often = "an epoch may have an image more than once, or not at all"
@@ -124,9 +126,10 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
     ]
     try:
         splits = load_splits(config.data, config.seed, download=False)
-        plan = Plan(len(splits.train), config.batch_size, processes, accumulation, config.data.drop_last, virtual_batch)
+        repeats, samples = config.data.repeats, len(splits.train)
+        plan = create_plan(config, samples, processes, accumulation, virtual_batch)
         draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
-        order = TrainingSampler(plan, config.seed, splits.unreadable, draws)
+        order = TrainingSampler(plan, config.seed, splits.unreadable, draws, repeats=repeats, samples=samples)
     except UserError as error:
         lines.append(f"# updates: not known ({error})")
     else:
@@ -139,14 +142,25 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
             *([f"# drawn: {drawn}"] if (drawn := _drawn(config, plan)) else []),
             f"# updates an epoch: {plan.updates_per_epoch}",
             f"# samples of an epoch's last update: {order.real_samples(last)}",
-            f"# updates in all: {plan.updates_per_epoch * config.epochs}",
+            f"# updates in all: {plan.updates}",
         ]
     return to_yaml(config) + "\n".join(map(one_line, lines))
 
 
+def data_record(splits: Splits) -> dict[str, Any]:
+    """What data.json says of the data: the images of each split and of each class in it, and what is left out."""
+    record: dict[str, Any] = {}
+    for name, source in (("train", splits.to_train_on), ("val", splits.validation), ("test", splits.test)):
+        if source is not None:
+            labels = source.labels
+            counts = labels.sum(0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(splits.classes))
+            record[name] = {"images": len(source), "class_images": counts.tolist()}
+    return record | {"unreadable": splits.left_out, "unused": splits.ignored}
+
+
 def model_info_of(config: Config, splits: Splits, image_size: int) -> ModelInfo:
-    """What model.json says of a model that takes images of `image_size` x `image_size` pixels of this data."""
-    return ModelInfo(
+    """What model.json says of a model that trains with images of `image_size` x `image_size` pixels of this data."""
+    info = ModelInfo(
         splits.classes,
         splits.channels,
         image_size,
@@ -158,110 +172,33 @@ def model_info_of(config: Config, splits: Splits, image_size: int) -> ModelInfo:
         splits.multi_label,
         splits.value_range,
     )
+    return info.at_size(config.model.eval_image_size)
 
 
-def result_of(
-    config: Config,
-    plan: Plan,
-    train_images: int,
-    state: TrainState,
-    last: dict[str, Evaluation],
-    *,
-    multi_label: bool = False,
-) -> dict[str, Any]:
-    """Return the contents of result.json without the times of the last start.
+def resumed_text(state: TrainState, processes: int, ledger: Ledger, *, ended: bool) -> str:
+    """Where a run goes on, on how many processes if they are others than before, and what it trains again.
 
-    `last`: the newest evaluations, "test" and "test (ema)" among them.
+    `ended`: all epochs are trained.
     """
-    test, ema = last.get("test"), last.get("test (ema)")
-    metrics, metric = metrics_for(multi_label=multi_label), best_metric(config, multi_label=multi_label)
-    result: dict[str, Any] = {
-        "recipe": config.recipe,
-        "epochs": state.epoch,
-        "updates": state.update,
-        "left_out_updates": len(state.left_out),
-        "world_size": plan.processes,
-        "train_images": train_images,
-        "test_images": test.count if test else 0,
-        **{f"test_{metric.name}": test.figures[metric.name] if test else None for metric in metrics},
-        **{
-            f"ema_test_{metric.name}": ema.figures[metric.name] if ema else None
-            for metric in metrics
-            if metric.headline
-        },
-        "stopped_by": state.stopped_by(config),
-        "best_val_accuracy": state.best_figure if metric == "accuracy" else None,
-        "best_metric": metric,
-        "best_value": state.best_figure,
-        "best_update": state.best_update,
-        "images_per_second": state.timed_samples / state.train_seconds if state.timed_samples else None,
-        "train_seconds": state.train_seconds,
-    }
-    if test:
-        result |= test.as_record()
-    return result | {"settings": learning_settings(config)}
+    place = "with all epochs trained" if ended else f"in epoch {state.epoch + 1}"
+    text = f"continuing after update {state.update}, {place}"
+    if ledger.processes_before not in (0, processes):
+        text += f", on {processes} process{'es' * (processes > 1)} ({ledger.processes_before} before)"
+    if repeated := ledger.repeated_updates:
+        text += f"; at least {repeated} update{'s are' if repeated > 1 else ' is'} trained again"
+    return text
 
 
-def stopped_text(config: Config, state: TrainState, *, multi_label: bool) -> str | None:
-    """Why the run has ended before its last epoch, for the user; None if it has not."""
-    stop, reason = config.stop, state.stopped_by(config)
-    if reason == "hours":
-        return f"by --stop.hours {stop.hours:g}, after {state.wall_seconds / 3600:.2g} hours"
-    if reason != "patience":
-        return None
-    metric = best_metric(config, multi_label=multi_label)
-    best = "none" if state.best_figure is None else f"{state.best_figure:.4f} after update {state.best_update}"
-    epochs = f"{stop.patience_epochs} epochs" if stop.patience_epochs != 1 else "an epoch"
-    return f"by --stop.patience-epochs, after {epochs} without a better val {metric} (best: {best})"
-
-
-def next_steps(run: Path, image: Path | None) -> dict[str, str]:
-    """Return commands to try after a run, by what they do. `image`: a file to try the model on."""
-    program, folder = typed_program(), shlex.quote(str(run))
-    return {
-        "evaluate": f"{program} evaluate {folder}",
-        "predict": f"{program} predict {folder} {shlex.quote(str(image)) if image else 'IMAGE…'}",
-        "report": f"{program} report {folder}",
-        "other recipes": f"{program} recipes",
-    }
-
-
-def typed_program() -> str:
-    """Return how to type this program's name: after `make train` it is not on the PATH."""
-    if shutil.which("accel-train"):
-        return "accel-train"
-    if Path(sys.argv[0]).name == "accel-train":
-        return shlex.quote(sys.argv[0])
-    return f"{shlex.quote(sys.executable)} -m accel_train"
-
-
-FOLDER, COUNT = "examples", 5  # where example images are written, and how many
-
-
-def example_image(splits: Splits, run: Path) -> Path | None:
-    """Return the path of an image that the model was not trained on, or None.
-
-    If the data is not in image files, its first test images are written to RUN/examples, with their class in the name:
-    test-0-is-cat.png.
-    """
-    source = splits.test or splits.validation
-    if source is None:
-        return None
-    if (file := Path(source.name(0))).is_file():
-        return file
-    from PIL import Image
-
-    split = "test" if splits.test else "validation"
-    written: list[Path] = []
-    try:
-        (run / FOLDER).mkdir(exist_ok=True)
-        for id in range(min(COUNT, len(source))):
-            names = [splits.classes[label] for label in label_numbers(source.labels[id])] or ["nothing"]
-            name = re.sub(r"[^\w.-]+", "_", "-".join(names))
-            path = run / FOLDER / f"{split}-{id}-is-{name[:100]}.png"
-            pixels = torch.as_tensor(source.fetch([id])[0]).cpu().permute(1, 2, 0)
-            Image.fromarray(pixels.squeeze(-1).contiguous().numpy()).save(path)
-            written.append(path)
-    except (OSError, UserError):  # a full disk or an unreadable image: examples are not essential
-        pass
-    return written[0] if written else None
+def check_best_metric(config: Config, splits: Splits) -> None:
+    """Raise UserError if the data does not have the figure, or if an option needs a validation split and has none."""
+    for option, setting in (("best-metric", config.best_metric), ("stop.patience-epochs", config.stop.patience_epochs)):
+        if setting is not None and splits.validation is None:
+            raise UserError(
+                f"--{option} {setting}: follows the validation split, but this data has none: set one aside with "
+                "--data.val-fraction 0.1, or remove the option."
+            )
+    names = [figure.name for figure in figures_for(config.metrics, multi_label=splits.multi_label)]
+    if config.best_metric is not None and config.best_metric not in names:
+        kind = "images with several labels" if splits.multi_label else "images with one label each"
+        usable = ", ".join(name for name in BEST_METRICS if name in names)
+        raise UserError(f"--best-metric {config.best_metric}: this data has {kind}; choose one of {usable}.")

@@ -3,53 +3,112 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accel_train.analysis.evaluate_run import evaluate_run
 from accel_train.analysis.load_run import read_config
+from accel_train.analysis.measure import EvaluationResult
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.checkpoint.weights import digest_of_run
 from accel_train.data.sources.load import load_splits
-from accel_train.errors import UserError, print_line, reason_of, writing
+from accel_train.errors import UserError, reason_of, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import Launch
-from accel_train.report.comparison import page_of_runs
-from accel_train.report.page import check_library, page_of_run
-from accel_train.report.pictures import Picture, worst_pictures
-from accel_train.report.plots import import_pyplot
-from accel_train.report.records import RunRecords, check_runs
+from accel_train.report.one_run.augmented import augmented_pictures
+from accel_train.report.one_run.page import Pictures, page_of_run
+from accel_train.report.one_run.pictures import right_pictures, worst_pictures
+from accel_train.report.several_runs.compared import Compared, groups_of, names_of
+from accel_train.report.several_runs.differences import Difference, differences_of_runs, differences_of_settings
+from accel_train.report.several_runs.images.answers import answers_of
+from accel_train.report.several_runs.page import page_of_runs
+from accel_train.report.several_runs.seeds import table_of_seeds
+from accel_train.report.several_runs.words import names_of_groups
+from accel_train.report.shared.plots import import_pyplot
+from accel_train.report.shared.records import RunRecords, check_runs
+from accel_train.report.shared.render import check_library
 from accel_train.untrusted import read_json_object
 
 
-def report(
-    launch: Launch, paths: Sequence[Path], *, output: Path | None, evaluates: bool, trust_code: bool = False
-) -> int:
-    """Write the report of one run, or the comparison of several. Returns the exit code.
+@dataclass(frozen=True)
+class ReportResult:
+    """A page that was written."""
 
-    `output`: default report.html in the folder of the first run. `evaluates`: if there are no predictions of the run's
-    weights, evaluate them once; else leave out what needs them. `trust_code`: see `read_config`. Raises UserError.
+    path: Path
+    figures: Mapping[str, Any] = field(repr=False)
+    """Of the evaluation that it shows, as RUN/evaluation-SPLIT.json has them; {} if there is none, or several runs."""
+    over_seeds: tuple[list[str], list[list[str]]] = field(repr=False)
+    """Of several runs: the table of `table_of_seeds`."""
+    differences: tuple[Difference, ...] = field(default=(), repr=False)
+    """Of several runs: between settings that have several runs each, then between the runs themselves."""
+
+
+def report(
+    launch: Launch,
+    paths: Sequence[Path],
+    *,
+    output: Path | None = None,
+    evaluates: bool = True,
+    trust_code: bool = False,
+) -> ReportResult:
+    """Write the report of one run, or the comparison of several.
+
+    `output`: default report.html in the folder of the run, or comparison.html in that of the first of several.
+    `evaluates`: if there are no predictions of a run's weights, evaluate them once, and keep them; else leave out what
+    needs them. `trust_code`: see `read_config`. Raises UserError.
     """
     launch.check_alone("report")
     import_pyplot()  # their absence is told before the work
     check_library()
     runs = check_runs(paths)
-    output = output or paths[0] / "report.html"
+    output = output or paths[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     with writing("--output", output):
         check_writable(output)
+    evaluate = partial(evaluate_run, launch, trust_code=trust_code, keep_predictions=True) if evaluates else None
     if len(runs) > 1:
-        with _of_records(*paths):
-            page = page_of_runs(runs, [])
-    else:
-        notes: list[str] = []
-        evaluation, pictures = _evaluated(launch, runs[0], notes, evaluates=evaluates, trust_code=trust_code)
-        with _of_records(paths[0]):
-            page = page_of_run(runs[0], evaluation, pictures, notes)
+        return _compare(runs, output, evaluate, trust_code=trust_code)
+    pictures, notes = Pictures(), list[str]()
+    evaluation, predictions = _evaluated(runs[0], notes, evaluate)
+    if predictions is not None or evaluates:
+        pictures = _pictures(runs[0], evaluation.get("split", ""), predictions, notes, trust_code=trust_code)
+    with _of_records(*paths):
+        page = page_of_run(runs[0], evaluation, pictures, notes)
     with writing("--output", output):
         atomic_write(output, page)
-    print_line(f"report: {output}")
-    return 0
+    return ReportResult(output, evaluation, ([], []))
+
+
+def _compare(
+    runs: Sequence[RunRecords], output: Path, evaluate: Callable[..., EvaluationResult] | None, *, trust_code: bool
+) -> ReportResult:
+    """Write the page of several runs."""
+    compared = [_compared(run, name, evaluate) for run, name in zip(runs, names_of(runs), strict=True)]
+    with _of_records(*(run.path for run in runs)):
+        groups = groups_of(compared)
+        of_settings = differences_of_settings(groups, names_of_groups(groups))
+        of_runs = differences_of_runs(compared)
+        page = page_of_runs(compared, of_settings, of_runs, output, trust_code=trust_code)
+        over_seeds = table_of_seeds(runs)
+    with writing("--output", output):
+        atomic_write(output, page)
+    return ReportResult(output, {}, over_seeds, (*of_settings, *of_runs))
+
+
+def _compared(run: RunRecords, name: str, evaluate: Callable[..., EvaluationResult] | None) -> Compared:
+    """A run with what its model answered. Its logits are dropped: those of many runs would fill the memory."""
+    notes = list[str]()
+    evaluation, predictions = _evaluated(run, notes, evaluate)
+    answers = None
+    if predictions is not None:
+        try:
+            answers = answers_of(predictions, run.config.seed)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            notes.append(f"the kept predictions are damaged ({reason_of(error, 100)}); remove predictions-*.npz.")
+    record = evaluation.get("ema") or evaluation.get("model")
+    return Compared(name, run, answers, record if isinstance(record, dict) else {}, " ".join(notes))
 
 
 @contextlib.contextmanager
@@ -67,34 +126,29 @@ def _of_records(*runs: Path) -> Iterator[None]:
 
 
 def _evaluated(
-    launch: Launch, run: RunRecords, notes: list[str], *, evaluates: bool, trust_code: bool
-) -> tuple[dict[str, Any], list[Picture]]:
-    """The newest evaluation of the run's weights, and the worst images; {} and [] if there are none, which `notes`
-    says."""
+    run: RunRecords, notes: list[str], evaluate: Callable[..., EvaluationResult] | None
+) -> tuple[dict[str, Any], Predictions | None]:
+    """The newest evaluation of the run's weights, and its predictions; {} and None if there are none, which `notes`
+    says. A new one is kept."""
     try:
         digest = digest_of_run(run.path)
     except UserError as error:
         notes.append(f"There are no figures of a model: {error}")
-        return {}, []
+        return {}, None
     splits = ["test", "val"] if run.evaluations("test", "model") or not run.evaluations("val", "model") else ["val"]
     found = _kept(run.path, digest, splits, notes)
-    if found is None and evaluates:
-        try:
-            path = run.path / f"predictions-{splits[0]}.npz"
-            measured = evaluate_run(
-                launch, run.path, split=splits[0], checkpoint=None, overrides=(), trust_code=trust_code,
-                predictions=path,
-            )  # fmt: skip
-        except UserError as error:
-            notes.append(f"The model could not be evaluated: {error}")
-            return {}, []
-        # Not read from the files, which may be impossible to write.
-        found = None if measured.predictions is None else (measured.record, measured.predictions)
-    if found is None:
+    if found is not None:
+        return found
+    if evaluate is None:
         notes.append("These weights have no predictions yet. To compute them, leave out --no-evaluate true.")
-        return {}, []
-    record, predictions = found
-    return record, _pictures(run, record["split"], predictions, notes, trust_code=trust_code)
+        return {}, None
+    try:
+        result = evaluate(run.path, split=splits[0])
+    except UserError as error:
+        notes.append(f"The model could not be evaluated: {error}")
+        return {}, None
+    result.keep(run.path, run.path / f"predictions-{splits[0]}.npz")
+    return result.figures, result.predictions
 
 
 def _kept(run: Path, digest: str, splits: Sequence[str], notes: list[str]) -> tuple[dict[str, Any], Predictions] | None:
@@ -115,15 +169,25 @@ def _kept(run: Path, digest: str, splits: Sequence[str], notes: list[str]) -> tu
 
 
 def _pictures(
-    run: RunRecords, split: str, predictions: Predictions, notes: list[str], *, trust_code: bool
-) -> list[Picture]:
+    run: RunRecords, split: str, predictions: Predictions | None, notes: list[str], *, trust_code: bool
+) -> Pictures:
+    """Images of the evaluated `split`, if there are predictions of it, and of the training; `notes` says why not."""
     try:
         config = read_config(run.path, uses=("data.name",), trust_code=trust_code)
         splits = load_splits(config.data, config.seed, download=False, record=run.path)
-        source = splits.test if split == "test" else splits.validation
-        if source is None or len(source) != len(predictions.ids):
-            raise UserError("the data has changed since the evaluation.")
-        return worst_pictures(predictions, source, run.info, config)
     except UserError as error:
-        notes.append(f"The worst images are left out: {error}")
-        return []
+        notes.append(f"The images are left out: {error}")
+        return Pictures()
+    pictures = Pictures()
+    try:
+        pictures = Pictures(augmented=augmented_pictures(splits, run.info, config))
+    except UserError as error:
+        notes.append(f"The training images are left out: {error}")
+    if predictions is None:
+        return pictures
+    source = splits.test if split == "test" else splits.validation
+    if source is None or len(source) != len(predictions.ids):
+        notes.append(f"The {split} images are left out: the data has changed since the evaluation.")
+        return pictures
+    shown = (predictions, source, run.info, config)
+    return replace(pictures, worst=worst_pictures(*shown), right=right_pictures(*shown))

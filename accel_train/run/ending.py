@@ -2,53 +2,187 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
 
 from accel_train.errors import UnsavedError
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.launch.environment import INTERRUPTED, at_terminal
+from accel_train.launch.parent import elastic_id, other_agents_restart
+from accel_train.launch.precision import precision
+from accel_train.launch.process import ranges
 from accel_train.records.cost.summary import cost_of
+from accel_train.records.directory import MARKER
+from accel_train.records.events import Ended, Noted, Warned
+from accel_train.records.result import epochs_text, example_image, final_figures, next_steps, result_of, stopped_text
 from accel_train.run.run import Run
+from accel_train.run.stopping import LAUNCHER_DEATH
+
+SPREAD_SECONDS = 3.0  # within which all agents of torchrun send SIGTERM when one has joined
 
 
-def finish(run: Run) -> int:
-    """End a run that is trained and tested; return the exit code.
+@dataclass(frozen=True)
+class TrainingResult(os.PathLike[str]):
+    """How a training has ended: the same on all processes. It is also the path of the run's directory."""
 
-    Raises UnsavedError, on the main process only, if the final weights or the result could not be written.
+    directory: Path
+    finished: bool
+    """False if it was asked to stop: the same call continues it."""
+    stopped_by: str | None
+    """Of a finished run "epochs", "updates", "patience" or "hours"; else what asked: "SIGUSR1", or "the file STOP"."""
+    figures: Mapping[str, Any]
+    """Those of result.json; of a run that is not finished only its "epochs" and "updates"."""
+    failed_writes: int = 0
+    """Checkpoints and records that could not be written on the way; the console has warned of them."""
+    nothing_left: bool = False
+    """The run was finished before, and nothing was trained."""
+    others_go_on: bool = False
+    """Only some agents of torchrun have left the run: the others start their processes again, but only if these fail.
+    If one ended with 0, they would take the run for finished."""
+    objects: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The objects of the program that were trained with: option ("model.name") -> object. Pickled, it has none."""
+
+    def __repr__(self) -> str:
+        ended = "finished" if self.finished else "not finished"
+        shown = {name: self.figures[name] for name in ("epochs", "updates") if name in self.figures}
+        test = {name: value for name, value in self.figures.items() if name.startswith("test_")}
+        shown |= {name: round(value, 4) for name, value in test.items() if isinstance(value, float)}
+        figures = "".join(f", {name}={value}" for name, value in shown.items())
+        return f"TrainingResult({str(self.directory)!r}, {ended}, stopped_by={self.stopped_by!r}{figures})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "objects": {}}
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.directory / name
+
+
+def finish(run: Run) -> TrainingResult:
+    """End a run that is trained and tested. Collective.
+
+    Raises UnsavedError, on all processes, if the final weights or the result could not be written.
     """
-    checkpoints, directory, log = run.checkpoints, run.directory, run.log
     run.stop_requests.end()
-    log.warn_of_failed_saves(checkpoints)
-    if run.is_main and checkpoints.last_saved != run.state.update:
-        raise UnsavedError(log.log_unsaved_end(checkpoints, run.resume_command))
-    run.ledger.end(finished=True)
-    times = {"wall_seconds": time.monotonic() - run.began, "cost": cost_of(run.ledger.starts)}
-    if problem := log.log_end(run.state, run.evaluations, run.stopwatch, times):
-        problem += f" After freeing space: {run.resume_command}"
-        run.console.warn(problem)
-    if problem := problem or checkpoints.unpublished:
-        raise UnsavedError(problem)
-    return 1 if checkpoints.failures or directory.failures else 0
+    return _end(run, _finish)
 
 
-def interrupt(run: Run) -> int:
-    """Save and end a run that was asked to stop; return the exit code.
+def interrupt(run: Run) -> TrainingResult:
+    """Save and end a run that was asked to stop. Collective.
 
     Raises UnsavedError, on all processes, if the checkpoint could not be written.
     """
     run.save(wait=True)
     run.stop_requests.end()
-    run.ledger.end(finished=False)
-    reason = run.stop_requests.reason or "another process's signal"
+    reason, others_go_on = _reason(run)
+    return _end(run, partial(_interrupt, reason=reason, others_go_on=others_go_on))
 
-    def write() -> tuple[str, int]:
-        problem = run.log.log_interruption(run.state, reason, run.checkpoints, run.resume_command)
-        return problem, 1 if problem or run.checkpoints.failures or run.directory.failures else 0
 
-    problem, code = broadcast_from_main(run.accelerator, write)
+def _end(run: Run, decide: Callable[[Run], TrainingResult | UnsavedError]) -> TrainingResult:
+    outcome = broadcast_from_main(run.accelerator, lambda: decide(run))
     run.accelerator.wait_for_everyone()  # if one process left first, its launcher would end the others
-    if reason == "SIGINT" and at_terminal():
-        code = INTERRUPTED
+    if isinstance(outcome, UnsavedError):
+        raise outcome
+    return outcome
+
+
+def _finish(run: Run) -> TrainingResult | UnsavedError:
+    checkpoints, config, state, splits = run.checkpoints, run.config, run.state, run.setup.splits
+    folder = run.directory.path
+    run.report_saves()
+    if checkpoints.last_saved != state.update:
+        reason = f"the final checkpoint could not be written; kept: {checkpoints.kept}"
+        title = "The final weights could not be saved: the run is not finished."
+        shown, commands = {"kept": checkpoints.kept, "run": str(folder)}, {"after freeing space": run.resume_command}
+        run.emit(Ended(state.update, "failed", title, shown, commands, status={"reason": reason}))
+        return UnsavedError(f"{title} Kept: {checkpoints.kept}. After freeing space: {run.resume_command}")
+    run.ledger.end(finished=True)
+    last, multi_label, epoch = run.evaluations, splits.multi_label, state.current_epoch(config, run.setup.plan)
+    result = result_of(config, run.setup.plan, len(splits.to_train_on), state, last, multi_label=multi_label) | {
+        "precision": precision(run.accelerator),
+        "warm_up_seconds": run.stopwatch.warm_up,  # like wall_seconds, of the last start
+        "wall_seconds": time.monotonic() - run.began,
+        "cost": cost_of(run.ledger.starts),
+    }
+    problem = ""
+    if not run.directory.result(result):
+        problem = f"{folder}/result.json could not be written: the run is not finished."
+    if stopped := stopped_text(config, run.setup.plan, state, multi_label=multi_label):
+        run.emit(Noted(f"stopped: {stopped}", {"update": state.update}))
+    epochs = f"{result['epochs']:g} of " * (result["stopped_by"] != "epochs") + epochs_text(config.epochs)
+    run.emit(
+        Ended(
+            state.update,
+            "failed" if problem else "finished",
+            f"{config.recipe}: {epochs}, {state.update} updates",
+            final_figures(result, state, last, stopped, folder, config.metrics),
+            next_steps(folder, example_image(splits, folder)),
+            status={"epoch": epoch, "eta_seconds": 0} | ({"reason": problem} if problem else {}),
+            result=result,
+            stopped_by=result["stopped_by"],
+        )
+    )
     if problem:
-        raise UnsavedError(problem, code=code)
-    return code
+        problem += f" After freeing space: {run.resume_command}"
+        run.emit(Warned(problem))
+    if problem := problem or checkpoints.unpublished:
+        return UnsavedError(problem)
+    return TrainingResult(folder, True, result["stopped_by"], result, _failed_writes(run))
+
+
+def _interrupt(run: Run, *, reason: str, others_go_on: bool) -> TrainingResult | UnsavedError:
+    checkpoints, state, directory = run.checkpoints, run.state, run.directory
+    run.ledger.end(finished=False)
+    go_on = None if others_go_on else run.resume_command
+    if elastic_id() and reason == "SIGTERM":
+        go_on = f"by itself if another agent has joined. If not: {go_on}"
+    run.emit(Noted("interrupted", {"update": state.update, "reason": reason}))
+    by = "Ctrl-C" if reason == "SIGINT" else reason
+    stopped = f"Stopped by {by} after update {state.update} of {run.pace.total_updates}"
+    newest, shown, problem = checkpoints.newest(), {"run": str(directory.path)}, ""
+    if newest is not None and checkpoints.last_saved == state.update:
+        title = f"{stopped}; nothing is lost."
+        if go_on is not None and not directory.ask_for_requeue(state.update):
+            shown["job"] = f"{MARKER} could not be written: a job script will not start the run again"
+    else:
+        title = f"{stopped}, but this could not be saved."
+        shown = {"kept": checkpoints.kept, **shown}
+        # Without a checkpoint of its own this start made no progress, nor would the next: do not requeue for ever.
+        if newest is not None and (checkpoints.last_saved or 0) > run.ledger.start.first_update:
+            directory.ask_for_requeue(checkpoints.last_saved or 0)
+        problem = f"{title} Kept: {checkpoints.kept}."
+    commands = {"go on": go_on or "by itself, without that process"}
+    state_now, status = ("failed", {"reason": problem}) if problem else ("interrupted", {})
+    run.emit(Ended(state.update, state_now, title, shown, commands, status=status, stopped_by=reason))
+    if problem:
+        return UnsavedError(problem, stopped_by=reason)
+    figures = {"epochs": run.setup.plan.epochs_until(state.epoch, state.epoch_samples), "updates": state.update}
+    return TrainingResult(directory.path, False, reason, figures, _failed_writes(run), others_go_on=others_go_on)
+
+
+def _failed_writes(run: Run) -> int:
+    return len(run.checkpoints.failures) + run.directory.failures
+
+
+def _reason(run: Run) -> tuple[str, bool]:
+    """Why the run was asked to stop, and whether only some agents leave, so that the others go on. Collective."""
+    deadline = time.monotonic() + SPREAD_SECONDS
+    while True:
+        reasons = gather_object([run.stop_requests.reason])
+        first = next(filter(None, reasons), "another process's signal")
+        asked = [rank for rank, reason in enumerate(reasons) if reason]
+        # The file STOP and the warning before a job's end are meant for all, and at a joining all agents send SIGTERM.
+        leaves = set(reasons) <= {"", "SIGTERM", "SIGINT", LAUNCHER_DEATH} and len(asked) < len(reasons)
+        if not (leaves and other_agents_restart()):
+            return first, False
+        if broadcast_from_main(run.accelerator, lambda: time.monotonic() > deadline):
+            return f"{first} (rank {ranges(asked)})", True
+        time.sleep(0.2)

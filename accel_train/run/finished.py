@@ -14,13 +14,14 @@ from typing import Any
 
 from accel_train.checkpoint.directory import list_updates
 from accel_train.config.compatibility import END_KEYS, affects_learning, differences, is_under, not_allowed
+from accel_train.config.option_types import value
 from accel_train.config.options import parse
-from accel_train.config.schema import Config, as_dict, value
+from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
 from accel_train.ownership.generation import is_late
 from accel_train.ownership.lease import Lease
-from accel_train.run.relaunch import resume_command
+from accel_train.records.result import epochs_text, resume_command
 from accel_train.untrusted import read_regular_file
 
 RESULT = "result.json"
@@ -33,8 +34,8 @@ MODEL_KEYS = ("model", "data.name", "data.channels", "data.classes", "data.image
 class FinishedRun:
     """A finished run whose directory is used for a new start."""
 
-    nothing_left: bool = False
-    """The run has already done everything that is asked for."""
+    result: Mapping[str, Any] = field(default_factory=dict)
+    """The content of result.json, if the run has already done everything that is asked for."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Files of the run's directory, and the names under which they are kept when the run goes on."""
     note: str = ""
@@ -90,8 +91,8 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
     done, changes = result["epochs"], differences(_settings(run, result), config)
     changed = [key for key in changes if key in END_KEYS or affects_learning(key, config.schedule.name)]
     if not changed:
-        return FinishedRun(nothing_left=True)
-    head = f"{run} holds a finished run of {done} epoch{'s' * (done > 1)}, which differs from this start's settings: "
+        return FinishedRun(result)
+    head = f"{run} holds a finished run of {epochs_text(done)}, which differs from this start's settings: "
     head += "; ".join(f"{key}: {changes[key]}" for key in changed)
     if longer := _too_short(result, config):
         raise UserError(f"{head}. Give another --output-dir (or {longer}, to go on from its end).")
@@ -103,7 +104,7 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
     refused += [key for key in changed if key in END_KEYS and not is_under(key, allowed) and key not in refused]
     if not refused:
         renamed = {name: f"{Path(name).stem}-epoch-{done}{Path(name).suffix}" for name in (*WEIGHTS, RESULT)}
-        note = f"goes on from the end of a run of {done} epochs: its result is kept as {renamed[RESULT]}"
+        note = f"goes on from the end of a run of {epochs_text(done)}: its result is kept as {renamed[RESULT]}"
         return FinishedRun(renamed=renamed, note=note)
     if any(is_under(key, MODEL_KEYS) for key in refused):
         raise UserError(f"{head}. Give another --output-dir.")
@@ -116,7 +117,8 @@ def _too_short(result: Mapping[str, Any], config: Config) -> str:
     """What must be larger for a run with this result to go on, in words; "" if it goes on with `config`."""
     if config.epochs <= result["epochs"]:
         return "more epochs"
-    by = {"patience": "stop.patience-epochs", "hours": "stop.hours"}.get(str(result.get("stopped_by")))
+    options = {"updates": "stop.updates", "patience": "stop.patience-epochs", "hours": "stop.hours"}
+    by = options.get(str(result.get("stopped_by")))
     if by is None:
         return ""
     before, now = result.get("settings", {}).get(by), value(config, by)
@@ -132,7 +134,7 @@ def _read(content: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(result, dict) or not isinstance(result.get("settings", {}), dict):
         return None
-    kinds = {"recipe": str, "epochs": int, "updates": int}
+    kinds: dict[str, Any] = {"recipe": str, "epochs": (int, float), "updates": int}
     return result if all(isinstance(result.get(name), kind) for name, kind in kinds.items()) else None
 
 

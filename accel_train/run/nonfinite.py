@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,14 +35,15 @@ from accel_train.config.schema import Config
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
 from accel_train.files import set_default_permissions
-from accel_train.optim.amp_internals import flag_nonfinite, scale_without_waiting
-from accel_train.records.run_log import RunLog
+from accel_train.launch.compat import flag_nonfinite, scale_without_waiting
+from accel_train.records.directory import RunDirectory
+from accel_train.records.events import Event, Noted, Skipped, Warned
 
 MOST_IN_A_ROW = 10  # skipped updates in a row: then the model is broken, not a sample
 
 
 @dataclass
-class Window:
+class CheckedUpdate:
     """The batches and losses of one update, on this process."""
 
     number: int = 0  # of the update, counted from 1
@@ -60,24 +62,27 @@ class Guard:
         accelerator: Accelerator,
         model: nn.Module,
         transform: BatchTransform,
-        log: RunLog,
+        directory: RunDirectory,
+        emit: Callable[[Event], None],
     ) -> None:
-        """`model`: as Accelerate prepared it; `transform`: of training batches."""
-        self.config, self.accelerator, self.transform, self.log = config, accelerator, transform, log
+        """`model`: as Accelerate prepared it; `transform`: of training batches; `emit`: says what happens."""
+        self.config, self.accelerator, self.transform = config, accelerator, transform
+        self.directory, self.emit = directory, emit
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = list(model.buffers())
         self._one = torch.ones((), device=accelerator.device)
         self._before: list[Tensor] = []  # buffers before an update that may be skipped
-        self._window = Window()
-        self._unread: Window | None = None  # the previous update, if the host has not yet read its answer
+        self._window = CheckedUpdate()
+        self._unread: CheckedUpdate | None = None  # the previous update, if the host has not yet read its answer
         self._everyone: list[
             tuple[int, int, float, float]
         ] = []  # rank, id, loss and weight of each sample of a bad update
-        self._rewinds = False
+        self.must_rewind = False
+        """Whether one of the answers that were read asks for it."""
 
     def start(self, state: TrainState) -> None:
         """Begin an update. Call it before the first forward pass, which may spoil BatchNorm's statistics."""
-        self._window = Window(state.update + 1)
+        self._window = CheckedUpdate(state.update + 1)
         self._before = []
         if self.config.on_nonfinite == "skip" or state.update + 1 in state.left_out:
             self._before = [buffer.clone() for buffer in self.buffers]
@@ -103,7 +108,7 @@ class Guard:
                     window.bad = torch.empty((), pin_memory=True).copy_(window.bad, non_blocking=True)
                     window.copied = torch.cuda.current_stream().record_event()
                 # The update after a bad one is computed with its weights: it is not judged.
-                self._unread = None if self._rewinds else window
+                self._unread = None if self.must_rewind else window
                 return True
             if not window.bad.item():
                 return True
@@ -112,18 +117,17 @@ class Guard:
             buffer.copy_(before)
         return False
 
-    def rewinds(self, state: TrainState, *, due: bool) -> bool:
-        """Whether the run must return to its last checkpoint. Call it at the end of an update.
+    def rewinds(self, state: TrainState) -> bool:
+        """Whether the run must return to its last checkpoint: `must_rewind`, after all answers were read.
 
-        `due`: something will be logged or saved now, so all answers must be read. Raises UserError like `check_step`.
+        Call it before something is logged or saved. Raises UserError like `check_step`.
         """
-        if due:
-            self._read(state)
-        return self._rewinds
+        self._read(state)
+        return self.must_rewind
 
     def reset(self) -> None:
         """Call this after the run has returned to its last checkpoint."""
-        self._unread, self._rewinds = None, False
+        self._unread, self.must_rewind = None, False
 
     def _find_bad(self) -> Tensor:
         """1 if this update must not count, else 0: float32 [] on the device, the same on all processes."""
@@ -165,14 +169,14 @@ class Guard:
             if window.bad.item():
                 self._act(window, state)
 
-    def _act(self, window: Window, state: TrainState) -> None:
+    def _act(self, window: CheckedUpdate, state: TrainState) -> None:
         """Save the samples of a bad update and report it; then stop, or record it as skipped."""
         problem = self._describe(window)
         folder = self._write(window)
         policy = self.config.on_nonfinite
         broken = {*range(window.number - MOST_IN_A_ROW, window.number)} <= {*state.left_out}
         if policy == "stop" or broken:
-            self.log.directory.event(f"not finite: {problem}", update=window.number, action="stop")
+            self.emit(Noted(f"not finite: {problem}", {"update": window.number, "action": "stop"}))
             advice = (
                 f"the {MOST_IN_A_ROW} updates before it were skipped for the same reason: lower optim.lr in a new run"
                 if broken
@@ -183,10 +187,10 @@ class Guard:
                 f"The last checkpoint is intact; {advice}."
             )
         state.left_out.append(window.number)
-        self._rewinds = policy == "rewind"
-        self.log.log_skipped_update(window.number, problem, state, action=policy)
+        self.must_rewind = policy == "rewind"
+        self.emit(Skipped(window.number, problem, policy, len(state.left_out)))
 
-    def _describe(self, window: Window) -> str:
+    def _describe(self, window: CheckedUpdate) -> str:
         """A description of what is not finite, the same on all processes; nonfinite/update-….json has all ids."""
         ids = torch.cat([batch["ids"] for batch in window.batches]).tolist()
         weights = torch.cat([batch["weights"] for batch in window.batches]).tolist()
@@ -200,14 +204,14 @@ class Guard:
         shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
         return f"the loss of {len(bad)} of {len(self._everyone)} samples (ids {shown})"
 
-    def _write(self, window: Window) -> str:
+    def _write(self, window: CheckedUpdate) -> str:
         """Write the images, as loaded and as model input, to one file per process, and all ids to one file.
 
         Returns the folder.
         """
-        folder = self.log.directory.path / "nonfinite"
+        folder = self.directory.path / "nonfinite"
         name = f"update-{window.number:08d}"
-        if not self.log.directory.lease.holds():
+        if not self.directory.lease.holds():
             return str(folder)
         try:
             folder.mkdir(exist_ok=True)
@@ -231,7 +235,7 @@ class Guard:
                 text = json.dumps({"update": window.number, "samples": samples}, indent=1)
                 (folder / f"{name}.json").write_text(text + "\n")
         except OSError as error:
-            self.log.console.warn(f"the samples of update {window.number} cannot be written: {error}")
+            self.emit(Warned(f"the samples of update {window.number} cannot be written: {error}"))
         return str(folder)
 
 

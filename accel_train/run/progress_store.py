@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from torch import distributed
 
-from accel_train.launch.torch_internals import process_group_store
+from accel_train.launch.compat import process_group_store
+from accel_train.launch.parent import restart_count
 
 STORE_SECONDS = 10.0  # time-out of an answer
 MOST_NAMES = 4  # ranks that a message names
@@ -44,10 +44,9 @@ class ProgressStore:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun --max-restarts keeps the store
         # A separate connection, because the setup of a collective may hold the lock of the group's own for long.
         self._store: Any = distributed.PrefixStore(  # type: ignore[attr-defined]
-            f"accel_train/watchdog/{attempt}", process_group_store().clone()
+            f"accel_train/watchdog/{restart_count()}", process_group_store().clone()
         )
         self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
 

@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Literal
 
 from accelerate.utils import gather_object
 
-from accel_train.checkpoint.manager import Checkpoints
+from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.checkpoint.train_state import TrainState
+from accel_train.errors import MetricError
 from accel_train.evaluate import Batch, evaluate
-from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
-from accel_train.launch.precision import precision, precision_notice
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.ema import broadcast_buffers
 from accel_train.optim.micro_batch import evaluation_advice, memory_advice
 from accel_train.ownership.lease import Lease
-from accel_train.records.console import Console
-from accel_train.records.cost.ledger import Ledger
-from accel_train.records.cost.usage import Usage, sum_of
-from accel_train.records.directory import RunDirectory
+from accel_train.records.cost.ledger import Ledger, Usage, sum_of
+from accel_train.records.events import (
+    Closed,
+    Ended,
+    Evaluated,
+    Logged,
+    Rewound,
+    SaveBegun,
+    SaveCommitted,
+    UpdateDone,
+    Warned,
+)
 from accel_train.records.meter import Meter, Stopwatch
-from accel_train.records.metrics import Evaluation
-from accel_train.records.run_log import RunLog
-from accel_train.records.summary import model_info_of
+from accel_train.records.metrics import Evaluation, training_metrics
+from accel_train.records.result import resume_command
+from accel_train.records.sinks import Stream
 from accel_train.run.finished import FinishedRun
 from accel_train.run.nonfinite import Guard
-from accel_train.run.relaunch import resume_command
+from accel_train.run.opening import (
+    announcement,
+    create_checkpoints,
+    create_console,
+    create_sinks,
+    open_directory,
+    restore,
+    write_metadata,
+)
 from accel_train.run.stopping import StopRequests
 from accel_train.run.watchdog import Watchdog
 from accel_train.training_setup import TrainingSetup
 
-Next = Literal["go on", "save", "stop", "rewind"]
+Next = Literal["go on", "evaluate", "save", "stop", "rewind"]
 """What the training loop has to do after an update."""
 
 
@@ -44,28 +60,23 @@ class Run:
     """
 
     def __init__(
-        self, setup: TrainingSetup, lease: Lease, finished: FinishedRun | None, requests: StopRequests, began: float
+        self,
+        setup: TrainingSetup,
+        lease: Lease,
+        finished: FinishedRun | None,
+        requests: StopRequests,
+        began: float,
+        observers: Sequence[object] = (),
     ) -> None:
         """`finished`: the finished run that goes on, if it is one. `began`: when this start began, by
-        time.monotonic(). Raises UserError if the directory or its checkpoints cannot be used."""
+        time.monotonic(). `observers`: see observers.py.
+        Raises UserError if the directory or its checkpoints cannot be used."""
         self.setup, self.config, self.accelerator = setup, setup.config, setup.accelerator
         self.stop_requests, self.began = requests, began
         self.is_main = self.accelerator.is_main_process
-        self.directory = self._open_directory(lease)
-        self.checkpoints = Checkpoints(
-            lease.directory / "checkpoints",
-            self.config,
-            self.accelerator,
-            setup.model,
-            setup.optimizer,
-            samples=setup.plan.samples,
-            ema=setup.ema and setup.ema.module,
-            schedule=setup.schedule,
-            lease=lease,
-            pixels=setup.splits.semantics,
-            table=setup.splits.table,
-        )
-        self.state, self.resumed = self._restore(finished)
+        self.directory = open_directory(self.accelerator, lease)
+        self.checkpoints = create_checkpoints(setup, lease)
+        self.state, self.resumed = restore(setup, self.checkpoints, finished)
         self.ledger = Ledger(
             self.directory,
             launch=setup.launch,
@@ -77,9 +88,9 @@ class Run:
         self._first_began = began - self.state.wall_seconds  # as if all starts had followed each other at once
         # Updates done beyond those of a run that had these settings from its start (after a change of the batch size,
         # say). They are subtracted so that the schedule's epochs are epochs of the data.
-        self.extra_updates = self.state.update - setup.plan.updates_until(self.state.epoch, self.state.epoch_samples)
-        setup.schedule.step_update(self.state.update - self.extra_updates)
-        self._describe()
+        self.schedule_offset = self.state.update - setup.plan.updates_until(self.state.epoch, self.state.epoch_samples)
+        setup.schedule.step_update(self.state.update - self.schedule_offset)
+        self.checkpoints.notes += write_metadata(setup, self.directory, self.state.update)
         self.meter = Meter(self.accelerator, multi_label=setup.splits.multi_label)
         self.stopwatch = Stopwatch(self.state.train_seconds, self.state.timed_samples)
         self.evaluations: dict[str, Evaluation] = {}
@@ -91,61 +102,21 @@ class Run:
         config = self.config
         seconds = config.start_timeout_seconds, config.hang_timeout_seconds
         self.watchdog = Watchdog(self.accelerator, self.directory, requests, *seconds, setup.launch.agent)
-        self.console = Console(
-            prints=self.is_main,
-            total_updates=config.epochs * setup.plan.updates_per_epoch + self.extra_updates,
-            updates_per_epoch=setup.plan.updates_per_epoch,
-            epochs=config.epochs,
-            first_update=self.state.update,
-        )
-        self.log = RunLog(config, setup.plan, self.accelerator, self.directory, self.console)
-        self.guard = Guard(config, self.accelerator, setup.model, setup.training.transform, self.log)
-
-    def _open_directory(self, lease: Lease) -> RunDirectory:
-        path = lease.directory
-        # Once for its error, which all processes must raise.
-        broadcast_from_main(self.accelerator, lambda: bool(RunDirectory(path, writes=True)))
-        directory = RunDirectory(path, writes=self.is_main, lease=lease)
-        check_shared_directory(self.accelerator, path)
-        return directory
-
-    def _restore(self, finished: FinishedRun | None) -> tuple[TrainState, bool]:
-        """The position of the run, and whether it resumes from a checkpoint. Raises UserError."""
-        checkpoints, config = self.checkpoints, self.config
-        broadcast_from_main(self.accelerator, checkpoints.check_writable)
-        extended = finished is not None and config.resume == "auto"  # a finished run never starts from the beginning
-        # The model does not have the weights that the run began from: only a checkpoint's will do.
-        waits = self.setup.from_checkpoint and config.resume == "auto"
-        restored = checkpoints.restore("must" if extended or waits else config.resume, config.allow_change)
-        state = restored or TrainState()
-        state.check_position(self.setup.plan.samples, checkpoints.folder)
-        if finished is not None:
-            broadcast_from_main(self.accelerator, lambda: finished.rename_results(self.directory.lease))
-            checkpoints.notes.append(finished.note)
-        return state, restored is not None
-
-    def _describe(self) -> None:
-        """Write the run's settings, its model's input and classes, and its devices."""
-        setup = self.setup
-        self.directory.begin(
-            self.config,
-            model_info_of(self.config, setup.splits, setup.image_size),
-            world_size=setup.launch.world_size,
-            devices=gather_object([str(setup.device)]),
-            precision=precision(self.accelerator),
-            update=self.state.update,
-        )
-        self.checkpoints.notes += broadcast_from_main(
-            self.accelerator, lambda: self.directory.keep_code(self.config, self.state.update)
-        )
+        self.console = create_console(setup, self.state.update, self.schedule_offset)
+        self.pace = self.console.pace
+        self._last_eval = time.monotonic()  # the end of the last evaluation
+        self._failures = 0  # failed saves that the user has been warned of
+        self.sinks = create_sinks(setup, self.directory, self.console, self.ledger, observers, requests)
+        self.emit = Stream(self.sinks).emit
+        self.guard = Guard(config, self.accelerator, setup.model, setup.training.transform, self.directory, self.emit)
 
     def __enter__(self) -> Run:
         with ExitStack() as around:
             around.callback(self.checkpoints.wait)  # before the ownership is released
             around.enter_context(self.watchdog)
             around.enter_context(self.console)
-            around.callback(self.log.end_trackers)
-            around.enter_context(self.log.last_words(self.checkpoints, self.resume_command))
+            around.callback(lambda: self.emit(Closed()))
+            around.enter_context(self._report_interrupt())
             self._begin()
             self._around = around.pop_all()
         return self
@@ -162,24 +133,26 @@ class Run:
             config.checkpoint.every_seconds,
             config.rendezvous_timeout_seconds,
         )
-        self.log.begin(
-            state,
-            resumed=self.resumed,
-            splits=setup.splits,
-            model=setup.model,
-            size=setup.image_size,
-            placement=setup.training.placement,
-            loaded=setup.loaded,
-            notes=[*setup.splits.notes, *self.checkpoints.notes],
-        )
-        for warning in (precision_notice(self.accelerator), *setup.warnings):
-            if warning is not None:
-                self.log.warn(warning)
+        updates, resumed = self.pace.total_updates, self.resumed
+        for event in announcement(setup, state, self.checkpoints, self.ledger, updates=updates, resumed=resumed):
+            self.emit(event)
         if config.on_nonfinite == "rewind" and self._has_no_checkpoint():
             self.save()  # so that there is a checkpoint to go back to
-        if state.stopped_by(config) and self._has_no_checkpoint():
+        if state.stopped_by(config, setup.plan) and self._has_no_checkpoint():
             # Trained to the end in another run: the weights to publish come from a checkpoint of this one.
             self.save(wait=True)
+
+    @contextmanager
+    def _report_interrupt(self) -> Iterator[None]:
+        """Surround the training: a second Ctrl-C ends it at once, and this says which checkpoint is kept."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            kept = self.checkpoints.kept + "; another one is still being written" * self.checkpoints.is_writing
+            shown = {"kept": kept, "run": str(self.directory.path)}
+            commands = {"go on": self.resume_command}
+            self.emit(Ended(self.state.update, "failed", "Stopped without saving.", shown, commands))
+            raise
 
     def _has_no_checkpoint(self) -> bool:
         return broadcast_from_main(self.accelerator, lambda: self.checkpoints.last_saved is None)
@@ -192,7 +165,8 @@ class Run:
         """Count an update whose optimizer step was `applied` or skipped, and log it if a line is due.
 
         `window`: samples of the epoch that the update covers, of which `samples` could be read; `lr`: of its step.
-        Returns what the loop has to do now. At the end of an epoch that is never "save": it saves after the evaluation.
+        Returns what the loop has to do now; after "evaluate", save if a save is due. At the end of an epoch it is never
+        one of these two: they follow there.
         """
         state, config, plan = self.state, self.config, self.setup.plan
         state.update += 1
@@ -205,24 +179,46 @@ class Run:
             self.meter.discard()
             state.epoch_left_out += window
         self.stopwatch.trained(samples)
-        self.ledger.updated(state.update, self.stopwatch.waiting)
-        self.usage.look()
-        self.log.on_update(state, self.checkpoints.last_saved)
+        eta = self.pace.advance(state.update)
         self.watchdog.advance(state.update)
         stop, save = self.stop_requests.poll()
         every = config.checkpoint.every_updates
         self.save_is_due = save or (every is not None and state.update % every == 0)
-        ends_epoch = plan.updates_from(state.epoch_samples) == 0
-        due = stop or self.save_is_due or ends_epoch or state.update % config.log_every_updates == 0
-        if self.guard.rewinds(state, due=due):
+        ends_epoch = plan.updates_left(state.epoch, state.epoch_samples) == 0
+        evaluates = config.eval_every_updates is not None and state.update % config.eval_every_updates == 0
+        due = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
+        self.emit(UpdateDone(state.update, state.epoch + 1, self.stopwatch.waiting, eta, due))
+        self.usage.look()
+        if self.checkpoints.committed or len(self.checkpoints.failures) > self._failures:
+            self.report_saves()
+        if (due or self.guard.must_rewind) and self.guard.rewinds(state):
             return "rewind"
         if due:
             sums = self.meter.reduce()
             state.add_metrics(sums.totals, sums.samples)
-            self.log.log_updates(state, sums, lr, self.stopwatch)
+            seconds, figures = self.stopwatch.speed(sums)
+            epoch, figures = state.current_epoch(config, plan), {**sums.means, "lr": lr, **figures}
+            self.emit(Logged(state.update, epoch, seconds, figures, self.pace.eta_seconds))
         if stop:
             return "stop"
-        return "save" if self.save_is_due and not ends_epoch else "go on"
+        if ends_epoch:
+            return "go on"
+        return "evaluate" if evaluates else "save" if self.save_is_due else "go on"
+
+    def log_epoch(self) -> None:
+        """Say the training metrics of the whole epoch, which were counted while the weights changed."""
+        counted = {metric.name for metric in training_metrics(multi_label=self.setup.splits.multi_label)}
+        figures = {name: value for name, value in self.state.epoch_metrics.items() if name in counted}
+        self._log_evaluation("train", figures, self.state.epoch_count)
+
+    def _log_evaluation(self, name: str, figures: dict[str, float], count: int) -> None:
+        now = time.monotonic()
+        seconds, self._last_eval = now - self._last_eval, now
+        self.emit(Evaluated(name, self.state.update, self._epoch, figures, count, seconds))
+
+    @property
+    def _epoch(self) -> int:
+        return self.state.current_epoch(self.config, self.setup.plan)
 
     def count_time(self) -> None:
         """Count at an epoch's end how long the run has lasted: the same on all processes, which may end by it."""
@@ -239,24 +235,37 @@ class Run:
         with self.ledger.during("saving"):
             self.checkpoints.save(self.state, wait=wait)
         self.stop_requests.saved()
-        self.log.log_checkpoint(self.state, self.checkpoints)
+        stalled, seconds = self.checkpoints.stalled_seconds, self.checkpoints.last_seconds
+        failures = len(self.checkpoints.failures)
+        self.emit(SaveBegun(self.state.update, self._epoch, stalled, seconds, failures))
+        self.report_saves()
+
+    def report_saves(self) -> None:
+        """Say which saves are complete on the disk or have failed, each once."""
+        while self.checkpoints.committed:
+            update = self.checkpoints.committed.popleft()
+            self.emit(SaveCommitted(update, checkpoint_path(self.checkpoints.folder, update)))
+        failures = self.checkpoints.failures[self._failures :]
+        self._failures += len(failures)
+        for failure in failures:
+            self.emit(Warned(failure))
 
     def rewind(self) -> None:
         """Go back to the last checkpoint. The updates that were not finite are skipped when they are repeated."""
         self.setup.training.loader.end()  # the loop has left it in its middle
         self.stopwatch.stop()
         self.checkpoints.wait()
+        self.report_saves()
         self.ledger.enter("starting")
         position = self.checkpoints.restore("must", self.config.allow_change) or TrainState()
         position.left_out = self.state.left_out
         if self.setup.graphs is not None:
             self.setup.graphs.reset()
-        self.setup.schedule.step_update(position.update - self.extra_updates)
+        self.setup.schedule.step_update(position.update - self.schedule_offset)
         self.meter.reduce()  # those since the last log line are trained again
         self.guard.reset()
-        self.ledger.rewound(position.update)
-        self.log.log_rewind(position)
-        self.state = position
+        self.state, self.pace.update = position, position.update
+        self.emit(Rewound(position.update, position.is_evaluated))
 
     def evaluate(self, split: str) -> Evaluation:
         """Evaluate the model, and the EMA if there is one; return the EMA's result, else the model's. Raises
@@ -270,11 +279,21 @@ class Run:
 
         for name, model in names.items():
             broadcast_buffers(model)
-            with memory_advice(evaluation_advice(self.setup.evaluation_batch)), self.ledger.during("evaluating"):
-                self.evaluations[name] = evaluate(self.accelerator, model, self.setup.evaluations[split], through)
-            self.log.log_evaluation(name, self.state, self.evaluations[name])
+            try:
+                with memory_advice(evaluation_advice(self.setup.evaluation_batch)), self.ledger.during("evaluating"):
+                    self.evaluations[name] = evaluate(
+                        self.accelerator, model, self.setup.evaluations[split], through, own=self.setup.own_metrics
+                    )
+            except MetricError as error:  # raised by all processes: what was trained is not lost by it
+                self.save(wait=True)
+                newest = broadcast_from_main(self.accelerator, lambda: self.checkpoints.last_saved)
+                saved = (
+                    f"Saved: update {newest} of {self.state.update}; correct the metric, then: {self.resume_command}"
+                )
+                raise MetricError(*error.messages, saved) from error
+            self._log_evaluation(name, self.evaluations[name].figures, self.evaluations[name].count)
             warning = self.evaluations[name].warning(name)
             if warning is not None and not self._warned_of_nan:  # once: the next epochs will hardly be better
-                self.log.warn(warning)
+                self.emit(Warned(warning))
             self._warned_of_nan |= warning is not None
         return self.evaluations[name]

@@ -1,4 +1,4 @@
-"""Where a start takes its weights from: published ones, a file, another run, or the run's own checkpoint."""
+"""What a start begins from: its weights (published, a file's, another run's, its own checkpoint's) and its data."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from accelerate import Accelerator
 
 from accel_train.checkpoint.choose import find_newest_checkpoint, find_weights
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
+from accel_train.config.compatibility import learning_fingerprint
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Config
+from accel_train.data.order.drawing import digest, sample_weights
+from accel_train.data.sources.load import Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.files import sha256
-from accel_train.launch.agreement import broadcast_from_main, check_agreement
+from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
 from accel_train.models.weights import hub
-from accel_train.models.weights.files import Weights, check_file
+from accel_train.models.weights.new_model import Weights, check_file
+from accel_train.optim.bitwise import what_bits_depend_on
+from accel_train.optim.schedule import check_schedule
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
+from accel_train.records.provenance import code_facts
+from accel_train.records.summary import check_best_metric
+from accel_train.user_code.reference import parse_reference
 
 
 @dataclass(frozen=True)
-class Start:
+class StartPoint:
     """What a run begins from."""
 
     config: Config
@@ -33,7 +41,7 @@ class Start:
     """The weights come from a checkpoint, and those that the run began from are not needed any more."""
 
 
-def find_start(config: Config, accelerator: Accelerator) -> Start:
+def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
     """Find what the run of `config` begins from. Collective; one process downloads, and the others wait.
 
     A run that has a checkpoint needs neither the file nor the hub: what has to be known of them is in its model.json.
@@ -41,27 +49,52 @@ def find_start(config: Config, accelerator: Accelerator) -> Start:
     """
     model = config.model
     if not (model.weights or model.pretrained or hub.is_hub_name(model.name)):
-        return Start(config)
+        return StartPoint(config)
     resumes, origin, found = broadcast_from_main(accelerator, lambda: _on_main(config))
     config = dataclasses.replace(config, origin=origin)
     if found is None:
-        return Start(config, resumes=resumes)
+        return StartPoint(config, resumes=resumes)
     if accelerator.is_main_process:
         check_agreement(accelerator, **{"model.weights": origin.sha256})
-        return Start(config, None if resumes else found, resumes)
+        return StartPoint(config, None if resumes else found, resumes)
     # Another node has its own cache of the hub, and perhaps another file of the same name.
     problem: UserError | None = None
     try:
         if model.weights is None and hub.is_hub_name(model.name):
             found = dataclasses.replace(found, file=hub.weights_file(model.name))
-        digest = sha256(found.file)
+        sha = sha256(found.file)
     except UserError as error:
-        problem, digest = error, "not found"
+        problem, sha = error, "not found"
     except OSError as error:
-        digest = f"not readable ({error.strerror})"
-    check_agreement(accelerator, **{"model.weights": digest})
+        sha = f"not readable ({error.strerror})"
+    check_agreement(accelerator, **{"model.weights": sha})
     assert problem is None
-    return Start(config, None if resumes else found, resumes)
+    return StartPoint(config, None if resumes else found, resumes)
+
+
+def load_data(config: Config, accelerator: Accelerator) -> Splits:
+    """The dataset with its splits. Raises UserError unless all processes have the same."""
+    check_agreement(accelerator, **code_facts(config))  # before the user's own code runs
+
+    def load() -> Splits:
+        return load_splits(config.data, config.seed, record=config.output_dir)
+
+    # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
+    is_users = parse_reference("data.name", config.data.name) is not None
+    splits = load() if is_users else fail_together(accelerator, load)
+    check_schedule(config.schedule, splits)
+    check_best_metric(config, splits)
+    weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)
+    check_agreement(
+        accelerator,
+        configuration=learning_fingerprint(config),
+        samples=str(len(splits.train)),
+        classes=" ".join(splits.classes),
+        table=splits.table,
+        **({} if weights is None else {"how often samples are drawn": digest(weights)}),
+        **(what_bits_depend_on(accelerator) if config.bitwise else {}),
+    )
+    return splits
 
 
 def _on_main(config: Config) -> tuple[bool, Origin, Weights | None]:
@@ -89,7 +122,7 @@ def _on_main(config: Config) -> tuple[bool, Origin, Weights | None]:
             return resumes, recorded, None
         origin = dataclasses.replace(origin, weights=str(model.weights))
         if info is not None:
-            origin = dataclasses.replace(origin, image_size=info.image_size, mean=info.mean, std=info.std)
+            origin = dataclasses.replace(origin, image_size=info.training_size, mean=info.mean, std=info.std)
     elif recorded.model and recorded.model == model.name:
         return resumes, recorded, None
     if weights is None:

@@ -24,15 +24,16 @@ import torch
 import torch.distributed as dist
 
 from accel_train.errors import print_line
+from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.environment import in_job
+from accel_train.launch.parent import WARNINGS, record_stop_signal, recorded_stop_signal, signal_to_job_script
 from accel_train.launch.rendezvous import connecting
-from accel_train.launch.signals import WARNINGS, record_stop_signal, recorded_stop_signal, signal_to_job_script
-from accel_train.launch.torch_internals import set_collective_timeout
 
 Batch = TypeVar("Batch")
 
 SIGNALS = (signal.SIGINT, *WARNINGS)
 POLL_SECONDS = 1.0  # between two checks for the files STOP and SAVE
+LAUNCHER_DEATH = "the launcher's death"  # a reason to stop
 ECHO_SECONDS = 1.0  # one Ctrl-C comes twice: from the terminal, and from the launcher, which passes it on
 
 
@@ -44,7 +45,7 @@ class StopRequests:
     """Collects requests to save or to stop. A context manager that restores the signals' handlers on leaving.
 
     Enter it as early as possible: a signal that comes during the program's setup is obeyed at the first update. So is a
-    signal that `launch.signals` has recorded before.
+    signal that `launch.parent` has recorded before.
     """
 
     def __init__(self) -> None:
@@ -144,13 +145,14 @@ class StopRequests:
             return
         self.last_poll = now
         if self.save_every_seconds and now - self.last_save > self.save_every_seconds:
-            self._request_save()
+            self.request_save()
         if _remove(self.run / "SAVE"):
-            self._request_save()
+            self.request_save()
         if _remove(self.run / "STOP"):
             self.reason = "the file STOP"
 
-    def _request_save(self) -> None:
+    def request_save(self) -> None:
+        """Ask for a checkpoint at the end of an update; one that is asked for and not made yet is enough."""
         if self.saves_requested == self.saves_done:  # at most one request at a time
             self.saves_requested += 1
 

@@ -30,15 +30,14 @@ from typing import NoReturn, TypeVar
 
 from accelerate import Accelerator
 
-from accel_train.errors import UserError, print_line
-from accel_train.launch.process import has_ended, hostname
+from accel_train.errors import UserError, print_line, reason_of
+from accel_train.launch.compat import set_collective_timeout
+from accel_train.launch.process import has_ended, hostname, write_stacks
 from accel_train.launch.rendezvous import collective_seconds
-from accel_train.launch.torch_internals import set_collective_timeout
 from accel_train.records.directory import RunDirectory
 from accel_train.run.monitor import Monitor
 from accel_train.run.progress_store import End, Progress, ProgressStore
-from accel_train.run.stacks import Stacks
-from accel_train.run.stopping import StopRequests
+from accel_train.run.stopping import LAUNCHER_DEATH, StopRequests
 
 Batch = TypeVar("Batch")
 
@@ -82,7 +81,7 @@ class Watchdog:
             # A time-out goes by the clock, and would end a job that was suspended. From now on the threads end a hang.
             set_collective_timeout(collective_seconds(0))
             self._publish()  # so that a process that hangs before its first tick can be named, too
-        self._stacks, self._monitor = Stacks(), Monitor()
+        self._monitor = Monitor()
         self._thread.start()
         return self
 
@@ -131,7 +130,7 @@ class Watchdog:
                 # Nobody would end this process any more. The run itself is intact: save, as if the launcher had passed
                 # on a signal. If its store is gone, too, the check of the others below ends what takes too long.
                 self.agent = None
-                self.stop_requests.reason = self.stop_requests.reason or "the launcher's death"
+                self.stop_requests.reason = self.stop_requests.reason or LAUNCHER_DEATH
             if last_count != self._count:
                 last_count, beat_of_count = self._count, self._beat
             idle = (self._beat - beat_of_count) * self.tick
@@ -243,7 +242,7 @@ class Watchdog:
         if not self.run.lease.holds():
             return
         name = f"rank {self.rank} on {hostname()}, process {os.getpid()}: {self._activity}, after update {self._update}"
-        self._stacks.write(self.run.path / "hang" / f"rank-{self.rank}.txt", f"{text}\n{name}")
+        write_stacks(self.run.path / "hang" / f"rank-{self.rank}.txt", f"{text}\n{name}")
 
     def _leave(self) -> NoReturn:
         """End this process at once, whatever its main thread waits for."""
@@ -262,11 +261,14 @@ class Watchdog:
         if isinstance(error, KeyboardInterrupt):
             text = "Ctrl-C twice: stopped at once, without a checkpoint"
         first, lost = self.rank, ""
-        with contextlib.suppress(RuntimeError):
+        try:
             if self._store is not None and isinstance(error, RuntimeError) and self._store.end() is None:
                 lost = self._find_lost(self._store)
             end = self._announce(lost or text, with_stacks=False)
             first, text = end.rank, end.text
+        except RuntimeError:  # the store's
+            if isinstance(error, RuntimeError):  # a collective's, which has failed together with it
+                lost = text = f"{hostname()} has lost rank 0, which was killed, or its node: {reason_of(error, 200)}"
         if self.rank in (0, first):
             self.run.fail(text)
         if first != self.rank and isinstance(error, RuntimeError):  # of these processes only the main one prints it

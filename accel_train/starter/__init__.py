@@ -33,8 +33,3 @@ def starter_files() -> dict[str, Path]:
 
 def _is_ours(path: Path) -> bool:
     return path.is_file() and path.suffix in (".yaml", ".sh", ".sbatch", ".pbs") and not path.name.startswith(".")
-
-
-def how_to_get(name: str) -> str:
-    """Return a sentence for messages that send users to the file or folder `name`, or "" if it exists here."""
-    return "" if Path(name).exists() else f" There is no {name} here: `accel-train init .` writes it."

@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from accel_train.errors import UserError, nearest, one_line
-from accel_train.user_code.record import file_hash
-from accel_train.user_code.reference import Reference, code_file, listed
+from accel_train.user_code.reference import OBJECT, Reference, code_file, file_hash, listed
 
 
 def load(option: str, reference: Reference) -> Callable[..., Any]:
@@ -25,6 +24,10 @@ def load(option: str, reference: Reference) -> Callable[..., Any]:
     The file's folder is the last on Python's path then: the file can import its neighbours, but none of them hides an
     installed package.
     """
+    if reference.module == OBJECT:
+        from accel_train.user_code.objects import load_object
+
+        return load_object(option, reference)
     with showing_user_lines(option, reference):
         module = load_file(Path(reference.file)) if reference.file else importlib.import_module(reference.module)
     found = getattr(module, reference.name, None)
@@ -34,7 +37,8 @@ def load(option: str, reference: Reference) -> Callable[..., Any]:
                         f"{nearest(reference.name, known) or listed(known)}")  # fmt: skip
     if not callable(found):
         kind = type(found).__name__
-        raise UserError(f"--{option}: {reference.short} is {_a(kind)}; expected a function (or a class).")
+        a = "an" if kind[0] in "aeiou" else "a"
+        raise UserError(f"--{option}: {reference.short} is {a} {kind}; expected a function (or a class).")
     return found  # type: ignore[no-any-return]
 
 
@@ -128,7 +132,3 @@ def described(error: BaseException, reference: Reference) -> str:
         return f"{reason.rstrip('.')}."
     last = own[-1]
     return f"{reason.rstrip('.')} ({Path(last.filename).name}, line {last.lineno}, in {last.name}: `{last.line}`)."
-
-
-def _a(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

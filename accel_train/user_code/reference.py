@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from accel_train.errors import nearest
 
@@ -14,8 +17,20 @@ PREFIXES = {
     "model.name": ("hf-hub:", "hf_hub:", "local-dir:", "torchvision/"),
     "data.name": ("hfds/", "hfids/", "wds/", "tfds/", "torch/"),
     "loss.name": (),
+    "augment.own": (),
+    "metrics": (),
 }
-"""The options that may name a user's code -> the prefixes with which a value names something else."""
+"""The options that may name a user's code -> the prefixes with which a value names something else. `metrics` may name
+several."""
+CHOSEN_METRICS = ("auroc", "top5_accuracy")
+"""The metrics of this package that --metrics may name."""
+
+OBJECT = "<object>"
+"""In the place of a module: the code is an object that a Python program has given (objects.py)."""
+GIVEN: dict[str, tuple[str, Any]] = {}
+"""The objects that are given at the moment: option -> (the value of the option, the object)."""
+SOURCES: dict[str, Path] = {}
+"""The value of an option -> a file with the text of the object, if Python can tell it."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +54,28 @@ class Reference:
 def parse_reference(option: str, text: str) -> Reference | None:
     """Return the Reference that the value `text` of `option` ("model.name") is; None if it names something else."""
     head, colon, name = text.rpartition(":")
+    if head == OBJECT:
+        return Reference("", OBJECT, name)
     if not colon or not name.isidentifier() or text.startswith(PREFIXES[option]):
         return None
     if head.endswith(".py"):
         return Reference(head, "", name)
     return Reference("", head, name) if all(part.isidentifier() for part in head.split(".")) else None
+
+
+def metric_name(text: str) -> str:
+    """Return the name that the metric `text` of --metrics has in all records: of FILE.py:NAME, the NAME."""
+    return text.rpartition(":")[2]
+
+
+def given_metrics() -> dict[str, Any]:
+    """Return the metrics that a Python program has given as objects: name -> object."""
+    return {key.partition(":")[2]: value for key, (_, value) in GIVEN.items() if key.startswith("metrics:")}
+
+
+def texts_of(value: str | Sequence[str]) -> Sequence[str]:
+    """Return the values of an option that may name a user's code, of which `metrics` may have several."""
+    return [value] if isinstance(value, str) else value
 
 
 def resolve(option: str, text: str, folder: Path) -> str:
@@ -73,7 +105,12 @@ def mistakes(option: str, text: str) -> list[str]:
         return [f"{where}: {text!r} is a file. Name the function in it, too: {text}:NAME.{_hint(text)}"]
     reference = parse_reference(option, text)
     if reference is None:
-        return []
+        if option != "metrics" or text in CHOSEN_METRICS or text in given_metrics():
+            return []
+        known = nearest(text, CHOSEN_METRICS) or f" It is none of {', '.join(CHOSEN_METRICS)}."
+        return [f"{where}: {text!r} is not a metric of this package.{known} For your own, write FILE.py:NAME."]
+    if reference.module == OBJECT:
+        return [] if GIVEN.get(option, ("",))[0] == text else [missing(option, reference)]
     path = code_file(reference)
     if path is None:
         return [f"{where}: found no module {reference.module!r} in this environment; for a file, write FILE.py:NAME."]
@@ -91,6 +128,15 @@ def mistakes(option: str, text: str) -> list[str]:
     if names is not None and name not in names:
         return [f"{where}: {path} has no {name!r}.{nearest(name, names) or listed(names)}"]
     return []
+
+
+def missing(option: str, reference: Reference) -> str:
+    """Return the message for an object that this program has not been given."""
+    group = option.partition(".")[0]
+    return (
+        f"--{option}: the run was made with an object of a Python program ({reference.name}). Give it again: make the "
+        f"same call of accel_train.api.train, or give load_run or evaluate the argument {group}=…."
+    )
 
 
 def _hint(text: str) -> str:
@@ -126,6 +172,8 @@ def code_file(reference: Reference) -> Path | None:
 
     Unlike `importlib.util.find_spec`, this imports nothing, not even a module's package.
     """
+    if reference.module == OBJECT:
+        return SOURCES.get(str(reference))
     if reference.file:
         return Path(reference.file)
     path: list[str] | None = None
@@ -139,3 +187,14 @@ def code_file(reference: Reference) -> Path | None:
         path = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
     origin = spec.origin if spec is not None else None
     return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+@functools.cache
+def _hash(path: Path, size: int, changed: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    status = path.stat()
+    return _hash(path, status.st_size, status.st_mtime_ns)

@@ -111,7 +111,7 @@ class Observed(nn.Module):
         logits: Tensor = self.layers(images)
         if self.training and logits.requires_grad:
             shown, values = images.detach(), logits.detach()
-            logits.register_hook(lambda gradient: self._learned(shown, values, gradient))
+            logits.register_hook(lambda gradient: self._learned(shown, values, gradient))  # type: ignore[no-untyped-call]
         return logits
 
     def _learned(self, images: Tensor, logits: Tensor, gradient: Tensor) -> None:

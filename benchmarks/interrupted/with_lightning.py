@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import lightning
@@ -30,17 +31,20 @@ class Classifier(lightning.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="folder of the checkpoints")
-    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--processes", type=int, help="default: those of torchrun, one on each node")
     options = parser.parse_args()
+    nodes = int(os.environ.get("WORLD_SIZE", "1")) if options.processes is None else 1
+    processes = options.processes or nodes
     lightning.seed_everything(observed.SEED)
     pixels, labels = observed.images_and_labels()
     dataset = TensorDataset(observed.normalised(pixels), labels)
-    loader = DataLoader(dataset, shuffle=True, batch_size=observed.BATCH // options.processes)
+    loader = DataLoader(dataset, shuffle=True, batch_size=observed.BATCH // processes)
     saves = ModelCheckpoint(options.folder, every_n_train_steps=observed.SAVE_EVERY, save_top_k=-1, save_last="link")
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=options.processes,
-        strategy="ddp" if options.processes > 1 else "auto",
+        devices=options.processes or 1,
+        num_nodes=nodes,
+        strategy="ddp" if processes > 1 else "auto",
         max_epochs=observed.EPOCHS,
         callbacks=[saves],
         logger=False,

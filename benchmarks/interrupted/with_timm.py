@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import observed
@@ -22,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 
-class Images(Dataset):
+class Images(Dataset[tuple[object, int]]):
     """Pillow images, which timm's loader turns into tensors; the loader sets `transform`."""
 
     def __init__(self) -> None:
         self.pixels, self.labels = observed.images_and_labels()
-        self.transform = None
+        self.transform: Callable[[object], object] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -82,9 +82,9 @@ def test_the_temperature_has_the_lowest_likelihood_of_all() -> None:
         found, is_fitted = fit_temperature(logits * np.float32(factor), labels)
         assert is_fitted
         assert found == pytest.approx(factor * fit_temperature(logits, labels)[0], rel=1e-4)
-        lowest = negative_log_likelihood(logits * factor, labels, found)
+        lowest = negative_log_likelihood(logits * factor, labels, found)  # type: ignore[arg-type]
         for other in np.geomspace(found / 3, found * 3, 31):
-            assert negative_log_likelihood(logits * factor, labels, other) >= lowest - 1e-9
+            assert negative_log_likelihood(logits * factor, labels, other) >= lowest - 1e-9  # type: ignore[arg-type]
 
 
 def test_a_temperature_at_a_bound_is_not_fitted() -> None:
@@ -106,3 +106,17 @@ def test_the_interval_is_wilsons_of_scipy(hits: int, count: int) -> None:
 def test_ten_of_ten_are_not_sure() -> None:
     low, high = accuracy_interval(10, 10)
     assert f"{low:.2%} {high:.2%}" == "72.25% 100.00%"
+
+
+def test_each_class_has_its_interval() -> None:
+    logits, labels = drawn(60, 4, 2)
+    labels[labels == 2] = 1
+    found = single_label_figures(logits, labels)
+    for label, interval in enumerate(found["class_accuracy_interval"]):
+        images = labels == label
+        if not images.any():
+            assert label == 2 and interval is None
+            continue
+        hits = int((logits.argmax(1)[images] == label).sum())
+        expected = binomtest(hits, int(images.sum())).proportion_ci(0.95, method="wilson")
+        assert interval == pytest.approx((expected.low, expected.high))

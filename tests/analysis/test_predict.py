@@ -20,16 +20,15 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from accel_train import cli
-from accel_train.analysis.load_run import load_model
+from accel_train.analysis.loaded_run import load
 from accel_train.analysis.predict import classify_files
 from accel_train.analysis.preprocessing import Preprocessing
-from accel_train.config.options import parse
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.records.summary import example_image
+from accel_train.records.result import example_image
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +72,8 @@ def test_probabilities_are_those_of_the_model(alone: Path, tmp_path: Path) -> No
     images = [tmp_path / f"{number}.png" for number in range(40)]
     for number, path in enumerate(images):
         digit(number).save(path)
-    config, info = parse([str(alone / "config.yaml")]), read_model_info(alone)
-    model = load_model(config.model, info, alone / "ema.safetensors")
+    info = read_model_info(alone)
+    model = load(alone).model
     pixels = torch.from_numpy(np.stack([np.asarray(digit(number)) for number in range(40)]))[:, None]
     with torch.inference_mode():
         expected = model((pixels / 255 - info.mean[0]) / info.std[0]).softmax(1)
@@ -128,9 +127,10 @@ def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest
         str(folder / name) for name in ("a.png", "b/10.PNG", "b/2.png", "b/[red]empty.jpg", "c.jpg", "cut.png")
     ]
     assert [row.endswith("cannot be read") for row in rows] == [False] * 3 + [True] * 3
-    left_out, which, *unreadable, last = err.splitlines()
+    left_out, which, doubt, *unreadable, last = err.splitlines()
     assert left_out == f"{folder}: 1 file is not an image by its name and is left out: 1 .db."
     assert which == f"digits_cnn, weights: {alone}/ema.safetensors (EMA)"
+    assert doubt.startswith(f"probabilities are not calibrated: `accel-train evaluate {alone}` fits a temperature")
     names = [line.partition(" cannot be read: ")[0] for line in unreadable]
     assert names == [str(folder / name) for name in ("b/[red]empty.jpg", "c.jpg", "cut.png")]
     assert last == "3 of 6 images cannot be read."
@@ -187,7 +187,7 @@ def test_csv(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(words) == 0
     assert capsys.readouterr().out == f"1 image: {output}\n"
     head, *rows = csv.reader(output.open(newline=""))
-    assert head == ["image", "rank", "class", "probability", "error"]
+    assert head == ["image", "rank", "class", "probability", "calibrated", "error"]
     assert [row[:2] for row in rows] == [[str(tmp_path / 'a, "b".png'), rank] for rank in ("1", "2")]
     assert 1 >= float(rows[0][3]) > float(rows[1][3]) >= 0
     assert [path.name for path in output.parent.iterdir()] == ["found.csv"]
@@ -235,7 +235,7 @@ def test_raw_weights_and_checkpoints_do_as_well(
     digit(5).save(tmp_path / "5.png")
     (alone / "ema.safetensors").unlink()
     assert cli.main(["predict", str(alone), str(tmp_path / "5.png")]) == 0
-    assert capsys.readouterr().err == f"digits_cnn, weights: {alone}/model.safetensors\n"
+    assert capsys.readouterr().err.startswith(f"digits_cnn, weights: {alone}/model.safetensors\n")
     (alone / "model.safetensors").unlink()
     (newest,) = sorted((digits_run / "checkpoints").iterdir())[-1:]
     shutil.copytree(newest, alone / "checkpoints" / newest.name)

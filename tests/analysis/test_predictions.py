@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from accel_train import cli
-from accel_train.analysis.load_run import load_model
+from accel_train.analysis.loaded_run import load
 from accel_train.analysis.predictions import read_predictions
 from accel_train.config.options import parse
 from accel_train.data.sources.load import load_splits
@@ -47,7 +47,7 @@ def test_the_logits_are_those_of_the_model(run: Path, tmp_path: Path, capsys: py
     assert found.ids.tolist() == list(range(len(test))) and found.labels.tolist() == test.labels.tolist()
     with torch.inference_mode():
         pixels = torch.as_tensor(test.fetch(range(len(test))))
-        logits = load_model(config.model, info, run / "ema.safetensors")((pixels / 255 - info.mean[0]) / info.std[0])
+        logits = load(run).model((pixels / 255 - info.mean[0]) / info.std[0])
     np.testing.assert_allclose(found.logits, logits.numpy(), atol=1e-4)
     assert found.classes == tuple("0123456789") and found.paths is None
     assert found.about["weights"] == record["ema"]["weights"] == "ema.safetensors"

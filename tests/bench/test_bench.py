@@ -17,16 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.bench.bench import _compiled_limit, read_run, shortened, temporary_folder, with_synthetic_data
-from accel_train.bench.report import Round, Trained, figures_of, print_figures
+from accel_train.bench.report import Round, Trained, figures_of
 from accel_train.bench.workload import Workload
 from accel_train.cli import main
+from accel_train.cli.of_recipe.bench import print_figures
 from accel_train.config.options import parse
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UserError
 
 
 def bench(*words: object, processes: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
-    return helpers.python("-m", "accel_train", "bench", *words, processes=processes, timeout=200, **variables)
+    return helpers.python("-m", "accel_train", "bench", *words, processes=processes, timeout=200, **variables)  # type: ignore[arg-type]
 
 
 def check(figures: dict[str, Any], rounds: int) -> None:
@@ -157,7 +158,7 @@ def test_without_the_data_the_way_out_is_named() -> None:
 def test_the_runs_need_a_place(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--output: .*file cannot be written"):
-        temporary_folder(tmp_path / "file" / "figures.json")
+        temporary_folder(tmp_path / "file")
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

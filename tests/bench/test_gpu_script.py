@@ -95,7 +95,7 @@ def test_the_table_has_both_limits(tmp_path: Path) -> None:
     speed = {"limit": rate(1000), "compiled limit": rate(1600), "input": rate(1), "trainer": rate(1200)}
     both = {"batch_size": 8, "precision": "bf16", "images_per_second": speed, "ratios": {"trainer/limit": rate(0.75)}}
     one = {**both, "images_per_second": {**speed}}
-    del one["images_per_second"]["compiled limit"]
+    del one["images_per_second"]["compiled limit"]  # type: ignore[attr-defined]
     options = argparse.Namespace(recipes=("a", "b"), output=tmp_path, rounds=1)
     gpu.write_page(options, {"speed of a": both, "speed of b": one})
     cells = [line.strip("| ").split(" | ") for line in (tmp_path / "gpu.md").read_text().splitlines()]

@@ -41,7 +41,7 @@ from accel_train.optim.ema import create_ema
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.records.model_info import read_model_info
 
-HOSTILE = (
+HOSTILE = (  # type: ignore[var-annotated]
     None, True, "", "7", "../../x", "a\nb\x1b[2J", [], {}, [1], {"a": {"b": []}}, -1, 0.5, 10**9, 10**400, -(10**30),
     math.nan, math.inf, 1e308,
 )  # fmt: skip
@@ -180,7 +180,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     **{
         f"names {name}": (
-            lambda c, name=name: edit_manifest(c, lambda m: m.update({name: {"size": 0, "sha256": ""}})),
+            lambda c, name=name: edit_manifest(c, lambda m: m.update({name: {"size": 0, "sha256": ""}})),  # type: ignore[misc]
             "which is not in this folder",
         )
         for name in ("/dev/zero", "../../secret", "..", "", "a/b", ".hidden", "a\0b")

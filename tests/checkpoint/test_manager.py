@@ -21,12 +21,12 @@ from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from accel_train.checkpoint import manager
+from accel_train.checkpoint import store
 from accel_train.checkpoint.choose import find_newest_checkpoint
 from accel_train.checkpoint.directory import list_updates
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.checkpoint.weights import load_weights
+from accel_train.checkpoint.weights import RunWeights
 from accel_train.config.schema import Checkpoint, Config, Data, Ema, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.files import sha256
@@ -67,7 +67,7 @@ def run(tmp_path):
     """A run with two checkpoints."""
     run = Run(tmp_path / "run")
     run.save(1)
-    run.before = run.weights()
+    run.before = run.weights()  # type: ignore[attr-defined]
     run.save(2, samples_seen=7, best_figure=0.1 + 0.2, best_update=2, epoch_loss_sum=1 / 3)
     assert run.checkpoints.failures == []
     return run
@@ -86,7 +86,7 @@ def test_the_position_is_restored_exactly(run):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(run, monkeypatch):
-    write, gate, writers, most = manager.write_checkpoint, threading.Event(), [], []
+    write, gate, writers, most = store.write_checkpoint, threading.Event(), [], []
 
     def slow(folder, snapshot):
         writers.append(folder)
@@ -95,7 +95,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits(
         write(folder, snapshot)
         writers.remove(folder)
 
-    monkeypatch.setattr(manager, "write_checkpoint", slow)
+    monkeypatch.setattr(store, "write_checkpoint", slow)
     expected = run.weights()
     run.checkpoints.save(TrainState(update=3))
     assert run.checkpoints.is_writing and run.checkpoints.last_saved == 2
@@ -273,7 +273,7 @@ def test_another_optimizer_starts_anew_if_it_is_allowed(run):
 
 def test_another_model_is_refused(run, tmp_path):
     with pytest.raises(UserError, match=r"another model: 0\.bias is \(4,\) there and \(5,\)"):
-        load_weights(nn.Sequential(nn.Linear(4, 5)), run.folder / "update-00000002")
+        RunWeights.read(run.folder / "update-00000002/model.safetensors").load_into(nn.Sequential(nn.Linear(4, 5)))
 
 
 @dataclass
@@ -299,7 +299,7 @@ class Counter:
 
 def test_only_the_plateau_schedule_has_a_state(tmp_path):
     for name, expected in (("plateau", 5), ("cosine", 0)):
-        config = Config(schedule=Schedule(name=name))
+        config = Config(schedule=Schedule(name=name))  # type: ignore[arg-type]
         schedules = Counter(), Counter()
         schedules[0].count = 5
         Run(tmp_path / name, 0, config, schedules[0]).save(1)
@@ -310,17 +310,13 @@ def test_only_the_plateau_schedule_has_a_state(tmp_path):
 def test_weights_are_loaded_by_themselves(run):
     path = find_newest_checkpoint(run.folder.parent)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    load_weights(model, path)
-    assert same(dict(model.state_dict()), run.weights())
-    load_weights(model, path, ema=True)
-    assert same(dict(model.state_dict()), dict(run.ema.module.state_dict()))
-    load_weights(model, path / "model.safetensors")
-    assert same(dict(model.state_dict()), run.weights())
     (path / "optimizer.pt").unlink()  # not needed for weights
-    load_weights(model, path)
+    for name, expected in (("model", run.weights()), ("ema", dict(run.ema.module.state_dict()))):
+        RunWeights.read(path / f"{name}.safetensors").load_into(model)
+        assert same(dict(model.state_dict()), expected)
     (path / "model.safetensors").write_bytes(b"\0" * (path / "model.safetensors").stat().st_size)
-    with pytest.raises(UserError, match=r"model\.safetensors is altered"):
-        load_weights(model, path)
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        RunWeights.read(path / "model.safetensors")
     assert find_newest_checkpoint(run.folder.parent).name == "update-00000001"
     assert list_updates(run.folder) == [1, 2]
     assert find_newest_checkpoint(run.folder / "nowhere") is None
@@ -328,11 +324,8 @@ def test_weights_are_loaded_by_themselves(run):
 
 def test_without_a_running_mean(run):
     shutil.rmtree(run.folder)
-    run.checkpoints.parts.ema = None
+    run.checkpoints.ema = None
     run.save(1)
-    path = find_newest_checkpoint(run.folder.parent)
-    with pytest.raises(UserError, match=r"--ema\.enabled"):
-        load_weights(run.model, path, ema=True)
     again = Run(run.folder.parent, 1, Config(ema=Ema(enabled=True)))
     again.checkpoints.restore("auto", ["ema"])
     assert same(dict(again.ema.module.state_dict()), run.weights())  # it starts from the weights
@@ -351,7 +344,7 @@ def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
 @pytest.mark.parametrize(("checks", "left"), [(0, [1, 2]), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])])
 def test_who_has_lost_the_run_commits_and_deletes_nothing_more(run, checks, left):
     """Another start takes the run after so many of this one's checks: before the commit, or before a deletion."""
-    run.checkpoints.config = Config(checkpoint=Checkpoint(keep=1))
+    run.checkpoints.keep = 1
     allowed = iter(range(checks))
 
     def check() -> None:
@@ -493,7 +486,7 @@ def test_the_schedule_says_itself_which_state_it_takes(tmp_path):
     Run(tmp_path / "run", 0, config, earlier).save(1)
     Run(tmp_path / "run", 0, config, now).checkpoints.restore("auto")
     assert now.count == 5
-    earlier.state_dict = dict
+    earlier.state_dict = dict  # type: ignore[method-assign]
     Run(tmp_path / "run", 0, config, earlier).save(2)
     with pytest.raises(UserError, match="schedule has nothing: that is not this run's schedule"):
         Run(tmp_path / "run", 0, config, now).checkpoints.restore("auto")

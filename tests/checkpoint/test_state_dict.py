@@ -1,6 +1,7 @@
 """The complete state is saved and restored bit by bit, with each optimizer and each wrapper."""
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ OPTIMIZERS = (
 )
 
 
-def tiny(seed: int, name: str, **settings: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+def tiny(seed: int, name: str, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 3))
     options = {"opt": name, "lr": 0.01, "weight_decay": 0.1, "momentum": 0.9}
@@ -112,19 +113,19 @@ def test_state_finds_its_parameters_by_name_if_they_are_grouped_in_another_way()
 def test_names_are_the_plain_ones_under_compile_and_memory_formats_survive():
     model, optimizer = tiny(0, "adamw")
     plain = set(model.state_dict())
-    model[3] = torch.compile(model[3])
+    model[3] = torch.compile(model[3])  # type: ignore[index, operator]
     model = torch.compile(model)
-    assert set(named_tensors(model)) == plain
-    assert "3.weight" in parameter_names(model, optimizer)
+    assert set(named_tensors(model)) == plain  # type: ignore[arg-type]
+    assert "3.weight" in parameter_names(model, optimizer)  # type: ignore[arg-type]
 
     target = tiny(1, "adamw")
     target[0].to(memory_format=torch.channels_last)
     source = tiny(0, "adamw")
     step(*source, 0)
     move(source, target)
-    weight = target[0][0].weight
+    weight = target[0][0].weight  # type: ignore[index]
     assert target[1].state[weight]["exp_avg"].stride() == weight.stride()
-    assert torch.equal(weight, source[0][0].weight)
+    assert torch.equal(weight, source[0][0].weight)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS[:-1], "lion", "adafactorbv", "adan", "laprop", "novograd", "lamb"])

@@ -9,7 +9,7 @@ import pytest
 
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config, Stop
-from accel_train.data.order.plan import Plan
+from accel_train.data.order.plan import Plan, create_plan
 
 
 @pytest.mark.parametrize("lower", [False, True])
@@ -32,18 +32,21 @@ def test_the_highest_or_the_lowest_is_the_best_and_an_equal_one_is_not_better() 
 
 def test_the_end_follows_from_the_state(tmp_path: Path) -> None:
     config = Config(epochs=20, eval_every_epochs=2, stop=Stop(patience_epochs=3, hours=1.0))
+    plan = create_plan(config, 100, processes=1, accumulation=1, virtual_batch=1)
     state = TrainState(epoch=2, update=20)
     assert state.record_best(0.5, 2, lower=True) and not state.record_best(float("nan"), 2, lower=True)
     assert not state.record_best(0.5, 4, lower=True) and state.best_epoch == 2
-    ends = [TrainState(epoch=epoch, update=epoch, best_epoch=2).stopped_by(config) for epoch in (4, 5, 6, 20)]
+    ends = [TrainState(epoch=epoch, update=epoch, best_epoch=2).stopped_by(config, plan) for epoch in (4, 5, 6, 20)]
     assert ends == [None, None, "patience", "epochs"]  # after 5 epochs nothing was evaluated
     every = Config(epochs=20, stop=Stop(patience_epochs=3))
-    assert [TrainState(epoch=epoch, update=epoch, best_epoch=2).stopped_by(every) for epoch in (4, 5)] == [
+    assert [TrainState(epoch=epoch, update=epoch, best_epoch=2).stopped_by(every, plan) for epoch in (4, 5)] == [
         None,
         "patience",
     ]
-    assert TrainState(epoch=5, epoch_samples=3, wall_seconds=1e6).stopped_by(config) is None  # in the middle of one
-    assert TrainState(epoch=5, wall_seconds=3600.0).stopped_by(config) == "hours"
+    assert (
+        TrainState(epoch=5, epoch_samples=3, wall_seconds=1e6).stopped_by(config, plan) is None
+    )  # in the middle of one
+    assert TrainState(epoch=5, wall_seconds=3600.0).stopped_by(config, plan) == "hours"
 
     # Older checkpoints: the patience begins where they end.
     path = tmp_path / "update-00000030"

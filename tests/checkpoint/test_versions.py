@@ -8,9 +8,13 @@ from typing import Any
 
 import helpers
 import pytest
+import torch
 from test_hostile import edit_state
+from torch import nn
 
 from accel_train.cli import main
+from accel_train.config.schema import Optim
+from accel_train.optim.optimizer import create_optimizer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -62,6 +66,38 @@ def test_an_older_run_whose_batchnorms_counted_other_calls_is_refused(
     assert "does not call each BatchNorm exactly once" in capsys.readouterr().err
     interrupted(tmp_path / "regular", BATCHNORM, semantics=3)
     assert train(tmp_path / "regular", more(BATCHNORM)) == 0
+
+
+@pytest.mark.parametrize(("policy", "goes_on"), [("randaugment", False), ("augmix", True), ("none", True)])
+def test_an_older_run_whose_policy_did_not_interpolate_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, goes_on: bool
+) -> None:
+    run, words = tmp_path / "run", f"{TINY} --augment.policy {policy} --data.workers 0"
+    interrupted(run, words, semantics=5)
+    assert train(run, more(words)) == (0 if goes_on else 2)
+    if not goes_on:
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "an older accel-train, where --augment.policy randaugment did not use --augment.interpolation" in line
+        assert train(run, f"{more(words).replace('randaugment', 'none')} augment.policy") == 0
+
+
+def test_an_older_run_keeps_the_weight_decay_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--optim.decay-all left out what the model excludes; a checkpoint has the decay of each group."""
+    words = f"{TINY} --data.image-size 160 --model.name test_vit --optim.name adamw --optim.weight-decay 0.1"
+    words += " --optim.decay-all true"
+
+    def older(optim: Optim, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        optimizer = create_optimizer(optim, model, **options)
+        optimizer.param_groups[0]["weight_decay"] = 0.0
+        return optimizer
+
+    with monkeypatch.context() as patch:
+        patch.setattr("accel_train.training_setup.create_optimizer", older)
+        interrupted(tmp_path / "run", words, semantics=5)
+    assert train(tmp_path / "run", more(words)) == 0
+    (last,) = (tmp_path / "run" / "checkpoints").glob("update-00000006")
+    groups = torch.load(last / "optimizer.pt", weights_only=True)["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.1]
 
 
 def test_a_bitwise_run_says_what_its_bits_depend_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_traceback_is_an_option_of_every_command() -> None:
     [
         ["--help"], ["train", "--help"], ["evaluate", "--help"], ["predict", "-h"], ["recipes", "--help"],
         ["check-data", "--help"], ["init", "--help"], ["bench", "--help"], ["recipes"], ["runs", "--help"],
-        ["completion", "--help"], ["meet", "--help"],
+        ["completion", "--help"], ["convert", "--help"], ["meet", "--help"], ["submit", "--help"],
     ],
 )  # fmt: skip
 def test_help_exits_0_and_does_not_import_torch(words: list[str]) -> None:
@@ -144,7 +145,7 @@ def test_traceback_is_shown_on_request_only() -> None:
         ({"RANK": "1", "SLURM_PROCID": "0"}, False),  # a launcher in the first Slurm task
     ],
 )
-def test_one_process_speaks_and_all_fail(variables: dict[str, str], speaks: bool) -> None:
+def test_one_process_speaks_and_all_fail(variables: dict[str, Any], speaks: bool) -> None:
     code, _, err = accel_train("train", "no_such_recipe", **variables)
     assert code == 2
     assert bool(err) is speaks
@@ -154,7 +155,7 @@ def test_an_error_of_one_process_alone_is_told_by_it() -> None:
     program = """
 import sys
 from accel_train import cli
-from accel_train.cli import recipes
+from accel_train.cli.of_recipe import recipes
 from accel_train.errors import UserError
 def fail(words):
     raise UserError("an unreadable image", every_process=False)
@@ -172,7 +173,7 @@ def test_an_interrupt_is_quiet_and_130() -> None:
     program = """
 import os, signal, sys, time
 from accel_train import cli
-from accel_train.cli import recipes
+from accel_train.cli.of_recipe import recipes
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background inherits that it is ignored
 recipes.recipes = lambda words: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
 sys.exit(cli.main(["recipes"]))

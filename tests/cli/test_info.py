@@ -36,7 +36,7 @@ def test_help_shows_the_values_of_the_recipe(tmp_path: Path, capsys: pytest.Capt
         assert main(["train", *words]) == 0
         text = capsys.readouterr().out
         assert text.startswith("usage: accel-train train RECIPE")
-        epochs = text[text.index("--epochs INT") :]
+        epochs = text[text.index("--epochs NUMBER") :]
         assert default in epochs[: epochs.index("--batch-size")]
     assert "--recipe" not in text
 

@@ -14,7 +14,8 @@ import pytest
 from accel_train.cli import main
 from accel_train.config.options import parse
 from accel_train.config.recipe import read_recipe
-from accel_train.starter import FOLDERS, how_to_get
+from accel_train.errors import how_to_get
+from accel_train.starter import FOLDERS
 
 RECIPE = helpers.ROOT / "accel_train" / "starter" / "recipe.yaml"
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from test_dispatch import PROGRAM, accel_train
 
@@ -27,7 +28,7 @@ def own(run: Path, owner: Owner) -> None:
     write_private(run, owner).rename(run / FILE)
 
 
-def state_of(run: Path, state: str, **values: object) -> None:
+def state_of(run: Path, state: str, **values: Any) -> None:
     """Make the finished run one that has not ended: with this state in its status, and without a result."""
     (run / "result.json").unlink()
     status = json.loads((run / "status.json").read_text())
@@ -61,7 +62,7 @@ def test_it_lists_each_run_with_its_state(digits_run: Path, tmp_path: Path) -> N
     own(top / "new", here)
     before = {path: path.stat().st_mtime_ns for path in top.rglob("*")}
 
-    code, out, err = accel_train("runs", str(tmp_path / "runs"), program=("-c", PROGRAM))
+    code, out, err = accel_train("runs", str(tmp_path / "runs"), program=("-c", PROGRAM), PATH="")  # no squeue
     assert (code, err) == (0, "")
     head, *lines, last = out.splitlines()
     assert json.loads(last) == [0, []]  # without torch

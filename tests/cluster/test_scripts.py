@@ -291,7 +291,7 @@ def test_the_doctor_never_costs_the_job(script: str, tmp_path: Path) -> None:
     """Whatever DOCTOR is, with no other variable set; 143 is a step that Slurm has cut."""
     for value in (None, "", "print", "nonsense", "off", "strict"):
         given = {} if value is None else {"DOCTOR": value}
-        done = job(script, tmp_path, 143, **given)
+        done = job(script, tmp_path, 143, **given)  # type: ignore[arg-type]
         assert "unbound" not in done.stderr
         if value == "strict":
             assert done.returncode == 2 and "training starts" not in done.stdout
@@ -389,7 +389,7 @@ def test_no_missing_variable_ends_a_job(script: str, tmp_path: Path) -> None:
         "ACCEL_TRAIN_ROOT": str(root), "ACCELERATE_CONFIG": str(root / "accelerate_configs" / "cpu.yaml"),
         "DOCTOR": "print", "PBS_JOBID": "7", "SCALING": "scaling", "TMPDIR": str(tmp_path),
     }  # fmt: skip
-    choices = {"none": {}} | {
+    choices = {"none": {}} | {  # type: ignore[var-annotated]
         name: {other: value for other, value in everything.items() if other != name} for name in everything
     }
 

@@ -106,9 +106,10 @@ def test_a_recipe_can_be_made(name: str) -> None:
     assert model.eval()(torch.zeros(2, channels, size, size)).shape == (2, classes)
 
     optimizer = create_optimizer(settings.optim, model)
-    schedule = create_schedule(settings.schedule, optimizer, epochs=settings.epochs, updates_per_epoch=100)
+    updates = round(settings.epochs * 100)
+    schedule = create_schedule(settings.schedule, optimizer, updates=updates, updates_per_epoch=100)
     rates = []
-    for update in range(settings.epochs * 100):
+    for update in range(updates):
         schedule.step_update(update)
         rates.append(optimizer.param_groups[0]["lr"])
     assert max(rates) <= settings.optim.lr

@@ -5,18 +5,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Sampler
 
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data import placement
+from accel_train.data import memory
 from accel_train.data.loading import InputPipeline, create_input_pipeline
-from accel_train.data.memory import MemoryLoader
+from accel_train.data.memory import MemoryLoader, Placement, choose_place
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, IndexSampler, TrainingSampler
-from accel_train.data.placement import Placement, choose_place
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits, subset
@@ -35,14 +34,14 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 def feed_of(
-    splits: Splits = SPLITS, *, training: bool = True, layout: str = "contiguous", **settings: object
+    splits: Splits = SPLITS, *, training: bool = True, layout: str = "contiguous", **settings: Any
 ) -> InputPipeline:
     settings = {"augment": TURNED, "batch_size": 24, **settings}
     config = Config(seed=5, **settings)
     source = splits.train
     order = TrainingSampler(Plan(len(source), 24, 1, 2), 5) if training else EvaluationSampler(len(source), 50)
     accelerator = create_accelerator(Launch())
-    options = {"training": training, "size": 10, "memory_format": LAYOUTS[layout]}
+    options: dict[str, Any] = {"training": training, "size": 10, "memory_format": LAYOUTS[layout]}
     return create_input_pipeline(config, splits, source, order, accelerator, **options)
 
 
@@ -75,17 +74,14 @@ def test_host_memory_gives_the_batches_of_the_loader(augment: Augment, layout: s
     assert all(batch["inputs"].is_contiguous(memory_format=LAYOUTS[layout]) for batch in found)
 
 
-class OtherSampler(Sampler[IndexBatch]):
-    """A batch sampler from outside the package, with the same interface."""
+class OtherSampler(IndexSampler):
+    """A batch sampler from outside the package."""
 
     def __init__(self, order: TrainingSampler) -> None:
-        self.order, self.batch_size, self.drop_last = order, order.batch_size, False
+        self.order, self.batch_size = order, order.batch_size
 
     def __len__(self) -> int:
         return len(self.order)
-
-    def __iter__(self) -> Iterator[IndexBatch]:
-        return iter(self.order)
 
     def blocks(self) -> Iterator[IndexBatch]:
         return self.order.blocks()
@@ -95,7 +91,7 @@ class OtherSampler(Sampler[IndexBatch]):
 @pytest.mark.parametrize("augment", [TURNED, dataclasses.replace(TURNED, policy="trivialaugment")])
 def test_any_order_of_training_is_augmented(augment: Augment, place: str) -> None:
     own = TrainingSampler(Plan(len(SPLITS.train), 24, 1, 2), 5)
-    config = Config(seed=5, batch_size=24, augment=augment, data=Data(placement=place, workers=0))
+    config = Config(seed=5, batch_size=24, augment=augment, data=Data(placement=place, workers=0))  # type: ignore[arg-type]
 
     def fed(order: IndexSampler) -> list[dict[str, torch.Tensor]]:
         feed = create_input_pipeline(
@@ -165,7 +161,7 @@ def test_synthetic_images_are_laid_out_or_made_when_asked_for() -> None:
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gpu_sees_the_cpus_pixels(place: str, layout: str) -> None:
-    found = feed_of(layout=layout, data=Data(placement=place))
+    found = feed_of(layout=layout, data=Data(placement=place))  # type: ignore[arg-type]
     assert found.placement.place == place
     expected = feed_of(data=Data(placement="disk"))
     transform = expected.transform
@@ -191,10 +187,10 @@ class TestPlacement:
         device: str,
         free: int = 10**9,
         host: int = 10**9,
-        **options: object,
+        **options: Any,
     ) -> str:
-        monkeypatch.setattr(placement, "free_device_bytes", lambda _: free)
-        monkeypatch.setattr(placement, "free_host_bytes", lambda: host)
+        monkeypatch.setattr(memory, "free_device_bytes", lambda _: free)
+        monkeypatch.setattr(memory, "free_host_bytes", lambda: host)
         accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
         settings = {"per_image": False, "local_processes": 1, "source": ARRAYS, **options}
         return choose_place(Data(placement=asked), accelerator=accelerator, **settings)[0]  # type: ignore[arg-type]
@@ -220,7 +216,7 @@ class TestPlacement:
             self.place(monkeypatch, "device", "cuda", PIXELS.numel() - 1)
         source = load_splits(Data(name="synthetic"), 0).train
         needed = 2048 * 3 * 32 * 32
-        fits = {"source": source, "local_processes": 3}
+        fits: dict[str, Any] = {"source": source, "local_processes": 3}
         assert self.place(monkeypatch, "auto", "cpu", host=6 * needed, **fits) == "host"
         assert self.place(monkeypatch, "auto", "cpu", host=6 * needed - 6, **fits) == "disk"
         with pytest.raises(UserError, match=r"--data\.placement host: the images take 6\.3 MB in each process"):
@@ -228,15 +224,15 @@ class TestPlacement:
 
     def test_one_process_without_room_decides_for_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("free_device_bytes", "free_host_bytes"):
-            monkeypatch.setattr(placement, name, lambda *_: 10**9)
+            monkeypatch.setattr(memory, name, lambda *_: 10**9)
         others = torch.tensor([False])
         accelerator = SimpleNamespace(
             device=torch.device("cpu"), num_processes=2, gather=lambda own: torch.cat([own, others])
         )
-        assert not placement.all_agree(accelerator, True)  # type: ignore[arg-type]
+        assert not memory.all_agree(accelerator, True)  # type: ignore[arg-type]
         others = torch.tensor([True])
-        assert placement.all_agree(accelerator, True)  # type: ignore[arg-type]
-        assert not placement.all_agree(accelerator, False)  # type: ignore[arg-type]
+        assert memory.all_agree(accelerator, True)  # type: ignore[arg-type]
+        assert not memory.all_agree(accelerator, False)  # type: ignore[arg-type]
 
     def test_a_policy_needs_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.place(monkeypatch, "auto", "cuda", per_image=True) == "host"

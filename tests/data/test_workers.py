@@ -119,7 +119,7 @@ def given(value: Any) -> tuple[int, int]:
     """Return the numbers of bytes and of file descriptors that a worker receives."""
     spawning = Spawning()
     buffer = io.BytesIO()
-    set_spawning_popen(spawning)
+    set_spawning_popen(spawning)  # type: ignore[arg-type]
     try:
         ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
     finally:

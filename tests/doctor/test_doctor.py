@@ -46,7 +46,7 @@ def test_digits_on_two_processes_has_nothing_to_fear(tmp_path: Path, left_out: t
     assert {of[name] for name in [*missing.split(), "signal-lead", "signal-path"]} == {NOT_CHECKED}
     assert (
         "1,438 training" in found["data"]["measured"]
-        and "2 processes x 1 accumulation x 32 images" in found["update"]["measured"]
+        and "2 processes x 1 accumulation x 32 images, shared evenly by 1, 2, 4, 8, 16" in found["update"]["measured"]
     )
     assert "rank 1: " in done.stdout and not (tmp_path / "run").exists()  # nothing is left behind
     assert list(tmp_path.iterdir()) == [tmp_path / "found.json"]
@@ -62,7 +62,7 @@ def test_what_is_wrong_on_one_process_is_found_and_said_of_it(tmp_path: Path) ->
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     Image.new("RGB", (16, 16)).save(tmp_path / "1" / "train" / "dog" / "2.png")
     words = ["digits", "--quick", "--data.name", "folder", "--batch-size", "4", "--model.image-size", "8"]
-    words += ["--data.channels", "3", "--json", tmp_path / "found.json", "--seconds", "250"]
+    words += ["--data.channels", "3", "--json", tmp_path / "found.json", "--seconds", "250"]  # type: ignore[list-item]
     done = helpers.python(WORKER, tmp_path, *words, processes=2, timeout=280)
     assert done.returncode == 1, done.stdout + done.stderr
     found = findings(tmp_path / "found.json")
@@ -98,7 +98,7 @@ def test_a_port_on_which_nobody_listens(tmp_path: Path) -> None:
     words = ["doctor", "--quick", "--batch-size", "64", "--rendezvous-timeout-seconds", "2"]
     world = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     port = helpers.free_port()
-    done = helpers.python("-m", "accel_train", *words, cwd=tmp_path, MASTER_PORT=port, **world)
+    done = helpers.python("-m", "accel_train", *words, cwd=tmp_path, MASTER_PORT=port, **world)  # type: ignore[arg-type]
     assert done.returncode == 2 and f"127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

@@ -22,7 +22,6 @@ from accel_train.config.options import parse
 from accel_train.doctor import data, memory, network, scheduler, storage
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN
 from accel_train.doctor.devices import QUERY, judged
-from accel_train.doctor.forecast import duration
 from accel_train.launch.environment import Launch
 from accel_train.models import create_model
 
@@ -239,7 +238,7 @@ def test_the_memory_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_too_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = Launch("Slurm", 0, 1, 0, 1)
+    launch = Launch("srun", 0, 1, 0, 1)
     exam: Any = SimpleNamespace(launch=launch, hosts=["here"], gather=lambda value: [value], names=str)
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4096")
     found = scheduler.cores(exam)
@@ -248,13 +247,9 @@ def test_too_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scheduler.cores(exam).status == PASS
 
 
-def test_times_in_words() -> None:
-    assert [duration(each) for each in (3.21, 600, 9000)] == ["3.2 s", "10 min", "2.5 h"]
-
-
 def test_gpus_that_are_given_but_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = SimpleNamespace(device=torch.device("cpu"))
-    launch = Launch("Slurm", 0, 1, 0, 1)
+    launch = Launch("srun", 0, 1, 0, 1)
     exam: Any = SimpleNamespace(
         launch=launch, hosts=["here"], gather=lambda value: [value], names=str, accelerator=accelerator
     )

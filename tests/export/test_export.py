@@ -25,8 +25,8 @@ from accel_train.export.preprocess import prepare
 from accel_train.models.factory import create_model
 from accel_train.models.weights.hub import describe
 from accel_train.records.model_info import ModelInfo
-from accel_train.user_code.record import file_hash
-from accel_train.user_code.trust import remember
+from accel_train.user_code.record import remember
+from accel_train.user_code.reference import file_hash
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def levels_apart(file: Path, info: ModelInfo, augment: Augment) -> Tensor:
 def test_the_pixels_are_those_of_evaluation(
     native: int | None, resize: int | None, size: int, interpolation: str, tmp_path: Path
 ) -> None:
-    augment = Augment(resize=resize, interpolation=interpolation)
+    augment = Augment(resize=resize, interpolation=interpolation)  # type: ignore[arg-type]
     for number, (width, height) in enumerate([(100, 75), (75, 101), (33, 200), (64, 64), (40, 30), (32, 32), (8, 8)]):
         file = tmp_path / f"{number}.png"
         picture(width, height, number).save(file)

@@ -33,7 +33,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        address = f"http://127.0.0.1:{self.server.server_address[1]}/org/net"
+        address = f"http://127.0.0.1:{self.server.server_address[1]}/org/net"  # type: ignore[index]
         if self.path == "/api/repos/create":
             self.created.append(json.loads(body))
             self.answer(200 if self.writable else 403, {"url": address, "name": "org/net", "id": "1"})
@@ -101,7 +101,7 @@ def test_all_files_arrive(run: Path, server: ThreadingHTTPServer, capsys: pytest
     assert pushed(run) == 1
     assert (run / "export-pt2" / "model.pt2").is_file()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("accel-train: --push-to-hub: your token may not write there")
+    assert line.startswith("accel-train: error: --push-to-hub: your token may not write there")
     assert f"hf upload org/net {run / 'export-pt2'}" in line
 
 

@@ -77,7 +77,7 @@ def test_the_store_is_asked_no_more_than_in_proportion_to_the_ranks(monkeypatch:
 
 def test_the_page_has_a_place_for_each_table() -> None:
     page = (helpers.ROOT / "docs" / "benchmarks.md").read_text()
-    for name in ("compare", "input", "waiting", "scaling", "samples", "race", "torture", "ranks"):
+    for name in ("compare", "input", "waiting", "scaling", "samples", "race", "torture", "ranks", "uneven"):
         assert page.count(f"<!-- {name} -->") == page.count(f"<!-- end of {name} -->") == 1
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
@@ -64,12 +65,12 @@ RUN = """
     digits --epochs 1 --batch-size 16 --micro-batch-size 4 --data.train-limit 96 --data.test-limit 32
     --log-every-updates 1 --ema.enabled true --optim.clip 1
 """.split()  # noqa: SIM905
-COMPILED = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}  # as accelerate launch --dynamo_backend sets it
+COMPILED: dict[str, Any] = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}  # as accelerate launch --dynamo_backend sets it
 
 
 def train(run: Path, words: Sequence[str] = RUN, processes: int = 2, **variables: str) -> str:
     line = ("tests/compile_worker.py", *words, "--output-dir", run)
-    done = helpers.python(*line, processes=processes, cwd=helpers.ROOT, **variables)
+    done = helpers.python(*line, processes=processes, cwd=helpers.ROOT, **variables)  # type: ignore[arg-type]
     assert done.returncode == 0, done.stdout + done.stderr
     assert bool(re.search(r"^compiled \w+$", done.stdout, re.MULTILINE)) == bool(variables)
     return done.stdout
@@ -129,7 +130,7 @@ def test_inductor_computes_the_same_run(model: Path, tmp_path: Path) -> None:
     compiled, plain = (load_file(tmp_path / run / "model.safetensors") for run in ("compiled", "plain"))
     assert compiled.keys() == plain.keys()
     for name, value in plain.items():
-        torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text)  # type: ignore[misc]
 
 
 @pytest.mark.ci

@@ -262,7 +262,7 @@ def test_the_hub_is_asked_once_and_its_cache_is_enough(tmp_path: Path, server: T
     offline = nowhere | {"HF_HUB_OFFLINE": "1"}
 
     def run(name: str, *more: object, **variables: str) -> Any:
-        return helpers.run(*words, *more, "--output-dir", tmp_path / name, fresh=True, **variables)
+        return helpers.run(*words, *more, "--output-dir", tmp_path / name, fresh=True, **variables)  # type: ignore[arg-type]
 
     first = run("first", **online)
     assert first.returncode == 0, first.stderr

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import helpers
 import yaml
@@ -56,7 +57,7 @@ def call(*_, **__):
 """
 
 
-def hostile(run: Path, option: str, reference: str, source: Path, **more: object) -> Path:
+def hostile(run: Path, option: str, reference: str, source: Path, **more: Any) -> Path:
     """Make of `run` a run whose `option` names `reference`, with a byte copy of `source` as the code that it keeps."""
     group, _, name = option.partition(".")
     config = yaml.safe_load((run / "config.yaml").read_text())

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from accel_train.launch.launcher_config import VARIABLE
+from accel_train.launch.accelerator import LAUNCHER_CONFIG as VARIABLE
 
 # A transformer of timm's with two blocks, SGD with momentum, clipping and a running mean: all that sees the parameters;
 # stochastic depth, which whatever computes activations anew must draw again.
@@ -34,7 +34,7 @@ BF16 = {"mixed_precision": "bf16"}
 def fsdp(run: Path, *words: str, launch: Mapping[str, str] = FSDP, settings: str = RUN, launcher: bool = False) -> str:
     """Train under accelerate_configs/fsdp2.yaml with the options `launch`; the launcher's variables are its own only if
     it is started (tests/launch/test_launcher_config.py compares them)."""
-    config, options = helpers.ROOT / "accelerate_configs" / "fsdp2.yaml", FSDP | launch
+    config, options = helpers.ROOT / "accelerate_configs" / "fsdp2.yaml", FSDP | launch  # type: ignore[operator]
     line = [helpers.ROOT / "tests" / "fsdp_worker.py", *settings.split(), *words, "--output-dir", run]
     if launcher:
         flags = [word for name, value in options.items() for word in (f"--{name}", value)]
@@ -46,7 +46,7 @@ def fsdp(run: Path, *words: str, launch: Mapping[str, str] = FSDP, settings: str
             (found["fsdp_config"] if name.startswith("fsdp_") else found)[name] = value
         file = run.with_name(f"{run.name}.yaml")
         file.write_text(yaml.safe_dump(found))
-        done = helpers.python(*line, processes=2, **{VARIABLE: str(file)})
+        done = helpers.python(*line, processes=2, **{VARIABLE: str(file)})  # type: ignore[arg-type]
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

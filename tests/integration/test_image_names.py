@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from accel_train.cli import main
+from accel_train.config.compatibility import SEMANTICS
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import load_splits
 from accel_train.files import sha256
@@ -108,7 +109,7 @@ def test_an_older_run_does_not_go_on_with_images_that_it_left_out(
     for checkpoint in (run / "checkpoints").iterdir():
         older(checkpoint)
     info = run / "model.json"
-    info.write_text(info.read_text().replace('"semantics": 5', '"semantics": 4'))
+    info.write_text(info.read_text().replace(f'"semantics": {SEMANTICS}', '"semantics": 4'))
     for number in range(6):
         write(root / ("dark", "light")[number % 2] / f"{number}-new.{new}", "JPEG")
     capsys.readouterr()

@@ -325,12 +325,12 @@ def test_two_versions_of_the_program_do_not_train_together() -> None:
 def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -> None:
     """The meeting alone, which needs no GPU: processes say which one they have, and are told to end while they wait."""
     program = (
-        "import os, signal, sys, threading; from accel_train.launch import environment, rendezvous, signals\n"
+        "import os, signal, sys, threading; from accel_train.launch import environment, parent, rendezvous\n"
         "from accel_train.errors import UserError\n"
         "rendezvous.AFTER_SIGTERM_SECONDS = 1.0\n"
         "if len(sys.argv) > 2: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "with signals.recording_stop_signals():\n"
-        "    try: store = rendezvous.meet_all_ranks(environment.prepare_environment(), sys.argv[1], 60)\n"
+        "with parent.recording_stop_signals():\n"
+        "    try: store = rendezvous.rendezvous_of_ranks(environment.prepare_environment(), sys.argv[1], 60)\n"
         "    except UserError as error: print(error)\n"
     )
 
@@ -349,14 +349,14 @@ def test_a_rank_that_finds_nobody_does_not_outlive_sigterm_and_its_launcher() ->
     """It waited for --rendezvous-timeout-seconds, ten minutes, beside the next start of the job."""
     program = (
         "import dataclasses, os, signal, sys, threading, time\n"
-        "from accel_train.launch import environment, process, rendezvous, signals\n"
+        "from accel_train.launch import environment, parent, process, rendezvous\n"
         "from accel_train.errors import UserError\n"
         "launch, rendezvous.AFTER_SIGTERM_SECONDS = environment.prepare_environment(), 1.0\n"
         "if sys.argv[1] == 'SIGTERM': threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "elif (child := os.fork()) == 0: time.sleep(1); os._exit(0)\n"
         "else: launch = dataclasses.replace(launch, agent=(child, process.start_time(child)))\n"
-        "with signals.recording_stop_signals():\n"
-        "    try: store = rendezvous.meet_all_ranks(launch, '', 100)\n"
+        "with parent.recording_stop_signals():\n"
+        "    try: store = rendezvous.rendezvous_of_ranks(launch, '', 100)\n"
         "    except UserError as error: print(error)\n"
     )
     waiting = {

@@ -8,7 +8,7 @@ Decisions that depend on the kind of device, and which no test without a GPU (no
 | where | what happens on the device | why not |
 |---|---|---|
 | data/side_stream.py | a copy overlaps with computation; its memory is kept | computes at once here |
-| data/placement.py, mps and xpu | free memory of the device | none to ask |
+| data/memory.py, mps and xpu | free memory of the device | none to ask |
 | nonfinite.py, several processes | the all-reduce by NCCL | one process here; gloo: test_nonfinite.py |
 | tuning.py, FSDP2 and several processes on CUDA | contiguous weights, SyncBatchNorm's own exchange | one process here |
 | tuning.py, compilation | inductor's kernels, CUDA graphs (only that they are refused) | nothing to compile for |
@@ -275,7 +275,7 @@ def test_kernels_of_an_update_with_every_augmentation(
     assert kernels.get("meter.py", 0) + kernels.get("metrics.py", 0) <= 2
     # One for each BatchNorm, and the rest for the statistics of all of them together.
     assert kernels["layers.py"] + kernels["virtual_batches.py"] <= BATCHNORM, kernels
-    assert kernels["loss.py"] <= 4 and kernels["clipping.py"] <= 8 and kernels["ema.py"] <= 2
+    assert kernels["loss.py"] <= 4 and kernels["optimizer.py"] <= 8 and kernels["ema.py"] <= 2
 
 
 @pytest.mark.parametrize("recipe", ["cats_dogs_alexnet", "cifar10_alexnet", "cifar10_fast"])

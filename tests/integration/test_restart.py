@@ -23,7 +23,7 @@ digits --log-every-updates 1 --checkpoint.every-updates 2 --micro-batch-size 12 
 """.split()  # noqa: SIM905
 TIMES = {
     "time", "seconds", "images_per_second", "data_wait_fraction", "train_seconds", "timed_samples", "wall_seconds",
-    "warm_up_seconds", "world_size", "cost", "generation",
+    "warm_up_seconds", "world_size", "division", "cost", "generation",
 }  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def killed_and_restarted(run: Path, *words: object, processes: Sequence[int], ki
             if number % 8 == 7:
                 time.sleep(chance.uniform(0, 8))
             else:
-                started.until(lambda done=done: updates_done(run) > done, timeout=200)
+                started.until(lambda done=done: updates_done(run) > done, timeout=200)  # type: ignore[misc]
                 time.sleep(chance.uniform(0, 0.5))
                 if number % 2:
                     deadline = time.monotonic() + 20
@@ -166,7 +166,7 @@ def test_two_processes_then_one_then_four(tmp_path: Path, launcher: bool) -> Non
     for processes in (2, 1):
         with helpers.started(run, *words, processes=processes, launcher=launcher and processes == 2) as started:
             before = updates_done(run)
-            started.until(lambda before=before: updates_done(run) > before + 8, timeout=200)
+            started.until(lambda before=before: updates_done(run) > before + 8, timeout=200)  # type: ignore[misc]
             os.kill(started.pids()[-1], signal.SIGTERM)
             assert started.ended() == 0, started.output  # of all processes: the launcher's own is 1 if one is not 0
             assert started.status["state"] == "interrupted"

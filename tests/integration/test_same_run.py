@@ -120,7 +120,10 @@ def test_each_updates_loss_is_the_same(tmp_path: Path, alone: dict, world: int, 
     found = trained(tmp_path / "run", world, accumulation, launcher=world == 2)
     assert len(alone["losses"]) == 30
     assert alone["losses"][-1] < alone["losses"][0] - 0.2  # it learns
-    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    # Each micro-batch size may have kernels of its own, which round differently; from update to update that grows. On
+    # CPUs without AVX-512 it is 4e-5 after 30 updates. A wrong sample or weight would be seen at once.
+    assert found["losses"][:10] == pytest.approx(alone["losses"][:10], rel=1e-5)
+    assert found["losses"] == pytest.approx(alone["losses"], rel=2e-4)
     assert found["result"]["updates"] == 30 and found["result"]["world_size"] == world
     assert found["result"]["test_images"] == 359
-    assert found["result"]["test_loss"] == pytest.approx(alone["result"]["test_loss"], rel=1e-5)
+    assert found["result"]["test_loss"] == pytest.approx(alone["result"]["test_loss"], rel=2e-4)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from accel_train.checkpoint.directory import checkpoint_path, list_updates
 from accel_train.cli import main
+from accel_train.config.compatibility import SEMANTICS
 from accel_train.config.schema import Data
-from accel_train.config.semantics import SEMANTICS
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import load_splits

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from accel_train import models
 from accel_train.cli import main
 from accel_train.config.schema import Model
-from accel_train.optim.performance import seed_generators
+from accel_train.optim.bitwise import seed_generators
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -60,7 +60,7 @@ def test_a_user_s_own_model_data_and_loss_train_beside_the_wheel(installed: Path
     """The files of the pages on own data and models; test_user_code.py kills such runs."""
     folder = tmp_path / "project"
     init = [installed / "bin" / "accel-train", "init", str(folder)]
-    subprocess.run(init, env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(init, env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, check=True, capture_output=True)  # type: ignore[arg-type]
     write_snippets(folder)
     launch = "accelerate launch --config_file accelerate_configs/multi_cpu.yaml -m accel_train.train"
     for words in (launch.split(), ["accel-train", "train"]):

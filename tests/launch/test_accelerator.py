@@ -42,7 +42,7 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Any:
         """For a process that sees these devices."""
         found: dict[str, Any] = {"device_id": ""}
 
-        def meet_all_ranks(_launch: Launch, device_id: str, _seconds: float, _trouble: str) -> None:
+        def rendezvous_of_ranks(_launch: Launch, device_id: str, _seconds: float, _trouble: str) -> None:
             found["device_id"] = device_id
 
         def make(cpu: bool, kwargs_handlers: list[Any], **_: Any) -> None:
@@ -55,7 +55,7 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(seen))
         monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-        monkeypatch.setattr(accelerator, "meet_all_ranks", meet_all_ranks)
+        monkeypatch.setattr(accelerator, "rendezvous_of_ranks", rendezvous_of_ranks)
         monkeypatch.setattr(accelerator, "Accelerator", make)
         monkeypatch.setenv("LOCAL_RANK", str(launch.local_rank))
         monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)

@@ -8,8 +8,8 @@ import pytest
 import worlds
 
 from accel_train.errors import UserError
+from accel_train.launch.accelerator import LAUNCHER_CONFIG, launcher_variables
 from accel_train.launch.environment import Launch
-from accel_train.launch.launcher_config import VARIABLE, variables
 
 CONFIGS = helpers.ROOT / "accelerate_configs"
 COMPILED = """
@@ -33,7 +33,7 @@ def test_it_sets_what_accelerate_launch_sets(name: str, tmp_path: Path) -> None:
     out, err = launcher.communicate()
     assert launcher.returncode == 0, err
     launched = {line for line in out.splitlines() if line.startswith(PREFIXES)}
-    found = variables(str(file), Launch("srun", 0, 2, 0, 2))
+    found = launcher_variables(str(file), Launch("srun", 0, 2, 0, 2))
     assert {f"{name}={value}" for name, value in found.items() if name.startswith(PREFIXES)} == launched
     assert ("ACCELERATE_USE_FSDP=true" in launched) == (name == "fsdp2")
     assert ("ACCELERATE_DYNAMO_BACKEND=EAGER" in launched) == (name == "compiled")
@@ -43,7 +43,7 @@ def test_ranks_without_a_launcher_use_it(tmp_path: Path) -> None:
     file = tmp_path / "compiled.yaml"
     file.write_text(COMPILED)
     step = {"SLURM_JOB_ID": helpers.free_port(), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
-    step |= {"SLURM_STEP_TASKS_PER_NODE": "2", VARIABLE: str(file), "OMP_NUM_THREADS": "1"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "2", LAUNCHER_CONFIG: str(file), "OMP_NUM_THREADS": "1"}
     step["ACCELERATE_USE_CPU"] = "true"  # the file asks for GPUs
     ranks = [
         helpers.Captured([worlds.PROGRAM], worlds.environment(SLURM_PROCID=str(n), SLURM_LOCALID=str(n), **step))
@@ -56,10 +56,10 @@ def test_ranks_without_a_launcher_use_it(tmp_path: Path) -> None:
 
 
 def test_a_single_process_is_a_group_of_one_under_fsdp() -> None:
-    found = variables(str(CONFIGS / "fsdp2.yaml"), Launch())
+    found = launcher_variables(str(CONFIGS / "fsdp2.yaml"), Launch())
     assert (found["RANK"], found["WORLD_SIZE"], found["FSDP_VERSION"]) == ("0", "1", "2")
-    assert "RANK" not in variables(str(CONFIGS / "single_gpu.yaml"), Launch())
-    assert variables(str(CONFIGS / "cpu.yaml"), Launch())["ACCELERATE_USE_CPU"] == "true"
+    assert "RANK" not in launcher_variables(str(CONFIGS / "single_gpu.yaml"), Launch())
+    assert launcher_variables(str(CONFIGS / "cpu.yaml"), Launch())["ACCELERATE_USE_CPU"] == "true"
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_what_it_cannot_use_is_one_line(text: str | None, message: str, tmp_path
         file.write_text(text)
     before = dict(os.environ)
     with pytest.raises(UserError, match=message) as caught:
-        variables(str(file), Launch())
+        launcher_variables(str(file), Launch())
     assert "\n" not in str(caught.value) and os.environ == before

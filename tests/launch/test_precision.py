@@ -13,7 +13,7 @@ from torch import nn
 from accel_train.launch.precision import precision, use_tf32, uses_tf32, without_tf32
 from accel_train.models.trial import unchanged
 
-SWITCHES: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+SWITCHES: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

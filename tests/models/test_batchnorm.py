@@ -52,6 +52,7 @@ def updated(
             part = slice(start, start + cut)
             batches.begin(weights[part], padded=real < BATCH)
             (model(images[part]).square().sum(1) * weights[part]).sum().backward()
+        batches.sum_processes()
         batches.end_update()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {**gradients, **dict(model.named_buffers())}
@@ -60,7 +61,7 @@ def updated(
 def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys()
     for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(second[name], value, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: name + text)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("real", [BATCH, 23, 18, 17, 9, 2, 1])
@@ -110,6 +111,7 @@ def test_a_virtual_batch_of_one_value_is_normalised_by_the_running_statistics() 
     batches = VirtualBatches(layer.train(), 1)
     batches.begin(torch.ones(4), padded=False)
     torch.testing.assert_close(layer(values), expected)
+    batches.sum_processes()
     batches.end_update()
     assert torch.equal(layer.running_mean, torch.arange(5.0))
 
@@ -145,18 +147,19 @@ def test_a_skipped_update_does_not_count() -> None:
     for each, sums in ((model, batches), (fresh, VirtualBatches(fresh, VIRTUAL_BATCH))):
         sums.begin(torch.ones(BATCH), padded=False)
         each(values)
+        sums.sum_processes()
         sums.end_update()
     assert_equal(dict(model.named_buffers()), dict(fresh.named_buffers()))
 
 
 def test_state_dict_hooks_and_references_stay() -> None:
     model = net()
-    layer, calls = model[1], []
+    layer, calls = model[1], []  # type: ignore[index]
     layer.register_forward_hook(lambda *_: calls.append(1))
     names = list(model.state_dict())
     batches = VirtualBatches(model, VIRTUAL_BATCH)
     assert list(model.state_dict()) == names
-    assert model[1] is layer
+    assert model[1] is layer  # type: ignore[index]
     assert isinstance(layer, nn.BatchNorm2d)
     batches.begin(torch.ones(4), padded=False)
     model(torch.randn(4, 3, 9, 9, dtype=torch.float64))
@@ -166,14 +169,15 @@ def test_state_dict_hooks_and_references_stay() -> None:
 def test_frozen_statistics_stay() -> None:
     model = net()
     batches = VirtualBatches(model.train(), VIRTUAL_BATCH)
-    model[1].eval()
-    before = model[1].running_mean.clone()
+    model[1].eval()  # type: ignore[index]
+    before = model[1].running_mean.clone()  # type: ignore[index]
     batches.begin(torch.ones(8), padded=False)
     model(torch.randn(8, 3, 9, 9, dtype=torch.float64))
+    batches.sum_processes()
     batches.end_update()
-    assert torch.equal(model[1].running_mean, before)
-    assert model[1].num_batches_tracked == 0
-    assert model[11].num_batches_tracked == 1
+    assert torch.equal(model[1].running_mean, before)  # type: ignore[index]
+    assert model[1].num_batches_tracked == 0  # type: ignore[index]
+    assert model[11].num_batches_tracked == 1  # type: ignore[index]
 
 
 def test_evaluation_and_a_pass_outside_of_an_update_are_torchs() -> None:
@@ -189,6 +193,7 @@ def test_a_model_without_batchnorm() -> None:
     assert not has_batchnorm(model)
     batches = VirtualBatches(model, 4)
     batches.begin(torch.ones(4), padded=True)
+    batches.sum_processes()
     batches.end_update()
 
 
@@ -205,6 +210,7 @@ def test_compiled_it_is_the_same(padded: bool) -> None:
             run(torch.randn(8, 3, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))[
                 :6
             ].sum().backward()
+            batches.sum_processes()
             batches.end_update()
         results.append({**{n: p.grad for n, p in model.named_parameters()}, **dict(model.named_buffers())})
     assert_equal(results[0], results[1])
@@ -245,6 +251,7 @@ def test_exact_statistics_have_no_order() -> None:
         for number in order:
             batches.begin(torch.ones(4), padded=False)
             layer(values[number])
+        batches.sum_processes()
         batches.end_update()
         results.append((layer.running_mean, layer.running_var))
     assert torch.equal(results[0][0], results[1][0])
@@ -281,6 +288,7 @@ def test_models_of_the_libraries(name: str) -> None:
                 part = slice(start, start + cut)
                 batches.begin(weights[part], padded=real < 8)
                 (own(images[part]).square().sum(1) * weights[part]).sum().backward()
+            batches.sum_processes()
             batches.end_update()
             gradients = [parameter.grad.flatten() for parameter in own.parameters() if parameter.grad is not None]
             results.append((torch.cat(gradients), torch.cat([b.flatten().double() for b in own.buffers()])))

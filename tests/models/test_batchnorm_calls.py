@@ -59,6 +59,7 @@ def updated(model: nn.Module, cut: int, real: int = BATCH, *, virtual_batch: int
             part = slice(start, start + cut)
             batches.begin(weights[part], padded=real < BATCH)
             model(images(update)[part].requires_grad_()).sum().backward()
+        batches.sum_processes()
         batches.end_update()
     return {name: value.clone() for name, value in bare.named_buffers()}
 
@@ -120,6 +121,7 @@ def test_an_update_that_does_not_call_a_layer_does_not_count_in_it(momentum: flo
             always(part)
             if calls:
                 sometimes(part)
+        batches.sum_processes()
         batches.end_update()
     assert [int(layer.num_batches_tracked or 0) for layer in layers] == [2, 0, 4]
     torch.testing.assert_close(never.state_dict(), nn.BatchNorm1d(3).state_dict())
@@ -138,6 +140,7 @@ def test_the_statistics_of_a_frozen_layer_stay_however_often_it_is_called() -> N
     for update in range(2):
         batches.begin(torch.ones(8), padded=False)
         model(body(images(update)[:8].float()))
+        batches.sum_processes()
         batches.end_update()
         trained.append(copy.deepcopy(shared.norm.state_dict()))
         shared.norm.eval()
@@ -156,6 +159,7 @@ def test_the_exact_sum_has_one_row_for_each_virtual_batch_however_often_a_layer_
             for number in order:
                 batches.begin(torch.ones(VIRTUAL_BATCH), padded=False)
                 model(torch.split(images(update).float(), VIRTUAL_BATCH)[number])
+            batches.sum_processes()
             batches.end_update()
         found.append((model.norm.running_mean, model.norm.running_var))
     for one, other, expected in zip(*found, by_hand(BATCH, Shared().scales), strict=True):

@@ -125,6 +125,7 @@ for triton in (False, True):
             batches.begin(torch.ones(12), padded=False)
             output = net(torch.randn(12, 3, 6, 6))
             output.backward(torch.randn(output.shape))
+        batches.sum_processes()
         batches.end_update()
     found.append([*(value for value in net.state_dict().values()), *(each.grad for each in net.parameters())])
 for one, other in zip(*found, strict=True):

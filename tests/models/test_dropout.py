@@ -267,7 +267,7 @@ class TestValues:
         keys.set_samples(IDS, 0)
         x = values((5, 16))
         torch.testing.assert_close(model(x), plain(x))
-        masked = model[0].attention(x, x, x, attn_mask=torch.ones(5, 5).triu(1).bool())[0]  # torch's own function
+        masked = model[0].attention(x, x, x, attn_mask=torch.ones(5, 5).triu(1).bool())[0]  # type: ignore[operator]  # torch's own function
         torch.testing.assert_close(masked, plain.attention(x, x, x, attn_mask=torch.ones(5, 5).triu(1).bool())[0])
 
 

@@ -81,7 +81,7 @@ def test_a_compiled_net_is_the_same(name: str) -> None:
         for function, model, own_keys in zip(functions, models, keys, strict=True):
             own_keys.set_samples(ids, update)
             model.zero_grad()
-            logits = function(x)
+            logits = function(x)  # type: ignore[operator]
             logits.square().sum().backward()
             results.append([logits, *(parameter.grad for parameter in model.parameters())])
         for ours, theirs in zip(*results, strict=True):

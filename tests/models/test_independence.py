@@ -295,9 +295,9 @@ class TestBitwise:
     def test_a_generator_of_its_own_is_told(self) -> None:
         own: tuple[object, ...] = torch.Generator(), np.random.default_rng(0), random.Random(0)
         functions = [
-            lambda x: x * torch.rand(1, generator=own[0]),
-            lambda x: x * own[1].random(),
-            lambda x: x * own[2].random(),
+            lambda x: x * torch.rand(1, generator=own[0]),  # type: ignore[call-overload]
+            lambda x: x * own[1].random(),  # type: ignore[attr-defined]
+            lambda x: x * own[2].random(),  # type: ignore[attr-defined]
         ]
         for function in functions:
             (warning,) = checked(Net(Modes(function, same)), bitwise=True)[0].warnings
@@ -337,7 +337,7 @@ class TestRecomputation:
         for model.checkpoints in (True, False):
             keys.set_samples(torch.arange(4), 0)
             torch.manual_seed(0)
-            gradients.append(torch.autograd.grad(model(torch.ones(4, 3, 8, 8)).sum(), model.linears[0].bias)[0])
+            gradients.append(torch.autograd.grad(model(torch.ones(4, 3, 8, 8)).sum(), model.linears[0].bias)[0])  # type: ignore[arg-type]
         assert torch.equal(*gradients)
 
     def test_functions_would_not_be_repeated(self) -> None:
@@ -346,7 +346,7 @@ class TestRecomputation:
 
     def test_a_transformer_of_timms(self) -> None:
         model = created("vit_tiny_patch16_224", {"img_size": 32, "depth": 2, **DROP})
-        model.set_grad_checkpointing(True)
+        model.set_grad_checkpointing(True)  # type: ignore[operator]
         assert checked(model, recomputes=True)[0] == Independence(False, ())
 
 
@@ -360,7 +360,7 @@ class TestNothingChanges:
         gradients = [parameter.grad for parameter in model.parameters()]
         values = [gradient.clone() for gradient in gradients if gradient is not None]
         modes, hooks = [module.training for module in model.modules()], [len(m._forward_hooks) for m in model.modules()]
-        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state(False)["state"]["key"].copy()
         keys = convert_dropout(model, 0)
         check_independence(model, 3, 64, CPU, keys, recomputes=recomputes, bitwise=recomputes)
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -369,7 +369,7 @@ class TestNothingChanges:
         assert modes == [module.training for module in model.modules()]
         assert hooks == [len(module._forward_hooks) for module in model.modules()]
         assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
-        assert np.array_equal(np.random.get_state()[1], states[2])
+        assert np.array_equal(np.random.get_state(False)["state"]["key"], states[2])
         assert keys.mask(0, (4, 1), 0.5) is None  # no samples
 
     def test_a_model_that_fails_is_told(self) -> None:

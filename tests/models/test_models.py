@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -18,7 +19,6 @@ from accel_train.errors import UserError
 from accel_train.models import (
     classifier_names,
     create_model,
-    freeze_body,
     input_size,
     pretrained_normalization,
     set_train_mode,
@@ -92,7 +92,7 @@ TORCHVISION = {
 }
 
 
-def make(name: str, *, num_classes: int = 7, channels: int = 3, image_size: int = 64, **options: object) -> nn.Module:
+def make(name: str, *, num_classes: int = 7, channels: int = 3, image_size: int = 64, **options: Any) -> nn.Module:
     settings = Model(name=name, **options)  # type: ignore[arg-type]
     return create_model(settings, num_classes=num_classes, channels=channels, image_size=image_size)
 
@@ -237,6 +237,9 @@ def test_torchvisions_names_have_their_prefix() -> None:
         ({"name": "mnist_cnn", "pretrained": True}, 28, "no published weights"),
         ({"name": "mnist_cnn", "drop_path": 0.1}, 28, "model.drop_path"),
         ({"name": "torchvision/resnet18", "dropout": 0.1}, 32, "model.dropout"),
+        ({"name": "torchvision/convnext_tiny", "dropout": 0.1}, 64, "model.dropout"),
+        ({"name": "torchvision/mobilenet_v3_small", "drop_path": 0.1}, 64, "model.drop_path"),
+        ({"name": "torchvision/mobilenet_v3_small", "kwargs": '{"depth": 3}'}, 64, "model.kwargs"),
         ({"name": "torchvision/resnet18", "gradient_checkpointing": True}, 32, "gradient_checkpointing"),
         ({"name": "test_byobnet", "gradient_checkpointing": True}, 32, None),
         ({"name": "inception_v3"}, 28, "28x28"),
@@ -265,13 +268,35 @@ def test_dropout_and_drop_path_reach_the_model() -> None:
     assert max(getattr(module, "drop_prob", 0) or 0 for module in model.modules()) == 0.5
 
 
+@pytest.mark.parametrize(
+    ("name", "rate"), [("swin_t", 0.35), ("swin_v2_t", 0.35), ("maxvit_t", 0.35), ("maxvit_t", 0), ("convnext_tiny", 0)]
+)
+def test_drop_path_of_torchvision(name: str, rate: float) -> None:
+    """The rate is the last block's. The functions of Swin and MaxViT do not take it."""
+
+    def rates(model: nn.Module) -> list[float]:
+        return [module.p for module in model.modules() if isinstance(module, torchvision.ops.StochasticDepth)]
+
+    with torch.device("meta"):
+        theirs = rates(torchvision.models.get_model(name))
+    expected = [rate * p / max(theirs) for p in theirs]
+    assert rates(make(f"torchvision/{name}", image_size=224, drop_path=rate)) == pytest.approx(expected)
+
+
+def test_arguments_that_torchvisions_functions_take_themselves() -> None:
+    model = make("torchvision/mobilenet_v3_small", image_size=64, kwargs='{"width_mult": 0.5, "dropout": 0.3}')
+    assert model.get_submodule("classifier.2").p == 0.3
+    ignored = Model("torchvision/convnext_tiny", dropout=0.1)  # of a run by a version that did not notice
+    create_model(ignored, num_classes=3, channels=3, image_size=64, published=False)
+
+
 def test_gradient_checkpointing_computes_the_same() -> None:
     images = torch.randn(2, 3, 32, 32)
     gradients = []
     for on in (False, True):
         torch.manual_seed(0)
         model = make("vit_s16_plain", image_size=32, gradient_checkpointing=on)
-        nn.init.ones_(model.get_submodule("head").weight)
+        nn.init.ones_(model.get_submodule("head").weight)  # type: ignore[arg-type]
         assert model.grad_checkpointing is on
         model(images).square().sum().backward()
         gradients.append(model.get_submodule("blocks.0.attn.qkv").weight.grad)
@@ -397,29 +422,6 @@ def test_classifier_names_are_the_layers_that_depend_on_the_number_of_classes(na
     assert set(classifier_names(make(name, image_size=size))) == changing
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet18", "torchvision/resnet18", "alexnet_bn", "resnet18_cifar", "test_efficientnet"]
-)
-def test_a_frozen_body_stays_as_it_is(name: str) -> None:
-    settings = Model(name=name, freeze_body=True)
-    model = create_model(settings, num_classes=3, channels=3, image_size=64)
-    heads = tuple(f"{head}." for head in classifier_names(model))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.5)
-    wrapped = nn.DataParallel(model)  # any wrapper: the mode must reach the inner modules
-    for _ in range(2):
-        wrapped.eval()
-        set_train_mode(wrapped, settings)
-        assert model.training
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(torch.randn(8, 3, 64, 64)), torch.randint(3, (8,))).backward()
-        optimizer.step()
-    after = model.state_dict()
-    changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed
-    assert all(key.startswith(heads) for key in changed), changed
-
-
 def test_without_freezing_everything_moves() -> None:
     settings = Model(name="torchvision/resnet18")
     model = create_model(settings, num_classes=3, channels=3, image_size=32)
@@ -427,16 +429,3 @@ def test_without_freezing_everything_moves() -> None:
     model(torch.randn(4, 3, 32, 32))
     assert model.bn1.num_batches_tracked == 1
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_dropout_before_a_trained_classifier_still_works() -> None:
-    settings = Model(name="mnist_cnn", freeze_body=True)
-    model = create_model(settings, num_classes=3, channels=1, image_size=28)
-    set_train_mode(model, settings)
-    assert all(module.training for module in model.modules() if isinstance(module, nn.Dropout))
-
-
-def test_nothing_to_train_is_an_error() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 1, 1).requires_grad_(False))
-    with pytest.raises(UserError, match="nothing to train"):
-        freeze_body(model)

@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchvision.ops import FrozenBatchNorm2d
 
 from accel_train.models.batchnorm import VirtualBatches
-from accel_train.models.training_pass import TrainingPass, try_training, unused_parameters_advice
-from accel_train.models.trial import different_images
+from accel_train.models.training_pass import TrainingPass, try_training
+from accel_train.models.trial import different_images, unused_parameters_advice
 
 
 def tried(middle: Callable[[Tensor], Any], *, gradients: bool = True) -> TrainingPass:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from accel_train import models
 from accel_train.config.schema import Model
@@ -60,7 +59,7 @@ value = 3
 """
 
 
-def create(tmp_path: Path, name: str, **settings: Any) -> nn.Module:
+def create(tmp_path: Path, name: str, **settings: Any) -> Any:
     path = tmp_path / "mine.py"
     path.write_text(CODE)
     model = Model(name=f"{path}:{name}", **settings)

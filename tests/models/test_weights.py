@@ -19,8 +19,7 @@ from accel_train.config.schema import Model
 from accel_train.errors import UserError
 from accel_train.models import create_model
 from accel_train.models.weights import hub
-from accel_train.models.weights.files import Weights, read_state
-from accel_train.models.weights.fit import load_into
+from accel_train.models.weights.new_model import Weights, load_into, read_state
 
 LETTERS = tuple("abcdefghij")
 
@@ -65,17 +64,17 @@ def test_the_last_layer_is_loaded_for_the_same_classes_by_name(
     tmp_path: Path, theirs: Any, ours: tuple[str, ...], loaded: bool, said: str
 ) -> None:
     there, here = timm.create_model("test_resnet", num_classes=10), model_of("test_resnet", len(ours))
-    fresh = here.fc.weight.clone()
+    fresh = here.fc.weight.clone()  # type: ignore[operator]
     text = load(here, written(there.state_dict(), tmp_path), ours, theirs)
     assert said in text
-    assert torch.equal(here.conv1[0].weight, there.conv1[0].weight)
+    assert torch.equal(here.conv1[0].weight, there.conv1[0].weight)  # type: ignore[index]
     if loaded:
         images = torch.randn(2, 3, 32, 32)
         rows = [LETTERS.index(name) for name in ours]
         torch.testing.assert_close(here.eval()(images), there.eval()(images)[:, rows])
-        assert torch.equal(here.fc.weight, there.fc.weight[rows])
+        assert torch.equal(here.fc.weight, there.fc.weight[rows])  # type: ignore[arg-type]
     else:
-        assert torch.equal(here.fc.weight, fresh)
+        assert torch.equal(here.fc.weight, fresh)  # type: ignore[arg-type]
 
 
 def test_a_transformer_takes_weights_of_another_image_size_and_of_colour_images(tmp_path: Path) -> None:

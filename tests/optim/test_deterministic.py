@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_train.config.schema import Config
-from accel_train.optim.deterministic import REPLACED, use_deterministic_layers
+from accel_train.optim.bitwise import REPLACED, use_deterministic_layers
 
 SIDES = st.integers(1, 14)
 SIZES = st.one_of(SIDES, st.tuples(st.none() | SIDES, st.none() | SIDES))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from functools import partial
+from typing import Any
 
 import pytest
+import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,10 +22,9 @@ from accel_train.checkpoint.state_dict import broadcast_optimizer_state, gather_
 from accel_train.config.schema import Ema, Loss, Model, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.models import create_model
-from accel_train.optim.clipping import clip_gradients, parameters_to_clip
 from accel_train.optim.ema import create_ema, update_ema
 from accel_train.optim.loss import balanced_class_weights, create_loss
-from accel_train.optim.optimizer import create_optimizer
+from accel_train.optim.optimizer import clip_gradients, create_optimizer, parameters_to_clip
 from accel_train.optim.schedule import PlateauScheduler, create_schedule
 
 
@@ -50,7 +51,7 @@ def test_every_optimizer_of_timms_steps(name: str) -> None:
     model = small_net()
     before = [parameter.clone() for parameter in model.parameters()]
     optimizer = create_optimizer(Optim(name=name, lr=1e-2, weight_decay=1e-2), model)
-    create_schedule(Schedule(), optimizer, epochs=1, updates_per_epoch=3)
+    create_schedule(Schedule(), optimizer, updates=3, updates_per_epoch=3)
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 1, 8, 8)).square().sum().backward()
@@ -109,6 +110,19 @@ def test_norms_and_biases_are_not_decayed() -> None:
     assert decayed(create_optimizer(Optim(weight_decay=0.1, decay_all=True), model)) == everything
 
 
+@pytest.mark.parametrize("settings", [{"name": "adamw"}, {"name": "adamw", "layer_decay": 0.5}, {"name": "muon"}])
+def test_decay_all_decays_what_the_model_excludes(settings: dict[str, Any]) -> None:
+    """As torch.optim does: timm's transformers exclude their position embeddings and their class token."""
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    assert model.no_weight_decay() >= {"pos_embed", "cls_token"}
+    everything = {id(parameter) for parameter in model.parameters()}
+    plain = create_optimizer(Optim(weight_decay=0.1, **settings), model)
+    assert not decayed(plain) & {id(model.pos_embed), id(model.cls_token)}
+    optimizer = create_optimizer(Optim(weight_decay=0.1, decay_all=True, **settings), model)
+    assert decayed(optimizer) == everything
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_frozen_parameters_are_left_out(weight_decay: float) -> None:
     model = small_net()
@@ -123,7 +137,7 @@ def test_layer_decay_is_in_the_rate_of_every_group() -> None:
     optim = Optim(name="adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
     schedule = Schedule(name="cosine", warmup_epochs=1, warmup_lr=0.02)
     optimizer = create_optimizer(optim, model)
-    made = create_schedule(schedule, optimizer, epochs=4, updates_per_epoch=10)
+    made = create_schedule(schedule, optimizer, updates=40, updates_per_epoch=10)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def rates() -> dict[str, float]:
@@ -200,7 +214,7 @@ def one_weight(lr: float = 0.1) -> torch.optim.Optimizer:
 
 def rates_of(schedule: Schedule, epochs: int, updates_per_epoch: int, order: list[int]) -> list[float]:
     optimizer = one_weight()
-    made = create_schedule(schedule, optimizer, epochs=epochs, updates_per_epoch=updates_per_epoch)
+    made = create_schedule(schedule, optimizer, updates=epochs * updates_per_epoch, updates_per_epoch=updates_per_epoch)
     rates = []
     for update in order:
         made.step_update(update)
@@ -232,7 +246,7 @@ def test_the_warm_up_is_a_straight_line(schedule: Schedule, updates: int) -> Non
 
 def test_the_first_rate_is_set_at_once() -> None:
     optimizer = one_weight()
-    create_schedule(Schedule(warmup_epochs=1, warmup_lr=0.03), optimizer, epochs=2, updates_per_epoch=5)
+    create_schedule(Schedule(warmup_epochs=1, warmup_lr=0.03), optimizer, updates=10, updates_per_epoch=5)
     assert optimizer.param_groups[0]["lr"] == 0.03
 
 
@@ -282,7 +296,7 @@ def test_plateau_decays_as_torchs_does_and_resumes_exactly() -> None:
         reference, mode="max", factor=0.1, patience=2, threshold=0, min_lr=0.0005, eps=0
     )
     optimizer = one_weight()
-    made = create_schedule(schedule, optimizer, epochs=20, updates_per_epoch=3)
+    made = create_schedule(schedule, optimizer, updates=60, updates_per_epoch=3)
     for epoch, accuracy in enumerate(accuracies):
         for update in range(3 * epoch, 3 * epoch + 3):
             made.step_update(update)
@@ -291,7 +305,7 @@ def test_plateau_decays_as_torchs_does_and_resumes_exactly() -> None:
         torchs.step(accuracy)
         state = made.state_dict()
         optimizer = one_weight()
-        made = create_schedule(schedule, optimizer, epochs=20, updates_per_epoch=3)
+        made = create_schedule(schedule, optimizer, updates=60, updates_per_epoch=3)
         made.load_state_dict(state)
     assert isinstance(made, PlateauScheduler)
     assert made.decays == 3
@@ -304,7 +318,7 @@ def decays_after(made: Scheduler, evaluated: list[int]) -> list[int]:
         before = made.state_dict()["decays"]
         made.step(epoch, 0.5)
         found += [epoch] * (made.state_dict()["decays"] - before)
-        again = create_schedule(PATIENT, one_weight(), epochs=99, updates_per_epoch=3)
+        again = create_schedule(PATIENT, one_weight(), updates=297, updates_per_epoch=3)
         again.load_state_dict(made.state_dict())
         made = again
     return found
@@ -314,14 +328,14 @@ PATIENT = Schedule(name="plateau", patience_epochs=10)
 
 
 def test_the_patience_of_plateau_counts_epochs_however_often_it_is_evaluated() -> None:
-    made = partial(create_schedule, PATIENT, one_weight(), epochs=99, updates_per_epoch=3)
+    made = partial(create_schedule, PATIENT, one_weight(), updates=297, updates_per_epoch=3)
     assert decays_after(made(), list(range(1, 31))) == [12, 23]
     assert decays_after(made(), list(range(2, 31, 2))) == [14, 26]  # 2 was the best: 12 epochs since, and 12 again
     assert decays_after(made(), list(range(11, 50, 11))) == [22, 33, 44]
 
 
 def test_a_plateau_of_a_checkpoint_that_counted_evaluations_goes_on_as_it_began() -> None:
-    made = create_schedule(PATIENT, one_weight(), epochs=99, updates_per_epoch=3)
+    made = create_schedule(PATIENT, one_weight(), updates=297, updates_per_epoch=3)
     made.load_state_dict({"best": 0.5, "bad_epochs": 3, "decays": 1})
     assert decays_after(made, list(range(10, 60, 2))) == [24, 46]
 
@@ -415,9 +429,9 @@ def test_agc_leaves_the_classifier_alone() -> None:
     optim = Optim(clip=0.01, clip_mode="agc")
     clip_gradients(optim, parameters_to_clip(optim, model))
     assert torch.equal(gradients(model)[-2], gradients(untouched)[-2])
-    weight, gradient = model[0].weight.detach(), model[0].weight.grad
+    weight, gradient = model[0].weight.detach(), model[0].weight.grad  # type: ignore[operator]
     assert gradient is not None
-    ratios = gradient.flatten(1).norm(dim=1) / weight.flatten(1).norm(dim=1).clamp(min=1e-3)
+    ratios = gradient.flatten(1).norm(dim=1) / weight.flatten(1).norm(dim=1).clamp(min=1e-3)  # type: ignore[operator]
     assert ratios.max().item() == pytest.approx(0.01, rel=1e-3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 from accel_train import models
 from accel_train.config.schema import Model
 from accel_train.models.nets import Flatten
-from accel_train.optim.performance import seed_generators, unwrap_optimizer, use_fastest_memory_format
+from accel_train.optim.bitwise import seed_generators
+from accel_train.optim.performance import unwrap_optimizer, use_fastest_memory_format
 
 
 def make(name: str, size: int) -> nn.Module:
@@ -77,7 +79,7 @@ def test_accelerates_optimizer_steps_only_where_a_scaler_needs_it() -> None:
 def test_compiled_by_the_launchers_settings(tmp_path: Path) -> None:
     """The same losses, checkpoints under plain names; and the run goes on without the compiler."""
     words = ["digits", "--epochs", 2, "--log-every-updates", 10, "--ema.enabled", "true"]
-    compiled = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}  # as accelerate launch --dynamo_backend does
+    compiled: dict[str, Any] = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"}  # as accelerate launch --dynamo_backend does
     plain, other = tmp_path / "plain", tmp_path / "compiled"
     assert helpers.run(*words, "--output-dir", plain).returncode == 0
     done = helpers.run(*words, "--output-dir", other, **compiled)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoint.directory import commit
-from accel_train.config.schema import Config
 from accel_train.ownership.claim import Claim
 from accel_train.ownership.lease import Lease
 from accel_train.ownership.owner import FILE, Owner
@@ -32,7 +31,7 @@ def forge(run: Path, *, age: float = 0.0, **changes: Any) -> Owner:
 
 
 def claim(run: Path, *, take_over: bool = False, stopped: Callable[[], str] = not_stopped) -> Lease:
-    attempts, began = Claim(Config(output_dir=run, take_over=take_over), stopped), time.monotonic()
+    attempts, began = Claim(run, stopped, take_over=take_over), time.monotonic()
     while (found := attempts.attempt()) is None:
         assert time.monotonic() - began < 20, "it waits for ever"
     return Lease(*found, renews=True)

@@ -22,7 +22,7 @@ from accel_train.ownership.owner import FILE, Owner, read_owner, remove_owner
 
 def test_starts_of_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
     program = (
-        "import time; from pathlib import Path; from accel_train.ownership.folders import new_directory\n"
+        "import time; from pathlib import Path; from accel_train.ownership.lease import new_directory\n"
         "while not Path('go').exists(): time.sleep(0.001)\n"
         "print(*(new_directory('digits')[0] for _ in range(20)), sep='\\n')"
     )
@@ -86,6 +86,19 @@ def test_the_same_job_waits_for_the_end_of_its_older_step(
     claim(tmp_path).release()
     assert older.poll() is None or older.returncode == 0
     older.wait()
+
+
+def test_elastic_agents_wait_for_the_owner_on_a_lost_host(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    forge(tmp_path)
+    with pytest.raises(UserError, match="has an owner"):  # without --max-restarts nobody would start it again
+        claim(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    lease = claim(tmp_path)
+    assert lease.owner is not None and lease.owner.job == "mine"
+    lease.release()
 
 
 @pytest.mark.parametrize("content", ["", '{"token": 3}'])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from owners import checkpoint_of, claim
@@ -62,7 +63,7 @@ def test_two_starts_that_look_at_the_same_moment_get_two_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert claim_next(tmp_path) == 1
-    looks = iter([[]])  # the other one's file is not there yet
+    looks: Any = iter([[]])  # the other one's file is not there yet
     numbers = generation._numbers
     monkeypatch.setattr(generation, "_numbers", lambda directory: next(looks, numbers(directory)))
     assert claim_next(tmp_path) == 2

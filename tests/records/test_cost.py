@@ -16,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.launch.environment import Launch
-from accel_train.records.cost import usage
-from accel_train.records.cost.ledger import FILE, Ledger, Start, read_starts
+from accel_train.records.cost import ledger
+from accel_train.records.cost.ledger import FILE, Ledger, Start, Usage, Used, read_starts, sum_of
 from accel_train.records.cost.summary import cost_of, cost_rows, cost_text, duration
-from accel_train.records.cost.usage import Usage, Used, sum_of
 from accel_train.records.directory import RunDirectory
 
 
@@ -120,7 +119,7 @@ def test_what_nvidias_library_says_is_counted(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
-    monkeypatch.setattr(usage, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(ledger, "SAMPLE_SECONDS", 0.0)
     found = Usage(torch.device("cuda", 0))
     found.look()
     found.look()
@@ -197,7 +196,7 @@ def test_a_run_that_is_killed_three_times(tmp_path: Path) -> None:
 
     for kill in (500, 740, 1000):
         with helpers.started(run, *words) as training:
-            training.until(lambda kill=kill: update() >= kill)
+            training.until(lambda kill=kill: update() >= kill)  # type: ignore[misc]
             training.popen.kill()
             training.popen.wait()
         lost += update() - kill // 300 * 300

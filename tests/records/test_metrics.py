@@ -22,17 +22,19 @@ from accel_train.records.metrics import (
     METRICS,
     Evaluation,
     Metric,
-    average_precision_of_classes,
     f1_of_classes,
     headlines,
     highest,
     macro_f1,
-    mean_average_precision,
     mean_metrics,
-    micro_average_precision,
     micro_f1,
     same,
     top_k,
+)
+from accel_train.records.more_metrics.ranking import (
+    average_precision_of_classes,
+    mean_average_precision,
+    micro_average_precision,
 )
 
 
@@ -41,7 +43,7 @@ def probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 ADDED = [
-    Metric("probability", same, probability, ".3f", training_predict=same),
+    Metric("probability", ".3f", predict=same, score=probability, training_predict=same),
     top_k("top4_accuracy", 4),
 ]
 
@@ -177,10 +179,10 @@ def test_the_figures_of_several_labels_are_those_of_scikit_learn(sizes: tuple[in
         return float(f1_score(truth, chosen, average=average, zero_division=np.nan))
 
     present = truth.any(0)
-    precisions = [average_precision_score(truth[:, c], logits[:, c]) if present[c] else None for c in range(classes)]
+    precisions = [average_precision_score(truth[:, c], logits[:, c]) if present[c] else None for c in range(classes)]  # type: ignore[index]
     assert average_precision_of_classes(logits, labels) == precisions
     assert mean_average_precision(logits, labels) == pytest.approx(
-        average_precision_score(truth[:, present], logits[:, present], average="macro") if present.any() else 0.0
+        average_precision_score(truth[:, present], logits[:, present], average="macro") if present.any() else 0.0  # type: ignore[index]
     )
     expected = average_precision_score(truth, logits, average="micro") if present.any() else 0.0
     assert micro_average_precision(logits, labels) == pytest.approx(expected, abs=1e-12)

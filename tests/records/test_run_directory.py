@@ -21,8 +21,8 @@ from accel_train.config.schema import Config, Optim
 from accel_train.errors import UserError
 from accel_train.records import directory as run
 from accel_train.records.directory import RunDirectory
-from accel_train.records.environment import _commit
 from accel_train.records.model_info import ModelInfo, read_model_info
+from accel_train.records.provenance import _commit
 
 MODEL_INFO = ModelInfo(("cat", "dög"), 3, 32, None, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
 
@@ -82,7 +82,7 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, writes=True)
     directory.log("train", loss=math.nan, lr=math.inf, accuracy=torch.tensor(0.5), count=np.int64(3))
     directory.log("eval", per_class=torch.tensor([1, 2]), nested={"a": [np.float32(0.25), -math.inf]}, path=tmp_path)
-    directory.event("two\nlines, \u2028 and \udcff", update=3)
+    directory.log("event", text="two\nlines, \u2028 and \udcff", update=3)
     train, evaluation, event = read_lines(directory.metrics_path)
     assert (train["kind"], train["loss"], train["lr"]) == ("train", None, None)
     assert (train["accuracy"], train["count"]) == (0.5, 3)
@@ -110,7 +110,7 @@ def test_rewind_takes_out_what_is_done_again(tmp_path: Path) -> None:
     for update in (5, 10, 15):
         directory.log("train", update=update)
     directory.log("eval", update=15, epoch=1)
-    directory.event("killed", update=15)
+    directory.log("event", text="killed", update=15)
     directory.rewind(10)
     assert [(line["kind"], line["update"]) for line in read_lines(directory.metrics_path)] == [
         ("train", 5),
@@ -168,10 +168,8 @@ def test_status_is_renewed_by_time_state_or_force(tmp_path: Path) -> None:
 
 
 def test_a_result_finishes_the_run(tmp_path: Path) -> None:
-    writer, reader = RunDirectory(tmp_path, writes=True), RunDirectory(tmp_path, writes=False)
-    assert not reader.finished
-    writer.result({"test_accuracy": 0.5, "test_loss": math.nan})
-    assert reader.finished
+    RunDirectory(tmp_path, writes=False).result({"test_accuracy": 0.25})
+    RunDirectory(tmp_path, writes=True).result({"test_accuracy": 0.5, "test_loss": math.nan})
     assert json.loads((tmp_path / "result.json").read_text()) == {"test_accuracy": 0.5, "test_loss": None}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
 
@@ -186,7 +184,7 @@ def test_a_process_that_does_not_write_leaves_no_trace(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run", writes=False)
     directory.begin(Config(), MODEL_INFO, world_size=1, devices=[])
     directory.log("train", update=1)
-    directory.event("x")
+    directory.log("event", text="x")
     directory.status("training")
     directory.rewind(0)
     directory.result({})

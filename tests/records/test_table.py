@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.records.table import print_table
+from accel_train.records.terminal import print_table
 
 HEAD = ("image", "class", "share")
 ROWS = [("a.png", "cat [bold]", "98.00%"), ("a.png", "dog", "2.00%"), ("b" * 40, "dog", "100.00%")]
@@ -40,7 +40,8 @@ def test_a_cell_is_one_line_and_no_command_to_the_terminal(capsys: pytest.Captur
 def test_on_a_terminal_long_cells_wrap_and_repeated_ones_are_left_out() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_table import HEAD, ROWS; "
-        "from accel_train.records.table import print_table; print_table(HEAD, ROWS, numbers=('share',), grouped=True)"
+        "from accel_train.records.terminal import print_table\n"
+        "print_table(HEAD, ROWS, numbers=('share',), grouped=True)"
     )
     terminal, stdout = pty.openpty()
     environment = os.environ | {"COLUMNS": "50", "TERM": "xterm"}
@@ -60,7 +61,7 @@ def test_on_a_terminal_long_cells_wrap_and_repeated_ones_are_left_out() -> None:
 
 def shown_at(columns: int, rows: list[tuple[str, ...]], head: tuple[str, ...]) -> list[str]:
     program = (
-        "import json, sys; from accel_train.records.table import print_table; print_table(*json.loads(sys.argv[1]))"
+        "import json, sys; from accel_train.records.terminal import print_table; print_table(*json.loads(sys.argv[1]))"
     )
     terminal, stdout = pty.openpty()
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "1"}
@@ -74,14 +75,14 @@ def shown_at(columns: int, rows: list[tuple[str, ...]], head: tuple[str, ...]) -
 
 def test_a_terminal_that_is_too_narrow_gets_several_lines_a_row() -> None:
     head, rows = ("run", "state", "note"), [("runs/digits/a", "finished", "a note of many words, longer than short")]
-    assert shown_at(70, rows, head) == [
+    assert shown_at(70, rows, head) == [  # type: ignore[arg-type]
         "run            state     note",
         "runs/digits/a  finished  a note of many words, longer than short",
     ]
-    assert shown_at(30, rows, head) == [
+    assert shown_at(30, rows, head) == [  # type: ignore[arg-type]
         "run            state",
         "runs/digits/a  finished",
         "  note  a note of many words,",
         "        longer than short",
     ]
-    assert shown_at(20, rows, head)[:4] == ["run", "  state", "runs/digits/a", "  finished"]
+    assert shown_at(20, rows, head)[:4] == ["run", "  state", "runs/digits/a", "  finished"]  # type: ignore[arg-type]

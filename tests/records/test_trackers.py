@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -134,8 +135,8 @@ class Training:
         self.directory = RunDirectory(run, writes=True)
         if not (run / "config.yaml").exists():
             (run / "config.yaml").write_text("about: {recipe: digits}\nepochs: 2\n")
-        self.directory.rewind(update, update // 10)
-        self.trackers = Trackers(CONFIG, run, names)
+        self.directory.rewind(update, update % 10 == 0)
+        self.trackers = Trackers(dataclasses.replace(CONFIG, trackers=tuple(names)), run)
         self.trackers.begin(update, resumed=update > 0)
         self.update = update
 
@@ -215,7 +216,7 @@ def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, mlflow:
 
 def test_a_rewind_takes_back_what_only_tensorboard_has(tmp_path: Path, wandb: FakeWandB) -> None:
     training = Training(tmp_path, ["tensorboard", "wandb"]).train(5).save().train(3, offset=100)
-    training.directory.rewind(5, 0)
+    training.directory.rewind(5, False)
     training.trackers.rewind(5)
     training.update = 5
     training.train(15).finish()

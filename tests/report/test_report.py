@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import time
 import warnings
 from html import unescape
@@ -16,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import CHROMIUM, in_browser
+from scipy.stats import t as student
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, confusion_matrix, log_loss
 from sklearn.metrics import precision_recall_fscore_support as figures_of_classes
 
@@ -23,13 +24,11 @@ from accel_train import cli
 from accel_train.analysis.figures import single_label_figures, softmax
 from accel_train.analysis.predictions import read_predictions
 from accel_train.errors import COMMANDS, one_line
-from accel_train.report.page import page_of_run
-from accel_train.report.pictures import Picture
-from accel_train.report.records import RunRecords, read_run
+from accel_train.report.one_run.page import Pictures, page_of_run
+from accel_train.report.one_run.pictures import Picture
+from accel_train.report.shared.records import RunRecords, read_run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +72,14 @@ def test_all_figures_are_those_of_scikit_learn_from_the_predictions(run: Path, p
     heat = rows(section(page, "confusion"))[1:]
     assert [[int(cell or 0) for cell in row[1:]] for row in heat] == counts.tolist()
     each = figures_of_classes(found.labels, predicted, zero_division=0)
-    table = rows(section(page, "classes"))[1:]
-    assert [row[1] for row in table] == [str(count) for count in each[3]]
-    for column, values in enumerate(each[:3], 2):
-        assert [row[column] for row in table] == [f"{value:.1%}" for value in values]
+    head, *table = rows(section(page, "classes"))
+    data = json.loads((run / "data.json").read_text())
+    for split in ("train", "val", "test"):
+        column = head.index(f"{split} images")
+        assert [row[column] for row in table] == [str(count) for count in data[split]["class_images"]]
+    assert data["test"]["class_images"] == each[3].tolist()
+    for name, values in zip(("precision", "recall", "f1"), each[:3], strict=True):
+        assert [row[head.index(name)] for row in table] == [f"{value:.1%}" for value in values]
 
 
 def test_the_worst_images_are_the_wrong_ones_with_the_highest_loss(run: Path, page: str) -> None:
@@ -105,34 +108,18 @@ def test_the_page_loads_nothing(page: str) -> None:
         assert "var(--text)" in chart
 
 
-def in_browser(page: str, folder: Path, width: int, script: str) -> Any:
-    """What `script` (JavaScript, an expression) gives on the page in headless Chromium, `width` pixels wide."""
-    assert CHROMIUM
-    probe = (
-        "<script>window.problems = []; window.onerror = text => window.problems.push(text);"
-        f"window.onload = () => {{ document.title = JSON.stringify({script}) }}</script>"
-    )
-    file = folder / f"probe-{width}.html"
-    file.write_text(page.replace("<head>", f"<head>{probe}", 1))
-    done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},2000", "--dump-dom",
-         f"--user-data-dir={folder / 'profile'}", file.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
-    assert title, done.stderr
-    return json.loads(unescape(title[1]))
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-@pytest.mark.parametrize("width", [500, 1440])  # headless Chromium is never narrower than 500 pixels
+@pytest.mark.parametrize("width", [390, 1440])
 def test_a_browser_shows_it_without_a_horizontal_scroll_bar(page: str, tmp_path: Path, width: int) -> None:
     script = """(() => {
         const root = document.documentElement;
         const wide = root.scrollWidth > root.clientWidth;
-        const button = document.querySelectorAll("#classes button.sort")[3];
+        const heads = [...document.querySelectorAll("#classes th")].map(head => head.textContent);
+        const column = heads.indexOf("recall");
+        const button = document.querySelectorAll("#classes button.sort")[column];
         button.click();
-        const recalls = () => [...document.querySelectorAll("#classes tbody tr")].map(row => row.cells[3].textContent);
+        const lines = () => [...document.querySelectorAll("#classes tbody tr")];
+        const recalls = () => lines().map(row => row.cells[column].textContent);
         const up = recalls(); button.click();
         const images = [...document.images].map(image => image.complete && image.naturalWidth);
         return {wide, up, down: recalls(), images, problems: window.problems};
@@ -195,7 +182,7 @@ def test_huge_weights_that_are_not_are_refused_at_once(run: Path, tmp_path: Path
     assert "There are no figures of a model: The weights in" in unescape((tmp_path / "report.html").read_text())
 
 
-def test_several_runs_are_compared(tmp_path: Path) -> None:
+def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = []
     for seed in ("0", "1", "2"):
         names.append(str(tmp_path / f"seed-{seed}"))
@@ -209,11 +196,25 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
     assert differing["seed"] == ["0", "1", "2", "0"] and differing["optim.lr"] == ["0.05", "0.05", "0.05", "0.01"]
     results = {row[0]: row[1:] for row in rows(section(page, "results"))}
     accuracies = [json.loads((Path(name) / "result.json").read_text())["test_accuracy"] for name in names]
-    assert results["test_accuracy"] == [f"{value:.2%}" for value in accuracies]
-    seeds = dict(rows(section(page, "seeds")))
-    mean, spread = np.mean(accuracies[:3]) * 100, np.std(accuracies[:3], ddof=1) * 100
-    assert seeds["test_accuracy"] == f"{mean:.2f}% ± {spread:.2f}%"
-    assert "3 runs that differ in their seed alone (0, 1, 2)" in page
+    shown = [cell.removesuffix("%").partition("%")[0] + "%" for cell in results["test accuracy"]]  # before the interval
+    assert shown == [f"{value:.2%}" for value in accuracies]
+    head, *lines = rows(section(page, "seeds"))
+    assert head == ["figure", "data.train-limit", "optim.lr", "seeds", "mean", "standard deviation",
+                    "95% interval of the mean"]  # fmt: skip
+    three, one = [line[1:] for line in lines if line[0] == "test accuracy"]
+    mean, spread = np.mean(accuracies[:3]), np.std(accuracies[:3], ddof=1)
+    low, high = student.interval(0.95, 2, mean, spread / 3**0.5)
+    texts = [f"{value:.2%}" for value in (mean, spread, low, high)]
+    assert three == ["300", "0.05", "3", *texts[:2], f"{texts[2]} to {texts[3]}"]
+    assert one == ["none", "0.01", "1", f"{accuracies[3]:.2%}", "", ""]
+    # the terminal has the same table, without the lines of the page
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["test_accuracy", "300", "0.05", "3", *texts] in printed
+    assert ["test_accuracy", "None", *one[1:4]] in printed
+    # a folder with runs stands for all of them
+    assert cli.main(["report", str(tmp_path)]) == 0
+    again = rows(section((tmp_path / "report.html").read_text(), "seeds"))
+    assert sorted(again) == sorted([head, *lines])
 
 
 @pytest.mark.parametrize("name", ["a$b^{$", "_hidden", "\x1b[2J\u202ea\nb", "\udcff", "\u6f22\u5b57 \U0001f469"])
@@ -224,8 +225,8 @@ def test_any_name_of_a_run_is_shown_as_it_is(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cli.main(["report", str(tmp_path / name), str(run), "--output", str(tmp_path / "page.html")]) == 0
-    legends = "".join(re.findall(r"<svg.*?</svg>", (tmp_path / "page.html").read_text(), re.DOTALL))
-    assert one_line(name) in unescape(legends)
+    legend = re.search(r'<ul class="legend">.*?</ul>', (tmp_path / "page.html").read_text(), re.DOTALL)
+    assert one_line(name) in unescape(legend[0])
     assert not COMMANDS.search(capsys.readouterr().out.replace("\n", ""))
 
 
@@ -235,10 +236,11 @@ def test_classes_without_an_image_are_listed(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["train", "digits", *words]) == 0
     assert cli.main(["report", str(run)]) == 0
     found = section((run / "report.html").read_text(), "classes")
-    counts = {row[0]: row[1:] for row in rows(found)[1:]}
+    head, *table = rows(found)
+    counts = {row[0]: row[head.index("test images") :] for row in table}
     empty = [name for name, cells in counts.items() if cells[0] == "0"]
     assert len(counts) == 10 and 6 <= len(empty) < 10
-    assert all(counts[name] == ["0", *["\u2013"] * 3] for name in empty)
+    assert all(counts[name] == ["0", "\u2013", "\u2013", "", "\u2013"] for name in empty)
     assert f"No test images: {', '.join(empty)} ({len(empty)} of 10 classes)." in found
 
 
@@ -255,7 +257,7 @@ def test_a_thousand_classes_stay_below_5_mb(run: Path) -> None:
     many = RunRecords(real.path, real.config, info, real.result, real.status, real.environment, real.lines)
     uri = "data:image/jpeg;base64," + "A" * 40_000  # a photograph of 224 pixels and more
     pictures = [Picture(id, "a/b.jpg", uri, "x (90%)", "y (1%)", 3.0, False) for id in range(20)]
-    page = page_of_run(many, evaluation, pictures, [])
+    page = page_of_run(many, evaluation, Pictures(pictures), [])
     assert len(page.encode()) < 5_000_000
     assert "Most often confused" in page and '<table class="heat">' not in page
 

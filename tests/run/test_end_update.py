@@ -10,24 +10,34 @@ import pytest
 
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Checkpoint, Config
-from accel_train.data.order.plan import Plan
+from accel_train.data.order.plan import NO_END, Plan
+from accel_train.records.events import Logged, UpdateDone
 from accel_train.records.meter import Sums
 from accel_train.run.run import Run
 
 
 def run_at(
-    update: int, *, every: int | None = None, stop: bool = False, save: bool = False, rewinds: bool = False
+    update: int,
+    *,
+    every: int | None = None,
+    evaluates: int | None = None,
+    ends: int = NO_END,
+    stop: bool = False,
+    save: bool = False,
+    rewinds: bool = False,
 ) -> Any:
     """A run after `update` of the 10 updates of an epoch, whose last one has 5 samples. What surrounds it is mocked."""
     run = Run.__new__(Run)
-    run.config = Config(log_every_updates=4, checkpoint=Checkpoint(every_updates=every))
+    run.config = Config(log_every_updates=4, eval_every_updates=evaluates, checkpoint=Checkpoint(every_updates=every))
     run.state = TrainState(update=update, epoch_samples=10 * update, epoch_count=10 * update, samples_seen=10 * update)
-    run.setup = Mock(plan=Plan(95, 10, 1, 1))
-    for name in ("meter", "stopwatch", "ledger", "usage", "log", "checkpoints", "watchdog"):
+    run.setup = Mock(plan=Plan(95, 10, 1, 1, updates=ends))
+    for name in ("meter", "stopwatch", "ledger", "usage", "pace", "emit", "watchdog"):
         setattr(run, name, Mock())
+    run.stopwatch.speed.return_value = 1.0, {}  # type: ignore[attr-defined]
+    run.checkpoints, run._failures = Mock(committed=[], failures=[]), 0
     run.meter.reduce.return_value = Sums({"loss": 1.0}, 10)  # type: ignore[attr-defined]
     run.stop_requests = SimpleNamespace(poll=lambda: (stop, save))  # type: ignore[assignment]
-    run.guard = SimpleNamespace(rewinds=lambda state, due: rewinds, reset=Mock())  # type: ignore[assignment]
+    run.guard = SimpleNamespace(must_rewind=rewinds, rewinds=lambda state: rewinds, reset=Mock())  # type: ignore[assignment]
     return run
 
 
@@ -40,6 +50,12 @@ def run_at(
         (1, {"save": True}, "save", True),
         (1, {"every": 2}, "save", True),
         (1, {"every": 3}, "go on", False),
+        (1, {"evaluates": 2}, "evaluate", True),
+        (1, {"evaluates": 2, "every": 2}, "evaluate", True),  # it saves after the evaluation
+        (1, {"evaluates": 2, "stop": True}, "stop", True),  # the next start evaluates
+        (9, {"evaluates": 2}, "go on", True),  # the epoch's end evaluates
+        (1, {"evaluates": 2, "ends": 2}, "go on", True),  # and so does the run's
+        (1, {"every": 2, "ends": 2}, "go on", True),
         (9, {"save": True}, "go on", True),  # it saves after the evaluation
         (1, {"stop": True}, "stop", True),
         (9, {"stop": True, "save": True}, "stop", True),
@@ -50,7 +66,9 @@ def test_what_the_loop_has_to_do(update: int, asked: dict[str, Any], then: str, 
     run = run_at(update, **asked)
     window = 5 if update == 9 else 10
     assert run.end_update(applied=True, window=window, samples=window, lr=0.1) == then
-    assert run.log.log_updates.called == logged
+    events = [call.args[0] for call in run.emit.call_args_list]
+    assert [type(event) for event in events] == [UpdateDone] + [Logged] * logged
+    assert events[0].line_due == (logged or bool(asked.get("rewinds")))
     assert run.state.update == update + 1
     assert run.save_is_due == (asked.get("save", False) or asked.get("every") == 2)
 
@@ -66,7 +84,7 @@ def test_samples_that_are_unreadable_or_skipped_are_left_out(applied: bool, left
 
 def test_a_rewind_remembers_what_to_skip() -> None:
     run = run_at(7)
-    run.state.left_out, run.extra_updates = [7], 2
+    run.state.left_out, run.schedule_offset = [7], 2
     run.checkpoints.restore.return_value = TrainState(update=5)
     run.rewind()
     assert (run.state.update, run.state.left_out) == (5, [7])

@@ -34,7 +34,7 @@ class TestEarlierEnd:
     def test_an_older_result_is_of_the_runs_configuration(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path)
         found = find_finished_run(run, self.CONFIG, Launch())
-        assert found is not None and found.nothing_left
+        assert found is not None and found.result
         with pytest.raises(UserError, match=r"3 epochs.*: seed: 0 -> 1\. Give another --output-dir \(or more epochs"):
             find_finished_run(run, Config(recipe="mine", epochs=3, optim=Optim(lr=0.2), seed=1), Launch())
 
@@ -61,7 +61,7 @@ class TestEarlierEnd:
         run = self.finished(tmp_path)
         (run / "result.json").write_bytes(content)
         found = find_finished_run(run, self.CONFIG, Launch())
-        assert found is not None and not found.nothing_left
+        assert found is not None and not found.result
         assert (run / "result.json").exists()  # nothing is touched before it is certain that the run goes on
         found.rename_results(Lease(run, None))
         assert (run / "result.json.damaged").read_bytes() == content
@@ -89,11 +89,11 @@ class TestEarlierEnd:
     def test_a_later_end_is_another_result_and_the_earlier_one_is_kept(self, tmp_path: Path, schedule: str) -> None:
         settings = {"epochs": 3, "optim": {"lr": 0.2}, "schedule": {"name": schedule}}
         run = self.finished(tmp_path, settings=settings)
-        longer = Config(recipe="mine", epochs=5, optim=Optim(lr=0.2), schedule=Schedule(name=schedule))
+        longer = Config(recipe="mine", epochs=5, optim=Optim(lr=0.2), schedule=Schedule(name=schedule))  # type: ignore[arg-type]
         with pytest.raises(UserError, match=r"epochs: 3 -> 5\. .*--epochs 5 --allow-change epochs$"):
             find_finished_run(run, longer, Launch())
         found = find_finished_run(run, dataclasses.replace(longer, allow_change=("epochs",)), Launch())
-        assert found is not None and not found.nothing_left
+        assert found is not None and not found.result
         for name in ("model.safetensors", "ema.safetensors"):
             (run / name).write_text(name)
         found.rename_results(Lease(run, None))

@@ -37,10 +37,9 @@ def guard_of(folder: Path, model: nn.Module, policy: str, processes: int = 1) ->
     accelerator: Any = SimpleNamespace(
         num_processes=processes, process_index=0, is_main_process=True, device=device, scaler=None
     )
-    directory = SimpleNamespace(path=folder, lease=SimpleNamespace(holds=lambda: True), event=lambda *_, **__: None)
-    log: Any = SimpleNamespace(directory=directory, log_skipped_update=lambda *_, **__: None)
+    directory: Any = SimpleNamespace(path=folder, lease=SimpleNamespace(holds=lambda: True))
     transform: Any = lambda batch: (batch["images"].float(), None)  # noqa: E731
-    return Guard(Config(on_nonfinite=policy), accelerator, model, transform, log)  # type: ignore[arg-type]
+    return Guard(Config(on_nonfinite=policy), accelerator, model, transform, directory, lambda _: None)  # type: ignore[arg-type]
 
 
 def passes(guard: Guard, model: nn.Module, state: TrainState, factor: float) -> bool:
@@ -69,18 +68,18 @@ def test_a_skipped_update_leaves_the_buffers_and_the_samples_are_kept(tmp_path: 
     assert model.passes == 1 and state.left_out == [1]
     record = json.loads((tmp_path / "nonfinite" / "update-00000001.json").read_text())
     assert [(sample["id"], sample["loss"]) for sample in record["samples"]][1] == (7, "nan")
-    assert not guard.rewinds(state, due=True)
+    assert not guard.rewinds(state)
 
 
 def test_after_a_rewind_the_update_is_skipped_without_being_looked_at(tmp_path: Path) -> None:
     model, state = Counting(), TrainState()
     guard = guard_of(tmp_path, model, "rewind")
     assert passes(guard, model, state, math.inf)  # the answer is read later, and before anything is logged or saved
-    assert not guard.rewinds(state, due=False) and guard.rewinds(state, due=True)
+    assert not guard.must_rewind and guard.rewinds(state)
     guard.reset()
     model.zero_grad()
-    before = float(model.passes)
-    assert not passes(guard, model, state, 1.0) and model.passes == before and not guard.rewinds(state, due=True)
+    before = float(model.passes)  # type: ignore[arg-type]
+    assert not passes(guard, model, state, 1.0) and model.passes == before and not guard.rewinds(state)
 
 
 def test_what_is_bad_on_another_process_is_bad_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,12 +93,12 @@ def test_what_is_bad_on_another_process_is_bad_here(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(nonfinite.dist, "all_reduce", all_reduce)
     model, state = Counting(), TrainState()
     guard = guard_of(tmp_path, model, "stop", processes=2)
-    assert passes(guard, model, state, 1.0) and not guard.rewinds(state, due=True)
+    assert passes(guard, model, state, 1.0) and not guard.rewinds(state)
     others = 1.0
     model.zero_grad()
     assert passes(guard, model, state, 1.0)
     with pytest.raises(UserError, match="Update 1 is not finite"):
-        guard.rewinds(state, due=True)
+        guard.rewinds(state)
 
 
 def test_a_broken_model_is_not_skipped_for_ever(tmp_path: Path) -> None:

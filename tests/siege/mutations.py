@@ -364,7 +364,7 @@ def files_named_by_the_configuration(victim: Victim) -> None:
     part = victim.chance.choice(
         [{"kwargs": {key: found}}, {"weights": found}, {"name": "resnet18", "kwargs": {key: found}}]
     )
-    write(victim.run / "config.yaml", {**values, "model": {**values["model"], **part}})
+    write(victim.run / "config.yaml", {**values, "model": {**values["model"], **part}})  # type: ignore[dict-item]
 
 
 def header_of_weights(victim: Victim) -> None:

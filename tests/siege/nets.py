@@ -248,7 +248,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "an encoder": lambda: encoder(batch_first=True),
     "an encoder over the batch": lambda: encoder(batch_first=False),
     "scaled_dot_product_attention": lambda: Block(
-        lambda self, x: image(F.scaled_dot_product_attention(*[tokens(x)] * 3, dropout_p=0.1 * self.training), x)
+        lambda self, x: image(F.scaled_dot_product_attention(*[tokens(x)] * 3, dropout_p=0.1 * self.training), x)  # type: ignore[arg-type, misc]
     ),
     # How it is computed
     "checkpointed": lambda: Block(

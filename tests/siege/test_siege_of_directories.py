@@ -15,6 +15,7 @@ import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
@@ -133,7 +134,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_all_commands_work_on_a_good_run(good: dict[str, Path], tmp_path: Path) -> None:
     """Otherwise the siege would show nothing: a command that only refuses does no harm."""
-    refused = {}
+    refused: dict[Any, Any] = {}
     for name, words in COMMANDS.items():
         victim = Victim(tmp_path / name.replace(" ", "-"), good["digits"], images(good), random.Random(0))
         done = execute(name, words(victim, good["digits"]), victim)

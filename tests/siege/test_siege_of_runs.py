@@ -43,7 +43,7 @@ RECIPES: dict[str, tuple[str, list[int]]] = {  # options, numbers of processes; 
 }  # fmt: skip
 TIMES = {
     "time", "seconds", "images_per_second", "data_wait_fraction", "train_seconds", "wall_seconds", "warm_up_seconds",
-    "world_size", "cost", "generation",
+    "world_size", "division", "cost", "generation",
 }  # fmt: skip
 
 

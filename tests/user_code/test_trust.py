@@ -12,7 +12,7 @@ from accel_train.analysis.load_run import read_config
 from accel_train.config.options import parse
 from accel_train.config.schema import to_yaml
 from accel_train.errors import UserError
-from accel_train.records.code import keep_code, remember_training, trained_code
+from accel_train.records.provenance import keep_code, remember_training, trained_code
 
 
 def write_run(run: Path, text: str, *, trained: bool) -> None:

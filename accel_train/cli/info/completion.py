@@ -15,9 +15,11 @@ from accel_train.config.recipe import recipe_names
 from accel_train.errors import UserError
 
 SHELLS = ("bash", "zsh", "fish")
-OPTIONS_OF_TRAIN = {"train": ("",), "doctor": ("",), "meet": ("",), "bench": ("",), "evaluate": ("data.", "model.")}
+OPTIONS_OF_TRAIN = dict.fromkeys(("train", "submit", "doctor", "meet", "bench"), ("",)) | {
+    "evaluate": ("data.", "model."),
+}
 """The commands that take options of train -> the beginnings of those options' names."""
-WITH_RECIPE = ("train", "doctor", "meet", "bench", "recipes")
+WITH_RECIPE = ("train", "submit", "doctor", "meet", "bench", "recipes")
 HELP = """usage: accel-train completion bash|zsh|fish
 
 Print the shell script that lets Tab complete commands, recipes, options and values. To install it:

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from accel_train.config.option_types import choices, option_types
+from accel_train.config.option_types import choices, option_types, value
 from accel_train.config.options import parse
 from accel_train.config.recipe import recipe_names
-from accel_train.config.schema import Config, value
+from accel_train.config.schema import Config
 from accel_train.errors import UserError, nearest, one_line, wrapped
 
 COMMON = (
@@ -131,6 +131,8 @@ def written(default: Any) -> str:
 def form(kind: Any) -> str:
     """Return the form of an option's value: "INT", "norm|value|agc"."""
     parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    if kind == int | float:
+        return "NUMBER"
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return "|".join(map(form, parts))
     if choices(kind):

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing, not_a_run
 from accel_train.config.options import CommandOptions, parse_command
+from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
 
+if TYPE_CHECKING:
+    from accel_train.analysis.measure import EvaluationResult
 
-@dataclass(frozen=True)
-class Evaluate(CommandOptions):
+SIZES = ("model.eval-image-size", "augment.resize")
+"""Options of a training that evaluate and predict take, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation(CommandOptions):
+    split: Literal["test", "val", "train"] = "test"
+    """Split to evaluate; the training samples are not augmented."""
+    predictions: Path | None = None
+    """Write the label and the logits of each sample to this .npz or .parquet file, of the EMA if the run has one."""
+
+    def mistakes(self) -> list[str]:
+        if self.predictions is None or self.predictions.suffix in (".npz", ".parquet"):
+            return []
+        return [f"--predictions: expected a name that ends in .npz or .parquet, found '{self.predictions}'."]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(_Evaluation):
     """Evaluate a run's model over every sample of a split, each exactly once, with the run's own configuration.
 
-    --data.KEY VALUE changes the data of the run: another folder, or a limit. With several processes: accelerate
+    --data.KEY VALUE changes the data of the run: another folder, or a limit; --model.eval-image-size and
+    --augment.resize change the size of the images. With several processes: accelerate
     launch … -m accel_train evaluate RUN. All figures, also per class, are written to RUN/evaluation-SPLIT.json, which
     the next evaluation overwrites, and to a new file in RUN/evaluations. A published model needs no run: accel-train
     evaluate --model.name resnet50 --model.pretrained true --data.name folder --data.root DIR.
@@ -26,75 +48,91 @@ class Evaluate(CommandOptions):
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder of the run."""
-    split: Literal["test", "val", "train"] = "test"
-    """Split to evaluate; the training samples are not augmented."""
     checkpoint: Path | None = None
     """A checkpoint of the run, such as update-00001234; default: the final model, else the newest checkpoint."""
-    predictions: Path | None = None
-    """Write the label and the logits of each sample to this .npz or .parquet file, of the EMA if the run has one."""
     trust_code: bool = False
     """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
 
     def mistakes(self) -> list[str]:
-        return not_a_run(self.run) + _wrong_suffix(self.predictions)
+        return not_a_run(self.run) + super().mistakes()
 
 
-@dataclass(frozen=True)
-class EvaluatePublished(CommandOptions):
+@dataclass(frozen=True, kw_only=True)
+class EvaluatePublished(_Evaluation):
     """Evaluate a published model without a run. It must have all classes of the data, by name.
 
     Give --model.name NAME --model.pretrained true and --data.KEY VALUE. Images are prepared as the publisher does.
     """
 
-    split: Literal["test", "val", "train"] = "test"
-    """Split to evaluate; the training samples are not augmented."""
-    predictions: Path | None = None
-    """Write the label and the logits of each sample to this .npz or .parquet file."""
     output: Path | None = None
     """Write all figures to this JSON file."""
-
-    def mistakes(self) -> list[str]:
-        return _wrong_suffix(self.predictions)
-
-
-def _wrong_suffix(predictions: Path | None) -> list[str]:
-    if predictions is None or predictions.suffix in (".npz", ".parquet"):
-        return []
-    return [f"--predictions: expected a name that ends in .npz or .parquet, found '{predictions}'."]
 
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Run `accel-train evaluate`; return the exit code."""
-    prog = "accel-train evaluate"
-    if any(word.startswith("--model.") for word in arguments):
-        return _evaluate_published(arguments, prog)
-    options, overrides = parse_command(Evaluate, arguments, prog, positional=("run",), others=("data.",))
+    keys = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    if any(key.startswith("--model.") for key in keys - {"--model.eval-image-size", "--model.image-size"}):
+        return _evaluate_published(arguments)
+    if "--model.image-size" in keys:
+        raise UserError("--model.image-size: is that of the run's training; give --model.eval-image-size.")
+    options, overrides = parse_command(
+        Evaluate, arguments, "accel-train evaluate", positional=("run",), others=("data.", *SIZES)
+    )
 
     launch = prepare_environment()  # before torch is imported, because torch reads some of these variables
     with importing(str(options.run)):
         from accel_train.analysis.evaluate_run import evaluate_run
+        from accel_train.analysis.predictions import check_can_write
 
-    measured = evaluate_run(
+    check_can_write(options.predictions)
+    result = evaluate_run(
         launch,
         options.run,
         split=options.split,
         checkpoint=options.checkpoint,
         overrides=overrides,
         trust_code=options.trust_code,
-        predictions=options.predictions,
+        keep_predictions=options.predictions is not None,
     )
-    return 1 if measured.unwritten else 0
+    figures = options.run / f"evaluation-{options.split}.json"
+    failures = result.keep(options.run, options.predictions) if launch.rank == 0 else []
+    return _answer(result, launch.rank, failures, figures, options.predictions)
 
 
-def _evaluate_published(arguments: Sequence[str], prog: str) -> int:
+def _evaluate_published(arguments: Sequence[str]) -> int:
     groups = ("model.", "data.", "augment.", "eval-batch-size")
-    options, overrides = parse_command(EvaluatePublished, arguments, prog, positional=(), others=groups)
+    options, overrides = parse_command(
+        EvaluatePublished, arguments, "accel-train evaluate", positional=(), others=groups
+    )
 
     launch = prepare_environment()
     with importing():
+        from accel_train.analysis.predictions import check_can_write
         from accel_train.analysis.published import evaluate_published
 
-    measured = evaluate_published(
-        launch, overrides, split=options.split, predictions=options.predictions, output=options.output
-    )
-    return 1 if measured.unwritten else 0
+    predictions, output = options.predictions, options.output
+    check_can_write(predictions)
+    result = evaluate_published(launch, overrides, split=options.split, keep_predictions=predictions is not None)
+    failures = result.write([] if output is None else [output], predictions) if launch.rank == 0 else []
+    return _answer(result, launch.rank, failures, output, predictions)
+
+
+def _answer(
+    result: EvaluationResult, rank: int, failures: Sequence[Path], figures: Path | None, predictions: Path | None
+) -> int:
+    """Print the result on the main process; return the exit code. `failures`: the files that cannot be written."""
+    from accel_train.cli.of_run.evaluation_tables import print_classes, print_figures
+    from accel_train.launch.agreement import end_world
+
+    end_world()
+    if rank != 0:
+        return 0
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate … | head` ends quietly; nothing is left to be written
+    print_figures(result)
+    print_classes(result)
+    print_line("")
+    if predictions is not None and predictions not in failures:
+        print_line(f"the logits of {result.last['weights']}: {predictions}")
+    if figures is not None and figures not in failures:
+        print_line(f"all classes{'' if result.multi_label else ' and the confusion counts'}: {figures}")
+    return 1 if failures else 0

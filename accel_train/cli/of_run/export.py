@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing, not_a_run
 from accel_train.config.options import CommandOptions, parse_command
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
 
 
@@ -53,7 +53,7 @@ def export(arguments: Sequence[str]) -> int:
     with importing(str(options.run)):
         from accel_train.export.export import export
 
-    return export(
+    result = export(
         launch,
         options.run,
         options.format,
@@ -62,3 +62,7 @@ def export(arguments: Sequence[str]) -> int:
         push_to_hub=options.push_to_hub,
         trust_code=options.trust_code,
     )
+    print_line(f"export: {result.folder}")
+    if result.address:
+        print_line(f"pushed: {result.address}")
+    return 0

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing, not_a_run
+from accel_train.cli.of_run.evaluate import SIZES
 from accel_train.config.options import CommandOptions, parse_command
+from accel_train.errors import print_line, writing
+from accel_train.files import atomic_replacement, check_writable, fsync
 from accel_train.launch.environment import prepare_environment
+from accel_train.records.terminal import print_table
+
+if TYPE_CHECKING:
+    from accel_train.analysis.predict import Prediction
 
 
 @dataclass(frozen=True)
 class Predict(CommandOptions):
     """Show the most probable classes of images, according to a run's model.
 
-    The row of an image that cannot be read says so; the other images are classified, and the exit code is 1.
+    If the run has a temperature (`accel-train evaluate RUN` fits it), the calibrated probabilities are shown, too.
+    --model.eval-image-size and --augment.resize change the size of the images. The row of an image that cannot be read
+    says so; the other images are classified, and the exit code is 1.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -31,7 +44,7 @@ class Predict(CommandOptions):
     threshold: float | None = None
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
     output: Path | None = None
-    """Write to this .csv or .jsonl file instead of a table on the console."""
+    """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
     batch_size: int = 64
     """Images in one forward pass."""
     max_pixels: int | None = None
@@ -51,20 +64,124 @@ class Predict(CommandOptions):
 
 def predict(arguments: Sequence[str]) -> int:
     """Run `accel-train predict`; return the exit code."""
-    options, _ = parse_command(Predict, arguments, "accel-train predict", positional=("run", "images"))
+    options, sizes = parse_command(
+        Predict, arguments, "accel-train predict", positional=("run", "images"), others=SIZES
+    )
     launch = prepare_environment()
     with importing(str(options.run)):
-        from accel_train.analysis.predict import predict
+        from accel_train.analysis.loaded_run import load
+        from accel_train.analysis.predict import check_can_classify, image_files
+        from accel_train.launch.accelerator import create_accelerator
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
-    return predict(
-        launch,
-        options.run,
-        options.images,
-        top_k=options.top_k,
-        threshold=options.threshold,
-        output=options.output,
-        batch_size=options.batch_size,
-        max_pixels=options.max_pixels,
-        trust_code=options.trust_code,
-    )
+    launch.check_alone("predict")
+    accelerator = create_accelerator(launch)
+    run = load(options.run, trust_code=options.trust_code, device=accelerator.device, overrides=sizes)
+    check_can_classify(run.info, options.threshold)
+    files: list[Path] = []
+    for path in options.images:
+        found, left_out = image_files(path)
+        files += found
+        if left_out:
+            print_line(left_out, sys.stderr)
+    output, top_k = options.output, options.top_k
+    if output is not None:
+        with writing("--output", output):
+            check_writable(output)
+    print_line(run.title, sys.stderr)
+    print_line(run.calibration.text, sys.stderr)
+
+    if top_k is None and not run.info.multi_label:
+        top_k = 1 if output is None else 5
+    sized = {"batch_size": options.batch_size, "autocast": accelerator.autocast}
+    found_classes = run.classify(files, top_k, options.threshold, options.max_pixels, **sized)
+    predictions = _Told(_with_progress(found_classes, len(files), options.batch_size))
+    if output is None:
+        _print(list(predictions), calibrated=run.calibration.temperature is not None)
+    else:
+        with writing("--output", output):
+            _write(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
+        print_line(f"{len(files)} image{'s' * (len(files) != 1)}: {output}")
+    if predictions.unreadable:
+        print_line(f"{predictions.unreadable} of {len(files)} images cannot be read.", sys.stderr)
+    return 1 if predictions.unreadable else 0
+
+
+def _with_progress(predictions: Iterable[Prediction], count: int, batch_size: int) -> Iterable[Prediction]:
+    """The same, with a bar on a terminal's stderr if they take more than one batch."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    if not console.is_terminal or count <= batch_size:
+        return predictions
+    return track(predictions, "classifying", count, console=console, transient=True)
+
+
+class _Told:
+    """Predictions on their way to a file: of an image that cannot be read stderr says so, and it is counted."""
+
+    def __init__(self, predictions: Iterable[Prediction]) -> None:
+        self.predictions, self.unreadable = predictions, 0
+
+    def __iter__(self) -> Iterator[Prediction]:
+        for prediction in self.predictions:
+            if prediction.error:
+                self.unreadable += 1
+                print_line(f"{prediction.image} cannot be read: {prediction.error}.", sys.stderr)
+            yield prediction
+
+
+def _print(predictions: Sequence[Prediction], *, calibrated: bool) -> None:
+    head = ("image", "class", "probability", *["calibrated"] * calibrated)
+    rows: list[tuple[str, ...]] = []
+    for prediction in predictions:
+        shown = [(name, *(f"{value:.2%}" for value in values)) for name, *values in _classes(prediction)]
+        nothing = "cannot be read" if prediction.error else "none"
+        rows += [(str(prediction.image), *row) for row in shown or [(nothing, *[""] * (len(head) - 2))]]
+    if rows:
+        print_table(head, rows, numbers=head[2:], grouped=True)
+
+
+def _classes(prediction: Prediction) -> Iterator[tuple[Any, ...]]:
+    """Yield each class with its probability and, if there is one, its calibrated probability."""
+    columns = (prediction.classes, prediction.probabilities, *[prediction.calibrated] * bool(prediction.calibrated))
+    return zip(*columns, strict=True)
+
+
+def _write(path: Path, lines: Iterable[str]) -> None:
+    """Write a file line by line. It is there when all are written: a kill leaves what was there before."""
+    with atomic_replacement(path) as temporary:
+        with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            file.writelines(lines)
+        fsync(temporary)
+
+
+def _csv(predictions: Iterable[Prediction]) -> Iterator[str]:
+    """Yield lines of CSV, a row for each class of an image. One without a class, or that is unreadable, has one row."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("image", "rank", "class", "probability", "calibrated", "error"))
+    for prediction in predictions:
+        rows: list[tuple[Any, ...]] = [
+            (rank, name, f"{value:.6g}", f"{more[0]:.6g}" if more else "")
+            for rank, (name, value, *more) in enumerate(_classes(prediction), 1)
+        ]
+        writer.writerows((prediction.image, *row, prediction.error) for row in rows or [("", "", "", "")])
+        yield text.getvalue()
+        text.seek(0)
+        text.truncate()
+    yield text.getvalue()
+
+
+def _jsonl(predictions: Iterable[Prediction]) -> Iterator[str]:
+    """Yield lines {"image": …, "predictions": [{"class": …, "probability": …, "calibrated": …}, …]}, with "error" if it
+    is unreadable, without "calibrated" if there is no temperature."""
+    names = ("probability", "calibrated")
+    for prediction in predictions:
+        best = [
+            {"class": name, **{key: float(f"{value:.6g}") for key, value in zip(names, values, strict=False)}}
+            for name, *values in _classes(prediction)
+        ]
+        line: dict[str, Any] = {"image": str(prediction.image), "predictions": best}
+        yield json.dumps(line | ({"error": prediction.error} if prediction.error else {})) + "\n"

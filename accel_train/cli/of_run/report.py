@@ -10,8 +10,11 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing, not_a_run
+from accel_train.cli.of_run.runs import run_folders
 from accel_train.config.options import CommandOptions, parse_command
+from accel_train.errors import print_line
 from accel_train.launch.environment import prepare_environment
+from accel_train.records.terminal import print_table
 
 
 @dataclass(frozen=True)
@@ -23,16 +26,30 @@ class Report(CommandOptions):
     """
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN …")]
-    """Folders of the runs."""
+    """Folders of the runs, or folders with runs in them, such as one of accel-train submit."""
     output: Path | None = None
-    """The file to write; default: RUN/report.html, of the first run."""
+    """The file to write; default: report.html in the run, or in the folder of runs; of several RUNs comparison.html in
+    the first one."""
     no_evaluate: bool = False
     """Do not evaluate: leave out what needs the data."""
     trust_code: bool = False
     """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
 
     def mistakes(self) -> list[str]:
-        return [mistake for run in self.runs for mistake in not_a_run(run)]
+        return [mistake for run in self.all_runs() for mistake in not_a_run(run)]
+
+    def all_runs(self) -> list[Path]:
+        """Return the folders of the runs that have begun. One without any runs stands for itself."""
+        found: list[Path] = []
+        for path in self.runs:
+            inside = [] if (path / "config.yaml").exists() else sorted(run_folders(path))
+            found += [run for run in inside if (run / "config.yaml").exists()] or [path]
+        return found
+
+    def default_output(self) -> Path:
+        """Several runs do not take the place of the report of the first of them."""
+        several = len(self.runs) > 1 and (self.runs[0] / "config.yaml").exists()
+        return self.runs[0] / ("comparison.html" if several else "report.html")
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -43,10 +60,15 @@ def report(arguments: Sequence[str]) -> int:
     with importing(str(options.runs[0])):
         from accel_train.report.report import report
 
-    return report(
+    result = report(
         launch,
-        options.runs,
-        output=options.output,
+        options.all_runs(),
+        output=options.output or options.default_output(),
         evaluates=not options.no_evaluate,
         trust_code=options.trust_code,
     )
+    head, rows = result.over_seeds
+    if rows:
+        print_table(head, rows, numbers=head[1:], grouped=True)
+    print_line(f"report: {result.path}")
+    return 0

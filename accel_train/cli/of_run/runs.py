@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,14 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from accel_train.cluster.scheduler import LOOK_SECONDS, states_of
+from accel_train.cluster.submission import LISTS, RECIPE, is_job, job_of_run, jobs_of_folder, newest
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import MAX_BYTES
-from accel_train.errors import print_line
+from accel_train.errors import UserError, print_line
 from accel_train.ownership.generation import read_result
 from accel_train.ownership.owner import FILE, age_text, read_owner
-from accel_train.records.table import print_table
+from accel_train.records.terminal import print_table
 from accel_train.untrusted import read_json_lines, read_json_object, read_regular_file
 
 
@@ -27,7 +31,8 @@ class Runs(CommandOptions):
     """List the runs in a folder and its subfolders, the most recently updated first. Changes nothing.
 
     A run is "running", "finished", "interrupted" (saved; the same command continues it), "failed", or "stale": its
-    process died, or has given no sign of life for two minutes. The next start takes over a stale run.
+    process died, or has given no sign of life for two minutes. The next start takes over a stale run. "job" is the
+    state of a run's job in Slurm or PBS. Runs of `accel-train submit` are listed before they have begun.
     """
 
     dir: Annotated[Positional[Path], arg(metavar="[DIR]")] = Path("runs")
@@ -47,11 +52,13 @@ def runs(arguments: Sequence[str]) -> int:
     if not found:
         print_line(f"There are no runs in {options.dir}.")
         return 0
-    print_table(
-        ["run", "state", "epoch", "accuracy", "age", "owner"],
-        [[str(run.path), run.state, run.epoch, run.accuracy, _age(run.changed), run.owner] for run in found],
-        numbers=("epoch", "accuracy", "age"),
-    )
+    head = ["run", "state", "epoch", "accuracy", "age", "owner"]
+    rows = [[str(run.path), run.state, run.epoch, run.accuracy, _age(run.changed), run.owner] for run in found]
+    if states := _job_states(found):
+        head.insert(2, "job")
+        for row, state in zip(rows, states, strict=True):
+            row.insert(2, state)
+    print_table(head, rows, numbers=("epoch", "accuracy", "age"))
     return 0
 
 
@@ -66,18 +73,38 @@ class Run:
     changed: float
     """When its status was written last, in seconds since 1970."""
     owner: str
+    job: str = ""
+    """That of the owner, as its batch system names it."""
+
+
+def _job_states(found: Sequence[Run]) -> list[str]:
+    """Return the state of each run's job, with its number; [] without a scheduler, or if no run has a job."""
+    try:
+        submitted = {folder: jobs_of_folder(folder) for folder in {run.path.parent for run in found}}
+        jobs = [
+            [*submitted[run.path.parent].get(run.path.name, ()), *job_of_run(run.path), *filter(is_job, [run.job])]
+            for run in found
+        ]
+        states = states_of((job for numbers in jobs for job in numbers), LOOK_SECONDS)
+    except (UserError, OSError) as error:
+        print_line(f"accel-train runs: without the states of jobs: {error}", sys.stderr)
+        return []
+    known = [newest(numbers, states) for numbers in jobs]
+    return [f"{state} {job}".strip() for job, state in known] if any(state for _, state in known) else []
 
 
 def _read_runs(top: Path) -> Iterator[Run]:
-    for folder in _run_folders(top):
+    for folder in run_folders(top):
         with contextlib.suppress(FileNotFoundError):  # somebody deletes it
             yield _read_run(folder)
 
 
-def _run_folders(top: Path) -> Iterator[Path]:
-    """Return the folders of runs, which have a config.yaml and a status.json or an owner. No run is inside of a run."""
+def run_folders(top: Path) -> Iterator[Path]:
+    """Return the folders of runs, which have a config.yaml and a status.json or an owner; or a recipe, beside lists of
+    submitted runs. No run is inside of a run."""
     for folder, folders, files in os.walk(top):
-        if "config.yaml" in files and ("status.json" in files or FILE in files):
+        submitted = RECIPE in files and any(Path(folder).with_name(LISTS).glob("*.jsonl"))
+        if submitted or ("config.yaml" in files and ("status.json" in files or FILE in files)):
             folders.clear()
             yield Path(folder)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -85,28 +112,31 @@ def _run_folders(top: Path) -> Iterator[Path]:
 
 def _read_run(path: Path) -> Run:
     status, result = read_json_object(path / "status.json"), read_result(path)
-    changed = status.get("time")
+    changed, has_begun = status.get("time"), (path / "config.yaml").exists()
     if not isinstance(changed, (int, float)):
-        changed = (path / "config.yaml").stat().st_mtime
-    lives, owner = _owner(path)
+        changed = (path / ("config.yaml" if has_begun else RECIPE)).stat().st_mtime
+    lives, owner, job = _owner(path)
     state = status.get("state")
     if lives:
         state = "running"
+    elif not has_begun:
+        state = "not begun"
     elif state not in ("finished", "interrupted", "failed"):  # it ended without a word
         state = "stale"
-    return Run(path, str(state), _epoch(path, status), _accuracy(path, result), changed, owner)
+    epoch = _epoch(path, status) if has_begun else ""
+    return Run(path, str(state), epoch, _accuracy(path, result), changed, owner, job)
 
 
-def _owner(run: Path) -> tuple[bool, str]:
-    """Return (whether the owner is alive, who it is); (False, "") without an owner."""
+def _owner(run: Path) -> tuple[bool, str, str]:
+    """Return (whether the owner is alive, who it is, its job); (False, "", "") without an owner."""
     try:
         seen = read_owner(run / FILE)
     except OSError:
-        return False, ""
+        return False, "", ""
     if seen.owner is None:
-        return seen.seems_alive(), "unknown"
+        return seen.seems_alive(), "unknown", ""
     job = f", job {seen.owner.job}" if seen.owner.job else ""
-    return seen.seems_alive(), f"{seen.owner.host} {seen.owner.pid}{job}"
+    return seen.seems_alive(), f"{seen.owner.host} {seen.owner.pid}{job}", seen.owner.job
 
 
 def _epoch(run: Path, status: Mapping[str, Any]) -> str:
@@ -114,8 +144,8 @@ def _epoch(run: Path, status: Mapping[str, Any]) -> str:
 
     try:
         text = read_regular_file(run / "config.yaml", MAX_BYTES, follow=True)
-        epochs = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))["epochs"]
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        epochs = math.ceil(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))["epochs"])
+    except (OSError, OverflowError, ValueError, TypeError, KeyError, yaml.YAMLError):
         epochs = "?"
     return f"{status.get('epoch', '?')}/{epochs}"
 

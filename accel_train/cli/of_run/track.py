@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing, not_a_run
 from accel_train.config.options import CommandOptions, parse_command
+from accel_train.errors import print_line
 
 
 @dataclass(frozen=True)
@@ -36,4 +37,5 @@ def track(arguments: Sequence[str]) -> int:
     options, _ = parse_command(Track, arguments, "accel-train track", positional=("run",))
     with importing(str(options.run)):
         from accel_train.records.trackers.replay import track
-    return track(options.run, str(options.to))
+    print_line(track(options.run, str(options.to)))
+    return 0

@@ -14,7 +14,8 @@ also becomes padding, in its own place.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from accel_train.config.schema import Config
 from accel_train.errors import UserError
 
 WASTE = 0.25  # of the slots: if more are empty, the user is told
+NO_END = 2**62  # updates of a run that somebody else ends
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Plan:
     accumulation: int  # global micro-batches of one update
     drop_last: bool = False
     virtual_batch: int = 1  # samples that are always computed together: a unit
+    updates: int = NO_END  # of the whole run
 
     def __post_init__(self) -> None:
         if self.samples < self.batch_size:
@@ -94,7 +97,7 @@ class Plan:
         passes = f" in {self.accumulation} micro-batches" * (self.accumulation > 1)
         return f"{self.batch_size} {units} on {world}: {shares}{passes} ({self.empty:.0%} of the slots are empty)"
 
-    @property
+    @cached_property
     def empty(self) -> float:
         """The share of an update's slots that are empty because the units cannot be dealt evenly, 0 to 1."""
         return 1 - self.batch_size / self.slots
@@ -141,6 +144,19 @@ class Plan:
         """Number of updates that a run with this plan has done at `position` of epoch `epoch`."""
         return (epoch + 1) * self.updates_per_epoch - self.updates_from(position)
 
+    def updates_left(self, epoch: int, position: int) -> int:
+        """Number of updates from `position` of epoch `epoch` until the epoch ends, or the run within it."""
+        return min(self.updates_from(position), max(0, self.updates - self.updates_until(epoch, position)))
+
+    def is_end(self, epoch: int, position: int) -> bool:
+        """Whether the run's last update ends at `position` of epoch `epoch`, or ended before it."""
+        return self.updates_until(epoch, position) >= self.updates
+
+    def epochs_until(self, epoch: int, position: int) -> float:
+        """Number of epochs that are done at `position` of epoch `epoch`, to four decimals: an int if they are whole."""
+        part = round(1 - self.updates_from(position) / self.updates_per_epoch, 4) if position else 0
+        return epoch + (part if 0 < part < 1 else int(part))
+
     def real_samples(self, position: int) -> int:
         """Number of samples, without padding, in the window that begins at `position` of an epoch."""
         return min(self.batch_size, self.samples - position)
@@ -148,6 +164,25 @@ class Plan:
     @property
     def samples_per_epoch(self) -> int:
         return min(self.samples, self.updates_per_epoch * self.batch_size)
+
+
+def epoch_length(samples: int, repeats: int) -> int:
+    """How many places an epoch has. With repeated augmentation as many as with torchvision's RASampler and timm's
+    RepeatAugSampler: the number of samples, rounded down to a multiple of 256 (if it is not less)."""
+    return samples if repeats == 1 or samples < 256 else samples // 256 * 256
+
+
+def create_plan(config: Config, samples: int, processes: int, accumulation: int, virtual_batch: int) -> Plan:
+    """The plan of a run with `samples` training samples. Raises UserError if they are fewer than a batch."""
+    samples = epoch_length(samples, config.data.repeats)
+    plan = Plan(samples, config.batch_size, processes, accumulation, config.data.drop_last, virtual_batch)
+    return replace(plan, updates=updates_of_run(config, plan.updates_per_epoch))
+
+
+def updates_of_run(config: Config, updates_per_epoch: int) -> int:
+    """Number of updates of a whole run. A fraction of an epoch has the nearest number, a run at least one."""
+    updates = max(1, round(config.epochs * updates_per_epoch))
+    return min(updates, config.stop.updates or updates)
 
 
 def virtual_batch_size(batch_size: int, *, batchnorm: bool, pairs: bool) -> int:
@@ -206,25 +241,22 @@ def micro_batch_sizes(share: int, unit: int) -> list[int]:
     return [size for size in range(unit, share + 1, unit) if share % size == 0]
 
 
-def mixes_samples(config: Config) -> bool:
-    """Whether neighbouring samples are mixed in pairs."""
-    return config.augment.mixup > 0 or config.augment.cutmix > 0
-
-
 def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[int, int]:
     """How an update's batch is divided: (samples of a virtual batch, micro-batches of each process).
 
     `batchnorm`: whether the model has BatchNorms that count over virtual batches. If nothing depends on virtual
-    batches, they are single samples, or the pairs that are mixed. With micro_batch_size "auto" there is
-    no limit here: the size that fits is found later. Raises UserError if the batch cannot be divided.
+    batches (mix_mode batch does), they are single samples, or the pairs that are mixed. With micro_batch_size "auto"
+    there is no limit here: the size that fits is found later. Raises UserError if the batch cannot be divided.
     """
-    mixes = mixes_samples(config)
+    mixes = config.augment.mixes
     unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")
     size = config.virtual_batch_size
-    if size is None and (batchnorm or config.bitwise):
+    together = mixes and config.augment.mix_mode == "batch"
+    if size is None and (batchnorm or config.bitwise or together):
         size = virtual_batch_size(config.batch_size, batchnorm=batchnorm, pairs=mixes)
     if size is not None:
         unit, why = size, f"in virtual batches of {size}" + ", over which BatchNorm counts" * batchnorm
+        why += ", which are mixed together" * (together and not batchnorm)
     if config.model.sync_batchnorm and config.batch_size % (processes * unit):
         raise UserError(
             f"model.sync_batchnorm: it counts over a whole micro-batch, so {processes} processes must share the "

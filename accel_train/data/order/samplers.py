@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,38 +50,57 @@ class IndexBatch:
         return self.ids if self.positions is None else keys
 
 
-class IndexSampler(Protocol):
+class IndexSampler(Sampler[IndexBatch], ABC):
     """A batch sampler that yields each global micro-batch as an IndexBatch."""
 
     batch_size: int
-    """Samples of one batch, over all processes."""
+    """Samples of one batch, over all processes. Accelerate reads this and the next one."""
+    drop_last = False  # all micro-batches are full
+    virtual_batch = 2
+    """Samples that are always computed together, one after the other: a batch has whole ones. 2: pairs."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def __iter__(self) -> Iterator[IndexBatch]: ...
-
+    @abstractmethod
     def blocks(self) -> Iterator[IndexBatch]:
-        """Yields the same samples in larger pieces, each of many whole batches."""
+        """Yields the same samples in larger pieces, each of many whole batches, one after the other."""
+
+    def __iter__(self) -> Iterator[IndexBatch]:
+        for block in self.blocks():
+            for start in range(0, len(block), self.batch_size):
+                yield block[start : start + self.batch_size]
 
 
-class TrainingSampler(Sampler[IndexBatch]):
+class TrainingSampler(IndexSampler):
     """Yields the global micro-batches of one epoch, from a given sample on.
 
     Accelerate gives each process its slice of each batch. `seek` sets the position. A loader's own epoch number is not
     used: Accelerate does not pass it on for every number of processes, and it says nothing of samples already done.
     """
 
-    def __init__(self, plan: Plan, seed: int, unreadable: Tensor | None = None, draws: Draws | None = None) -> None:
-        """`unreadable`: bool [plan.samples], the samples to skip. All others keep their places. `draws`: which samples
-        an epoch has, without unreadable ones; None: each sample once."""
+    def __init__(
+        self,
+        plan: Plan,
+        seed: int,
+        unreadable: Tensor | None = None,
+        draws: Draws | None = None,
+        *,
+        repeats: int = 1,
+        samples: int | None = None,
+    ) -> None:
+        """`unreadable`: bool [samples], the samples to skip. All others keep their places. `draws`: which samples
+        an epoch has, without unreadable ones; None: each sample once. `repeats`: how often each is in its update.
+        `samples`: of the data; None: as many as an epoch has places (`epoch_length`)."""
         self.plan = plan
         self.seed = seed
+        self.repeats, self.samples = repeats, plan.samples if samples is None else samples
         self.draws = draws
         self.unreadable = unreadable = None if draws is not None else unreadable
         self.substitute = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
-        self.batch_size = plan.slots // plan.accumulation  # read by Accelerate: of one global micro-batch
+        self.batch_size = plan.slots // plan.accumulation
+        self.virtual_batch = plan.virtual_batch
         self.places = plan.places()
-        self.drop_last = False  # also read by Accelerate; all our micro-batches are full
         self.epoch = 0
         self.position = 0
 
@@ -90,12 +109,12 @@ class TrainingSampler(Sampler[IndexBatch]):
         self.epoch, self.position = epoch, position
 
     def __len__(self) -> int:
-        return self.plan.updates_from(self.position) * self.plan.accumulation
+        return self.plan.updates_left(self.epoch, self.position) * self.plan.accumulation
 
     def real_samples(self, position: int) -> int:
         """Number of samples in the window at `position` of the epoch that are neither padding nor skipped."""
         count = self.plan.real_samples(position)
-        return count - self._skipped(position, count)
+        return count if self.unreadable is None else count - self._skipped(position, count)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -111,51 +130,55 @@ class TrainingSampler(Sampler[IndexBatch]):
 
     def _ids(self, positions: Tensor) -> Tensor:
         """The samples at `positions` (int64 [n]) of the epoch. This alone decides the order."""
-        places = permuted(positions, self.plan.samples, key(self.seed, self.epoch, "order"))
+        if self.repeats > 1:
+            positions = positions // self.repeats
+        places = permuted(positions, self.samples, key(self.seed, self.epoch, "order"))
         return places if self.draws is None else self.draws.of_epoch(self.epoch)[places]
 
+    def _apart(self, starts: Tensor, places: Tensor) -> Tensor:
+        """The positions at `places` of the windows that begin at `starts`: a window has first one copy of each of its
+        samples, then the second copies, … So copies are not neighbours, which might be mixed, nor, where batches are
+        large enough, in one virtual batch. (On several processes, RASampler has each copy on another one.)"""
+        lengths = (self.plan.samples - starts).clamp(max=self.plan.batch_size)  # the last window may be shorter
+        whole, rest = lengths // self.repeats, lengths % self.repeats
+        longer = rest * (whole + 1)  # the places of the first copies, of which there is one more
+        first = places < longer
+        copy = torch.where(first, places // (whole + 1), rest + (places - longer) // whole.clamp(min=1))
+        number = torch.where(first, places % (whole + 1), (places - longer) % whole.clamp(min=1))
+        return torch.where((places >= 0) & (places < lengths), starts + number * self.repeats + copy, starts + places)
+
     def blocks(self) -> Iterator[IndexBatch]:
-        """Yields many whole global micro-batches at once, one after the other."""
         plan, epoch = self.plan, self.epoch
-        last = plan.updates_from(self.position) * plan.slots
+        last = plan.updates_left(epoch, self.position) * plan.slots
         step = block_size(self.batch_size)
         for start in range(0, last, step):
             slots = torch.arange(start, min(start + step, last))
             places = self.places[slots % plan.slots]
-            positions = self.position + slots // plan.slots * plan.batch_size + places
+            starts = self.position + slots // plan.slots * plan.batch_size
+            positions = starts + places
             weights = ((places >= 0) & (positions < plan.samples)).to(torch.float32)
+            if self.repeats > 1:
+                positions = self._apart(starts, places)
             # Padding repeats the first samples of the epoch, with weight 0; an empty slot has another one.
             ids = self._ids(positions % plan.samples)
             if self.unreadable is not None:
                 skipped = self.unreadable[ids]
                 weights[skipped], ids[skipped] = 0.0, self.substitute
-            yield IndexBatch(epoch, ids, weights, None if self.draws is None else positions)
-
-    def __iter__(self) -> Iterator[IndexBatch]:
-        for block in self.blocks():
-            for start in range(0, len(block), self.batch_size):
-                yield block[start : start + self.batch_size]
+            repeated = self.draws is not None or self.repeats > 1
+            yield IndexBatch(epoch, ids, weights, positions if repeated else None)
 
 
-class EvaluationSampler(Sampler[IndexBatch]):
+class EvaluationSampler(IndexSampler):
     """Yields every sample once, in stored order, padded to full batches."""
 
     def __init__(self, samples: int, batch_size: int) -> None:
-        self.samples = samples
-        self.batch_size = batch_size  # over all processes; read by Accelerate
-        self.drop_last = False
+        self.samples, self.batch_size = samples, batch_size
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
     def blocks(self) -> Iterator[IndexBatch]:
-        """Yields many whole batches at once, one after the other."""
         last, step = len(self) * self.batch_size, block_size(self.batch_size)
         for start in range(0, last, step):
             positions = torch.arange(start, min(start + step, last))
             yield IndexBatch(0, positions % self.samples, (positions < self.samples).to(torch.float32))
-
-    def __iter__(self) -> Iterator[IndexBatch]:
-        for block in self.blocks():
-            for start in range(0, len(block), self.batch_size):
-                yield block[start : start + self.batch_size]

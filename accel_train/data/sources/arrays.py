@@ -23,7 +23,7 @@ DIGITS = Path(__file__).with_name("digits.csv.gz")
 
 @dataclass
 class ArraySource:
-    """A source whose images are in memory, as `pixels`: uint8 [n, C, H, W]."""
+    """A source whose images are in memory, as `pixels`: uint8 [n, C, H, W], or float32 of a user's own data."""
 
     label: str
     """The split's name in messages, such as "mnist train"."""

@@ -31,12 +31,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accel_train.config.compatibility import IMAGE_FILES, SEMANTICS
 from accel_train.config.schema import Data
-from accel_train.config.semantics import IMAGE_FILES, SEMANTICS
 from accel_train.data.sources.files.depth import is_value_range, range_text
 from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray
 from accel_train.data.sources.files.images import LazyImage
-from accel_train.data.sources.splits import Source, Splits
+from accel_train.data.sources.splits import Source, Splits, splits_of_files
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, require_regular_file
 
@@ -62,7 +62,7 @@ class Description:
     std: tuple[float, ...]
     splits: dict[str, int]  # split -> number of its images; the splits follow one another
     fingerprint: str  # of the source images and the settings
-    semantics: int = 1  # by which the images were computed; see config/semantics.py
+    semantics: int = 1  # by which the images were computed; see config/compatibility.py
     range: tuple[float, float] | None = None  # --data.range of the source images; older versions refuse such a file
 
 
@@ -277,19 +277,16 @@ def cache(data: Data) -> Splits:
     for split, count in description.splits.items():
         sources[split] = CachedImages(file, first, count, data)
         first += count
-    return Splits(
+    return splits_of_files(
+        data,
         description.classes,
-        description.channels,
-        None,
-        description.mean,
-        description.std,
-        sources["train"],
-        sources.get("validation"),
-        sources.get("test"),
+        sources,
+        channels=description.channels,
+        mean=description.mean,
+        std=description.std,
         train_weights=None if file.weights is None else torch.from_numpy(file.weights.copy()),
         notes=() if description.semantics >= IMAGE_FILES else (OLD.format(data.root),),
         value_range=description.range,
-        semantics=description.semantics
-        if description.encoding == "raw"
-        else IMAGE_FILES,  # JPEG images are decoded in each run
+        # JPEG images are decoded in each run.
+        semantics=description.semantics if description.encoding == "raw" else IMAGE_FILES,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,11 @@ from accel_train.data.sources.splits import (
     subset,
     unwrap_subset,
 )
-from accel_train.data.sources.unreadable_list import UnreadableList, list_for
 from accel_train.errors import UserError
 from accel_train.user_code.reference import parse_reference, short_name
+
+if TYPE_CHECKING:
+    from accel_train.data.sources.unreadable_list import UnreadableList
 
 
 def stratified_choice(keys: Iterable[str], labels: npt.ArrayLike, count: int, salt: str) -> npt.NDArray[np.bool_]:
@@ -69,10 +71,14 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
     Because of this order, an unreadable image does not move another image into a different split.
     """
     _check(splits, data)
-    listed = UnreadableList(set()) if data.skip_unreadable is None else list_for(data, splits.sources)
-    if data.skip_unreadable is not None and not (listed.name or listed.paths):
-        note = f"--data.skip-unreadable: {data.skip_unreadable} is empty, and does not say of which data it is"
-        splits = replace(splits, notes=(*splits.notes, note))
+    listed: UnreadableList | None = None
+    if data.skip_unreadable is not None:
+        from accel_train.data.sources.unreadable_list import list_for
+
+        listed = list_for(data, splits.sources)
+        if not (listed.name or listed.paths):
+            note = f"--data.skip-unreadable: {data.skip_unreadable} is empty, and does not say of which data it is"
+            splits = replace(splits, notes=(*splits.notes, note))
     unreadable = _unreadable(splits, data, listed)
     splits = _split_off(splits, data, seed)
     for split, limit in (
@@ -133,7 +139,7 @@ def _check(splits: Splits, data: Data) -> None:
             )
 
 
-def _unreadable(splits: Splits, data: Data, listed: UnreadableList) -> dict[int, npt.NDArray[np.bool_]]:
+def _unreadable(splits: Splits, data: Data, listed: UnreadableList | None) -> dict[int, npt.NDArray[np.bool_]]:
     """Python id of each source below a Subset -> bool [n], its samples to skip."""
     marked: dict[int, npt.NDArray[np.bool_]] = {}
     listed_here = 0
@@ -142,7 +148,7 @@ def _unreadable(splits: Splits, data: Data, listed: UnreadableList) -> dict[int,
             continue
         held, ids = unwrap_subset(source)
         marks = marked.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
-        if listed.paths:
+        if listed is not None and listed.paths:
             chosen = np.fromiter(
                 (key in listed.paths for key in sample_keys(source, names_root(data))), np.bool_, len(source)
             )
@@ -151,7 +157,7 @@ def _unreadable(splits: Splits, data: Data, listed: UnreadableList) -> dict[int,
         missing: npt.NDArray[np.bool_] | None = getattr(held, "missing", None)
         if missing is not None:
             marks |= missing
-    if listed.paths and not listed_here and not listed.name:
+    if listed is not None and listed.paths and not listed_here and not listed.name:
         # Some may have been deleted since; but if none is there, the list is of another folder or dataset.
         raise UserError(
             f"--data.skip-unreadable: none of the {len(listed.paths)} images that {data.skip_unreadable} lists, "

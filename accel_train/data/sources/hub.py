@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accel_train.config.compatibility import IMAGE_FILES, IN_MEMORY
 from accel_train.config.schema import Data
-from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
 from accel_train.data.sources.files.encoded import EncodedImages, read_image
-from accel_train.data.sources.files.images import ImageError, decode, default_mean_std
-from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits
+from accel_train.data.sources.files.images import ImageError, decode
+from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbered, splits_of_files
 from accel_train.errors import UserError
+from accel_train.user_code.reference import short_name
 
 
 class HubImages(EncodedImages):
@@ -115,12 +116,26 @@ def _hugging_face(data: Data) -> Splits:
         split: datasets.load_dataset(name, split=stored, streaming=streamed, cache_dir=str(data.root))
         for split, stored in named.items()
     }
+    return splits_of_tables(data, tables, named, streamed=streamed)
+
+
+def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, str], *, streamed: bool) -> Splits:
+    """The splits that Hugging Face's datasets are, of an image column and a label column each: split -> dataset.
+
+    `named`: split -> what messages call it. Raises UserError.
+    """
+    datasets: Any = importlib.import_module("datasets")
     features = tables["train"].features or {}
     image_key = _column(data, features, datasets.Image, "image")
-    label_key = _column(data, features, datasets.ClassLabel, "label")
+    where = f"the data '{short_name('data.name', data.name)}'"
+    named_classes = any(isinstance(feature, datasets.ClassLabel) for feature in features.values())
+    if not named_classes and getattr(features.get("label"), "dtype", "").startswith("int"):
+        label_key = "label"
+    else:
+        label_key = _column(data, features, datasets.ClassLabel, "label")
     sources: dict[str, Source] = {}
     for split, table in tables.items():
-        label = f"{data.name} {named[split]}"
+        label = f"{short_name('data.name', data.name)} {named[split]}"
         if streamed:
             encoded = table.cast_column(image_key, datasets.Image(decode=False))
             source: Source = _read(label, _decoded(encoded, image_key, label_key, label, data))
@@ -131,7 +146,8 @@ def _hugging_face(data: Data) -> Splits:
             source = HubImages(label, images, torch.from_numpy(labels), data)
         if split == "train" or not bool((source.labels == -1).all()):  # the hub's mark for samples without a label
             sources[split] = source
-    return _splits(data, tuple(features[label_key].names), sources)
+    found = [source.labels for source in sources.values()]
+    return _splits(data, tuple(features[label_key].names) if named_classes else numbered(where, found), sources)
 
 
 def _decoded(table: Any, image_key: str, label_key: str, label: str, data: Data) -> Iterator[tuple[Tensor, int]]:
@@ -147,8 +163,10 @@ def _decoded(table: Any, image_key: str, label_key: str, label: str, data: Data)
 def _tensorflow(data: Data) -> Splits:
     from timm.data import create_dataset
 
+    mode = "L" if data.channels == 1 else "RGB"
+
     def stream(split: str) -> Any:
-        return create_dataset(data.name, root=str(data.root), split=split, download=True, input_img_mode=_mode(data))
+        return create_dataset(data.name, root=str(data.root), split=split, download=True, input_img_mode=mode)
 
     stream("train")  # downloads the dataset, and keeps TensorFlow from taking the GPU's memory
     tensorflow_datasets: Any = importlib.import_module("tensorflow_datasets")
@@ -182,10 +200,6 @@ def _column(data: Data, features: Any, kind: type, usual: str) -> str:
     return str(columns[0])
 
 
-def _mode(data: Data) -> str:
-    return "L" if data.channels == 1 else "RGB"
-
-
 def _pixels(image: Any) -> Tensor:
     """A PIL image of 8 bits as uint8 [C, H, W]."""
     pixels = torch.from_numpy(np.array(image))
@@ -216,7 +230,6 @@ def _read(label: str, stream: Iterable[tuple[Tensor, int]]) -> StreamedImages:
 
 
 def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) -> Splits:
-    mean, std = default_mean_std(data.channels)
     size = None
     shapes = {
         source.images[0].shape[1:] if source.one_size else None
@@ -225,15 +238,11 @@ def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) ->
     }
     if len(shapes) == 1 and (shape := shapes.pop()) is not None and shape[0] == shape[1]:
         size = int(shape[0])
-    return Splits(
+    return splits_of_files(
+        data,
         classes,
-        data.channels,
-        size,
-        mean,
-        std,
-        sources["train"],
-        sources.get("validation"),
-        sources.get("test"),
+        sources,
+        image_size=size,
         # A stream is decoded already; that of tfds/ by TensorFlow, without --data.range.
         semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,
         value_range=None if data.name.startswith("tfds/") else data.range,

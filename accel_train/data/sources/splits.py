@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accel_train.config.compatibility import IMAGE_FILES, IN_MEMORY
 from accel_train.config.schema import Data
-from accel_train.config.semantics import IMAGE_FILES, IN_MEMORY
 from accel_train.data.sources.files.depth import ValueRange
 from accel_train.data.sources.files.images import default_mean_std
+from accel_train.errors import UserError, first_of
 
 
 class Source(Protocol):
@@ -60,6 +61,8 @@ class Splits:
     """A description of the files in the data's folder that are not used."""
     mistake: str = ""
     """Why it cannot be trained on, although its images can be read and checked; "": it can."""
+    missing: tuple[str, ...] = ()
+    """The files that a table lists and that are not there, relative to `names_root`: then it has a `mistake`, too."""
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
     train_weights: torch.Tensor | None = None
@@ -72,7 +75,15 @@ class Splits:
     """The values of black and white of images with more than 8 bits: --data.range, or that of a cache; None: those of
     such images that have a range of their own."""
     semantics: int = IN_MEMORY
-    """The semantics version by which the images are found and their pixels computed; see config/semantics.py."""
+    """The semantics version by which the images are found and their pixels computed; see config/compatibility.py."""
+
+    def __repr__(self) -> str:
+        parts = {"train": self.train, "val": self.validation, "test": self.test}
+        counts = ", ".join(f"{len(source)} {name}" for name, source in parts.items() if source is not None)
+        size = "images" if self.image_size is None else f"images of {self.image_size}x{self.image_size} pixels"
+        return (
+            f"Splits({len(self.classes)} classes ({first_of(self.classes)}), {self.channels} channels, {counts} {size})"
+        )
 
     @property
     def multi_label(self) -> bool:
@@ -93,6 +104,18 @@ class Splits:
 def label_numbers(label: torch.Tensor) -> list[int]:
     """The classes of a sample: one if its label is a number (int64 []), any number of them if it is a row of bools."""
     return label.nonzero()[:, 0].tolist() if label.ndim else [int(label)]
+
+
+def numbered(where: str, labels: Collection[torch.Tensor]) -> tuple[str, ...]:
+    """The classes of `labels` (int64 [n] or bool [n, classes], of each split) without names: the numbers up to the
+    largest label. Raises UserError if these would be more than there are samples."""
+    count = max(each.shape[1] if each.ndim == 2 else int(each.max()) + 1 for each in labels)
+    if count > max(2, sum(map(len, labels))):
+        raise UserError(
+            f"{where}: the largest label is {count - 1}, more than there are samples. Labels are the numbers of "
+            "classes, from 0 on; give the train dataset `classes`, a list of their names, or `num_classes`."
+        )
+    return tuple(map(str, range(count)))
 
 
 SPLIT_NAMES = {  # accepted names of folders, tar files, shards and splits on a hub
@@ -160,9 +183,39 @@ def subset(source: Source, chosen: npt.NDArray[np.bool_]) -> Source:
 
 
 def splits_of_files(data: Data, classes: tuple[str, ...], sources: Mapping[str, Source], **more: Any) -> Splits:
-    """The splits of image files. `sources`: "train" and, if there are any, "validation" and "test"; `more`: further
-    fields of `Splits`."""
+    """The splits of image files. `sources`: "train" and, if there are any, "validation" and "test"; `more`: fields of
+    `Splits` that are not those of image files of any size as `data` has them."""
     mean, std = default_mean_std(data.channels)
-    train, validation, test = sources["train"], sources.get("validation"), sources.get("test")
-    more = {"value_range": data.range, "semantics": IMAGE_FILES} | more
-    return Splits(classes, data.channels, None, mean, std, train, validation, test, **more)
+    splits = {"train": sources["train"], "validation": sources.get("validation"), "test": sources.get("test")}
+    usual = {"channels": data.channels, "image_size": None, "mean": mean, "std": std, **splits}
+    return Splits(classes, **(usual | {"value_range": data.range, "semantics": IMAGE_FILES} | more))
+
+
+NAMED = 4  # classes that are named with their counts
+LONGEST = 60  # characters of their names, all together
+
+
+def class_counts(splits: Splits) -> str:
+    """Return the counts in each split: "training 40 cat, 38 dog; test 9 cat, 12 dog". Of many classes the smallest and
+    the largest count, with the first class that has it, and the classes without an image."""
+    sources = {"training": splits.to_train_on, "validation": splits.validation, "test": splits.test}
+    return "; ".join(
+        f"{name} {_counts_of(source, splits.classes)}" for name, source in sources.items() if source is not None
+    )
+
+
+def _counts_of(source: Source, classes: Sequence[str]) -> str:
+    labels = source.labels.numpy()
+    counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
+    absent = [name for name, count in zip(classes, counts, strict=True) if not count]
+    if len(classes) <= NAMED and sum(map(len, classes)) <= LONGEST:
+        return ", ".join(f"{count:,} {name}" for name, count in zip(classes, counts, strict=True))
+    present = counts[counts > 0]
+    if not len(present):
+        return "none of any class"
+    smallest, largest = int(present.min()), int(present.max())
+    text = f"{smallest:,} of each"
+    if smallest != largest:
+        least, most = (classes[counts.tolist().index(count)] for count in (smallest, largest))
+        text = f"{smallest:,} ({least}) to {largest:,} ({most})"
+    return text + (f", none of {first_of(absent)}" if absent else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,7 +20,10 @@ from accel_train.data.sources.splits import Source, names_root, sample_keys
 from accel_train.errors import UserError
 from accel_train.files import atomic_write
 from accel_train.untrusted import read_regular_file
+from accel_train.user_code.reference import short_name
 
+OF_ONE_PLACE = ("folder", "csv", "cache", "tar", "wds")
+"""Names of data that `data.root` alone says."""
 HEAD = "# accel-train check-data: "
 
 
@@ -37,8 +41,11 @@ class UnreadableList:
 
 
 def default_list(data: Data) -> Path:
-    """Where check-data writes the list, unless the user names a file."""
-    name = data.name.replace("/", "-") if "/" in data.name else Path(os.path.realpath(data.root)).name
+    """Where check-data writes the list, unless the user names a file: it is named after the data's folder or file. Of
+    other data, many of which may be in one folder, after its name."""
+    if data.name in OF_ONE_PLACE:
+        return Path(f"unreadable-{Path(os.path.realpath(data.root)).name}.txt")
+    name = re.sub(r"[^\w.]+", "-", short_name("data.name", data.name)).strip("-")
     return Path(f"unreadable-{name}.txt")
 
 

@@ -23,23 +23,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from filelock import FileLock, Timeout
-from rich.console import Console
 
+from accel_train.config.compatibility import IMAGE_FILES
 from accel_train.config.schema import Data
-from accel_train.config.semantics import IMAGE_FILES
 from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, MAGIC_2, CacheFile, Description
 from accel_train.data.sources.files.depth import range_text
-from accel_train.data.sources.files.encoded import EncodedImages, StringArray
+from accel_train.data.sources.files.encoded import EncodedImages, StringArray, depth_notes
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.data.sources.splits import names_root, present_classes, unwrap_subset
 from accel_train.data.sources.unreadable_list import list_for, write_list
-from accel_train.data.tools.check import print_unreadable
-from accel_train.data.tools.chunk import Chunk, encode
-from accel_train.data.tools.few_bits import depth_notes
+from accel_train.data.tools.chunk import Chunk, Unreadable, encode
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError, print_line
 from accel_train.files import atomic_write, fsync
 
+SHOWN = 10  # unreadable images that are printed with their reason
 SYNC_SECONDS = 10.0  # at most so much work is lost if the process is killed
 
 
@@ -69,7 +67,6 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         IMAGE_FILES,
         splits.value_range,
     )
-    console = Console(soft_wrap=True, highlight=False, markup=False)
     for note in (*splits.notes, *depth_notes(splits.train)):
         print_line(f"warning: {note}")
     if splits.ignored:
@@ -80,7 +77,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         with FileLock(lock, timeout=0):
             try:
                 weights = None if splits.train_weights is None else splits.train_weights.numpy()
-                return _write(data, output, list(sources.values()), weights, described, listed, processes, console)
+                return _write(data, output, list(sources.values()), weights, described, listed, processes)
             finally:
                 lock.unlink(missing_ok=True)
     except Timeout:
@@ -97,7 +94,6 @@ def _write(
     described: Description,
     listed: set[str],
     processes: int,
-    console: Console,
 ) -> int:
     if output.exists():
         if output.is_dir():
@@ -108,13 +104,13 @@ def _write(
         return 0
     partial, journal = (output.with_name(f".{output.name}.{suffix}") for suffix in ("partial", "journal"))
     jobs = jobs_of(sources)
-    chunks = _begin(partial, journal, described.fingerprint, console)
+    chunks = _begin(partial, journal, described.fingerprint)
     done, total = sum(last - first for _, first, last in jobs[: len(chunks)]), sum(map(len, sources))
     unreadable = [bad for chunk in chunks for bad in chunk.unreadable]
     with (
         partial.open("ab") as images,
         journal.open("a", encoding="utf-8") as lines,
-        ProgressDisplay(console, "cach", total, done) as shown,
+        ProgressDisplay("cach", total, done) as shown,
     ):
         for chunk in _encoded(sources, jobs[len(chunks) :], described, processes, images, lines):
             chunks.append(chunk)
@@ -126,7 +122,7 @@ def _write(
     if bad:
         list_path = output.with_name(f"{output.name}.unreadable.txt")
         write_list(list_path, data, sources, (name for name, _ in unreadable))
-        print_unreadable(unreadable)
+        _print_unreadable(unreadable)
         print_line(
             f"{len(unreadable)} of {total} images cannot be read. They are listed in {list_path}. The finished part is "
             f"kept. Continue with the same command and\n  --skip-unreadable {shlex.quote(str(list_path))}"
@@ -165,7 +161,7 @@ def _fingerprint(splits: Splits, sources: dict[str, Source], root: Path, short_s
     return digest.hexdigest()
 
 
-def _begin(partial: Path, journal: Path, fingerprint: str, console: Console) -> list[Chunk]:
+def _begin(partial: Path, journal: Path, fingerprint: str) -> list[Chunk]:
     """Return the chunks that an earlier start has written; what follows them in the file is removed."""
     chunks: list[Chunk] = []
     with contextlib.suppress(FileNotFoundError):
@@ -279,3 +275,11 @@ def _verify(partial: Path) -> None:
                 f"{partial} is altered: {cached.names[number]} differs from what was written. Check the disk, delete "
                 "the file and start again."
             )
+
+
+def _print_unreadable(unreadable: list[Unreadable]) -> None:
+    """Print the first unreadable images, with the reasons."""
+    for name, why in sorted(unreadable)[:SHOWN]:
+        print_line(f"  {name}: {why}")
+    if len(unreadable) > SHOWN:
+        print_line(f"  … and {len(unreadable) - SHOWN} more.")

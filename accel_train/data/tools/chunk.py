@@ -11,11 +11,13 @@ from torch import Tensor
 
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.splits import Source
-from accel_train.data.tools.check import Unreadable
 from accel_train.data.transforms.image import resized_to_short_side
 from accel_train.errors import UserError
 
 JPEG_QUALITY = 90
+
+Unreadable = tuple[str, str]
+"""Name of the image, and why it cannot be read."""
 
 
 @dataclass

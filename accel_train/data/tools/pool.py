@@ -33,21 +33,28 @@ def jobs_of(sources: list[Source]) -> list[Job]:
 
 
 def in_processes(
-    work: Callable[..., T], sources: list[Source], jobs: Iterable[Job], processes: int, *arguments: Any
+    work: Callable[..., T],
+    sources: list[Source],
+    jobs: Iterable[Job],
+    processes: int,
+    *arguments: Any,
+    of_job: Callable[[Job], tuple[Any, ...]] = lambda job: (),
 ) -> Iterator[T]:
-    """Yield the result of `work(source, first, last, *arguments)` of each job, in the order of the jobs."""
+    """Yield the result of `work(source, first, last, *arguments, *of_job(job))` of each job, in the order of the jobs.
+
+    `of_job` is called in this process, a while before the job begins."""
     jobs = list(jobs)
     processes = min(processes, len(jobs))
     if processes <= 1:
         for number, first, last in jobs:
-            yield work(sources[number], first, last, *arguments)
+            yield work(sources[number], first, last, *arguments, *of_job((number, first, last)))
         return
     context = WorkerContext(work.__module__)
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(sources,)) as pool:
         try:
             pending: deque[Future[T]] = deque()
             for job in jobs:
-                pending.append(pool.submit(_run, work, job, arguments))
+                pending.append(pool.submit(_run, work, job, arguments + of_job(job)))
                 if len(pending) >= 4 * processes:  # so that the queue does not hold a million images
                     yield pending.popleft().result()
             while pending:
@@ -76,9 +83,10 @@ def _run(work: Callable[..., T], job: Job, arguments: tuple[Any, ...]) -> T:
 class ProgressDisplay:
     """The progress: a bar on a terminal, otherwise a line after every tenth of the images."""
 
-    def __init__(self, console: Console, verb: str, total: int, done: int = 0) -> None:
+    def __init__(self, verb: str, total: int, done: int = 0) -> None:
         """`verb`: "decod", which becomes "decoding" and "decoded". `done`: images that were finished before."""
-        self.console, self.verb, self.total, self.done = console, verb, total, done
+        self.console = console = Console(soft_wrap=True, highlight=False, markup=False)
+        self.verb, self.total, self.done = verb, total, done
         self.printed = 10 * done // total if total else 0
         self.bar = Progress(
             TextColumn(f"{verb}ing"),

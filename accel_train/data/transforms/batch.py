@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.colour import change_colours
-from accel_train.data.transforms.parameters import AugmentParameters, Column
+from accel_train.data.transforms.parameters import AugmentParameters, Column, over_pixels
 
 
 class BatchTransform:
@@ -38,17 +37,18 @@ class BatchTransform:
         device: torch.device,
         memory_format: torch.memory_format = torch.contiguous_format,
         full_scale: int = 255,
+        virtual_batch: int = 2,
     ) -> None:
         """`mean` and `std`: of each channel; they count the pixel value `full_scale` as 1. `size` (height and width, in
         pixels) and `memory_format`: of the model's input. `per_image`: workers have already resized, cropped and
-        flipped the images."""
+        flipped the images. `virtual_batch`: see AugmentParameters."""
         self.augment = augment
         self.size = size
         self.num_classes = num_classes
         self.training = training
         self.per_image = per_image
         self.memory_format = memory_format
-        parameters = AugmentParameters(augment, size, per_image=per_image)
+        parameters = AugmentParameters(augment, size, per_image=per_image, virtual_batch=virtual_batch)
         self.draw_parameters = parameters if training and parameters.any else None
         """Draws the "parameters" that each batch must have. None: the transform is not random."""
         # A pixel becomes pixel / scale + shift. Both have the input's layout, so that the arithmetic runs along its
@@ -60,8 +60,16 @@ class BatchTransform:
         )
         self.steps = torch.arange(size, dtype=torch.int32).to(device)
         self.classes = torch.arange(num_classes).to(device)
-        self.clamps = augment.interpolation == "bicubic" and full_scale == 255  # it overshoots
+        self.erases, self.cuts = augment.erase > 0, augment.cuts
+        self.interpolation = augment.interpolation_of(training=training)
+        self.clamps = self.interpolation == "bicubic" and full_scale == 255  # it overshoots
         self.planes = torch.arange(len(mean))[:, None, None].to(device)
+        self.erasing = None
+        fills = augment.erase_mode != "const" or augment.erase_count > 1
+        if self.erases and fills and self.draw_parameters is not None:
+            from accel_train.data.transforms.erasing import Erasing
+
+            self.erasing, self.erases = Erasing(parameters, device), False
         if self.draw_parameters is not None:
             # The image's rows or columns in each window, int64 [windows, size]; then those of flipped windows.
             indices = window_indices(self.draw_parameters, reflects=augment.pad_mode == "reflect")
@@ -82,7 +90,7 @@ class BatchTransform:
         images, labels = batch["images"], batch["labels"]
         resize = self.augment.resize or self.size
         if not self.per_image and images.shape[-1] != resize:
-            images = F.interpolate(images.float(), (resize, resize), mode=self.augment.interpolation, antialias=True)
+            images = F.interpolate(images.float(), (resize, resize), mode=self.interpolation, antialias=True)
             if self.clamps:
                 images = images.clamp_(0, 255)
         if self.draw_parameters is None:
@@ -90,9 +98,13 @@ class BatchTransform:
         parameters = batch["parameters"]
         images = self._crop_and_flip(images, parameters)
         if self.draw_parameters.changes_colours:
+            from accel_train.data.transforms.colour import change_colours
+
             images = change_colours(images, parameters, self.augment)
         images = self._normalise(images)
-        erases, cuts = self.augment.erase > 0, self.augment.cutmix > 0
+        if self.erasing is not None:
+            self.erasing(images, parameters, batch["keys"])
+        erases, cuts = self.erases, self.cuts
         boxes = self._boxes(parameters, 0 if erases else 1, 2 if cuts else 1) if erases or cuts else None
         if boxes is not None and erases:
             images.masked_fill_(boxes[:, :1], 0.0)  # 0 is the mean colour
@@ -158,9 +170,9 @@ class BatchTransform:
         partner = _swapped(images).contiguous(memory_format=self.memory_format)
         cut = images if pasted is None else torch.where(pasted, partner, images)
         if self.augment.mixup > 0:
-            blended = images.mul_(_per_image(share)).add_(partner.mul_(_per_image(rest)))
+            blended = images.mul_(over_pixels(share)).add_(partner.mul_(over_pixels(rest)))
             is_cut = None if pasted is None else parameters[:, Column.CUT] > 0
-            images = blended if is_cut is None else torch.where(_per_image(is_cut), cut, blended)
+            images = blended if is_cut is None else torch.where(over_pixels(is_cut), cut, blended)
         else:
             images = cut
         images = images.contiguous(memory_format=self.memory_format)
@@ -234,7 +246,3 @@ def _reflect(padded: Tensor, pad: int, dim: int) -> None:
 def _swapped(values: Tensor) -> Tensor:
     """`values` with each pair of neighbours exchanged: [1, 0, 3, 2, …]."""
     return values.view(-1, 2, *values.shape[1:]).flip(1).reshape(values.shape)
-
-
-def _per_image(values: Tensor) -> Tensor:
-    return values[:, None, None, None]

@@ -17,33 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.parameters import BLUR_RADIUS, SLOTS, Column, Jitter, jitter_strengths
-from accel_train.errors import UserError
+from accel_train.data.transforms.parameters import BLUR_RADIUS, SLOTS, Column, Jitter, jitter_strengths, over_pixels
 
 CHUNK = 1 << 18  # numbers that a CPU changes at a time: they fit into its cache
-
-
-def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
-    """Raise UserError if images with this number of channels, and this pixel value for white, cannot be augmented."""
-    strengths = jitter_strengths(augment)
-    needs = {
-        f"policy {augment.policy}": augment.policy != "none",
-        "color-jitter": any(strengths),
-    }
-    for option in (option for option, is_set in needs.items() if is_set):
-        if full_scale != 255:
-            raise UserError(
-                f"--augment.{option}: needs images of uint8; the data has float tensors. Return uint8 tensors or PIL "
-                "images from the Dataset, or turn it off."
-            )
-        if channels not in (1, 3):
-            raise UserError(
-                f"--augment.{option}: needs images of 1 or 3 channels; the data has {channels}. Turn it off."
-            )
-    if channels == 1 and strengths[Jitter.HUE] > 0:
-        raise UserError("--augment.color-jitter: the images are grey and have no hue; give 0 as the fourth number.")
-    if channels != 3 and augment.grey > 0:
-        raise UserError(f"--augment.grey: needs colour images; the data has {channels} channels. Use 0.")
 
 
 def change_colours(images: Tensor, parameters: Tensor, augment: Augment) -> Tensor:
@@ -68,7 +44,7 @@ def change_colours(images: Tensor, parameters: Tensor, augment: Augment) -> Tens
         images = _where(active, jitter, images, kinds, factors, hues)
     if augment.grey > 0:
         grey = parameters[:, Column.GREY] > 0
-        images = _where(grey, lambda images, grey: torch.where(_per_image(grey), _grey(images), images), images, grey)
+        images = _where(grey, lambda images, grey: torch.where(over_pixels(grey), _grey(images), images), images, grey)
     if augment.blur > 0:
         kernels = parameters[:, Column.KERNEL : Column.KERNEL + BLUR_RADIUS + 1].view(torch.float32)
         images = _where(kernels[:, 0] != 1, _blur, images, kernels)
@@ -109,15 +85,15 @@ def _blend(images: Tensor, kinds: Tensor, factors: Tensor) -> Tensor:
     if not needed:
         return images
     if needed == {Jitter.BRIGHTNESS}:
-        return images.mul(_per_image(factors)).clamp_(0, 255)
+        return images.mul(over_pixels(factors)).clamp_(0, 255)
     grey = _grey(images)
     mean = torch.zeros_like(factors)
     if Jitter.CONTRAST in needed:
         # Of integers, because a sum of floats depends on the order in which they are added.
         total = grey.mul(256).round_().to(torch.int32).sum((1, 2, 3), dtype=torch.int64)
         mean = total.to(torch.float32).div_(256 * grey[0].numel()).mul_(kinds == Jitter.CONTRAST)
-    without = torch.where(_per_image(kinds == Jitter.SATURATION), grey, _per_image(mean))
-    return images.mul(_per_image(factors)).add_(without.mul_(_per_image(1 - factors))).clamp_(0, 255)
+    without = torch.where(over_pixels(kinds == Jitter.SATURATION), grey, over_pixels(mean))
+    return images.mul(over_pixels(factors)).add_(without.mul_(over_pixels(1 - factors))).clamp_(0, 255)
 
 
 def _shift_hue(images: Tensor, shifts: Tensor) -> Tensor:
@@ -131,13 +107,13 @@ def _shift_hue(images: Tensor, shifts: Tensor) -> Tensor:
     divisor = torch.where(chroma == 0, 1.0, chroma)
     of_green, of_blue = (blue - red).div_(divisor).add_(2), (red - green).div_(divisor).add_(4)
     hue = torch.where(value == red, (green - blue).div_(divisor), torch.where(value == green, of_green, of_blue))
-    hue = hue.add_(_per_image(shifts))
+    hue = hue.add_(over_pixels(shifts))
     result = torch.empty_like(images)
     for channel, offset in enumerate((5, 3, 1)):
         distance = (hue + offset).remainder_(6)
         share = torch.minimum(distance, 4 - distance).clamp_(0, 1)
         result[:, channel : channel + 1] = value - share.mul_(chroma)
-    return torch.where(_per_image(shifts != 0), result, images)
+    return torch.where(over_pixels(shifts != 0), result, images)
 
 
 def _blur(images: Tensor, kernels: Tensor) -> Tensor:
@@ -146,12 +122,8 @@ def _blur(images: Tensor, kernels: Tensor) -> Tensor:
         length = images.shape[dim]
         radius = min(BLUR_RADIUS, length - 1)
         padded = F.pad(images, (0, 0, radius, radius) if dim == 2 else (radius, radius, 0, 0), mode="reflect")
-        images = images.mul(_per_image(kernels[:, 0]))
+        images = images.mul(over_pixels(kernels[:, 0]))
         for distance in range(1, radius + 1):
             before, after = (padded.narrow(dim, radius + side * distance, length) for side in (-1, 1))
-            images.add_((before + after).mul_(_per_image(kernels[:, distance])))
+            images.add_((before + after).mul_(over_pixels(kernels[:, distance])))
     return images
-
-
-def _per_image(values: Tensor) -> Tensor:
-    return values[:, None, None, None]

@@ -1,4 +1,4 @@
-"""Transforms of one image at a time, in the worker processes: crop, resize, torchvision's policies, flip.
+"""Transforms of one image at a time, in the worker processes: crop, resize, what policies.py and own.py do, flip.
 
 Input and output are uint8, a quarter of float32's bytes. Transforms that work on a whole batch (normalisation, erasing,
 mixing) run later on the device (batch.py).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +17,11 @@ from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import LazyImage
-from accel_train.data.transforms.parameters import Stream
+from accel_train.data.transforms.parameters import Stream, resize_default
+from accel_train.data.transforms.policies import image_steps
 from accel_train.keyed import uniform, uniforms
 
-AUTOAUGMENT = {
-    "autoaugment": v2.AutoAugmentPolicy.IMAGENET,
-    "autoaugment_cifar10": v2.AutoAugmentPolicy.CIFAR10,
-    "autoaugment_svhn": v2.AutoAugmentPolicy.SVHN,
-}
 TRIES = 10  # attempts to draw a box inside the image, as in torchvision
-
-
-def resize_default(size: int) -> int:
-    """The short side before cropping an input of `size` pixels: 256 for 224, as is usual for ImageNet."""
-    return round(size / 0.875)
 
 
 class ImageTransform:
@@ -40,74 +32,113 @@ class ImageTransform:
     decodes the full image.
     """
 
-    def __init__(self, augment: Augment, size: int, *, training: bool, decodes_smaller: bool = True) -> None:
+    def __init__(
+        self,
+        augment: Augment,
+        size: int,
+        *,
+        training: bool,
+        decodes_smaller: bool = True,
+        mean: tuple[float, ...] = (0.0, 0.0, 0.0),
+    ) -> None:
+        """`mean`: of each channel, 0 to 1; timm's policies have this colour outside the image."""
         self.augment, self.size, self.training = augment, size, training
         self.decodes_smaller = training and decodes_smaller
         self.short_side = augment.resize or resize_default(size)
         self.resized_crop = training and augment.crop == "resized"
-        steps: list[torch.nn.Module] = []
+        self.interpolation = augment.interpolation_of(training=training)
+        crops: list[torch.nn.Module] = []
         if not self.resized_crop:
             if training and augment.crop == "random":
                 padding = {"padding": augment.pad or None, "padding_mode": augment.pad_mode}
-                steps.append(v2.RandomCrop(size, pad_if_needed=True, **padding))
+                crops.append(v2.RandomCrop(size, pad_if_needed=True, **padding))
             else:
-                steps.append(v2.CenterCrop(size))
-        if training and augment.policy == "randaugment":
-            steps.append(v2.RandAugment(augment.randaugment_ops, augment.randaugment_magnitude))
-        elif training and augment.policy == "trivialaugment":
-            steps.append(v2.TrivialAugmentWide())
-        elif training and augment.policy == "augmix":
-            steps.append(v2.AugMix())
-        elif training and augment.policy in AUTOAUGMENT:
-            steps.append(v2.AutoAugment(AUTOAUGMENT[augment.policy]))
-        self.steps = torch.nn.Sequential(*steps)
-        self.is_random = training and (augment.policy != "none" or augment.crop == "random")
+                crops.append(v2.CenterCrop(size))
+        own: list[torch.nn.Module] = []
+        if training and augment.own != "none":
+            from accel_train.data.transforms.own import OwnTransform
+
+            own = [OwnTransform(augment.own)]
+        # The steps of an image that was resized so.
+        self.steps = {}
+        for mode in ("bilinear", "bicubic") if self.interpolation == "random" else (self.interpolation,):
+            drawn = "random" if augment.timm_policy and self.interpolation == "random" else mode
+            steps = image_steps(augment, size, drawn, mean) if training else []
+            self.steps[mode] = torch.nn.Sequential(*crops, *steps, *own)
+        self.is_random = training and augment.draws_globally
+        self.draws_anywhere = training and (augment.timm_policy or augment.own != "none")
+        """Whether NumPy's and Python's generators are used, too."""
 
     def __call__(self, images: Sequence[Tensor | LazyImage], keys: Tensor) -> Tensor:
         """`images`: each uint8 [C, H, W] or not yet decoded; `keys`: int64 [b]. Returns uint8 [b, C, size, size]."""
+        modes = self._modes(keys)
         if self.resized_crop:
             boxes = drawn_boxes(images, keys, self.augment)
-            decoded = (self._resized_crop(image, *box) for image, box in zip(images, boxes, strict=True))
+            decoded = (
+                self._resized_crop(image, mode, *box) for image, box, mode in zip(images, boxes, modes, strict=True)
+            )
         else:
-            decoded = (self._whole(image) for image in images)
+            decoded = (self._whole(image, mode) for image, mode in zip(images, modes, strict=True))
         flips = drawn_flips(keys, self.augment, training=self.training)
         batch: Tensor | None = None
-        # torchvision's transforms draw from torch's CPU generator: seed it with each image's key, and restore it after
-        # the batch.
-        with torch.random.fork_rng(devices=[], enabled=self.is_random):
-            for index, (image, word) in enumerate(zip(decoded, keys.tolist(), strict=True)):
-                if self.is_random:
-                    torch.default_generator.manual_seed(word)  # torch.manual_seed would also seed GPUs
-                image = self.steps(image)
+        with self._restored_generators():
+            for index, (image, mode, word) in enumerate(zip(decoded, modes, keys.tolist(), strict=True)):
+                self._seed_generators(word)
+                image = self.steps[mode](image)
                 if batch is None:
                     batch = image.new_empty((len(images), self.size, self.size, len(image)))
                 batch[index] = (image.flip(flips[index]) if flips[index] else image).permute(1, 2, 0)
         assert batch is not None
         return batch.permute(0, 3, 1, 2)
 
-    def _whole(self, image: Tensor | LazyImage) -> Tensor:
+    def _modes(self, keys: Tensor) -> Sequence[str]:
+        """How each image is resized."""
+        if self.interpolation != "random":
+            return (self.interpolation,) * len(keys)
+        return ["bicubic" if drawn else "bilinear" for drawn in (uniform(keys, Stream.INTERPOLATION) >= 0.5).tolist()]
+
+    # What policies and the user's own transform draw from, all processes and workers seed with each image's key. It is
+    # restored after the batch.
+    def _restored_generators(self) -> AbstractContextManager[None]:
+        if not self.draws_anywhere:  # torchvision's transforms draw from torch's CPU generator
+            return torch.random.fork_rng(devices=[], enabled=self.is_random)
+        from accel_train.data.sources.user.dataset import restored_generators
+
+        return restored_generators()
+
+    def _seed_generators(self, word: int) -> None:
+        if self.draws_anywhere:
+            from accel_train.data.sources.user.dataset import seed_generators
+
+            seed_generators(word)
+        elif self.is_random:
+            torch.default_generator.manual_seed(word)  # torch.manual_seed would also seed GPUs
+
+    def _whole(self, image: Tensor | LazyImage, mode: str) -> Tensor:
         """The whole image, resized to the short side."""
         if isinstance(image, LazyImage):
             reduction = self._reduction(image, min(image.height, image.width), self.short_side)
             if reduction > 1:
                 box = 0, 0, image.height, image.width
                 target = sides(image.height, image.width, self.short_side)
-                return image.reduced(box, *target, reduction, self.augment.interpolation)
+                return image.reduced(box, *target, reduction, mode)
             image = image.pixels()
-        return resized_to_short_side(image, self.short_side, self.augment.interpolation)
+        return resized_to_short_side(image, self.short_side, mode)
 
-    def _resized_crop(self, image: Tensor | LazyImage, top: int, left: int, height: int, width: int) -> Tensor:
+    def _resized_crop(
+        self, image: Tensor | LazyImage, mode: str, top: int, left: int, height: int, width: int
+    ) -> Tensor:
         """The box of the image, resized to size x size. It is cropped first, so that only its pixels are resized."""
         if isinstance(image, LazyImage):
             reduction = self._reduction(image, min(height, width), self.size)
             if reduction > 1:
                 box = top, left, height, width
-                return image.reduced(box, self.size, self.size, reduction, self.augment.interpolation)
+                return image.reduced(box, self.size, self.size, reduction, mode)
             image = image.pixels()
         crop = image[:, top : top + height, left : left + width]
         if crop.shape[1:] == (self.size, self.size):
             return crop
-        return resized(crop, self.size, self.size, self.augment.interpolation)
+        return resized(crop, self.size, self.size, mode)
 
     def _reduction(self, image: LazyImage, side: int, needed: int) -> int:
         """The largest JPEG scale factor at which `side` pixels of the image still give `needed` pixels."""

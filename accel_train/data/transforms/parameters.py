@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Augment
+from accel_train.errors import UserError
 from accel_train.keyed import uniform, uniforms
 
 
@@ -40,8 +41,12 @@ class Stream(IntEnum):
     GREY = auto()
     BLUR = auto()
     BLUR_SIGMA = auto()
+    INTERPOLATION = auto()
+    ERASE_COUNT = auto()
+    ERASE_NOISE = auto()
     JITTER_ORDER = 100  # and following: one of each Jitter
     JITTER_FACTOR = 110  # and following: one of each Jitter
+    ERASE_MORE = 200  # and following: area, ratio, top and left of each box after the first
     RESIZED = 1000  # and following: area and ratio of each try
 
 
@@ -89,31 +94,42 @@ def jitter_strengths(augment: Augment) -> tuple[float, ...]:
 class AugmentParameters:
     """Draws the parameters that `BatchTransform` needs for each training sample. All its tensors are on the CPU."""
 
-    def __init__(self, augment: Augment, size: int, *, per_image: bool) -> None:
-        """`size`: of the model's input, in pixels; `per_image`: workers have already cropped and flipped the images."""
+    def __init__(self, augment: Augment, size: int, *, per_image: bool, virtual_batch: int = 2) -> None:
+        """`size`: of the model's input, in pixels; `per_image`: workers have already cropped and flipped the images;
+        `virtual_batch`: samples that are always computed together, in the order's places."""
         self.augment, self.size = augment, size
         self.crops = augment.crop == "random" and not per_image
         self.flips = (augment.flip > 0 or augment.vertical_flip > 0) and not per_image
         self.jitter = jitter_strengths(augment)
+        self.erased_boxes = augment.erase_count if augment.erase > 0 else 0
         self.changes_colours = any(self.jitter) or augment.grey > 0 or augment.blur > 0
-        self.mixes = augment.mixup > 0 or augment.cutmix > 0
+        self.mixing = None
+        if augment.mixes:
+            from accel_train.data.transforms.mixing import Mixing
+
+            self.mixing = Mixing(augment, size, virtual_batch)
+        self.mixes = augment.mixes
         self.pad = augment.pad if self.crops else 0
         self.windows = (augment.resize or size) + 2 * self.pad - size + 1  # possible positions in each direction
-        # Tables to convert a uniform number to Beta(alpha, alpha), because torch cannot sample it from a key.
-        self.mixup_quantiles = beta_quantiles(augment.mixup)
-        self.cutmix_quantiles = beta_quantiles(augment.cutmix)
+
+    @property
+    def more_boxes(self) -> int:
+        """The first of the columns of the second erased box: 2 with its first row and column, 2 with its last ones. The
+        third box follows."""
+        return COLOUR_COLUMNS if self.changes_colours else COLUMNS
 
     @property
     def any(self) -> bool:
         """Whether the augmentation has any random part."""
         return self.crops or self.flips or self.changes_colours or self.mixes or self.augment.erase > 0
 
-    def __call__(self, keys: Tensor, weights: Tensor) -> Tensor:
+    def __call__(self, keys: Tensor, weights: Tensor, epoch: int = 0) -> Tensor:
         """The parameters, int32 [b, columns], of samples with these keys (int64 [b]) and weights (float32 [b]).
 
-        All on the CPU. With mixing, `b` is even, and samples 2k and 2k+1 are neighbours in their update.
+        All on the CPU. With mixing, the samples are whole pairs of neighbours, or (`mix_mode` batch) virtual batches.
+        `epoch`: from 0 on.
         """
-        columns = COLOUR_COLUMNS if self.changes_colours else COLUMNS
+        columns = self.more_boxes + 4 * max(0, self.erased_boxes - 1)
         parameters = torch.zeros((len(keys), columns), dtype=torch.int32)
         if self.crops or self.flips:
             self._draw_windows(parameters, keys)
@@ -124,7 +140,7 @@ class AugmentParameters:
         if self.augment.erase:
             self._draw_erased(parameters, keys)
         if self.mixes:
-            self._draw_mixed(parameters.view(-1, 2, parameters.shape[1]), keys[::2], weights.view(-1, 2))
+            self._draw_mixed(parameters, keys, weights, epoch)
         return parameters
 
     def _draw_windows(self, parameters: Tensor, keys: Tensor) -> None:
@@ -173,69 +189,90 @@ class AugmentParameters:
         kernels = kernels / (2 * kernels[:, 1:].sum(1, keepdim=True) + 1)
         none = (distances == 0).double()
         kernels = torch.where((draws[0] < self.augment.blur)[:, None], kernels, none).float()
-        parameters[:, Column.KERNEL :] = kernels.view(torch.int32)
+        parameters[:, Column.KERNEL : COLOUR_COLUMNS] = kernels.view(torch.int32)
 
     def _draw_erased(self, parameters: Tensor, keys: Tensor) -> None:
-        """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896)."""
-        streams = (Stream.ERASE, Stream.ERASE_AREA, Stream.ERASE_RATIO, Stream.ERASE_TOP, Stream.ERASE_LEFT)
-        draws = uniforms(keys, streams)
-        area = 0.02 + draws[1] * (0.33 - 0.02)
-        ratio = torch.exp((draws[2] * 2 - 1) * math.log(1 / 0.3))
-        height = (torch.sqrt(area * ratio) * self.size).round().clamp(1, self.size)
-        width = (torch.sqrt(area / ratio) * self.size).round().clamp(1, self.size)
-        top = (draws[3] * (self.size - height + 1)).floor()
-        left = (draws[4] * (self.size - width + 1)).floor()
-        erased = draws[0] < self.augment.erase
-        for axis, (first, length) in enumerate(((top, height), (left, width))):
-            parameters[:, Column.FIRST + axis] = first.int()
-            parameters[:, Column.LAST + axis] = torch.where(erased, first + length - 1, -1).int()
+        """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896).
 
-    def _draw_mixed(self, parameters: Tensor, keys: Tensor, weights: Tensor) -> None:
-        """Mixup (Zhang et al., 2018, https://arxiv.org/abs/1710.09412) and CutMix (Yun et al., 2019,
-        https://arxiv.org/abs/1905.04899) of neighbours. `parameters`: [pairs, 2, columns]; `weights`: [pairs, 2];
-        `keys`: [pairs], of each pair's first sample, used for both."""
+        Of several boxes, as many as are drawn exist, and they share the area, as in timm.
+        """
+        streams: list[int] = [Stream.ERASE, Stream.ERASE_AREA, Stream.ERASE_RATIO, Stream.ERASE_TOP, Stream.ERASE_LEFT]
+        erased = uniform(keys, Stream.ERASE) < self.augment.erase
+        count = (uniform(keys, Stream.ERASE_COUNT) * self.erased_boxes).floor() + 1
+        for number in range(self.erased_boxes):
+            if number:
+                streams[1:] = [Stream.ERASE_MORE + 4 * (number - 1) + part for part in range(4)]
+            draws = uniforms(keys, streams)
+            area = 0.02 + draws[1] * (0.33 - 0.02)
+            area = area / count if self.erased_boxes > 1 else area
+            ratio = torch.exp((draws[2] * 2 - 1) * math.log(1 / 0.3))
+            height = (torch.sqrt(area * ratio) * self.size).round().clamp(1, self.size)
+            width = (torch.sqrt(area / ratio) * self.size).round().clamp(1, self.size)
+            top = (draws[3] * (self.size - height + 1)).floor()
+            left = (draws[4] * (self.size - width + 1)).floor()
+            first_column, last_column = int(Column.FIRST), int(Column.LAST)
+            if number:
+                first_column = self.more_boxes + 4 * (number - 1)
+                last_column = first_column + 2
+            exists = erased & (number < count)
+            for axis, (first, length) in enumerate(((top, height), (left, width))):
+                parameters[:, first_column + axis] = first.int()
+                parameters[:, last_column + axis] = torch.where(exists, first + length - 1, -1).int()
+
+    def _draw_mixed(self, parameters: Tensor, keys: Tensor, weights: Tensor, epoch: int) -> None:
+        """Mixup and CutMix, see mixing.py. The first sample of each group has the key of all."""
+        assert self.mixing is not None
         streams = (Stream.MIX, Stream.MIX_KIND, Stream.MIX_SHARE, Stream.MIX_TOP, Stream.MIX_LEFT)
-        draws = uniforms(keys, streams)
-        # The neighbour of an epoch's last sample may be padding: then the sample is not mixed.
-        mixed = (draws[0] < self.augment.mix_probability) & (weights[:, 0] > 0) & (weights[:, 1] > 0)
-        both = self.augment.mixup > 0 and self.augment.cutmix > 0
-        cuts = (draws[1] < 0.5) if both else torch.full_like(mixed, self.augment.cutmix > 0)
-        cutmix_share, mixup_share = (
-            _interpolate(quantiles, draws[2]) for quantiles in (self.cutmix_quantiles, self.mixup_quantiles)
+        mixed = self.mixing(uniforms(keys[:: self.mixing.group], streams), weights, epoch)
+        for axis, (first, last) in enumerate(mixed.boxes):
+            parameters[:, Column.FIRST + 2 + axis], parameters[:, Column.LAST + 2 + axis] = first, last
+        parameters[:, Column.CUT] = mixed.cuts.int()
+        parameters[:, Column.SHARE] = mixed.share.view(torch.int32)
+        parameters[:, Column.REST] = (1 - mixed.share).view(torch.int32)
+
+
+def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
+    """Raise UserError if images with this number of channels, and this pixel value for white, cannot be augmented."""
+    strengths = jitter_strengths(augment)
+    needs = {
+        f"policy {augment.policy}": augment.policy != "none",
+        "degrees, translate, zoom and shear": augment.turns,
+        "perspective": augment.perspective > 0,
+        "own": augment.own != "none",
+        "color-jitter": any(strengths),
+    }
+    for option in (option for option, is_set in needs.items() if is_set):
+        if full_scale != 255:
+            raise UserError(
+                f"--augment.{option}: needs images of uint8; the data has float tensors. Return uint8 tensors or PIL "
+                "images from the Dataset, or turn it off."
+            )
+        if channels not in (1, 3) and option != "own":
+            raise UserError(
+                f"--augment.{option}: needs images of 1 or 3 channels; the data has {channels}. Turn it off."
+            )
+    if channels == 1 and strengths[Jitter.HUE] > 0:
+        raise UserError("--augment.color-jitter: the images are grey and have no hue; give 0 as the fourth number.")
+    found = len(augment.fill)
+    if found not in (0, 1, channels):
+        raise UserError(f"--augment.fill: found {found} numbers; expected one, or {channels}, one of each channel.")
+    if channels != 3 and augment.grey > 0:
+        raise UserError(f"--augment.grey: needs colour images; the data has {channels} channels. Use 0.")
+
+
+def check_resize(augment: Augment, size: int) -> None:
+    """Raise UserError if images are resized to less than the input of `size` pixels."""
+    if augment.resize is not None and augment.resize < size:
+        raise UserError(
+            f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
         )
-        share = torch.where(mixed, torch.where(cuts, cutmix_share, mixup_share), 1.0)
-
-        # CutMix: a box of the image's shape around a random centre, clipped at the image's edge; the share follows
-        # from the clipped box.
-        side = torch.sqrt(1 - share) * self.size
-        area = torch.ones_like(share)
-        for axis in (0, 1):
-            first = (draws[3 + axis] * self.size - side / 2).round()
-            end = (first + side.round()).clamp(0, self.size)
-            first = first.clamp(0, self.size)
-            area = area * (end - first)
-            parameters[:, :, Column.FIRST + 2 + axis] = first.int()[:, None]
-            parameters[:, :, Column.LAST + 2 + axis] = torch.where(end > first, end - 1, -1).int()[:, None]
-        share = torch.where(cuts, 1 - area / self.size**2, share)
-        parameters[:, :, Column.CUT] = cuts.int()[:, None]
-        parameters[:, :, Column.SHARE] = share.view(torch.int32)[:, None]
-        parameters[:, :, Column.REST] = (1 - share).view(torch.int32)[:, None]
 
 
-def beta_quantiles(alpha: float, count: int = 4097) -> Tensor:
-    """Quantiles of Beta(alpha, alpha) at `count` evenly spaced probabilities from 0 to 1; float32 [count].
-
-    alpha = 0 means "no mixing": all ones.
-    """
-    if alpha == 0:
-        return torch.ones(count)
-    from scipy.special import betaincinv  # scikit-learn depends on scipy
-
-    return torch.from_numpy(betaincinv(alpha, alpha, torch.linspace(0, 1, count, dtype=torch.float64).numpy())).float()
+def resize_default(size: int) -> int:
+    """The short side before cropping an input of `size` pixels: 256 for 224, as is usual for ImageNet."""
+    return round(size / 0.875)
 
 
-def _interpolate(quantiles: Tensor, probabilities: Tensor) -> Tensor:
-    """The quantiles at `probabilities` (in [0, 1)), by linear interpolation in the table."""
-    positions = probabilities * (len(quantiles) - 1)
-    below = positions.long()
-    return torch.lerp(quantiles[below], quantiles[below + 1], positions - below)
+def over_pixels(values: Tensor) -> Tensor:
+    """One value for each image of a batch [b, C, H, W], from `values` [b]."""
+    return values[:, None, None, None]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel_train.checkpoint.directory import MANIFEST, checkpoint_path, list_updates
-from accel_train.config.schema import Config, to_yaml
+from accel_train.config.schema import Config, Stop, to_yaml
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding
 from accel_train.doctor.rehearsal.child import child_command, started
 from accel_train.errors import one_line
@@ -68,7 +68,7 @@ def _drill(exam: Examination) -> Finding:
 
 def rehearsed(config: Config) -> Config:
     """The same training, but nobody else hears of it, and it has enough updates even with few samples."""
-    return replace(config, trackers=(), resume="auto", epochs=max(config.epochs, 2 * EVERY + 1))
+    return replace(config, trackers=(), resume="auto", epochs=max(config.epochs, 2 * EVERY + 1), stop=Stop())
 
 
 def _train_until(scratch: Path, run: str, processes: int, update: int, deadline: float) -> None:

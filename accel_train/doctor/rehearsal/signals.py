@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, Check, Examination, Finding, worst_of
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, Check, Examination, Finding, worst_rank
 from accel_train.doctor.rehearsal.child import child_command, started
 from accel_train.errors import one_line
 from accel_train.launch.environment import in_job
@@ -33,7 +33,7 @@ def signal_path(exam: Examination) -> Finding:
         with tempfile.TemporaryDirectory() as folder:
             return rehearse(processes, Path(folder), patience)
 
-    return worst_of(exam, look)
+    return worst_rank(exam, look)
 
 
 def rehearse(processes: int, folder: Path, patience: float) -> Finding:

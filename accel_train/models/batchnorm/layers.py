@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
+from accel_train.launch.compat import backward_pass
 from accel_train.models.batchnorm.normalise import is_fused, normalise
 
 
@@ -160,8 +161,8 @@ class VirtualBatchNorm:
 
 
 def _is_recomputation() -> bool:
-    """Whether a backward pass is under way: gradient checkpointing calls a layer again (checked with torch 2.15)."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether a backward pass is under way: gradient checkpointing calls a layer again."""
+    return backward_pass() is not None
 
 
 class VirtualBatchNorm1d(VirtualBatchNorm, nn.BatchNorm1d):

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.exact_sum import exact_sum
 from accel_train.models.batchnorm.layers import VIRTUAL, Window
 
 
 class VirtualBatches:
     """The BatchNorms of a model, over virtual batches, and the sums for their running statistics.
 
-    All processes make the same calls: `begin` before each forward pass of an update, then `end_update` or `discard`.
+    `begin` comes before each forward pass of an update, `sum_processes` after the last one, then `end_update` or
+    `discard`.
     """
 
     def __init__(self, model: nn.Module, virtual_batch: int, exact: int | None = None) -> None:
@@ -25,8 +25,8 @@ class VirtualBatches:
         `virtual_batch`: samples. `exact`: the number of virtual batches of an update, if their statistics must be
         summed exactly, without order; a forward pass then has only one.
 
-        It assigns `__class__`, as models/padding.py does: references to a module, hooks and parameters stay valid
-        (checked with torch 2.15 and timm 1.0.31; tests/models/test_batchnorm.py).
+        It assigns `__class__`, as optim/performance.py does: references to a module, hooks and parameters stay valid
+        (tests/models/test_batchnorm.py).
         """
         self.modules = [module for module in model.modules() if type(module) in VIRTUAL]
         self.tracked: list[Any] = [module for module in self.modules if module.track_running_stats]
@@ -87,7 +87,7 @@ class VirtualBatches:
     def keep(self) -> None:
         """Add the statistics of the last forward pass, or put them aside if they must not be added in this order.
 
-        `begin` and `end_update` do so if it is not done yet."""
+        `begin` and `sum_processes` do so if it is not done yet."""
         if self.tracked and self.window.samples:
             current = self.current
             self._add_waiting(current)
@@ -136,11 +136,27 @@ class VirtualBatches:
             module.waiting = []
 
     @torch.no_grad()
+    def sum_processes(self) -> None:
+        """Replace the sums of an update by those of all processes. Collective."""
+        if not self._is_training:
+            return
+        self.keep()
+        if self._exact is not None:
+            from accel_train.exact_sum import exact_sum
+
+            rows = torch.cat(self._rows) if self._rows else self._sums.new_zeros(0, self._sums.numel())
+            self._sums.copy_(exact_sum(rows, self._exact).view_as(self._sums))
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self._sums)
+
+    @property
+    def _is_training(self) -> bool:
+        return any(module.training for module in self.tracked)  # a frozen body's statistics stay as they are
+
+    @torch.no_grad()
     def end_update(self) -> None:
-        """Update the running statistics by the sums of all processes. Collective."""
-        if any(module.training for module in self.tracked):  # a frozen body's statistics stay as they are
-            self.keep()
-            self._sum_processes()
+        """Update the running statistics by the sums."""
+        if self._is_training:
             means, variances, counts = self._sums
             shares = self._momentum * (counts > 0)
             self._count_updates(counts)
@@ -158,13 +174,6 @@ class VirtualBatches:
             return
         called = (counts[self._first_channels] > 0).long().unbind()
         torch._foreach_add_(tracked, [once for once, counted in zip(called, trained, strict=True) if counted])
-
-    def _sum_processes(self) -> None:
-        if self._exact is not None:
-            rows = torch.cat(self._rows) if self._rows else self._sums.new_zeros(0, self._sums.numel())
-            self._sums.copy_(exact_sum(rows, self._exact).view_as(self._sums))
-        elif dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(self._sums)
 
     def _move(self, name: str, towards: Tensor, shares: Tensor) -> None:
         """Move a running statistic of all layers by `shares` of its distance to that of this update."""

@@ -5,8 +5,7 @@ keys.set_samples(ids, update)  # before each forward pass of training
 logits = model(images)
 """
 
-from accel_train.models.dropout.convert import convert_dropout
-from accel_train.models.dropout.functions import KeyedFunctions
+from accel_train.models.dropout.convert import KeyedFunctions, convert_dropout
 from accel_train.models.dropout.keys import DropoutKeys
 
 __all__ = ["DropoutKeys", "KeyedFunctions", "convert_dropout"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from accel_train.keyed import GOLDEN, hashed, key, scramble, signed
+from accel_train.launch.compat import backward_pass
 from accel_train.models.dropout.together import STEPS, Call, MasksTogether, pinned
 
 
@@ -144,8 +145,8 @@ class DropoutKeys:
             if not self._repeated[row]:
                 return 0
         else:
-            backward = torch._C._current_graph_task_id()  # -1 outside of a backward pass (checked with torch 2.15)
-            if backward != -1:
+            backward = backward_pass()
+            if backward is not None:
                 if backward != self._recomputation:
                     self._recomputation, self._recomputed = backward, [0] * len(self._calls)
                 number = self._recomputed[row] % max(1, self._calls[row])

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import torchvision.ops
 from timm.models.efficientvit_msra import ResidualDrop
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
+from accel_train.launch.compat import DropoutNd
 from accel_train.models.dropout.keys import (
     DropoutKeys,
     Mask,
@@ -38,7 +38,7 @@ class _Keyed:
         return self.keys.mask(self.row, shape, self.keys.rate(p))
 
 
-class _KeyedDropout(_Keyed, _DropoutNd):
+class _KeyedDropout(_Keyed, DropoutNd):
     """A dropout layer of torch."""
 
     by_channel = False
@@ -150,14 +150,17 @@ class KeyedDropBlock2d(_Keyed, timm.layers.DropBlock2d):  # type: ignore[misc]
 
 
 class _KeyedDropBlock(_Keyed):
-    """torchvision's DropBlock in two or three dimensions."""
+    """torchvision's DropBlock of [n, C, H, W] or [n, C, D, H, W]."""
 
-    p: float
-    block_size: int
-    training: bool
-    inplace: bool
+    dimensions: int
 
-    def without_blocks(self, x: Tensor) -> Tensor | None:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return input
+        result = self.without_blocks(input) if input.dim() == self.dimensions else None
+        return super().forward(input) if result is None else result  # type: ignore[misc, no-any-return]
+
+    def without_blocks(self: Any, x: Tensor) -> Tensor | None:
         sides = x.shape[2:]
         block = min(self.block_size, *sides)
         starts = (*x.shape[:2], *(side - block + 1 for side in sides))
@@ -171,23 +174,11 @@ class _KeyedDropBlock(_Keyed):
 
 
 class KeyedTorchvisionDropBlock2d(_KeyedDropBlock, torchvision.ops.DropBlock2d):  # type: ignore[misc]
-    """torchvision's DropBlock2d of [n, C, H, W]."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return input
-        result = self.without_blocks(input) if input.dim() == 4 else None
-        return super().forward(input) if result is None else result
+    dimensions = 4
 
 
 class KeyedTorchvisionDropBlock3d(_KeyedDropBlock, torchvision.ops.DropBlock3d):  # type: ignore[misc]
-    """torchvision's DropBlock3d of [n, C, D, H, W]."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return input
-        result = self.without_blocks(input) if input.dim() == 5 else None
-        return super().forward(input) if result is None else result
+    dimensions = 5
 
 
 def _block_rate(p: float, sides: Sequence[int], block: Sequence[int]) -> float:

@@ -51,8 +51,8 @@ def is_hub_name(name: str) -> bool:
 def describe(name: str) -> Description:
     """Read the config.json of `name`: from its directory, the hub, or the hub's cache. Raises UserError."""
     path = _find(name, (CONFIG,))
+    from timm.models import PretrainedCfg
     from timm.models._hub import load_model_config_from_path
-    from timm.models._pretrained import PretrainedCfg
 
     try:
         saved, architecture, arguments = load_model_config_from_path(path.parent)
@@ -107,7 +107,7 @@ def create(
 ) -> nn.Module:
     """The model that `text` (see `Origin.architecture`) describes, with random weights."""
     import timm
-    from timm.models._pretrained import PretrainedCfg
+    from timm.models import PretrainedCfg
 
     architecture, arguments, config = architecture_of(name, text)
     published = PretrainedCfg(**config)

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_train.untrusted import read_json_lines
 
-OF_THE_LINE = ("kind", "time", "epoch", "update", "seconds", "count")  # no curves
+OF_THE_LINE = ("kind", "time", "epoch", "update", "seconds", "count", "generation")  # no curves
 NAMES = {
     "lr": "lr",
     "images_per_second": "speed/images_per_second",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,18 @@ from filelock import FileLock, Timeout
 from accel_train.checkpoint.directory import list_updates
 from accel_train.config.options import parse
 from accel_train.config.schema import Config
-from accel_train.errors import UserError, print_line, reason_of
+from accel_train.errors import UserError, reason_of
 from accel_train.ownership.generation import read_result
 from accel_train.ownership.owner import FILE, read_owner
+from accel_train.records.trackers import check_trackers
 from accel_train.records.trackers.curves import points_of, read_lines, saves_in
-from accel_train.records.trackers.sending import check_trackers
 from accel_train.records.trackers.services import create_service
 
 
-def track(run: Path, name: str) -> int:
-    """Send what is new of the run in the folder `run` to the tracker `name`. Returns the exit code.
+def track(run: Path, name: str) -> str:
+    """Send what is new of the run in the folder `run` to the tracker `name`. Returns how much that was, in words.
 
-    Raises UserError if the run, while it trains, sends to this tracker itself.
+    Raises UserError if the run, while it trains, sends to this tracker itself, or if the tracker fails.
     """
     config = parse([str(run / "config.yaml")], checks_code=False)
     check_trackers([name], "--to")
@@ -38,7 +37,7 @@ def track(run: Path, name: str) -> int:
         raise UserError(f"{run}: cannot be read or written ({error.strerror}).") from error
 
 
-def _send(config: Config, run: Path, name: str) -> int:
+def _send(config: Config, run: Path, name: str) -> str:
     PartialState(cpu=True)  # Accelerate's trackers ask it which process they are on
     # The checkpoints and the result first: what they make final is in the lines that are read after them.
     result, updates = _result(run), list_updates(run / "checkpoints")
@@ -54,12 +53,10 @@ def _send(config: Config, run: Path, name: str) -> int:
             service.finish(result, (run / "result.json").stat().st_mtime)
         service.close()
     except Exception as error:  # of the tracker's package
-        print_line(f"accel-train: error: {name}: {reason_of(error)}. Start it again to send the rest.", sys.stderr)
-        return 1
+        raise UserError(f"{name}: {reason_of(error)}. Start it again to send the rest.", code=1) from error
     rest = len(points) - len(final)
     waits = f"; {rest} newer steps can be sent after the next checkpoint" if rest else ""
-    print_line(f"{name}: sent the curves of {run}, {len(final)} steps{waits}")
-    return 0
+    return f"{name}: sent the curves of {run}, {len(final)} steps{waits}"
 
 
 def _result(run: Path) -> dict[str, Any] | None:

@@ -10,28 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-
 from accel_train.config.schema import Config
-from accel_train.errors import UserError, nearest, reason_of
+from accel_train.errors import reason_of
+from accel_train.records import events
+from accel_train.records.directory import plain
+from accel_train.records.events import Event
+from accel_train.records.sinks import line_of
 from accel_train.records.trackers.curves import Point, add_point, point_of, points_of, read_lines, saves_in
 from accel_train.records.trackers.services import Memory, Service, create_service
 
 END_SECONDS = 60.0  # how long a finished run waits for its trackers
 STOP_SECONDS = 15.0  # how long a stopped one does: its job may be killed soon
-
-
-def check_trackers(names: Sequence[str], option: str = "--trackers") -> None:
-    """Raise UserError for an unknown tracker, or one without its package, which Accelerate would silently skip."""
-    available = [str(tracker) for tracker in get_available_trackers()]
-    known = [str(tracker) for tracker in LOGGER_TYPE_TO_CLASS]
-    for name in names:
-        if name not in known:
-            raise UserError(
-                f"{option}: unknown tracker {name!r}.{nearest(name, known)} Known are {', '.join(sorted(known))}."
-            )
-        if name not in available:
-            raise UserError(f"{option}: the package of {name!r} is not installed (pip install {name}).")
 
 
 class Sender(threading.Thread):
@@ -62,18 +51,38 @@ class Sender(threading.Thread):
 class Trackers:
     """The trackers of a run, on its main process. Its methods return at once, but for `end`."""
 
-    def __init__(self, config: Config, run: Path, names: Sequence[str]) -> None:
-        self.config, self.run, self.names = config, run, names
+    def __init__(self, config: Config, run: Path) -> None:
+        self.config, self.run = config, run
         self._senders: list[Sender] = []
         self._warned: set[str] = set()
         self._pending: dict[int, Point] = {}  # not final yet
         self._saves: dict[int, int] = {}  # the checkpoints that have begun: update -> the epoch that goes on after it
         self._settled: int | None = None
 
+    def handle(self, event: Event) -> Sequence[str]:
+        """Send what an event says; return warnings."""
+        match event:
+            case events.UpdateDone():
+                return self.warnings()
+            case events.Logged() | events.Evaluated() | events.SaveBegun():
+                self.add(plain(line_of(event)))
+            case events.SaveCommitted():
+                self.settle(event.update)
+            case events.Started():
+                self.begin(event.update, resumed=event.resumed)
+                self.settle(event.checkpoint)
+            case events.Rewound():
+                self.rewind(event.update)
+            case events.Ended() if event.result is not None:
+                return self.end(event.result)
+            case events.Closed():
+                return self.end()
+        return ()
+
     def begin(self, update: int, *, resumed: bool) -> None:
         """Start the trackers of a run that goes on at `update`."""
-        points = self._read() if self.names else []
-        for name in dict.fromkeys(self.names):
+        points = self._read()
+        for name in dict.fromkeys(self.config.trackers):
             if not resumed and (memory := Memory(self.run, name)).values.get("sent") is not None:
                 memory.forget()  # a new run in the directory of an old one
             sender = Sender(create_service(name, self.config, self.run))
@@ -93,8 +102,6 @@ class Trackers:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Log a line of metrics.jsonl."""
-        if not self._senders:
-            return
         self._saves |= saves_in([line])
         if (point := point_of(line)) is not None:
             add_point(self._pending, point)
@@ -102,7 +109,7 @@ class Trackers:
 
     def settle(self, checkpoint: int | None) -> None:
         """Log what is final, if the newest complete `checkpoint` is another one than before."""
-        if not self._senders or checkpoint is None or checkpoint == self._settled:
+        if checkpoint is None or checkpoint == self._settled:
             return
         self._settled = checkpoint
         position = (checkpoint, self._saves.get(checkpoint, 0))
@@ -116,9 +123,8 @@ class Trackers:
 
     def rewind(self, update: int) -> None:
         """Take back what came after `update`. The lines of metrics.jsonl are removed already."""
-        if self._senders:
-            points = self._read()
-            self._do(lambda service: service.rewind(update, points))
+        points = self._read()
+        self._do(lambda service: service.rewind(update, points))
 
     def warnings(self) -> list[str]:
         """A warning for each tracker that has failed since the last call."""

@@ -55,7 +55,7 @@ class TestDigits:
         first, second = (load_splits(Data(val_fraction=0.1), seed) for seed in (0, 1))
         assert first.test.ids.tolist() == second.test.ids.tolist()
         assert first.validation.ids.tolist() != second.validation.ids.tolist()
-        ids = torch.cat([first.train.ids, first.validation.ids, first.test.ids])
+        ids = torch.cat([first.train.ids, first.validation.ids, first.test.ids])  # type: ignore[attr-defined]
         assert ids.unique().numel() == len(ids) == 1797
 
 

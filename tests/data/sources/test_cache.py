@@ -9,6 +9,7 @@ import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import helpers
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from accel_train.audit.audit import check_data
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline, create_loader
 from accel_train.data.order.plan import Plan
@@ -25,7 +27,6 @@ from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.data.tools import cache_writer
 from accel_train.data.tools.cache_writer import write_cache
-from accel_train.data.tools.check import check_data
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator
@@ -160,7 +161,7 @@ class TestReading:
                 source, order, Augment(crop="resized", flip=0.5), training=True, size=24, seed=5, workers=workers,
                 device=torch.device("cpu"),
             )  # fmt: skip
-            found = {}
+            found: dict[Any, Any] = {}
             for batch in loader:
                 for number, image in zip(batch["ids"].tolist(), batch["images"], strict=True):
                     pixels = image.contiguous().numpy().tobytes()
@@ -175,7 +176,7 @@ class TestReading:
 
     @pytest.mark.parametrize("place", ["auto", "disk", "host"])
     def test_where_it_lies(self, cached: Data, place: str) -> None:
-        config = Config(data=replace(cached, placement=place, workers=0))
+        config = Config(data=replace(cached, placement=place, workers=0))  # type: ignore[arg-type]
         splits = load_splits(config.data, 0)
         order = EvaluationSampler(100, 50)
         feed = create_input_pipeline(
@@ -192,7 +193,7 @@ class TestReading:
             (Data(name="folder", root=original), "device", "cache-data"),
             (Data(name="folder", root=original), "host", "cache-data"),
         ):
-            config = Config(data=replace(data, placement=place))
+            config = Config(data=replace(data, placement=place))  # type: ignore[arg-type]
             splits = load_splits(config.data, 0)
             with pytest.raises(UserError, match=rf"--data\.placement {place}: .*{message}"):
                 order = EvaluationSampler(100, 50)
@@ -231,7 +232,7 @@ class TestReading:
                 read([7])
             assert f"accel-train check-data cache --root {altered}" in str(caught.value)
         source.fetch([6, 8])
-        assert check_data(data, tmp_path / "list", 1) == 1
+        assert len(check_data(data, output=tmp_path / "list", processes=1).unreadable) == 1
         assert (tmp_path / "list").read_text().splitlines()[1:] == ["train/cat/15.jpg"]
         capsys.readouterr()
         assert load_splits(replace(data, skip_unreadable=tmp_path / "list"), 0).left_out == 1
@@ -264,9 +265,9 @@ class TestWriting:
         after.to_train_on.fetch(range(98))
         with pytest.raises(UserError, match=r"cat/0\.jpg cannot be read: it was skipped when the cache was written"):
             after.train.fetch(range(100))
-        assert check_data(cached, tmp_path / "list", 1) == 0
+        assert len(check_data(cached, output=tmp_path / "list", processes=1).unreadable) == 0
         for seed in range(4):  # divided like the folder, whatever was left out
-            divided = {"val_fraction": 0.0, "test_fraction": 0.3}
+            divided: dict[str, Any] = {"val_fraction": 0.0, "test_fraction": 0.3}
             one = load_splits(replace(folder, skip_unreadable=listed, **divided), seed)
             other = load_splits(replace(cached, **divided), seed)
             assert named(one.train, folder.root) == named(other.train, output)
@@ -385,7 +386,7 @@ class TestWriting:
             with partial.open("r+b") as file:
                 file.seek(1000)
                 file.write(b"\0\0\0\0\1\2\3\4")
-            finish(partial, *arguments)
+            finish(partial, *arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(cache_writer, "_finish", damaged)
         with pytest.raises(UserError, match=r"is altered: train/cat/0\.jpg differs from what was written"):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ class Named:
 
 
 def splits(names: list[str], labels: list[int], **others: Named) -> Splits:
-    sources = {"validation": None, "test": None} | others
+    sources: dict[str, Any] = {"validation": None, "test": None} | others
     return Splits(("a", "b", "c"), 1, 8, (0.0,), (1.0,), Named(names, labels), **sources)
 
 
@@ -101,7 +102,7 @@ def test_where_the_data_lies_does_not_matter() -> None:
     paths, labels = [f"0/image-{i}" for i in range(40)], [0] * 40
     here = divide(splits(paths, labels), replace(DATA, test_fraction=0.5), 0).test
     moved = splits(paths, labels)
-    moved.train.name = lambda id: f"/elsewhere/{paths[id]}"
+    moved.train.name = lambda id: f"/elsewhere/{paths[id]}"  # type: ignore[method-assign]
     there = divide(moved, replace(DATA, root=Path("/elsewhere"), test_fraction=0.5), 0).test
     assert here.ids.tolist() == there.ids.tolist()
 
@@ -117,7 +118,7 @@ def test_validation_of_a_set_with_its_own_test_split_comes_from_training() -> No
 def test_a_share_for_a_split_that_is_there_is_refused(split: str, option: str) -> None:
     found = splits(["0/i-1"] * 10, [0] * 10, **{split: Named(["0/i-2"], [0])})
     with pytest.raises(UserError, match=f"already has a {split} split"):
-        divide(found, replace(DATA, **{option: 0.5}), 0)
+        divide(found, replace(DATA, **{option: 0.5}), 0)  # type: ignore[arg-type]
 
 
 def test_a_share_of_nothing_is_refused() -> None:

@@ -34,7 +34,7 @@ def test_an_image_is_a_function_of_its_index() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(many.train)).fetch([4095])[0], batch[2])
     assert torch.equal(few.test.fetch([4]), many.test.fetch([4]))
     other_seed = load_splits(Data(name="synthetic", train_images=4096), seed=1)
-    assert torch.equal(other_seed.train.fetch([7]), batch[:1])
+    assert torch.equal(other_seed.train.fetch([7]), batch[:1])  # type: ignore[arg-type]
 
 
 def test_the_pixels_are_the_same_on_every_machine() -> None:

@@ -6,6 +6,7 @@ import io
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def pil(i):
 """
 
 
-def splits_of(tmp_path: Path, returned: str, more: str = "", **settings: object) -> Splits:
+def splits_of(tmp_path: Path, returned: str, more: str = "", **settings: Any) -> Splits:
     """What becomes of a function that returns the expression `returned`."""
     path = tmp_path / "mine.py"
     path.write_text(f"{HEAD}\n{more}\ndef data(root):\n    return {returned}\n")
@@ -248,7 +249,10 @@ def test_labels_that_cannot_be_recorded_are_used(tmp_path: Path, capsys: pytest.
         ("{'train': Items(uint8, label=lambda i: 0.5)}", "has the label '0.5' (float); expected a whole number"),
         ("{'train': Items(uint8, label=lambda i: i)}", "18 labels outside its 2 classes (0 to 1): the first is 2, of"),
         ("{'train': Items(uint8), 'test': Other(uint8)}", "test does not have the classes of the other splits (class"),
-        ("{'train': [(uint8(0), 0)]}", "the train dataset has no `classes`: give it an attribute with their names"),
+        (
+            "{'train': [(uint8(0), 7)]}",
+            "the largest label is 7, more than there are samples. Labels are the",
+        ),
         ("{'train': Items(uint8)}['test']", "KeyError: 'test' (mine.py, line "),
         ("{'train': Items(lambda i: 1 // 0)}", "train sample 0 cannot be read: ZeroDivisionError: integer division or"),
         ("{'train': Labelled(uint8)}", "has 20 items, and `targets` of int64 [3]; expected a whole number for each"),
@@ -295,7 +299,7 @@ def test_random_draws_follow_from_the_sample_not_from_the_worker(tmp_path: Path,
     for workers, accumulation in ((0, 1), (0, 4), (2, 2)):
         sampler = TrainingSampler(Plan(32, 16, 1, accumulation, False, 1), 3)
         loader = create_loader(
-            splits.train, sampler, Augment(policy=policy), training=True, size=8, seed=3, workers=workers,
+            splits.train, sampler, Augment(policy=policy), training=True, size=8, seed=3, workers=workers,  # type: ignore[arg-type]
             device=torch.device("cpu"),
         )  # fmt: skip
         batches = list(loader)
@@ -305,10 +309,10 @@ def test_random_draws_follow_from_the_sample_not_from_the_worker(tmp_path: Path,
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert len(found[0].flatten(1).unique(dim=0)) > 20  # they are random
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    states = torch.get_rng_state(), np.random.get_state(False)["state"]["key"].tolist(), random.getstate()
     splits.train.fetch([1, 2])
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.random.get_state()[1].tolist() == states[1]
+    assert np.random.get_state(False)["state"]["key"].tolist() == states[1]
     assert random.getstate() == states[2]
 
 

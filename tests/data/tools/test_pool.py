@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import helpers
 import psutil
@@ -32,13 +33,13 @@ for process, found in in_processes(work, [range(40)], [(0, i, i + 1) for i in ra
 
 
 @pytest.fixture
-def variables(tmp_path: Path) -> dict[str, str]:
+def variables(tmp_path: Path) -> dict[str, Any]:
     """Write the module of the work; return the environment in which it is found."""
     (tmp_path / "work.py").write_text(WORK)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
 
 
-def test_results_come_in_the_order_of_the_jobs_from_both_processes(variables: dict[str, str]) -> None:
+def test_results_come_in_the_order_of_the_jobs_from_both_processes(variables: dict[str, Any]) -> None:
     done = helpers.python("-c", COMMAND, 0.05, **variables)
     assert done.returncode == 0, done.stderr
     processes, found = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
@@ -47,7 +48,7 @@ def test_results_come_in_the_order_of_the_jobs_from_both_processes(variables: di
 
 @pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_processes_end_with_the_command(tmp_path: Path, variables: dict[str, str], number: signal.Signals) -> None:
+def test_the_processes_end_with_the_command(tmp_path: Path, variables: dict[str, Any], number: signal.Signals) -> None:
     command = psutil.Popen(
         [sys.executable, "-c", COMMAND, "1"], env=helpers.environment(**variables), stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import Stream, beta_quantiles
+from accel_train.data.transforms.mixing import beta_quantiles
+from accel_train.data.transforms.parameters import Stream
 from accel_train.keyed import hashed, key, uniform
 
 MEAN, STD = (0.2, 0.5, 0.7), (0.3, 0.25, 0.1)
@@ -40,7 +42,7 @@ def created(
     training: bool = True,
     grey: bool = False,
     layout: torch.memory_format = torch.contiguous_format,
-    **augment: object,
+    **augment: Any,
 ) -> Callable[[dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]:
     """Return the batch that a loader and a BatchTransform give. `grey`: for images of one channel, whose pixels
     only become float32."""
@@ -81,7 +83,7 @@ def reference(image: np.ndarray, word: torch.Tensor, size: int, pad: int, flip: 
     return image[:, :, ::-1] if uniform(word, Stream.FLIP) < flip else image
 
 
-ALL = {"crop": "random", "pad": 2, "flip": 0.5, "erase": 0.5}
+ALL: dict[str, Any] = {"crop": "random", "pad": 2, "flip": 0.5, "erase": 0.5}
 
 
 class TestPurity:
@@ -143,7 +145,7 @@ class TestCropAndFlip:
     def test_reflection_is_torchvisions(self, layout: torch.memory_format, size: int, pad: int) -> None:
         batch = batch_of()
         batch["images"] = batch["images"].contiguous(memory_format=layout)
-        settings = {"crop": "random", "flip": 0.3}
+        settings: dict[str, Any] = {"crop": "random", "flip": 0.3}
         found = created(size=size, resize=12, layout=layout, pad=pad, pad_mode="reflect", **settings)(batch)[0]
         padded = v2.functional.pad(IMAGES, [pad] * 4, padding_mode="reflect").numpy()
         expected = [

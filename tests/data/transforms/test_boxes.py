@@ -26,7 +26,7 @@ Boxes = npt.NDArray[np.float64]
 def drawn(**augment: float) -> torch.Tensor:
     """The parameters, int32 [n, columns], of 4000 pairs of samples: those of each pair's first one."""
     keys = hashed(key(7, 0, "augment"), torch.arange(2 * COUNT))
-    return AugmentParameters(Augment(**augment), SIZE, per_image=False)(keys, torch.ones(2 * COUNT))[::2]
+    return AugmentParameters(Augment(**augment), SIZE, per_image=False)(keys, torch.ones(2 * COUNT))[::2]  # type: ignore[arg-type]
 
 
 def boxes_of(parameters: torch.Tensor, number: int) -> Boxes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.colour import change_colours, check_channels
+from accel_train.data.transforms.colour import change_colours
 from accel_train.data.transforms.image import ImageTransform
-from accel_train.data.transforms.parameters import AugmentParameters, Column, Jitter
+from accel_train.data.transforms.parameters import AugmentParameters, Column, Jitter, check_channels
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator
@@ -33,7 +34,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.randint(256, (COUNT, 3, SIZE, SIZE), generator=GENERATOR, dtype=torch.uint8)
 IMAGES[:20] //= 250  # nearly black
 IMAGES[20:40] = IMAGES[20:40, :1]  # grey
-ALL = {"color_jitter": (0.4, 0.3, 0.6, 0.1), "color_jitter_probability": 0.8, "grey": 0.3, "blur": 0.5}
+ALL: dict[str, Any] = {"color_jitter": (0.4, 0.3, 0.6, 0.1), "color_jitter_probability": 0.8, "grey": 0.3, "blur": 0.5}
 FUNCTIONS = v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2.functional.adjust_saturation
 
 
@@ -46,9 +47,7 @@ def floats(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.float32)
 
 
-def changed(
-    which: torch.Tensor | slice = slice(None), images: torch.Tensor = IMAGES, **settings: object
-) -> torch.Tensor:
+def changed(which: torch.Tensor | slice = slice(None), images: torch.Tensor = IMAGES, **settings: Any) -> torch.Tensor:
     augment = Augment(**settings)
     return change_colours(images[which], drawn(augment)[which], augment)
 
@@ -79,8 +78,8 @@ class TestPixels:
 
     def test_one_channel(self) -> None:
         grey, settings = IMAGES[:, :1], {"color_jitter": (0.4,), "blur": 0.5}
-        colour = changed(images=grey.expand_as(IMAGES), **settings)
-        found = changed(images=grey, **settings)
+        colour = changed(images=grey.expand_as(IMAGES), **settings)  # type: ignore[arg-type]
+        found = changed(images=grey, **settings)  # type: ignore[arg-type]
         assert found.shape == grey.shape and torch.allclose(found, colour[:, :1], rtol=0, atol=0.05)
 
     def test_a_kernel_larger_than_the_image(self) -> None:
@@ -157,7 +156,7 @@ class TestDistribution:
 
     @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
     def test_each_is_applied_about_as_often_as_asked(self, probability: float) -> None:
-        settings = {"color_jitter": (0.4,), "color_jitter_probability": probability}
+        settings: dict[str, Any] = {"color_jitter": (0.4,), "color_jitter_probability": probability}
         rows = drawn(Augment(grey=probability, blur=probability, **settings), self.COUNT)
         applied = torch.stack(
             [floats(rows[:, Column.FACTOR]) != 1, rows[:, Column.GREY] > 0, floats(rows[:, Column.KERNEL]) != 1]
@@ -246,7 +245,7 @@ class TestInterpolation:
             Image.fromarray(pixels).save(path)
         found = {}
         for interpolation in ("bilinear", "bicubic"):
-            augment = Augment(interpolation=interpolation, crop=crop)
+            augment = Augment(interpolation=interpolation, crop=crop)  # type: ignore[arg-type]
             for training in (True, False):
                 data = Data(name="folder", root=tmp_path, workers=0, reduced_decode=False)
                 splits = load_splits(data, 0)
@@ -260,7 +259,7 @@ class TestInterpolation:
                 found[interpolation, training] = images[ids.argsort()]
             info = ModelInfo(("a", "b"), 3, 32, None, (0.0,) * 3, (1 / 255,) * 3)
             prepared = Preprocessing(info, augment)
-            files = [splits.train.open(number).pixels() for number in range(4)]
+            files = [splits.train.open(number).pixels() for number in range(4)]  # type: ignore[attr-defined]
             predicted = torch.cat([prepared.resize(image) for image in files])
             assert torch.equal(predicted, found[interpolation, False])
         for training in (True, False):
@@ -275,7 +274,8 @@ class TestInterpolation:
         source = load_splits(Data(name="folder", root=tmp_path), 0).train
         bilinear, bicubic = (
             ImageTransform(Augment(interpolation=name, crop="resized"), 32, training=True)(
-                [source.open(0)], torch.tensor([3])
+                [source.open(0)],  # type: ignore[attr-defined]
+                torch.tensor([3]),  # type: ignore[attr-defined]
             )
             for name in ("bilinear", "bicubic")
         )

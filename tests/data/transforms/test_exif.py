@@ -7,12 +7,14 @@ import struct
 import tarfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
 
+from accel_train.audit.audit import check_data
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
@@ -20,7 +22,6 @@ from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.files.images import LazyImage, decode
 from accel_train.data.sources.load import load_splits
 from accel_train.data.tools.cache_writer import write_cache
-from accel_train.data.tools.check import check_data
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 
@@ -36,7 +37,7 @@ def upright(number: int = 0) -> Image.Image:
     return Image.fromarray(coarse).resize((61, 44), Image.Resampling.BICUBIC)
 
 
-def stored(image: Image.Image, orientation: int, format: str, **options: object) -> bytes:
+def stored(image: Image.Image, orientation: int, format: str, **options: Any) -> bytes:
     """Return a file whose pixels are `image` after its EXIF orientation is applied."""
     how = BACK[orientation]
     turned = image if how is None else image.transpose(Image.Transpose[how])
@@ -163,7 +164,7 @@ def test_predict(trees: tuple[Path, Path]) -> None:
 
 
 def test_check_data_reads_them(trees: tuple[Path, Path], tmp_path: Path) -> None:
-    assert check_data(Data(name="folder", root=trees[0]), tmp_path / "list", 1) == 0
+    assert len(check_data(Data(name="folder", root=trees[0]), output=tmp_path / "list", processes=1).unreadable) == 0
 
 
 def test_hub_data(trees: tuple[Path, Path], tmp_path: Path) -> None:

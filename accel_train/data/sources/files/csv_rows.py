@@ -37,11 +37,16 @@ class Mistakes:
         """Whether there is a mistake of this kind."""
         return kind in self._rows
 
-    def raise_all(self) -> None:
-        """Raise UserError if there are any."""
-        raise_mistakes(self._line(kind, rows) for kind, rows in self._rows.items())
+    def raise_all(self, *, but: str = "") -> None:
+        """Raise UserError with all of them, if there are any of another kind than `but`."""
+        if self._rows.keys() - {but}:
+            raise_mistakes(map(self.line, self._rows))
 
-    def _line(self, kind: str, rows: list[int]) -> str:
+    def line(self, kind: str) -> str:
+        """The mistake of this kind as one line; "" if there is none."""
+        rows = self._rows.get(kind, [])
+        if not rows:
+            return ""
         named = ", ".join(map(str, rows[:SHOWN])) + ", …" * (len(rows) > SHOWN)
         others = f" {len(rows)} rows have such a mistake: {named}." if len(rows) > 1 else ""
         return f"{self.path}, row {rows[0]}: {self._texts[kind]}{others}"
@@ -49,7 +54,7 @@ class Mistakes:
 
 def csv_rows(path: Path) -> Iterator[Row]:
     """Yield the header and all rows of the CSV file `path`; rows without any text are skipped. Raises UserError."""
-    text = _text(path)
+    text = _read_text(path)
     header = next((line for line in io.StringIO(text) if line.strip()), "")
     delimiter = next((mark for mark in DELIMITERS if mark in header), ",")
     # strict: a quotation mark that is never closed is an error, not the end of the file.
@@ -70,7 +75,7 @@ def csv_rows(path: Path) -> Iterator[Row]:
             yield number, stripped
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """The text of the file, without a byte order mark. Raises UserError."""
     try:
         content = read_regular_file(path, MAX_BYTES, follow=True)

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.depth import range_text
+from accel_train.data.sources.files.depth import few_bits_notes, range_text
 from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage
+from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 from accel_train.untrusted import TooLargeError, read_regular_file
 
@@ -172,9 +173,9 @@ def file_state(path: Path) -> str:
 class FileImages(EncodedImages):
     """Image files below a folder."""
 
-    def __init__(self, root: Path, paths: Sequence[str], labels: torch.Tensor, data: Data) -> None:
+    def __init__(self, root: Path, paths: Sequence[str] | StringArray, labels: torch.Tensor, data: Data) -> None:
         super().__init__(labels, data)
-        self.root, self.paths = root, StringArray(paths)
+        self.root, self.paths = root, paths if isinstance(paths, StringArray) else StringArray(paths)
 
     def read(self, id: int) -> bytes:
         return read_image(self.root / self.paths[id], self.max_pixels)
@@ -184,3 +185,35 @@ class FileImages(EncodedImages):
 
     def states(self) -> Iterable[str]:
         return (file_state(self.root / self.paths[id]) for id in range(len(self)))
+
+
+LOOKED_AT = 4  # images: those of a camera can have 20 million pixels each
+
+
+def depth_notes(source: Source) -> list[str]:
+    """A warning if a few images of `source`, spread over it, would be all too dark, or if --data.range has no effect on
+    them. An image that cannot be read is left out."""
+    held, ids = unwrap_subset(source)
+    if not isinstance(held, EncodedImages):
+        return []
+    count = min(len(source), LOOKED_AT)
+    largest: list[int] = []
+    deep = looked_at = 0
+    for number in range(count):
+        position = number * (len(source) - 1) // max(1, count - 1)
+        try:
+            image = held.open(position if ids is None else int(ids[position]))
+            deep += image.is_deep
+            looked_at += 1
+            if held.value_range is None and (value := image.largest_of_16_bits()) is not None:
+                largest.append(value)
+        except (UserError, ImageError):
+            continue
+    if held.value_range is not None:
+        if deep or not looked_at:
+            return []
+        return [
+            f"--data.range {range_text(held.value_range)} changes only images of more than 8 bits, and none of the "
+            f"{looked_at} that were looked at is one"
+        ]
+    return few_bits_notes(largest)

@@ -10,10 +10,11 @@ from pathlib import Path, PurePath
 
 import torch
 
+from accel_train.config.compatibility import IMAGE_FILES, IMAGE_NAMES
 from accel_train.config.schema import Data
-from accel_train.config.semantics import IMAGE_FILES, IMAGE_NAMES
-from accel_train.data.sources.files.encoded import FileImages
-from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
+from accel_train.data.sources.files.encoded import FileImages, StringArray
+from accel_train.data.sources.files.index import Index, SplitFiles, indexed, splits_of_index
+from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, first_of
 
 NEWER_EXTENSIONS = (
@@ -110,6 +111,13 @@ def folder(data: Data) -> Splits:
         what = "is a file, not a folder" if root.exists() else "does not exist"
         table = " To train on a table, give --data.name csv." if root.suffix.lower() == ".csv" else ""
         raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.{table}")
+    index = indexed(root, "folder", lambda: _look(root))
+    sources = {split: FileImages(root, files.names, files.labels, data) for split, files in index.splits.items()}
+    return splits_of_index(data, index, sources)
+
+
+def _look(root: Path) -> Index:
+    """Look through the tree of `root`. Raises UserError."""
     contents = find_images(root)
     if not contents.images:
         others = f"; found {ignored_text(contents.others)}" if contents.others else ""
@@ -120,17 +128,14 @@ def folder(data: Data) -> Splits:
             f"{root} has symbolic links to folders that are already included; they are not followed: "
             f"{_some(contents.repeated)}"
         )
-    sources: dict[str, Source] = {
-        split: FileImages(root, paths, labels, data) for split, (paths, labels) in splits.items()
-    }
-    return splits_of_files(
-        data,
-        classes,
-        sources,
+    return Index(
+        places=("", *contents.folders),
+        classes=classes,
+        splits={split: SplitFiles(StringArray(paths), labels) for split, (paths, labels) in splits.items()},
+        semantics=semantics_of(contents.images),
         ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
         notes=tuple(notes),
         mistake=mistake,
-        semantics=semantics_of(contents.images),
     )
 
 

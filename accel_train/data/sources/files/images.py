@@ -190,18 +190,13 @@ def _strictly() -> Iterator[None]:
             raise ImageError(str(error) or type(error).__name__) from error
 
 
-def bytes_to_tensor(file: bytes) -> torch.Tensor:
-    """The bytes as uint8 [n]; a copy, because a tensor's memory must be writable."""
-    return torch.frombuffer(bytearray(file), dtype=torch.uint8)
-
-
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor | None:
     """The pixels decoded by torchvision: the same as PIL's, but faster. None if it fails; then PIL decides."""
     try:
         from torchvision.io import ImageReadMode, decode_jpeg
 
         mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
-        pixels: torch.Tensor = decode_jpeg(bytes_to_tensor(data), mode=mode)
+        pixels: torch.Tensor = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=mode)
     except (ImportError, RuntimeError):
         return None
     return pixels

@@ -69,17 +69,22 @@ def table(data: Data) -> Splits:
     mistakes = Mistakes(path)
     rows = _read(path, mistakes)
     # Before any label is looked at, so that all of these mistakes are told at once.
-    for index in missing_files(path.parent, rows.paths):
+    missing = missing_files(path.parent, rows.paths)
+    for index in missing:
         image = rows.paths[index]
         hint = "" if mistakes.has("missing") else why_missing(path.parent, image)
         mistakes.add("missing", rows.numbers[index], f"there is no file '{image}' in {path.parent}.{hint}")
-    mistakes.raise_all()
+    mistakes.raise_all(but="missing")
     classes, labels = _labels(rows.labels)
     splits = np.array(rows.splits)
     _check_training_classes(rows, classes, labels, splits == "train", mistakes)
-    mistakes.raise_all()
+    mistakes.raise_all(but="missing")
 
-    order = np.array(sorted(range(len(rows.paths)), key=rows.paths.__getitem__))
+    lost = set(missing)  # the other images can be read, and checked
+    there = [index for index in range(len(rows.paths)) if index not in lost]
+    if not any(rows.splits[index] == "train" for index in there):
+        mistakes.raise_all()
+    order = np.array(sorted(there, key=rows.paths.__getitem__))
     sources: dict[str, Source] = {}
     weights = None
     digest = hashlib.sha256(json.dumps(classes).encode())
@@ -103,6 +108,8 @@ def table(data: Data) -> Splits:
         notes=rows.notes,
         train_weights=weights,
         table=digest.hexdigest(),
+        mistake=mistakes.line("missing"),
+        missing=tuple(sorted(rows.paths[index] for index in missing)),
     )
 
 

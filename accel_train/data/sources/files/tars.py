@@ -1,15 +1,16 @@
 """Images in tar files, and the data set `tar`: a tree of class folders in a tar file.
 
-The tar files are read once to find the position of each image. Then loading an image is one read at its position: the
-samples can have any order, as with files, and need not fit into memory.
+The tar files are read once to find the position of each image, which the index keeps. Then loading an image is one read
+at its position: the samples can have any order, as with files, and need not fit into memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -20,7 +21,8 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, file_state
 from accel_train.data.sources.files.folder import arrange, ignored_text, is_image, semantics_of
-from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
+from accel_train.data.sources.files.index import Index, SplitFiles, indexed, splits_of_index
+from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import require_regular_file
 
@@ -45,22 +47,24 @@ class Member:
 class TarImages(EncodedImages):
     """Images inside tar files, read at their positions without unpacking."""
 
-    def __init__(self, root: Path, members: Sequence[Member], labels: torch.Tensor, data: Data) -> None:
-        super().__init__(labels, data)
-        self.root, self.tars = root, sorted({member.tar for member in members})
-        number = {tar: i for i, tar in enumerate(self.tars)}
-        self.names = StringArray([member.name for member in members])
-        positions = np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3)
-        self.positions = SharedArray(positions)  # number of the tar file, offset, size
+    def __init__(self, root: Path, tars: tuple[str, ...], files: SplitFiles, data: Data) -> None:
+        """`tars`: relative to `root`, by their numbers in `files.positions`."""
+        super().__init__(files.labels, data)
+        self.root, self.tars, self.names = root, tars, files.names
+        assert files.positions is not None
+        self.positions = SharedArray(files.positions)
 
     def read(self, id: int) -> bytes:
         tar, offset, size = map(int, self.positions.array[id])
         with (self.root / self.tars[tar]).open("rb", buffering=0) as file:
-            file.seek(offset)
-            data = file.read(size)
-        if len(data) < size:
+            file.seek(offset - tarfile.BLOCKSIZE)
+            content = file.read(tarfile.BLOCKSIZE + size)
+        header, image = content[: tarfile.BLOCKSIZE], content[tarfile.BLOCKSIZE :]
+        if not _is_header(header, size):
+            raise OSError("the tar file has changed since its headers were read, without a new size or time")
+        if len(image) < size:
             raise OSError("the tar file ends before this image")
-        return data
+        return image
 
     def name(self, id: int) -> str:
         tar = self.tars[int(self.positions.array[id, 0])]
@@ -68,6 +72,13 @@ class TarImages(EncodedImages):
 
     def states(self) -> Iterable[str]:
         return (file_state(self.root / tar if tar else self.root) for tar in self.tars)
+
+
+def _is_header(block: bytes, size: int) -> bool:
+    """Whether a block of a tar file is the header of a file of `size` bytes."""
+    with contextlib.suppress(tarfile.HeaderError):
+        return bool(tarfile.nti(block[124:136]) == size)  # type: ignore[attr-defined]  # its place in all formats
+    return False
 
 
 def members_of(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
@@ -135,12 +146,23 @@ def tar(data: Data) -> Splits:
     Raises UserError.
     """
     root = data.root
+
+    def places() -> list[str]:
+        return [""] if root.is_file() else sorted(path.name for path in root.glob("*.tar"))
+
+    if not (root.is_file() or (root.is_dir() and places())):
+        raise UserError(f"--data.root {root} is neither a tar file nor a folder with tar files.")
+    return splits_of_tars(data, root, indexed(root, "tar", lambda: _look(root, places()), places))
+
+
+def _look(root: Path, tars: list[str]) -> Index:
+    """Read the headers of all tar files in `root`. Raises UserError."""
     others: Counter[str] = Counter()
 
     def images_in(name: str) -> dict[str, Member]:
         members = {}
         for member, _ in members_of(root, name):
-            if _is_image(member):
+            if is_image(posixpath.basename(member.name)):
                 members[member.name] = member
             else:
                 others[posixpath.splitext(member.name)[1].lower() or posixpath.basename(member.name)] += 1
@@ -148,14 +170,12 @@ def tar(data: Data) -> Splits:
 
     if root.is_file():
         images = images_in("")
-    elif root.is_dir() and (tars := sorted(path.name for path in root.glob("*.tar"))):
+    else:
         images = {}
         for name in tars:
             members = images_in(name)
             prefix = _common_top(members, exclude=())
             images |= {f"{name[:-4]}/{path.removeprefix(prefix)}": member for path, member in members.items()}
-    else:
-        raise UserError(f"--data.root {root} is neither a tar file nor a folder with tar files.")
     prefix = _common_top(images, exclude=SPLIT_NAMES)
     images = {path.removeprefix(prefix): member for path, member in sorted(images.items())}
     if not images:
@@ -164,13 +184,10 @@ def tar(data: Data) -> Splits:
     folders = {posixpath.dirname(path) for path in images} - {""}
     folders |= {str(above) for path in folders for above in PurePosixPath(path).parents} - {"."}
     classes, splits, notes, mistake = arrange(images, folders, str(root))
-    sources = {split: ([images[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
+    samples = {split: ([images[path] for path in paths], labels) for split, (paths, labels) in splits.items()}
     ignored = ignored_text(others, len(images) - sum(len(paths) for paths, _ in splits.values()))
-    return replace(splits_of_members(data, classes, sources), ignored=ignored, notes=tuple(notes), mistake=mistake)
-
-
-def _is_image(member: Member) -> bool:
-    return is_image(posixpath.basename(member.name))
+    index = index_of_members(tars, classes, samples)
+    return replace(index, ignored=ignored, notes=tuple(notes), mistake=mistake)
 
 
 def _common_top(paths: Iterable[str], exclude: Iterable[str]) -> str:
@@ -184,15 +201,25 @@ def _common_top(paths: Iterable[str], exclude: Iterable[str]) -> str:
         top += names.pop() + "/"
 
 
-def splits_of_members(
-    data: Data,
-    classes: tuple[str, ...],
-    samples: dict[str, tuple[list[Member], torch.Tensor]],
-    root: Path | None = None,
-) -> Splits:
-    """The splits, from the images and labels (int64 [n]) of each; the tar files are in `root` (None: data.root)."""
-    sources: dict[str, Source] = {
-        split: TarImages(root or data.root, members, labels, data) for split, (members, labels) in samples.items()
+def index_of_members(
+    places: Sequence[str], classes: tuple[str, ...], samples: Mapping[str, tuple[list[Member], torch.Tensor]]
+) -> Index:
+    """The index of what is in the tar files `places`, from the images and labels (int64 [n]) of each split."""
+    tars = tuple(sorted({member.tar for members, _ in samples.values() for member in members}))
+    number = {tar: i for i, tar in enumerate(tars)}
+    splits = {
+        split: SplitFiles(
+            StringArray([member.name for member in members]),
+            labels,
+            np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3),
+        )
+        for split, (members, labels) in samples.items()
     }
-    names = (member.name for members, _ in samples.values() for member in members)
-    return splits_of_files(data, classes, sources, semantics=semantics_of(names))
+    semantics = semantics_of(member.name for members, _ in samples.values() for member in members)
+    return Index(tuple(places), classes, splits, semantics, tars)
+
+
+def splits_of_tars(data: Data, root: Path, index: Index) -> Splits:
+    """The splits of images in tar files in `root`."""
+    sources = {split: TarImages(root, index.tars, files, data) for split, files in index.splits.items()}
+    return splits_of_index(data, index, sources)

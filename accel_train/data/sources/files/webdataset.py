@@ -15,12 +15,15 @@ import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import ignored_text, is_image
-from accel_train.data.sources.files.tars import Member, members_of, splits_of_members
+from accel_train.data.sources.files.index import Index, indexed
+from accel_train.data.sources.files.tars import Member, index_of_members, members_of, splits_of_tars
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import read_regular_file
 
 MOST_CLASSES = 1_000_000
+LISTS = ("_info.json", "info.json")
+"""Files that say which shards belong to which split."""
 
 
 def webdataset(data: Data) -> Splits:
@@ -33,22 +36,34 @@ def webdataset(data: Data) -> Splits:
     name = data.name.partition("/")[2]
     if name and (root / name).is_dir():
         root = root / name
-    sources: dict[str, tuple[list[Member], torch.Tensor]] = {}
+    return splits_of_tars(data, root, indexed(root, "wds", lambda: _look(root), lambda: _places(root)))
+
+
+def _places(root: Path) -> list[str]:
+    """The files that decide what is in the data set."""
+    lists = [name for name in LISTS if (root / name).is_file()]
+    return lists + [path.relative_to(root).as_posix() for path in root.rglob("*.tar")]
+
+
+def _look(root: Path) -> Index:
+    """Read the headers and labels in all shards. Raises UserError."""
+    samples: dict[str, tuple[list[Member], torch.Tensor]] = {}
     others: Counter[str] = Counter()
+    places = _places(root)
     for split, shards in _shards(root).items():
         pairs = [pair for shard in shards for pair in _pairs(root, shard, others)]
-        sources[split] = [member for member, _ in pairs], torch.tensor([label for _, label in pairs])
-    if "train" not in sources:
+        samples[split] = [member for member, _ in pairs], torch.tensor([label for _, label in pairs], dtype=torch.int64)
+    if "train" not in samples:
         raise UserError(f"--data.root {root}: found no shard (*.tar) of a train split.")
-    count = 1 + max((int(labels.max()) for _, labels in sources.values() if len(labels)), default=-1)
-    splits = splits_of_members(data, tuple(str(label) for label in range(count)), sources, root)
-    return replace(splits, ignored=ignored_text(others))
+    count = 1 + max((int(labels.max()) for _, labels in samples.values() if len(labels)), default=-1)
+    index = index_of_members(places, tuple(str(label) for label in range(count)), samples)
+    return replace(index, ignored=ignored_text(others))
 
 
 def _shards(root: Path) -> dict[str, list[str]]:
     """split -> paths of its shards, relative to `root`."""
     shards: dict[str, list[str]] = {}
-    for name in ("_info.json", "info.json"):
+    for name in LISTS:
         if (root / name).is_file():
             try:
                 for split, info in json.loads(read_regular_file(root / name, follow=True))["splits"].items():

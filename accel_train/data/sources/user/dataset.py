@@ -17,9 +17,10 @@ from torch import Tensor
 from accel_train.data.sources.files.depth import ValueRange
 from accel_train.data.sources.files.images import ImageError, to_tensor
 from accel_train.data.sources.user.packed import Packed
-from accel_train.errors import UserError
+from accel_train.errors import LOGGER, UserError
+from accel_train.launch.environment import is_first_process
 from accel_train.user_code.loading import described, load_file
-from accel_train.user_code.reference import Reference
+from accel_train.user_code.reference import OBJECT, Reference
 
 OPTION = "data.name"
 
@@ -94,9 +95,10 @@ class UserDataset:
         if pixels is None:
             raise self._error(f"{self.name(id)} is {kind_of(image)}; {EXPECTED}")
         if pixels.dtype != self.dtype:
+            first = "pixels of 8 bits" if self.dtype == torch.uint8 else "pixels that are floats"
             raise self._error(
-                f"{self.name(id)} is {kind_of(image)}, but the first one has {_kind_of_pixels(self.dtype)}: all images "
-                "must be of one kind, because 1 is white in floats, and 255 in the others"
+                f"{self.name(id)} is {kind_of(image)}, but the first one has {first}: all images must "
+                "be of one kind, because 1 is white in floats, and 255 in the others"
             )
         if self.shape is None and len(pixels) != self.channels:
             raise self._error(
@@ -129,15 +131,32 @@ class UserDataset:
             self.packed = packed
         return packed
 
+    def stays_here(self) -> bool:
+        """Whether it is an object of this program that no data worker can make: then the first start says so."""
+        if self.reference.module != OBJECT:
+            return False
+        try:
+            self.check_picklable()
+        except UserError as error:
+            if self.split == "train" and is_first_process():
+                LOGGER.warning(f"loading images in this process, without workers. {error}")
+            return True
+        return False
+
     def check_picklable(self) -> None:
         """Raise UserError if the dataset cannot be sent to a data worker."""
+        advice = "Define its class and its functions at the top of the file, without lambda"
+        if self.reference.module == OBJECT:
+            advice = "Import its class and its functions from a file of their own"
         try:
-            self._pack()
+            packed = self._pack()
+            if self.reference.module == OBJECT and b"__main__" in packed.pickled:
+                raise TypeError("it is defined in the program itself")
         except Exception as error:
             raise UserError(
                 f"--{OPTION} {self.reference.short}: the {self.split} dataset cannot be sent to data workers "
-                f"({described(error, self.reference).rstrip('.')}). Define its class and its functions at the top of "
-                "the file, without lambda, or load in this process: --data.workers 0."
+                f"({described(error, self.reference).rstrip('.')}). {advice}, or load in this process: "
+                "--data.workers 0."
             ) from error
 
 
@@ -201,10 +220,6 @@ def as_pixels(image: Any, channels: int, value_range: ValueRange | None = None) 
         floats: Tensor = image.float()
         return floats
     return image if image.dtype == torch.uint8 else None
-
-
-def _kind_of_pixels(dtype: torch.dtype) -> str:
-    return "pixels of 8 bits" if dtype == torch.uint8 else "pixels that are floats"
 
 
 def kind_of(value: Any) -> str:

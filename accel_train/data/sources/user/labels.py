@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from accel_train.data.sources.user.dataset import OPTION, Label, read_item, restored_generators, seed_generators
-from accel_train.errors import UserError, print_line
+from accel_train.errors import LOGGER, UserError, print_line
 from accel_train.files import atomic_write
 from accel_train.untrusted import MAX_LOG_BYTES
-from accel_train.user_code.record import file_hash
-from accel_train.user_code.reference import Reference, code_file
+from accel_train.user_code.objects import known_labels
+from accel_train.user_code.reference import Reference, code_file, file_hash
 
 
 def labels_of(dataset: Any, reference: Reference, split: str, record: Path | None) -> Tensor:
@@ -29,14 +29,14 @@ def labels_of(dataset: Any, reference: Reference, split: str, record: Path | Non
     `record`: folder in which the main process keeps labels that had to be read. Collective. Raises UserError.
     """
     where = f"--{OPTION} {reference.short}: {split}"
-    targets = _targets(dataset)
-    if targets is not None:
-        try:
-            # A copy: a tensor that the Dataset keeps is moved to shared memory when the Dataset is sent to workers, and
-            # labels in its old memory would be lost.
-            labels = torch.tensor(np.asarray(targets))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{where} has `targets` that are not whole numbers ({error}).") from error
+    try:
+        targets = known_labels(dataset)
+        # A copy: a tensor that the Dataset keeps is moved to shared memory when the Dataset is sent to workers, and
+        # labels in its old memory would be lost.
+        labels = None if targets is None else torch.tensor(targets)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where} has `targets` that are not whole numbers ({error}).") from error
+    if labels is not None:
         if labels.ndim == 2 and len(labels) == len(dataset) and bool(((labels == 0) | (labels == 1)).all()):
             return labels.bool()
         if labels.is_floating_point() or labels.ndim != 1 or len(labels) != len(dataset):
@@ -57,7 +57,7 @@ def labels_of(dataset: Any, reference: Reference, split: str, record: Path | Non
         try:
             atomic_write(kept, content.getvalue())
         except OSError as error:  # the next start will read them again
-            print_line(f"accel-train: warning: {kept} cannot be written ({error.strerror}).", sys.stderr)
+            LOGGER.warning(f"{kept} cannot be written ({error.strerror}).")
     return labels
 
 
@@ -117,22 +117,11 @@ def _read_labels(dataset: Any, reference: Reference, split: str) -> Tensor:
 
 def weights_of(dataset: Any, reference: Reference) -> Tensor | None:
     """The `weights` of the training items, float64 [n]; None if the dataset has none. Raises UserError."""
-    found = _of_items(dataset, "weights")
+    if isinstance(dataset, Subset) and not hasattr(dataset, "weights"):
+        inner = weights_of(dataset.dataset, reference)
+        return None if inner is None else inner[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+    found = getattr(dataset, "weights", None)
     try:
         return None if found is None else torch.tensor(np.asarray(found, dtype=np.float64))
     except (TypeError, ValueError) as error:
         raise UserError(f"--{OPTION} {reference.short}: train has `weights` that are not numbers ({error}).") from error
-
-
-def _targets(dataset: Any) -> Any:
-    """The dataset's `targets`, one for each item; None if it has none."""
-    return _of_items(dataset, "targets")
-
-
-def _of_items(dataset: Any, name: str) -> Any:
-    """The dataset's attribute `name`, which has a value for each item; None if there is none. A Subset has those of its
-    items."""
-    if isinstance(dataset, Subset) and not hasattr(dataset, name):
-        inner = _of_items(dataset.dataset, name)
-        return None if inner is None else np.asarray(inner)[np.asarray(dataset.indices, dtype=np.int64)]
-    return getattr(dataset, name, None)

@@ -13,11 +13,13 @@ import contextlib
 import ctypes
 import pickle
 from io import BytesIO
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from accel_train.data.compat import ForkingPickler
+from accel_train.launch.compat import DisableTorchFunctionSubclass
 
 LARGE = 2**24  # bytes of a tensor's memory that is shared as it is,
 MOST_LARGE = 32  # of at most so many tensors
@@ -42,7 +44,7 @@ class Packed:
             block[first : first + storage.nbytes()] = _bytes_of(storage)
         self.memory = [block, *map(_bytes_of, pickler.large)]
         for tensor in pickler.tensors:
-            _move(tensor, block, *pickler.places[_storage_of(tensor)._cdata])
+            _move(tensor, block, *pickler.places[tensor.as_subclass(Tensor).untyped_storage()._cdata])
         del pickler  # which holds the tensors' old memory
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # glibc would keep it; other C libraries do not have this function
@@ -103,14 +105,10 @@ class _Unpickler(pickle.Unpickler):
         return self.memory[number], first
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.as_subclass(Tensor).untyped_storage()
-
-
 def _move(tensor: Tensor, block: Tensor, number: int, first: int) -> None:
     """Make a tensor, whose bytes are in the block from `first` on, a view of the block."""
     # torch refuses to move what detach() returned, and tensors of inference mode: they stay where they are.
-    with torch._C.DisableTorchFunctionSubclass(), contextlib.suppress(RuntimeError):
+    with DisableTorchFunctionSubclass(), contextlib.suppress(RuntimeError):
         if number == 0:
             offset = first // tensor.element_size() + tensor.storage_offset()
             tensor.set_(block.untyped_storage(), offset, tensor.shape, tensor.stride())

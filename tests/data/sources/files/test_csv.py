@@ -5,18 +5,19 @@ from __future__ import annotations
 import codecs
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.data.sources.cache import MAGIC, CacheFile
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.data.tools.cache_writer import write_cache
-from accel_train.data.tools.check import check_data
 from accel_train.errors import UserError
 
 IMAGES = ("a/1.png", "a/2.png", "b/3.png", "b/4.png", "c d/5.png", "6.png", "7.png")
@@ -32,13 +33,13 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def data(images: Path, content: str | bytes, **options: object) -> Data:
+def data(images: Path, content: str | bytes, **options: Any) -> Data:
     path = images / "labels.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return Data(name="csv", root=path, **options)  # type: ignore[arg-type]
 
 
-def load(images: Path, content: str | bytes, **options: object) -> Splits:
+def load(images: Path, content: str | bytes, **options: Any) -> Splits:
     return load_splits(data(images, content, **options), 0)
 
 
@@ -85,7 +86,7 @@ def test_the_table_is_its_content_not_its_form(images: Path) -> None:
         "\n".join(",".join([cells[2], "x", cells[1], cells[0]]) for cells in (row.split(",") for row in [head, *rows])),
     ]
     for text in others:
-        splits = load(images, text)
+        splits = load(images, text)  # type: ignore[arg-type]
         assert names(splits.train, images) == ["7.png", "a/1.png"]
         assert splits.table == expected.table and splits.classes == expected.classes
     assert splits.ignored == "column 'x'"
@@ -276,10 +277,11 @@ def test_check_data_and_cache_data(images: Path, tmp_path: Path, capsys: pytest.
     rows = list(zip(("6.png", "7.png", "a/1.png", "a/2.png", "a/3.png"), [*labels, "y"], range(5), strict=True))
     text = "".join(f"{path},{label}{f',{n}' * weighs},age\n" for path, label, n in rows)
     table = data(tmp_path, f"path,label{',weight' * weighs},age\n" + text)
-    assert check_data(table, tmp_path / "bad", 1) == 1
+    line = f"check-data csv --root {table.root} --output {tmp_path / 'bad'} --processes 1"
+    assert main(line.split()) == 1
     assert (tmp_path / "bad").read_text().splitlines()[1:] == ["a/3.png"]
     printed = capsys.readouterr().out
-    assert "Not used: column 'age'." in printed and "--data.name csv" in printed
+    assert "Not used: column 'age'" in printed and "--data.name csv" in printed
 
     cache = tmp_path / "cache"
     skipping = Data(name="csv", root=table.root, skip_unreadable=tmp_path / "bad")

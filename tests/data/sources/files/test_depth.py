@@ -9,6 +9,7 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import helpers
 import numpy as np
@@ -19,16 +20,16 @@ from PIL import Image
 from accel_train.api import load_run
 from accel_train.cli import main
 from accel_train.config.schema import Data
+from accel_train.data.sources.files.encoded import depth_notes
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, LazyImage, decode
 from accel_train.data.sources.load import load_splits
-from accel_train.data.tools.few_bits import depth_notes
 from accel_train.errors import UserError
 
 RAMP = np.linspace(0, 1, 256).reshape(16, 16)
 LEVELS = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
 
 
-def encoded(values: np.ndarray, format: str = "TIFF", **options: object) -> bytes:
+def encoded(values: np.ndarray, format: str = "TIFF", **options: Any) -> bytes:
     file = io.BytesIO()
     Image.fromarray(values).save(file, format, **options)
     return file.getvalue()
@@ -189,7 +190,7 @@ def test_check_data_and_cache_know_the_range(tmp_path: Path, capsys: pytest.Capt
     assert main(check) == 0
     assert "warning: the images of 16 bits are dark" in capsys.readouterr().out
     assert main([*check, "--range", "0", "4095"]) == 0
-    assert "dark" not in capsys.readouterr().out
+    assert "are dark" not in capsys.readouterr().out
     assert main([*check, "--range", "0", "1000"]) == 1
     assert "outside --data.range 0 1000" in capsys.readouterr().out
     assert main([*check, "--range", "5", "1"]) == 2

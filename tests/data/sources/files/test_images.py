@@ -3,6 +3,7 @@
 import io
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from accel_train.data.sources.files.images import ImageError, decode
 from accel_train.errors import UserError
 
 
-def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
+def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()

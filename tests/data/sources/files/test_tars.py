@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def pack(path: Path | io.BytesIO, files: dict[str, bytes]) -> Path:
             info = tarfile.TarInfo(name)
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
-    return path
+    return path  # type: ignore[return-value]
 
 
 def inner_tar(files: dict[str, bytes]) -> bytes:
@@ -162,7 +163,7 @@ class TestTree:
 
 class TestWebDataset:
     def shard(self, path: Path, values: list[int]) -> Path:
-        files = {}
+        files: dict[str, Any] = {}
         for value in values:
             files |= {
                 f"{value:04}.png": image(value),

@@ -1,0 +1,38 @@
+"""The curves of a run as a figure of matplotlib, for a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_train.errors import UserError
+
+
+def plot_curves(training: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Return a Figure: the loss, and the accuracy or the mean average precision, over the updates of a run.
+
+    `training`, `evaluations`: the lines of metrics.jsonl of these kinds. Raises UserError without matplotlib.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise UserError("matplotlib is not installed: pip install 'accel-train[plot]'.") from error
+    second = next((name for name in ("accuracy", "map") if any(name in row for row in evaluations)), "accuracy")
+    curves: dict[str, list[Mapping[str, Any]]] = {"training": list(training)}
+    for row in evaluations:
+        if row["split"] != "train":  # the mean of an epoch's training
+            curves.setdefault(str(row["split"]), []).append(row)
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
+    for metric, axis in zip(("loss", second), axes, strict=True):
+        for name, rows in curves.items():
+            points = [(row["update"], row[metric]) for row in rows if row.get(metric) is not None]
+            if points:
+                axis.plot(
+                    *zip(*points, strict=True), label=name, marker="" if name == "training" else "o", markersize=3
+                )
+        axis.set(xlabel="update", title=metric)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.suptitle(title)
+    pyplot.close(figure)  # a notebook shows what a cell returns, and would show an open one again
+    return figure

@@ -1,0 +1,82 @@
+"""The records of images that were looked at: an audit that was killed continues, and the next one looks at what is new.
+
+A file to which records are appended. Each ends with a check value, so what a crash has left of one is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from accel_train.audit.look import RECORD, Records
+from accel_train.files import atomic_write
+
+SALT = np.uint64(0xACCE17A1_00000001)
+
+
+class Kept:
+    """The records in the file `path`; new ones are appended between `with` and its end. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records = _read(path)
+
+    def of(self, names: npt.NDArray[np.uint64]) -> Records:
+        """The records of these names (uint64 [n]), as far as there are any."""
+        if not len(self.records):
+            return self.records
+        places = np.searchsorted(self.records["name"], names).clip(max=len(self.records) - 1)
+        found: Records = self.records[places[self.records["name"][places] == names]]
+        return found
+
+    def __enter__(self) -> Kept:
+        # What a kill has left at the end would shift all that is appended.
+        atomic_write(self.path, self.records.tobytes(), durable=False)
+        self._stream = self.path.open("ab")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):  # a full disk: they are looked at again
+            self._stream.close()
+
+    def append(self, records: Records) -> None:
+        """Keep those of the records that have a state."""
+        lasting = records[records["state"].any(1)]
+        if len(lasting):
+            with contextlib.suppress(OSError):
+                self._stream.write(_checked(lasting).tobytes())
+                self._stream.flush()
+
+    def replace(self, records: Records) -> None:
+        """Keep these records alone: those of images that are not there any more go."""
+        with contextlib.suppress(OSError):
+            atomic_write(self.path, _checked(records[records["state"].any(1)]).tobytes())
+
+
+def _read(path: Path) -> Records:
+    """The whole records of a file, sorted by name, of each name the last one. Empty if there is no such file."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return np.zeros(0, RECORD)
+    records = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+    records = records[(_check_values(records) == records["check"]) & records["state"].any(1)]
+    _, last = np.unique(records["name"][::-1], return_index=True)
+    newest: Records = records[len(records) - 1 - last]
+    return newest
+
+
+def _checked(records: Records) -> Records:
+    records = records.copy()
+    records["check"] = _check_values(records)
+    return records
+
+
+def _check_values(records: Records) -> npt.NDArray[np.uint64]:
+    words = np.ascontiguousarray(records).view(np.uint64).reshape(len(records), RECORD.itemsize // 8)
+    checks: npt.NDArray[np.uint64] = np.bitwise_xor.reduce(words[:, :-1], axis=1) ^ SALT
+    return checks

@@ -1,0 +1,174 @@
+"""`accel-train find-lr`: a range test of the learning rate.
+
+The recipe's model is trained for some updates while the learning rate grows exponentially (L. Smith 2017,
+arxiv.org/abs/1506.01186, section 3.3). The loss falls, fastest at a good learning rate for the whole training, then it
+grows: the rate is too high. Nothing is kept: no run, no checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from accel_train import models
+from accel_train.config.schema import Config
+from accel_train.errors import UserError
+from accel_train.evaluate import Batch
+from accel_train.launch.environment import Launch
+from accel_train.report.shared.plots import import_pyplot, save
+from accel_train.run.start import find_start, load_data
+from accel_train.train import apply_gradients, compute_gradients, grouped
+from accel_train.training_setup import TrainingSetup, connect, create_training_setup
+
+SMOOTHING = 0.9
+"""Weight of the older losses in the mean."""
+DIVERGED = 4.0
+"""The test ends when the smoothed loss is so many times its smallest value."""
+FEWEST = 10
+"""Updates that a suggestion needs."""
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """What a range test has found; the same on all processes."""
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    """Of each update, before its step: the mean over its samples."""
+    smoothed: tuple[float, ...]
+    """An exponential mean of the losses, without its bias at the start."""
+    steepest: float | None
+    """The rate around which the loss falls fastest over the logarithm of the rate; None: it does not fall."""
+    tenth: float | None
+    """A tenth of the rate at which the smoothed loss is smallest."""
+    ended_by: str
+    """What the loss did: "diverged", "not finite", or "" if the last rate was reached."""
+
+
+def find_lr(
+    launch: Launch, config: Config, *, start: float = 1e-6, end: float = 10.0, updates: int = 100
+) -> LearningRates:
+    """Train the recipe `config` with learning rates from `start` to `end`, which grow by a constant factor.
+
+    Its schedule is left out, and with layer decay or optim.head-lr the other rates grow in proportion. Collective.
+    Raises UserError if the recipe or its data cannot be used, or fewer than 10 updates give a finite loss.
+    """
+    # What does not change the loss, but costs time or has a place in a run.
+    config = dataclasses.replace(config, resume="never", trackers=(), bitwise=False, cuda_graph=False)
+    accelerator = connect(config, launch)
+    begin = find_start(config, accelerator)
+    config = begin.config
+    splits = load_data(config, accelerator)
+    setup = create_training_setup(config, launch, accelerator, splits, weights=begin.weights)
+    models.set_train_mode(setup.model, config.model)
+    rates = [start * (end / start) ** (number / (updates - 1)) for number in range(updates)]
+    losses: list[float] = []
+    smoothed: list[float] = []
+    ended_by = ""
+    for rate, micro_batches in zip(rates, _batches(setup), strict=False):
+        loss = _update(setup, len(losses), rate, micro_batches)
+        if not math.isfinite(loss):
+            ended_by = "not finite"
+            break
+        losses.append(loss)
+        smoothed = smooth(losses)
+        if smoothed[-1] > DIVERGED * min(smoothed):
+            ended_by = "diverged"
+            break
+    if len(losses) < FEWEST:
+        raise UserError(
+            f"The loss was not finite after {len(losses)} updates, at a learning rate of {rates[len(losses)]:.2g}: "
+            "give a smaller --start, or look at the data and its normalisation."
+        )
+    tried = rates[: len(losses)]
+    steepest, tenth = suggestions(tried, losses, smoothed)
+    return LearningRates(tuple(tried), tuple(losses), tuple(smoothed), steepest, tenth, ended_by)
+
+
+def _batches(setup: TrainingSetup) -> Iterator[tuple[int, Iterator[Batch]]]:
+    """The micro-batches of each update, over as many epochs as are asked for, with the number of real samples."""
+    epoch = 0
+    while True:
+        setup.sampler.seek(epoch, 0)
+        done = 0
+        for micro_batches in grouped(iter(setup.training.batches), setup.plan.accumulation):
+            yield setup.sampler.real_samples(done), micro_batches
+            done += setup.plan.real_samples(done)
+        epoch += 1
+
+
+def _update(setup: TrainingSetup, update: int, rate: float, window: tuple[int, Iterator[Batch]]) -> float:
+    """An update with the learning rate `rate`, as train.py makes it; return its mean loss, over all processes."""
+    samples, micro_batches = window
+    highest = max(group.get("lr_scale", 1.0) for group in setup.optimizer.param_groups)
+    for group in setup.optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_scale", 1.0) / highest
+    total = torch.zeros((), dtype=torch.float64, device=setup.device)
+    for batch in micro_batches:
+        with setup.accelerator.accumulate(setup.model):
+            if setup.dropout is not None:
+                setup.set_samples(batch, update)
+            total += compute_gradients(setup, samples, batch)[2].sum(dtype=torch.float64)
+    if setup.virtual_batches is not None:
+        setup.virtual_batches.sum_processes()
+    apply_gradients(setup, update + 1)
+    mean: float = setup.accelerator.reduce(total, "sum").item() / max(1, samples)
+    return mean
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """The exponential mean of the losses up to each one, divided by the sum of its weights."""
+    mean, smoothed = 0.0, []
+    for number, loss in enumerate(losses, 1):
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+        smoothed.append(mean / (1 - SMOOTHING**number))
+    return smoothed
+
+
+def suggestions(
+    rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]
+) -> tuple[float | None, float | None]:
+    """The rate around which the loss falls fastest, and a tenth of the rate at which the smoothed loss is smallest.
+
+    The first is the middle of the decade of rates, up to that minimum, in which a straight line through the losses over
+    the logarithm of the rate falls most steeply: a slope from one update to the next would be that of the noise. None:
+    the loss falls in no decade. (None, None): the smoothed loss is smallest at the first rate. The steepest fall is
+    what Lightning's finder suggests, the tenth what fastai's did first. Rates grow by a constant factor.
+    """
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    if lowest == 0:
+        return None, None
+    decade = max(3, round(1 / math.log10(rates[1] / rates[0])))  # updates
+    position = np.log10(rates)
+    slopes = [
+        float(np.polyfit(position[first : first + decade], losses[first : first + decade], 1)[0])
+        for first in range(max(0, lowest + 1 - decade) + 1)
+    ]
+    steepest = min(range(len(slopes)), key=slopes.__getitem__)
+    return (rates[steepest + decade // 2] if slopes[steepest] < 0 else None), rates[lowest] / 10
+
+
+def plot(found: LearningRates, path: Path) -> None:
+    """Draw the losses over the rates, with the suggestion, into the SVG file `path`. Raises UserError without
+    matplotlib."""
+    pyplot = import_pyplot()
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
+    axes.plot(found.rates, found.losses, color="#9db4d6", linewidth=0.9, label="loss of an update")
+    axes.plot(found.rates, found.smoothed, color="#1f63c9", linewidth=1.8, label="smoothed")
+    for rate, text, style in ((found.steepest, "steepest", "--"), (found.tenth, "a tenth of the minimum's", ":")):
+        if rate is not None:
+            axes.axvline(rate, color="#d1620c", linewidth=1.2, linestyle=style, label=f"{text}: {rate:.2g}")
+    axes.set_xscale("log")
+    first, lowest = found.smoothed[0], min(found.smoothed)
+    axes.set_ylim(lowest - 0.1 * (first - lowest or 1), first + 0.7 * (first - lowest or 1))  # not the whole explosion
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    axes.grid(color="#d9dde5", linewidth=0.6)
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, path)

@@ -1,0 +1,292 @@
+"""Checkpoints of a model and its optimizer: saved in the background, pruned, and restored on any number of processes.
+
+directory.py makes a checkpoint complete or absent, format.py defines its contents, state_dict.py gathers them from and
+sends them to many processes, choose.py finds the checkpoint to resume from. What a run has to match to resume from it
+is decided by the class of the run: manager.py for the trainer, a loop of one's own has its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from accel_train.checkpoint.choose import choose_checkpoint
+from accel_train.checkpoint.directory import (
+    check_can_commit,
+    checkpoint_path,
+    commit,
+    delete_checkpoint,
+    list_updates,
+    updates_to_keep,
+)
+from accel_train.checkpoint.format import Snapshot, epochs_done, versions, write_checkpoint
+from accel_train.checkpoint.state_dict import (
+    broadcast_optimizer_state,
+    broadcast_weights,
+    gather_to_main,
+    named_tensors,
+    optimizer_state,
+)
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.errors import UserError
+from accel_train.launch.agreement import broadcast_from_main
+from accel_train.ownership.lease import Lease, LostError
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What all processes have to know to restore a checkpoint that only the main process reads."""
+
+    state: dict[str, Any]
+    position: TrainState
+    optimizer: dict[str, Any] | None
+    """The outline of the optimizer's state; None: the optimizer starts with a new state."""
+    keep: tuple[str, ...] = ()
+    """Settings of its parameter groups that are taken from this run, not from the checkpoint."""
+
+
+class CheckpointStore(ABC):
+    """The checkpoints of one run. Every process has one; only the main process writes and reads the disk.
+
+    The main process knows (the writing thread appends to the first two; they may be read at any time):
+
+    committed       the updates of saves that were completed; whoever reads them removes them
+    failures        one line for each save that failed; the older checkpoints stay complete
+    unpublished     one line if the final weights could not be copied into the run's directory, else ""
+    notes           one line for each fact about a restore that the user should know
+    last_saved      update of the newest checkpoint that is complete on the disk, or None
+    last_seconds    duration of the last completed save
+    stalled_seconds time for which it delayed training
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        lease: Lease,
+        ema: nn.Module | None = None,
+        schedule: Stateful | None = None,
+        keep: int = 2,
+        milestone_epochs: int | None = None,
+    ) -> None:
+        """`folder`: for the checkpoints; its parent, the run's directory, must exist when a checkpoint is saved.
+
+        `model` and `optimizer` are as Accelerate prepared them, or without their wrappers. `lease`: is checked before
+        anything in the folder is changed. `schedule`: its state must be fit for JSON. `keep`, `milestone_epochs`: see
+        `updates_to_keep`.
+        """
+        self.folder, self.accelerator, self.lease = folder, accelerator, lease
+        self.model, self.ema, self.optimizer, self.schedule = model, ema, optimizer, schedule
+        self.keep, self.milestone_epochs = keep, milestone_epochs
+        self.committed: deque[int] = deque()
+        self.failures: list[str] = []
+        self.unpublished = ""
+        self.notes: list[str] = []
+        self.last_saved: int | None = None
+        self.last_seconds = self.stalled_seconds = 0.0
+        self._writer: threading.Thread | None = None
+        self._snapshot: Snapshot | None = None  # to restore; on the main process only
+        self._new_optimizer: dict[str, Any] = {}  # its state before any update, if the checkpoint's is of another one
+
+    @abstractmethod
+    def _match(self, path: Path, snapshot: Snapshot, allow: Sequence[str]) -> tuple[RestorePlan, Snapshot]:
+        """How to restore the checkpoint `path`, and the part of its contents that this run takes. On the main process.
+
+        What the user should know is appended to `notes`. Raises UserError if the run cannot go on from it.
+        """
+
+    @abstractmethod
+    def _describe(self, state: TrainState) -> dict[str, Any]:
+        """The contents of state.json."""
+
+    def check_writable(self) -> None:
+        """Raise UserError if no checkpoint can be written here. Before training, on the main process."""
+        try:
+            check_can_commit(self.folder)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(
+                f"{self.folder} is not a folder, so no checkpoint can be written. "
+                "Remove it, or give another --output-dir."
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"No checkpoint can be written in {self.folder} ({error.strerror}){self._free_space()}. "
+                "Free some space there, or give another --output-dir."
+            ) from None
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of this run that the main process knows of; None if there is none."""
+        if self.last_saved is None:
+            return None
+        path = checkpoint_path(self.folder, self.last_saved)
+        return path if path.is_dir() else None  # somebody may have moved it away
+
+    @property
+    def kept(self) -> str:
+        """What is left of the run if it ends now, in words."""
+        if self.newest() is None:
+            return "nothing, because there is no checkpoint"
+        return f"the checkpoint of update {self.last_saved}, the newest complete one"
+
+    def save(self, state: TrainState, *, wait: bool = False) -> None:
+        """Save a checkpoint of `state`. Collective: all processes call it at the same update.
+
+        It returns when the copy in host memory is complete; a thread of the main process writes it to the disk, and
+        `wait` waits for that, too. Disk errors are appended to `failures`, not raised. The checkpoint of
+        `state.best_update` is kept as the best: save after an evaluation, not before.
+        """
+        started = time.perf_counter()
+        self.wait()
+        is_main: bool = self.accelerator.is_main_process
+        live = (
+            named_tensors(self.model),
+            None if self.ema is None else named_tensors(self.ema),
+            optimizer_state(self.model, self.optimizer),
+        )
+        model, ema, optimizer = gather_to_main(live, here=is_main)
+        if is_main:
+            snapshot = Snapshot(model, ema, optimizer, self._describe(state))
+            # Not a daemon thread: even if the program ends with an error, this checkpoint is completed.
+            self._writer = threading.Thread(target=self._write, args=(snapshot, started), name="checkpoint")
+            self._writer.start()
+            self.stalled_seconds = time.perf_counter() - started
+            if wait:
+                self.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is in progress. The program does not end before it is done."""
+        return self._writer is not None and self._writer.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the last save is done. Not collective: only the main process writes."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def publish_weights(self, update: int) -> None:
+        """Copy the weights of the checkpoint of `update` into the run's directory, where they are easy to find."""
+        if not self.accelerator.is_main_process:
+            return
+        self.wait()
+        self._check_owner()
+        try:
+            for weights in sorted(checkpoint_path(self.folder, update).glob("*.safetensors")):
+                with self.lease.replacing(self.folder.parent / weights.name) as temporary:
+                    shutil.copyfile(weights, temporary)
+        except OSError as error:
+            self.unpublished = f"the final weights are only in {self.folder}: {error}"
+            self.failures.append(self.unpublished)
+
+    def restore(self, resume: str = "auto", allow_change: Sequence[str] = ()) -> TrainState | None:
+        """Restore model, optimizer, EMA, loss scaler and schedule; return the position, or None for a new run.
+
+        Collective; at the start and, for a rewind, at any time. The main process removes what a killed run left and
+        decides for all; only its disk needs to have the checkpoints. `resume`:
+
+        auto   the newest complete checkpoint of this run, if there is one
+        must   the same; UserError if there is none
+        never  UserError if there are checkpoints: two runs in one directory would be mixed
+        PATH   a checkpoint, or the newest complete one in a run's directory. If it belongs to another run, but this
+               run has checkpoints of its own, these are used: a job that is started again goes on where it was
+
+        A broken checkpoint of this run is renamed, and the previous one is used. `allow_change` names settings that may
+        differ from the checkpoint's although they change what is learned; see config/compatibility.py. Raises
+        UserError, the same on all processes.
+        """
+        self.wait()
+        plan = broadcast_from_main(self.accelerator, lambda: self._plan_restore(resume, allow_change))
+        if plan is None:
+            return None
+        model = ema = optimizer = None  # only the main process has them
+        if self._snapshot is not None:
+            # A run that had no EMA starts one from the weights.
+            model, optimizer = self._snapshot.model, self._snapshot.optimizer
+            ema = self._snapshot.ema or model
+            self._snapshot = None
+        broadcast_weights(named_tensors(self.model), model)
+        if self.ema is not None:
+            broadcast_weights(named_tensors(self.ema), ema)
+        if plan.optimizer is not None:
+            broadcast_optimizer_state(self.model, self.optimizer, plan.optimizer, optimizer, plan.keep)
+        else:  # the checkpoint is of another optimizer: this one begins anew, also after a rewind
+            self._new_optimizer = self._new_optimizer or copy.deepcopy(self.optimizer.state_dict())
+            self.optimizer.load_state_dict(copy.deepcopy(self._new_optimizer))
+        if plan.state["scaler"] and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(plan.state["scaler"])
+        if plan.state["schedule"] is not None and self.schedule is not None:
+            self.schedule.load_state_dict(plan.state["schedule"])
+        return plan.position
+
+    def _plan_restore(self, resume: str, allow: Sequence[str]) -> RestorePlan | None:
+        """On the main process: what to restore, or None for a new run. Sets `_snapshot`."""
+        self._check_owner()
+        try:
+            chosen = choose_checkpoint(self.folder, resume, self.notes)
+        except OSError as error:
+            raise UserError(f"The checkpoints in {self.folder} cannot be read: {error}") from None
+        if chosen is None:
+            return None
+        path, snapshot = chosen
+        if path.parent != self.folder:
+            self.notes.append(f"goes on from {path}")
+        plan, self._snapshot = self._match(path, snapshot, allow)
+        if path.parent.resolve() == self.folder.resolve():
+            self.last_saved = plan.position.update
+        return plan
+
+    def _facts(self) -> dict[str, Any]:
+        """What state.json says of every run."""
+        scaler, schedule = self.accelerator.scaler, self.schedule
+        return {
+            "versions": versions(),
+            "processes": self.accelerator.num_processes,
+            "generation": self.lease.generation,
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "schedule": None if schedule is None else schedule.state_dict(),
+        }
+
+    def _write(self, snapshot: Snapshot, started: float) -> None:
+        """In the thread: write a checkpoint, then delete those that are no longer needed."""
+        update, best = snapshot.state["train"]["update"], snapshot.state["train"]["best_update"]
+        try:
+            commit(self.folder, update, lambda folder: write_checkpoint(folder, snapshot), check=self._check_owner)
+            self.last_saved = update
+            self.committed.append(update)
+            self.last_seconds = time.perf_counter() - started
+            epochs = {saved: epochs_done(checkpoint_path(self.folder, saved)) for saved in list_updates(self.folder)}
+            kept = updates_to_keep(epochs, self.keep, best, self.milestone_epochs)
+            for old in sorted(epochs.keys() - kept):
+                self._check_owner()
+                delete_checkpoint(self.folder, old)
+        except LostError:
+            pass  # the main thread gets the same error before its next write
+        except Exception as error:  # on a full disk, safetensors and torch.save raise their own errors
+            self.failures.append(f"checkpoint of update {update}: {type(error).__name__}: {error}{self._free_space()}")
+
+    def _check_owner(self) -> None:
+        """Raise LostError if another start has taken over the run."""
+        self.lease.check()
+
+    def _free_space(self) -> str:
+        """For the message of a failed save: torch.save's own message does not say that the disk is full."""
+        try:
+            return f" ({shutil.disk_usage(self.folder.parent).free / 2**20:,.0f} MiB are free there)"
+        except OSError:
+            return ""

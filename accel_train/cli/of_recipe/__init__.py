@@ -1,0 +1,1 @@
+"""Commands that tell about a recipe before it is trained."""

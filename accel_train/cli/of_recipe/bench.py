@@ -1,0 +1,152 @@
+"""`accel-train bench` and `accel-train scaling`: how fast the training is."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from accel_train.cli.common import below_one, check_makes_no_run, importing
+from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
+from accel_train.errors import UserError, print_line, writing
+from accel_train.launch.environment import prepare_environment
+from accel_train.records.terminal import print_table
+
+
+@dataclass(frozen=True)
+class Bench(CommandOptions):
+    """Measure how close a recipe's training comes to the device's limit, and where the rest of the time goes.
+
+    Measures, in turns: a bare loop on tensors in the device's memory, the input alone, and the whole trainer. Options
+    of train (--batch-size, --data.root, …) change the recipe. With several processes: accelerate launch … -m
+    accel_train bench RECIPE. The exit code does not depend on the speed.
+    """
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    """A recipe, as for train."""
+    synthetic: bool = False
+    """Use synthetic images of the same size, number and classes (for folders: data.classes)."""
+    rounds: int = 5
+    """Number of times that everything is measured, in turns."""
+    updates: int | None = None
+    """Updates of each measurement; default: those of the bare loop in 5 seconds, at least 20."""
+    output: Path | None = None
+    """JSON file of all figures; default: bench-RECIPE.json. The runs are kept beside it while they are needed."""
+
+    def mistakes(self) -> list[str]:
+        return below_one(rounds=self.rounds, updates=self.updates)
+
+
+@dataclass(frozen=True)
+class Scaling(CommandOptions):
+    """Compare finished runs of one recipe on different numbers of processes: speed-up and efficiency.
+
+    Writes scaling.csv and scaling.svg beside the first run.
+    """
+
+    runs: Positional[tuple[Path, ...]]
+    """Folders of the runs."""
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Run `accel-train bench`; return the exit code."""
+    options, config = parse_command_of_recipe(Bench, arguments, "accel-train bench")
+    check_makes_no_run(config, "bench", "file")
+    output = options.output or Path(f"bench-{config.recipe}.json")
+    if output.is_dir():
+        raise UserError(f"--output: {output} is a folder; name a file in it.")
+
+    launch = prepare_environment()
+    with importing(config.recipe):
+        from accel_train.bench.bench import bench
+        from accel_train.launch.agreement import end_world
+
+    synthetic, rounds, updates = options.synthetic, options.rounds, options.updates
+    result = bench(launch, config, output.parent, synthetic=synthetic, rounds=rounds, updates=updates)
+    end_world()
+    if launch.rank == 0:
+        print_figures(result.figures)
+        with writing("--output", output):
+            output.write_text(json.dumps(result.figures, indent=2) + "\n")
+        print_line(f"All figures: {output}")
+    return 0
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """Print the tables. `figures`: those of a `BenchResult`."""
+    from accel_train.bench.statistics import ratio
+
+    rates, names = figures["images_per_second"], {"limit": "limit (bare loop)", "input": "input alone"}
+    limit = rates[figures["faster_limit"]]["rounds"]
+    rows = []
+    for key, rate in rates.items():
+        share = asdict(ratio(rate["rounds"], limit))
+        form = "{:.1%}" if share["median"] < 10 else "{:,.0f}x"
+        rows.append([names.get(key, key), *_cells(rate, "{:,.0f}"), *_cells(share, form)])
+    print_line("")
+    of_limit = "of the limit" if "compiled limit" not in rates else "of the faster limit"
+    head = ["", "images/s", "quartiles", of_limit, "quartiles "]
+    print_table(head, rows, numbers=head[1:])
+
+    update = figures["update_seconds"]["median"]
+    print_line("")
+    rows = [[name, f"{share * update * 1e3:.3f}", f"{share:.1%}"] for name, share in figures["shares"].items()]
+    print_table(["an update", "ms", "share"], [*rows, ["in all", f"{update * 1e3:.3f}", ""]], numbers=["ms", "share"])
+
+    memory, flops, host = figures["memory"], figures["flops"], figures["machine"]
+    processes, mib = figures["processes"], ("{:,.0f} MiB", 2**20)
+    print_line("")
+    lines = {
+        "device": f"{processes} process{'es' * (processes > 1)} on {host['device']}, {figures['precision']} "
+        f"({host['processor']}, {host['cores']} cores, {host['threads']} threads a process)",
+        "batch": figures["division"] + ", synthetic" * figures["synthetic"],
+        "memory": f"at most {_shown(memory['host_peak_bytes'], mib)} of the host, "
+        f"{_shown(memory['device_peak_bytes'], mib)} of the device",
+        "operations": f"{_shown(flops['per_second'], ('{:,.1f} GFLOP/s', 1e9))} a process, "
+        f"{_shown(flops['share_of_peak'], ('{:.1%}', 1))} of its device's peak",
+        "measured": f"{figures['rounds']} rounds of {figures['updates']} updates, in turns; the first "
+        f"{figures['warm_up_updates']} updates of each were left out as warm-up",
+    }
+    if host["computes_bf16"] and figures["precision"] == "fp32":
+        lines["bf16"] = "the device has instructions for it: measure accelerate launch --mixed_precision bf16, too"
+    for name, text in lines.items():
+        print_line(f"{name:<12}{text}")
+
+
+def _cells(measured: dict[str, Any], form: str) -> list[str]:
+    low, high = form.format(measured["low"]), form.format(measured["high"])
+    return [form.format(measured["median"]), f"{low} - {high}"]
+
+
+def _shown(value: float | None, form: tuple[str, float]) -> str:
+    return "n/a" if value is None else form[0].format(value / form[1])
+
+
+def scaling(arguments: Sequence[str]) -> int:
+    """Run `accel-train scaling`; return the exit code."""
+    options, _ = parse_command(Scaling, arguments, "accel-train scaling", positional=("runs",))
+
+    from accel_train.bench.scaling import measure, plot
+
+    points, folder = measure(options.runs), options.runs[0].resolve().parent
+    head = ["processes", "images/s", "speed-up", "efficiency"]
+    rows = [f"{p.processes} {p.images_per_second:,.0f} {p.speed_up:.2f} {p.efficiency:.0%}".split() for p in points]
+    print_table(head, rows, numbers=head)
+    with (folder / "scaling.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(asdict(points[0]))
+        writer.writerows(asdict(point).values() for point in points)
+    print_line(f"written: {folder / 'scaling.csv'}")
+    try:
+        plot({"": points}, folder / "scaling.svg")
+    except UserError as error:
+        print_line(f"accel-train: warning: {error}", sys.stderr)
+        return 1
+    print_line(f"written: {folder / 'scaling.svg'}")
+    return 0

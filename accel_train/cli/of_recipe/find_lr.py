@@ -1,0 +1,76 @@
+"""`accel-train find-lr`: a range test of the learning rate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from accel_train.cli.common import check_makes_no_run, importing
+from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.errors import UserError, print_line, writing
+from accel_train.launch.environment import prepare_environment
+
+
+@dataclass(frozen=True)
+class FindLr(CommandOptions):
+    """Train for some updates while the learning rate grows, and draw the loss: where it falls fastest is a good rate.
+
+    Options of train (--batch-size, --optim.name, …) change the recipe. Nothing is kept but the picture.
+    """
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    """A recipe, as for train."""
+    start: float = 1e-6
+    """The first learning rate."""
+    end: float = 10.0
+    """The last learning rate, if the loss does not diverge before."""
+    updates: int = 100
+    """How many updates, at least 10. The rate grows by the same factor at each."""
+    output: Path | None = None
+    """The picture, as SVG; default: lr-RECIPE.svg."""
+
+    def mistakes(self) -> list[str]:
+        few = [f"--updates: expected at least 10, found {self.updates}."] if self.updates < 10 else []
+        if not 0 < self.start < self.end < float("inf"):
+            few.append(f"--start and --end: expected 0 < start < end, found {self.start:g} and {self.end:g}.")
+        return few
+
+
+def find_lr(arguments: Sequence[str]) -> int:
+    """Run `accel-train find-lr`; return the exit code: 1 if the loss does not fall."""
+    options, config = parse_command_of_recipe(FindLr, arguments, "accel-train find-lr")
+    check_makes_no_run(config, "find-lr", "picture")
+    output = options.output or Path(f"lr-{config.recipe}.svg")
+    if output.is_dir():
+        raise UserError(f"--output: {output} is a folder; name a file in it.")
+
+    launch = prepare_environment()
+    with importing(config.recipe):
+        from accel_train.bench.lr_finder import find_lr, plot
+        from accel_train.launch.agreement import end_world
+
+    found = find_lr(launch, config, start=options.start, end=options.end, updates=options.updates)
+    end_world()
+    if launch.rank != 0:
+        return 0
+    ends = {"": "that is all", "diverged": "the loss diverged", "not finite": "the loss was not finite"}
+    first, last = found.rates[0], found.rates[-1]
+    print_line(f"tried          {first:.2g} to {last:.2g}, {len(found.rates)} updates; {ends[found.ended_by]}")
+    print_line(f"loss           {found.smoothed[0]:.4g} at first, at least {min(found.smoothed):.4g} (smoothed)")
+    try:
+        with writing("--output", output):
+            plot(found, output)
+        print_line(f"picture        {output}")
+    except UserError as error:
+        print_line(f"accel-train: warning: {error}", sys.stderr)
+    if found.steepest is None or found.tenth is None:
+        print_line("The loss does not fall: try another --start and --end, and look at the data and the recipe.")
+        return 1
+    print_line(f"falls fastest  at {found.steepest:.2g}; a tenth of the rate with the lowest loss is {found.tenth:.2g}")
+    print_line(f"to try         --optim.lr {found.steepest:.2g}, with a warm-up or a schedule that falls")
+    return 0

@@ -1,0 +1,1 @@
+"""Runs as the jobs of a batch system: their submission, and their states in its queue."""

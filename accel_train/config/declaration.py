@@ -1,0 +1,158 @@
+"""The parts of an option's declaration, besides its type, default and help text: `Annotated[float, POSITIVE, …]`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accel_train.errors import nearest
+from accel_train.user_code.reference import parse_reference
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The values that an option may have beyond its type: what can be checked without data, model or device."""
+
+    expected: str
+    """In words, as in "expected a number greater than 0"."""
+    is_within: Callable[[Any], bool]
+    """Not asked for None and "auto"."""
+    short: tuple[tuple[str, str], ...] = ()
+    """A short name that users may write -> the name that the configuration has."""
+    names: tuple[str, ...] = ()
+    """The names that it may have, to find the one nearest to a typo."""
+    prefix: str = ""
+    """What users may write before a name, and the configuration leaves out."""
+    hint: Callable[[str], str] | None = None
+    """What else to say of a value that is not within them, "" if nothing."""
+
+
+POSITIVE = Bound("a number greater than 0", lambda x: x > 0)
+NOT_NEGATIVE = Bound("a number that is not negative", lambda x: x >= 0)
+FRACTION = Bound("a number from 0 to 1", lambda x: 0 <= x <= 1)  # and a probability
+PART = Bound("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
+INTERVAL = Bound("two numbers, 0 < smallest <= largest", lambda x: 0 < x[0] <= x[1])
+COUNT = Bound("a whole number from 1 to 100", lambda x: 1 <= x <= 100)
+PIXELS = Bound("one number from 0 to 255, or one of each channel", lambda x: all(0 <= pixel <= 255 for pixel in x))
+ALL_POSITIVE = Bound("numbers greater than 0", lambda x: all(number > 0 for number in x))
+NONE_NEGATIVE = Bound("numbers that are not negative", lambda x: all(number >= 0 for number in x))
+SHARES = Bound("two numbers, 0 <= smallest < largest <= 1", lambda x: 0 <= x[0] < x[1] <= 1)
+JITTER = Bound(
+    "one number, or three or four: brightness, contrast, saturation, hue; none negative, hue at most 0.5",
+    lambda x: len(x) in (0, 1, 3, 4) and min(x, default=0) >= 0 and max(x[3:], default=0) <= 0.5,
+)
+MILESTONES = Bound("positive epochs in increasing order", lambda x: list(x) == sorted(set(x)) and min(x, default=1) > 0)
+
+
+def _is_mapping(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict) and all(name.isidentifier() for name in json.loads(text))
+    except ValueError:
+        return False
+
+
+MODEL_NAME = Bound("the name of a model", bool, prefix="timm/")  # timm's models are called so on the hub
+JSON_OBJECT = Bound("""a JSON object with names as keys, such as '{"depth": 3}'""", _is_mapping)
+LOSSES = ("cross_entropy", "binary_cross_entropy")
+LOSS_NAME = Bound(
+    f"{', '.join(LOSSES)} or FILE.py:FUNCTION",
+    # A file without a function is answered where the user's code is checked.
+    lambda x: x in LOSSES or parse_reference("loss.name", x) is not None or x.endswith(".py"),
+    short=(("bce", "binary_cross_entropy"),),
+    names=LOSSES,
+)
+
+
+OWN = Bound(
+    "none or FILE.py:NAME",
+    lambda x: x == "none" or parse_reference("augment.own", x) is not None or x.endswith(".py"),
+)
+
+POLICIES = (
+    "none", "randaugment", "trivialaugment", "augmix", "autoaugment", "autoaugment_cifar10", "autoaugment_svhn"
+)  # fmt: skip
+"""torchvision's policies, and none."""
+TIMM_POLICIES: dict[str, dict[str, type]] = {
+    "rand": {"m": int, "n": int, "p": float, "mstd": float, "mmax": int, "inc": bool, "t": str},
+    "augmix": {"m": int, "w": int, "d": int, "a": float, "b": bool, "mstd": float},
+    **{key: {"mstd": float} for key in ("v0", "v0r", "original", "originalr", "3a")},
+}
+"""timm's policies: the first part of the text -> the beginning of each further part, and what follows it.
+
+(augmix alone is torchvision's.)"""
+TIMM_SETS = ("weights", "3a", "3aw")
+"""What follows the t of rand-…: the set of operations."""
+
+
+def policy_mistake(text: str) -> str:
+    """Return what is wrong with a policy that is written as timm writes it, for the end of a message; "" if nothing."""
+    name, *parts = text.split("-")
+    known = TIMM_POLICIES.get(name)
+    if known is None:
+        return nearest(name, TIMM_POLICIES) or nearest(text, POLICIES)
+    for part in parts:
+        match = re.fullmatch(r"([a-z]*?)(\d+(?:\.\d+)?)", part)
+        key, number = match.groups() if match else ("", "")
+        if "t" in known and part.startswith("t"):
+            if part[1:] not in TIMM_SETS:
+                return f" {part!r}:{nearest(part, [f't{each}' for each in TIMM_SETS]) or ' no set of operations.'}"
+            continue
+        if key not in known:
+            near = nearest(key or re.sub(r"[\d.].*", "", part), list(known))
+            return f" {part!r}: unknown part." + (near or f" A policy {name} has {', '.join(known)}.")
+        if known[key] is not float and "." in number:
+            return f" {part!r}: expected a whole number after {key}."
+        if (known[key] is bool and number not in ("0", "1")) or (key == "p" and float(number) > 1):
+            return f" {part!r}: expected {'0 or 1' if key != 'p' else 'a number from 0 to 1'} after {key}."
+        if key in ("w", "a", "n") and not 0 < float(number) <= 14:
+            return f" {part!r}: expected a number from 1 to 14 after {key}."
+    if len({re.sub(r"\d.*", "", part) for part in parts}) < len(parts):
+        return " A part is there twice."
+    return ""
+
+
+POLICY = Bound(
+    f"{', '.join(POLICIES)}, or a policy of timm's such as rand-m9-mstd0.5-inc1",
+    lambda x: x in POLICIES or (not policy_mistake(x) and x.partition("-")[0] in TIMM_POLICIES),
+    names=POLICIES,
+    hint=policy_mistake,
+)
+
+
+@dataclass(frozen=True)
+class Free:
+    """An option that may change when a run goes on, because it does not affect what is learned. All others do."""
+
+    reason: str
+    unless: tuple[str, ...] = ()
+    """Schedules with which it does affect it."""
+
+
+AFTER_FAILURE = Free("what to do about a failure; after one, the user may choose anew")
+ONE_START = Free("it belongs to one start")
+"""Not even compared with the run's."""
+
+
+class DecidesSamples:
+    """An option that decides which samples an epoch has, and in which order: it can change between epochs only."""
+
+
+class EndsRun:
+    """An option that decides where a run ends. It is a part of the result, which needs --allow-change to be replaced by
+    a later one."""
+
+
+DECIDES_SAMPLES, ENDS_RUN = DecidesSamples(), EndsRun()
+
+
+@dataclass(frozen=True)
+class Synonyms:
+    """Names of the option in other trainers (timm, torchvision, Lightning, Hugging Face), for users who type those."""
+
+    words: str
+    """Separated by spaces, without a group and with "-"."""
+    beside: str = ""
+    """Another option that may be meant, too."""

@@ -1,0 +1,1 @@
+"""A command line of another trainer as a recipe: `accel-train convert`."""

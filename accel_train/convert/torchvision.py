@@ -1,0 +1,158 @@
+"""torchvision's references/classification/train.py and presets.py: what their options are here. Read at 775dd2d."""
+
+from __future__ import annotations
+
+from accel_train.convert.common import IMAGENET, mix_whole_batches, set_batch, set_precision
+from accel_train.convert.translation import To, Translation, rounded
+from accel_train.errors import UserError
+
+POLICIES = {"ra": "randaugment", "ta_wide": "trivialaugment", "augmix": "augmix", "imagenet": "autoaugment"}
+POLICIES |= {"cifar10": "autoaugment_cifar10", "svhn": "autoaugment_svhn"}
+SCHEDULES = {"steplr": "step", "cosineannealinglr": "cosine", "exponentiallr": "step"}
+OPTIMIZERS = {"sgd": "momentum", "sgd_nesterov": "sgd", "rmsprop": "rmsprop", "adamw": "adamw"}
+
+
+TABLE: dict[str, str | To] = {
+    "lr": "optim.lr",
+    "momentum": To("optim.momentum", when=lambda t: t["opt"].lower() != "adamw"),
+    "weight-decay": "optim.weight-decay",
+    "clip-grad-norm": "optim.clip",
+    "label-smoothing": "loss.label-smoothing",
+    "epochs": "epochs",
+    "interpolation": "augment.interpolation",
+    "auto-augment": To("augment.policy", POLICIES),
+    "ra-magnitude": To("augment.randaugment-magnitude", when=lambda t: t["auto-augment"] == "ra"),
+    "augmix-severity": To(fine=(3,), when=lambda t: t["auto-augment"] == "augmix"),
+    "random-erase": To("augment.erase", fine=(0.0,)),
+    "mixup-alpha": To("augment.mixup", fine=(0.0,)),
+    "cutmix-alpha": To("augment.cutmix", fine=(0.0,)),
+    "sync-bn": To("model.sync-batchnorm", fine=(False,), when=lambda t: t.processes > 1),
+}
+MEASURED: dict[str, str | To] = {"workers": "data.workers", "print-freq": "log-every-updates"}
+HARMLESS = """
+device output-dir resume start-epoch cache-dataset world-size dist-url use-deterministic-algorithms backend use-v2
+""".split()  # noqa: SIM905
+
+
+def translate(t: Translation) -> None:
+    """Write the recipe of a command of torchvision's train.py."""
+    if t["test-only"]:
+        raise UserError("--test-only: this command trains nothing. To evaluate a run: accel-train evaluate RUN.")
+    model(t)
+    if t.is_given("data-path"):
+        t.set("data.root", t["data-path"])
+    t.set("data.name", "folder")
+    set_batch(t, t["batch-size"])
+    optimizer(t)
+    t.apply(TABLE)
+    t.apply(MEASURED, only_given=True)
+    schedule(t)
+    preprocessing(t)
+    if t["mixup-alpha"] > 0 or t["cutmix-alpha"] > 0:
+        mix_whole_batches(t, "mixup-alpha" if t["mixup-alpha"] > 0 else "cutmix-alpha")
+    average(t)
+    if t["ra-sampler"] and t.processes > 1:
+        t.set("data.repeats", t["ra-reps"], of="ra-reps")
+    else:
+        t.ignore("ra-sampler", "ra-reps", because="without --ra-sampler on several processes")
+    if t["amp"]:
+        set_precision(t, "fp16")
+    t.finish(HARMLESS)
+
+
+def model(t: Translation) -> None:
+    """The model, and the published weights that it begins with."""
+    t.set("model.name", f"torchvision/{t['model']}", of="model")
+    if t["weights"]:
+        t.set("model.pretrained", True)
+        t.differs.append(f"--weights {t['weights']}: model.pretrained takes torchvision's default weights of the model")
+
+
+def optimizer(t: Translation) -> None:
+    """The optimizer, and which weights decay: all, unless other rates are given for some."""
+    name, decay = t["opt"].lower(), t["weight-decay"]
+    t.set("optim.name", OPTIMIZERS.get(name, "sgd" if "nesterov" in name else name), of="opt")
+    if name == "rmsprop":
+        t.set("optim.eps", 0.0316, "torchvision's, with alpha 0.9, which timm's rmsprop has too")
+    others = {each: t[each] for each in ("norm-weight-decay", "bias-weight-decay", "transformer-embedding-decay")}
+    rates = {each: decay if rate is None else rate for each, rate in others.items()}
+    norms, biases, embeddings = rates.values()
+    excludes = norms == biases == 0 and decay > 0
+    t.set("optim.decay-all", not (excludes or (norms == 0 and decay > 0)))
+    if norms not in (0, decay):
+        t.lose("norm-weight-decay", "Norms have the weight decay of all weights here, or none.")
+    elif norms != biases:
+        which = "bias-weight-decay" if others["bias-weight-decay"] is not None else "norm-weight-decay"
+        t.lose(which, "Norms and biases have weight decay together here, or neither has.")
+    if embeddings != decay:
+        t.lose("transformer-embedding-decay")
+
+
+def schedule(t: Translation) -> None:
+    """The schedule, which counts epochs there; that after a warm-up is counted from its end."""
+    name, warmup, epochs = t["lr-scheduler"].lower(), t["lr-warmup-epochs"], t["epochs"]
+    if name not in SCHEDULES:
+        raise UserError(f"--lr-scheduler {name}: torchvision's has only {', '.join(SCHEDULES)}.")
+    interval = t["lr-step-size"] if name == "steplr" else 1
+    if name == "cosineannealinglr":
+        t.set("schedule.name", "cosine")
+        if t["lr-min"]:
+            t.set("schedule.min-lr", t["lr-min"])
+    elif warmup:
+        ends = list(range(warmup + interval, epochs, interval)) or [epochs]
+        t.set("schedule.name", "multistep")
+        t.set("schedule.milestones", ends, f"every {interval} epochs, counted from the end of the warm-up")
+    else:
+        t.set("schedule.name", "step")
+        t.set("schedule.step-epochs", interval)
+    if name != "cosineannealinglr":
+        t.set("schedule.decay", t["lr-gamma"])
+    if warmup:
+        t.set("schedule.warmup-epochs", warmup)
+        start = rounded(t["lr"] * t["lr-warmup-decay"])
+        t.set("schedule.warmup-lr", start, f"--lr-warmup-decay {t['lr-warmup-decay']:g} x --lr")
+        if t["lr-warmup-method"] == "constant" and warmup > 1 and t["lr-warmup-decay"] != 1:
+            t.lose("lr-warmup-method", "The rate stays there and jumps at the end of the warm-up; here it rises.")
+    else:
+        t.ignore("lr-warmup-method", "lr-warmup-decay", because="without a warm-up")
+    if name == "cosineannealinglr":
+        t.ignore("lr-gamma", "lr-step-size", because="with a cosine")
+    else:
+        t.ignore("lr-min", because=f"with {name}")
+    if warmup or name == "cosineannealinglr":
+        t.set("schedule.per", "epoch", "torchvision's schedulers step after each epoch")
+
+
+def preprocessing(t: Translation) -> None:
+    """torchvision's presets: a random resized crop and flip in training, resize and centre crop in evaluation."""
+    t.set("model.image-size", t["train-crop-size"], of="train-crop-size")
+    if t["val-crop-size"] != t["train-crop-size"]:
+        t.set("model.eval-image-size", t["val-crop-size"], of="val-crop-size")
+    t.set("augment.resize", t["val-resize-size"], of="val-resize-size")
+    t.set("augment.crop", "resized", "torchvision's preset, as are flip, mean and std")
+    t.set("augment.flip", 0.5)
+    for key, numbers in IMAGENET.items():
+        t.set(key, numbers)
+
+
+def average(t: Translation) -> None:
+    """The EMA, which is updated every few updates, and is the model itself in the warm-up."""
+    if not t["model-ema"]:
+        t.ignore("model-ema-steps", "model-ema-decay", because="without --model-ema")
+        return
+    t.set("ema.enabled", True)
+    decay, steps = t["model-ema-decay"], t["model-ema-steps"]
+    if t.settings["schedule.name"].value == "cosine":
+        t.set("ema.decay", decay, of="model-ema-decay")
+        t.set("ema.scale-decay", True, "as torchvision adjusts it to the batch, the steps and the epochs")
+    else:  # scale-decay needs a schedule that fixes the epochs
+        adjusted = adjusted_decay(decay, t["batch-size"] * t.processes, steps, t["epochs"])
+        t.set("ema.decay", rounded(adjusted), f"{decay:g}, adjusted as torchvision does", of="model-ema-decay")
+    t.set("ema.every-updates", steps, of="model-ema-steps")
+    if t["lr-warmup-epochs"]:
+        t.set("ema.after-epochs", t["lr-warmup-epochs"], "it equals the weights in the warm-up")
+
+
+def adjusted_decay(decay: float, batch: int, steps: int, epochs: int) -> float:
+    """Return what torchvision makes of --model-ema-decay, so that it depends less on the batch and the epochs."""
+    return 1 - min(1.0, (1 - decay) * batch * steps / epochs)

@@ -1,0 +1,42 @@
+"""The parts of Python's multiprocessing that its documentation does not have, checked with Python 3.11.
+
+tests/test_compat.py uses each of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext as ForkServerContext
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.reduction import DupFd as DupFd
+from multiprocessing.reduction import ForkingPickler as ForkingPickler
+from types import ModuleType
+from typing import Any
+
+start_resource_tracker = resource_tracker.ensure_running
+"""Start the process that removes what others have left in shared memory. Unblocks SIGINT and SIGTERM in this thread."""
+start_fork_server = forkserver.ensure_running
+"""Start this process's fork server, which imports the preloaded modules, unless it runs."""
+
+
+class ForkServerWorker(ForkServerProcess):
+    """A process of the fork server that does not import the main module of the process that starts it."""
+
+    ensure_server = staticmethod(start_fork_server)
+    """Called before each start: the server may have ended."""
+
+    @classmethod
+    def _Popen(cls, process_obj: Any) -> Any:  # noqa: N802 -- multiprocessing's name
+        """Start the process with an empty main module in place of this process's.
+
+        multiprocessing would import the main module, the training script, in case a pickled object is defined there.
+        None is.
+        """
+        cls.ensure_server()
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            return ForkServerProcess._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = main

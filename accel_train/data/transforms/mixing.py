@@ -1,0 +1,117 @@
+"""The random parameters of Mixup and CutMix: which samples are mixed, how, and with which share.
+
+Mixup: Zhang et al., 2018, https://arxiv.org/abs/1710.09412; CutMix: Yun et al., 2019, https://arxiv.org/abs/1905.04899.
+The choices are those of timm's Mixup (mode, switching, boxes of minmax); its "batch" is the virtual batch here, which
+is the same on any number of processes. A sample's partner is its neighbour, not the sample at the other end of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accel_train.config.schema import Augment
+
+DRAWS = 5  # of a group: whether to mix, which of the two, the share, and the place of the box
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What `Mixing` returns, of each sample: tensors [b], on the CPU."""
+
+    share: Tensor  # float32: of the sample itself in the mixture; 1 if it is not mixed
+    cuts: Tensor  # bool: CutMix, not mixup
+    boxes: tuple[tuple[Tensor, Tensor], ...]
+    """Of rows, and of columns: the first and the last one of the pasted box, int32; the last is -1 if it is empty."""
+
+
+class Mixing:
+    """Computes from uniform numbers how samples are mixed."""
+
+    def __init__(self, augment: Augment, size: int, virtual_batch: int) -> None:
+        """`size`: of the model's input, in pixels; `virtual_batch`: samples that are always computed together."""
+        self.augment, self.size = augment, size
+        self.group = {"batch": virtual_batch, "pair": 2, "elem": 1}[augment.mix_mode]
+        """Samples that share the numbers which are drawn."""
+        self.cuts, self.minmax = augment.cuts, augment.cutmix_minmax
+        # Tables to convert a uniform number to Beta(alpha, alpha), because torch cannot sample it from a key.
+        self.mixup_quantiles = beta_quantiles(augment.mixup)
+        self.cutmix_quantiles = beta_quantiles(augment.cutmix)
+
+    def __call__(self, draws: Tensor, weights: Tensor, epoch: int) -> Mixed:
+        """`draws`: float32 [DRAWS, groups], in [0, 1); `weights`: float32 [b], 0 for padding; `epoch`: from 0 on."""
+        both = self.augment.mixup > 0 and self.cuts
+        cuts = (draws[1] < self.augment.switch_probability) if both else torch.full_like(draws[1], self.cuts).bool()
+        cutmix_share, mixup_share = (
+            _interpolate(quantiles, draws[2]) for quantiles in (self.cutmix_quantiles, self.mixup_quantiles)
+        )
+        share = torch.where(cuts, cutmix_share, mixup_share)
+        boxes, area = self._minmax_boxes(draws) if self.minmax is not None else self._boxes(draws, share)
+        share = torch.where(cuts, 1 - area / self.size**2, share)
+        mixed = draws[0] < self.augment.mix_probability
+        if self.augment.mix_epochs is not None and epoch >= self.augment.mix_epochs:
+            mixed = torch.zeros_like(mixed)
+
+        def of_samples(values: Tensor) -> Tensor:
+            return values.repeat_interleave(self.group)
+
+        # The neighbour of an epoch's last sample may be padding: then the sample is not mixed.
+        pairs = weights.view(-1, 2)
+        real = ((pairs[:, 0] > 0) & (pairs[:, 1] > 0)).repeat_interleave(2)
+        mixed = of_samples(mixed) & real
+        return Mixed(
+            share=torch.where(mixed, of_samples(share), 1.0),
+            cuts=of_samples(cuts),
+            boxes=tuple((of_samples(first), torch.where(mixed, of_samples(last), -1)) for first, last in boxes),
+        )
+
+    def _boxes(self, draws: Tensor, share: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """A box of the image's shape around a random centre, clipped at the image's edge, and its area."""
+        side = torch.sqrt(1 - share) * self.size
+        area = torch.ones_like(share)
+        boxes = []
+        for axis in (0, 1):
+            first = (draws[3 + axis] * self.size - side / 2).round()
+            end = (first + side.round()).clamp(0, self.size)
+            first = first.clamp(0, self.size)
+            area = area * (end - first)
+            boxes.append((first.int(), torch.where(end > first, end - 1, -1).int()))
+        return boxes, area
+
+    def _minmax_boxes(self, draws: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """A box whose sides are drawn between two shares of the image's, at any place, and its area.
+
+        With minmax no share is drawn: draws[2] decides about both sides, which have 12 random bits each.
+        """
+        assert self.minmax is not None
+        low, high = (int(self.size * limit) for limit in self.minmax)
+        bits = draws[2] * 4096
+        area = torch.ones_like(draws[2])
+        boxes = []
+        for axis, number in ((0, bits.floor() / 4096), (1, bits - bits.floor())):
+            length = low + (number * max(1, high - low)).floor()
+            first = (draws[3 + axis] * (self.size - length + 1)).floor()
+            area = area * length
+            boxes.append((first.int(), torch.where(length > 0, first + length - 1, -1).int()))
+        return boxes, area
+
+
+def beta_quantiles(alpha: float, count: int = 4097) -> Tensor:
+    """Quantiles of Beta(alpha, alpha) at `count` evenly spaced probabilities from 0 to 1; float32 [count].
+
+    alpha = 0 means "no mixing": all ones.
+    """
+    if alpha == 0:
+        return torch.ones(count)
+    from scipy.special import betaincinv  # scikit-learn depends on scipy
+
+    return torch.from_numpy(betaincinv(alpha, alpha, torch.linspace(0, 1, count, dtype=torch.float64).numpy())).float()
+
+
+def _interpolate(quantiles: Tensor, probabilities: Tensor) -> Tensor:
+    """The quantiles at `probabilities` (in [0, 1)), by linear interpolation in the table."""
+    positions = probabilities * (len(quantiles) - 1)
+    below = positions.long()
+    return torch.lerp(quantiles[below], quantiles[below + 1], positions - below)

@@ -1,0 +1,111 @@
+"""What changes one image's geometry and colours after its crop: affine and perspective, policies, the user's own.
+
+Policies are torchvision's or timm's code. They draw from global generators: ImageTransform seeds them for each image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from torchvision.transforms import v2
+
+from accel_train.config.schema import Augment
+
+AUTOAUGMENT = {
+    "autoaugment": v2.AutoAugmentPolicy.IMAGENET,
+    "autoaugment_cifar10": v2.AutoAugmentPolicy.CIFAR10,
+    "autoaugment_svhn": v2.AutoAugmentPolicy.SVHN,
+}
+RESAMPLING = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
+
+
+def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> list[torch.nn.Module]:
+    """The steps on a tensor uint8 [C, size, size], of which each returns such a tensor; [] if there are none.
+
+    They turn and shift PIL images with `interpolation` (or random), as torchvision's training script does: its tensors
+    cannot be turned bicubically. torchvision's AugMix computes with tensors in any case, and so bilinearly.
+    `mean`: of each channel, 0 to 1.
+    """
+    steps: list[torch.nn.Module] = []
+    mode = v2.InterpolationMode("bilinear" if interpolation == "random" else interpolation)
+    fill = _fill(augment.fill)
+    if augment.turns:
+        steps.append(
+            v2.RandomAffine(
+                augment.degrees,
+                translate=(augment.translate,) * 2,
+                scale=augment.zoom,
+                shear=(-augment.shear, augment.shear),
+                interpolation=mode,
+                fill=fill or 0,
+            )
+        )
+    if augment.perspective > 0:
+        probability = augment.perspective_probability
+        steps.append(v2.RandomPerspective(augment.perspective, probability, interpolation=mode, fill=fill or 0))
+    if augment.policy == "augmix":
+        return [*_of_pil(steps), v2.AugMix(fill=fill)]
+    if augment.timm_policy:
+        steps.append(_Called(_timm_policy(augment, size, interpolation, mean)))
+    elif augment.policy == "randaugment":
+        ops, magnitude = augment.randaugment_ops, augment.randaugment_magnitude
+        steps.append(v2.RandAugment(ops, magnitude, interpolation=mode, fill=fill))
+    elif augment.policy == "trivialaugment":
+        steps.append(v2.TrivialAugmentWide(interpolation=mode, fill=fill))
+    elif augment.policy != "none":
+        steps.append(v2.AutoAugment(AUTOAUGMENT[augment.policy], mode, fill=fill))
+    return _of_pil(steps)
+
+
+def _of_pil(steps: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The steps, of PIL images, as steps of tensors."""
+    return [v2.ToPILImage(), *steps, v2.PILToTensor()] if steps else []
+
+
+def _fill(numbers: tuple[int, ...]) -> Any:
+    """The colour as torchvision takes it: one number, or one of each channel; None: black."""
+    return None if not numbers else numbers[0] if len(numbers) == 1 else list(numbers)
+
+
+class _Called(torch.nn.Module):
+    """A step that is a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, image: Any) -> Any:
+        return self.function(image)
+
+
+def _timm_policy(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> Callable[[Any], Any]:
+    """timm's transform of a PIL image, with the settings that timm's create_transform gives it."""
+    from timm.data import auto_augment
+
+    colour = augment.fill or tuple(min(255, round(255 * value)) for value in mean)
+    if len(colour) < len(mean):
+        colour *= len(mean)
+    settings: dict[str, Any] = {"translate_const": int(size * 0.45), "img_mean": colour if len(mean) > 1 else colour[0]}
+    if interpolation != "random":  # else timm draws one for each operation
+        settings["interpolation"] = RESAMPLING[interpolation]
+    create: Callable[..., Callable[[Any], Any]] = auto_augment.auto_augment_transform
+    name = augment.policy.partition("-")[0]
+    if name == "rand":
+        create = auto_augment.rand_augment_transform
+    elif name == "augmix":
+        create = auto_augment.augment_and_mix_transform
+        settings["translate_pct"] = 0.3
+    transform: Any = create(augment.policy, settings)
+    groups = transform.policy if hasattr(transform, "policy") else [transform.ops]
+    for operation in (operation for group in groups for operation in group):
+        if operation.aug_fn is auto_augment.posterize:
+            operation.aug_fn = _posterize
+    return transform  # type: ignore[no-any-return]
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """timm's, which keeps 0 bits at some strengths: Pillow before 13 made the image black, Pillow 13 refuses."""
+    return ImageOps.posterize(image, bits) if bits in range(1, 8) else image.point(lambda value: value * (bits > 0))

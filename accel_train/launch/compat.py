@@ -1,0 +1,97 @@
+"""The parts of torch that the package uses and that have no public name in every supported version.
+
+They were last checked with torch 2.15. tests/test_compat.py uses each of them, and fails if one disappears or changes
+its meaning. Those of multiprocessing are in data/compat.py; torch documents its `_foreach_` functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "WRAPPERS",
+    "DisableTorchFunctionSubclass",
+    "DropoutNd",
+    "NormBase",
+    "TorchDispatchMode",
+    "backward_pass",
+    "checkpoint_wrappers",
+    "flag_nonfinite",
+    "process_group_store",
+    "repeat_random_numbers",
+    "scale_without_waiting",
+    "set_collective_timeout",
+    "set_store_timeout",
+]
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Parts of parameter names that torch.compile and gradient checkpointing add."""
+
+
+def checkpoint_wrappers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` that torch's CheckpointWrapper recomputes in the backward pass."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+
+
+def repeat_random_numbers(wrapper: nn.Module) -> None:
+    """Let a CheckpointWrapper recompute with the same random numbers, which Accelerate 1.15 turns off."""
+    cast(Any, wrapper).checkpoint_fn.keywords["preserve_rng_state"] = True
+
+
+def backward_pass() -> int | None:
+    """Return the number of the backward pass that is under way in this thread; None outside of one."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def set_collective_timeout(seconds: float, group: Any = None) -> None:
+    """From now on a collective (of `group`) that takes longer raises an error; no effect on a single process.
+
+    torch 2.15 has the public torch.distributed.set_timeout; in older versions the same function is `_set_pg_timeout`.
+    """
+    if distributed.is_initialized():
+        set_timeout = getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=seconds), group)
+
+
+def process_group_store() -> Any:
+    """Return the store in which the processes of the default group meet."""
+    return distributed.distributed_c10d._get_default_store()
+
+
+def set_store_timeout(seconds: float) -> None:
+    """Set how long a process waits in the process group's store for another process's first collective."""
+    if distributed.is_initialized():
+        process_group_store().set_timeout(timedelta(seconds=seconds))
+
+
+def scale_without_waiting(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """Return the loss scale, float32 [1] on the device; None before the first backward pass.
+
+    The public `get_scale()` returns a float and therefore waits for the device.
+    """
+    return scaler._get_scale_async()
+
+
+def flag_nonfinite(tensors: Iterable[Tensor], flag: Tensor, one: Tensor) -> None:
+    """Set `flag` (float32 [], on the device) to 1 if a value is not finite; it stays as it is otherwise.
+
+    Uses the GradScaler's kernel, one launch for many tensors of one dtype. `one`: a 1 like `flag`, the factor by which
+    the kernel multiplies the tensors, so that it does not change them.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same_dtype in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, flag, one)

@@ -1,0 +1,54 @@
+"""What a run's learning rate does after its settings have changed, in one line for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from accel_train.config.schema import FALLING, Schedule
+from accel_train.optim.schedule import create_schedule
+
+
+def schedule_change(
+    schedule: Schedule,
+    changed: Iterable[str],
+    *,
+    before: float,
+    rate: float,
+    lr: float,
+    epochs: float,
+    updates: int,
+    updates_per_epoch: int,
+) -> str:
+    """Say how the learning rate goes on: the line is "" if none of the `changed` options concerns it.
+
+    `before`: the rate that the next update would have had. `rate`: the rate that it has. `lr`: optim.lr. `epochs` and
+    `updates`: of the whole run.
+    """
+    keys = [key for key in changed if key in ("epochs", "optim.lr") or key.startswith("schedule.")]
+    if not keys:
+        return ""
+    up = "back up" if "optim.lr" not in keys and before < rate <= lr else "up"
+    same = abs(rate - before) <= 1e-3 * max(rate, before)
+    move = "stays at" if same else f"goes from {before:.3g} {up if rate > before else 'down'} to"
+    text = f"the learning rate {move} {rate:.3g}, because {_reason(schedule, keys, epochs)}"
+    if schedule.name == "plateau":
+        return f"{text}; it falls when the validation split does not get better"
+    last = _last_rate(schedule, lr, updates, updates_per_epoch)
+    return f"{text}; then it falls to {last:.3g}" if last < rate * 0.999 else text
+
+
+def _reason(schedule: Schedule, keys: list[str], epochs: float) -> str:
+    reasons = [f"the schedule is now {schedule.name}"] if "schedule.name" in keys else []
+    reasons += [f"{key} has changed" for key in keys if key not in ("epochs", "schedule.name")]
+    if "epochs" in keys and schedule.name in FALLING:
+        reasons.append(f"{schedule.name} now ends at epoch {epochs:g}")
+    return " and ".join(reasons) or f"{schedule.name} does not depend on the number of epochs"
+
+
+def _last_rate(schedule: Schedule, lr: float, updates: int, updates_per_epoch: int) -> float:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)  # some change it, too
+    made = create_schedule(schedule, optimizer, updates=updates, updates_per_epoch=updates_per_epoch)
+    made.step_update(updates - 1)
+    return float(optimizer.param_groups[0]["lr"])

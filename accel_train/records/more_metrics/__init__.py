@@ -1,0 +1,1 @@
+"""Metrics that only some runs need: those of several labels an image, AUROC, and a user's own."""

@@ -1,0 +1,83 @@
+"""The curves of a run, over its epochs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_train.records.metrics import figures_for
+from accel_train.report.one_run.trends import best_of
+from accel_train.report.shared.charts import Chart, Line
+from accel_train.report.shared.names import figure_title
+from accel_train.report.shared.records import RunRecords
+
+
+def charts_of_run(run: RunRecords) -> list[Chart]:
+    """Loss, the main metric, those of --metrics, learning rate, speed and waiting for data over the epochs."""
+    metric = "map" if run.info.multi_label else "accuracy"
+    chosen = [figure for figure in figures_for(run.config.metrics, multi_label=run.info.multi_label) if figure.chosen]
+    best = best_of(run)
+    marks: dict[str, Any] = {"events": run.events, "best": None if best is None else best.epoch}
+    return [
+        Chart("loss", _over_epochs(run, "loss"), **marks),
+        Chart(figure_title(metric), _over_epochs(run, metric), percent=True, **marks),
+        *(
+            Chart(figure_title(figure.name), _over_epochs(run, figure.name), percent="%" in figure.form, **marks)
+            for figure in chosen
+        ),
+        Chart("learning rate", [_over_updates(run, "lr")], events=run.events),
+        Chart("images/s", [_over_updates(run, "images_per_second")], events=run.events),
+        Chart("share of the time that waits for data", [_over_updates(run, "data_wait_fraction")], percent=True),
+    ]
+
+
+KINDS = [  # of evaluations: split, weights, colour, dashed
+    ("train", "model", 0, False),
+    ("val", "model", 1, False),
+    ("val", "ema", 1, True),
+    ("test", "model", 2, False),
+    ("test", "ema", 2, True),
+]
+
+
+def few_epochs(run: RunRecords) -> str:
+    """Why the run has no curves over its epochs; "" if it has some."""
+    done = len({row["epoch"] for row in run.of_kind("eval") if "epoch" in row})
+    if done > 1:
+        return ""
+    if not done:
+        return "No epoch is complete, so there are no curves over the epochs."
+    has = "The run has one epoch" if run.config.epochs == 1 else "Only one epoch is complete"
+    return f"{has}, so there are no curves over the epochs. Its figures:"
+
+
+def epoch_table(run: RunRecords) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """What the newest evaluations of training have found: the titles of the figures, and of each split their values."""
+    figures = figures_for(run.config.metrics, multi_label=run.info.multi_label)
+    newest = {}
+    for split, weights, *_ in KINDS:
+        if rows := run.evaluations(split, weights):
+            newest[split if weights == "model" else f"{split} (ema)"] = rows[-1]
+    figures = [figure for figure in figures if any(figure.name in row for row in newest.values())]
+    table = []
+    for name, row in newest.items():
+        values = [(figure, row.get(figure.name)) for figure in figures]
+        shown = [figure.show(value) if value is not None else "NaN" * (figure.name in row) for figure, value in values]
+        table.append((name, shown))
+    return [figure_title(figure.name) for figure in figures], table
+
+
+def _over_epochs(run: RunRecords, name: str) -> list[Line]:
+    lines = []
+    for split, weights, color, dashed in KINDS:
+        rows = [row for row in run.evaluations(split, weights) if name in row]
+        if rows:
+            label = split if weights == "model" else f"{split} (ema)"
+            epochs, values = [row["epoch"] for row in rows], [row[name] for row in rows]
+            lines.append(Line(label, epochs, values, color, dashed))
+    return lines
+
+
+def _over_updates(run: RunRecords, name: str) -> Line:
+    rows = [row for row in run.of_kind("train") if name in row]
+    rows = rows[:: max(1, len(rows) // 500)]  # as many points as a chart has pixels
+    return Line(name, [row["update"] / run.updates_per_epoch for row in rows], [row[name] for row in rows])

@@ -1,0 +1,125 @@
+"""The tables of an evaluation: its figures, its confusion, its classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accel_train.analysis.figures import (
+    CLASS_FIGURES,
+    NO_FIGURE,
+    TEMPERATURES,
+    accuracy_interval,
+    figure_rows,
+    images_of_classes,
+    interval_text,
+    without_images,
+)
+from accel_train.report.one_run.words import interval_of
+from accel_train.report.shared.names import figure_title
+from accel_train.report.shared.records import Row, RunRecords
+
+HEAT_MAP = 50  # classes at most; of more, the most confused pairs are listed
+PAIRS = 50
+
+
+def figure_table(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[str]]]:
+    """Each figure with its value for each of the weights."""
+    rows = figure_rows(records, run.info.classes, run.config.metrics, multi_label=run.info.multi_label)
+    shown = []
+    for key, title, values in rows:
+        shown.append((figure_title(key) if title == key else title, values))
+        intervals = [interval_of(record) for record in records]
+        if key == "accuracy" and any(intervals):
+            shown.append(("95% interval", ["" if each is None else interval_text(*each) for each in intervals]))
+    fits = [record.get("temperature") or {} for record in records]
+    fits = [{} if is_at_bound(fit) else fit for fit in fits]
+    for key, title, form in (
+        ("value", "temperature, fitted on val", ".3f"),
+        ("loss", "loss at this temperature", ".4f"),
+        ("calibration_error", "calibration error at this temperature", ".2%"),
+    ):
+        if any(fits):
+            shown.append((title, [format(fit[key], form) if fit else "" for fit in fits]))
+    return shown
+
+
+def is_at_bound(fit: Row) -> bool:
+    """Whether a temperature is only a bound of the search. Older evaluations do not say so."""
+    lowest, highest = TEMPERATURES
+    return bool(fit) and bool(fit.get("at_bound", not 1.01 * lowest < fit["value"] < highest / 1.01))
+
+
+def confusion_table(record: Row, classes: Sequence[str]) -> list[Row]:
+    """The rows of the heat map: of each true class, the count and the share of each predicted class."""
+    confusion = record.get("confusion")
+    if not confusion or len(classes) > HEAT_MAP:
+        return []
+    return [
+        {"name": name, "cells": [(count, count / max(1, sum(counts))) for count in counts]}
+        for name, counts in zip(classes, confusion, strict=True)
+    ]
+
+
+def confused_pairs(record: Row, classes: Sequence[str]) -> list[tuple[str, str, int]]:
+    """(true class, predicted class, images) of the pairs that are confused most often, if there is no heat map."""
+    confusion = record.get("confusion")
+    if not confusion or len(classes) <= HEAT_MAP:
+        return []
+    wrong = [
+        (count, true, said)
+        for true, counts in enumerate(confusion)
+        for said, count in enumerate(counts)
+        if count and true != said
+    ]
+    worst = sorted(wrong, key=lambda entry: (-entry[0], entry[1:]))[:PAIRS]
+    return [(classes[true], classes[said], count) for count, true, said in worst]
+
+
+def class_table(run: RunRecords, record: Row, split: str) -> Row:
+    """The table of the classes, or {} if nothing is known of them.
+
+    "head": the titles; "rows": of each class its name and then cells (number, text, share), where the share of the
+    largest number of images is shown as a bar, or None; "empty": which classes have no image in the `split`.
+    """
+    classes = run.info.classes
+    known = record if "confusion" in record or "class_images" in record else {}
+    images: dict[str, Any] = {
+        name: run.data[name]["class_images"] for name in ("train", "val", "test") if name in run.data
+    }
+    if known:
+        images = {name: counts for name, counts in images.items() if name != split} | {split: images_of_classes(known)}
+    if not images:
+        return {}
+    columns = {title: known[key] for title, key in CLASS_FIGURES.items() if key in known}
+    intervals = _intervals(known)
+    head = ["class", *(f"{name} images" for name in images)]
+    for title in columns:
+        head += [title, "95% interval"] if title == "recall" and intervals else [title]
+    rows: list[list[Any]] = []
+    for label, name in enumerate(classes):
+        row: list[Any] = [
+            name,
+            *((counts[label], f"{counts[label]:,}", _share(counts, label)) for counts in images.values()),
+        ]
+        for title, values in columns.items():
+            row.append(_cell(values[label] if images[split][label] else None, NO_FIGURE * (not images[split][label])))
+            if title == "recall" and intervals:
+                interval = intervals[label]
+                row.append((-1.0, "", None) if interval is None else (interval[0], interval_text(*interval), None))
+        rows.append(row)
+    return {"head": head, "rows": rows, "empty": without_images(known, classes, split) if known else ""}
+
+
+def _intervals(record: Row) -> list[tuple[float, float] | None]:
+    """The interval of the recall of each class, from the counts, so that older evaluations have it, too."""
+    confusion = record.get("confusion") or []
+    return [accuracy_interval(row[label], sum(row)) if sum(row) else None for label, row in enumerate(confusion)]
+
+
+def _share(counts: Sequence[int], label: int) -> float:
+    return counts[label] / max(1, *counts)
+
+
+def _cell(value: float | None, otherwise: str) -> tuple[float, str, None]:
+    return (-1.0, otherwise, None) if value is None else (value, f"{value:.1%}", None)

@@ -1,0 +1,1 @@
+"""The page of what a model will see, before it is trained."""

@@ -1,0 +1,93 @@
+"""The curves of several runs over each other: of a few each run, of many the mean of each setting's runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from accel_train.records.metrics import figures_for
+from accel_train.report.several_runs.compared import Compared, number
+from accel_train.report.shared.charts import SERIES, TEXT, _axes, _svg
+from accel_train.report.shared.names import figure_title
+
+LINES = len(SERIES)  # at most, so that each has a colour of its own
+SPLITS = {"train": "training", "val": "validation", "test": "test"}
+Points = Mapping[float, Sequence[float]]
+"""Epoch -> the values of the runs that have one."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The charts, and what their colours mean."""
+
+    legend: list[str]
+    """The names of the lines, in the order of the colours."""
+    charts: list[str]
+    """SVG elements."""
+    left_out: int = 0
+    """Lines that there was no colour for."""
+    of_settings: bool = False
+    """Whether a line is the mean of the runs of a setting, with their range around it."""
+
+
+def curves_of(runs: Sequence[Compared], groups: Sequence[Sequence[Compared]], names: Sequence[str]) -> Curves:
+    """The charts of loss, main figure and --metrics. An EMA's curve takes the place of its model's.
+
+    `groups` and `names`: of the settings, which have a line each if there are more than LINES runs: the first one, and
+    those whose runs are best.
+    """
+    lines = [([each], each.name) for each in runs]
+    if of_settings := len(runs) > LINES and len(groups) < len(runs):
+        lines = [([*group], name) for group, name in zip(groups, names, strict=True)]
+    shown = [lines[0], *sorted(lines[1:], key=_badness)[: LINES - 1]] if len(lines) > LINES else lines
+    charts = []
+    for split, title in SPLITS.items():
+        for name, percent in _figures(runs).items():
+            points = [_points(group, split, name) for group, _ in shown]
+            if any(len(each) > 1 for each in points):
+                charts.append(_draw(f"{title} {figure_title(name)}", points, percent=percent))
+    return Curves([name for _, name in shown], charts, len(lines) - len(shown), of_settings)
+
+
+def _badness(line: tuple[Sequence[Compared], str]) -> float:
+    scores = [each.score for each in line[0] if each.score is not None]
+    return -mean(scores) if scores else 0.0
+
+
+def _figures(runs: Sequence[Compared]) -> dict[str, bool]:
+    """The loss, the main figures and those of --metrics, and whether they are fractions."""
+    found = {"loss": False} | dict.fromkeys((each.main for each in runs), True)
+    chosen = [text for each in runs for text in each.run.config.metrics]
+    for kind in (False, True):
+        found |= {each.name: "%" in each.form for each in figures_for(chosen, multi_label=kind) if each.chosen}
+    return found
+
+
+def _points(group: Sequence[Compared], split: str, name: str) -> Points:
+    found: dict[float, list[float]] = {}
+    for each in group:
+        for row in each.run.evaluations(split, "ema") or each.run.evaluations(split, "model"):
+            epoch, value = number(row.get("epoch")), number(row.get(name))
+            if epoch is not None and value is not None:
+                found.setdefault(epoch, []).append(value)
+    return dict(sorted(found.items()))
+
+
+def _draw(title: str, points: Sequence[Points], *, percent: bool) -> str:
+    """The chart as an SVG element, in which each line has the colour of its number."""
+    figure, axes = _axes(title)
+    from matplotlib.ticker import MaxNLocator  # after `_axes`, which tells the user if it is missing
+
+    for color, each in zip(SERIES, points, strict=False):
+        if each:
+            marker = "o" if len(each) < 15 else None
+            axes.plot([*each], [*map(mean, each.values())], color=color, linewidth=1.6, marker=marker, markersize=3)
+            if any(len(values) > 1 for values in each.values()):
+                low, high = [min(values) for values in each.values()], [max(values) for values in each.values()]
+                axes.fill_between([*each], low, high, color=color, alpha=0.15, linewidth=0)
+    axes.set_xlabel("epoch", color=TEXT)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    if percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
+    return _svg(figure, title)

@@ -1,0 +1,1 @@
+"""Two models image by image: what each answered, and where they differ."""

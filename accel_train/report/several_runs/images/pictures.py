@@ -1,0 +1,119 @@
+"""The images on which two runs differ: only one of them has them right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel_train.analysis.load_run import read_config
+from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Source
+from accel_train.errors import UserError, first_of
+from accel_train.report.several_runs.compared import Compared
+from accel_train.report.several_runs.images.answers import Answers
+from accel_train.report.shared.images import SMALL, input_uri
+
+SHOWN = 8
+"""Of each direction."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image, and what the two runs said of it."""
+
+    name: str
+    uri: str
+    true: str
+    right: str
+    """What the run that is right said, with its probability."""
+    wrong: str
+    """What the other one said, with its probability."""
+
+
+@dataclass(frozen=True)
+class OneSided:
+    """The images that only one of two runs has right."""
+
+    right: str
+    wrong: str
+    """Names of the runs."""
+    count: int
+    pictures: list[Picture] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The images on which two runs differ, both ways."""
+
+    sides: list[OneSided]
+    pixelated: bool = False
+    """Whether the images are so small that their pixels are to be seen."""
+    note: str = ""
+    """Why there are no pictures."""
+
+
+def disagreement(first: Compared, second: Compared, *, trust_code: bool) -> Disagreement:
+    """The images that only one of two runs has right, both ways; SHOWN of each, of which the two are most sure, as the
+    first run saw them. Both have answers for the same images."""
+    a, b = first.answers, second.answers
+    assert a is not None and b is not None
+    note, draw = "", None
+    if (a.right != b.right).any():
+        try:
+            draw = _drawing(first, a, trust_code=trust_code)
+        except UserError as error:
+            note = f"The pictures are left out: {error}"
+    ways = [(second, b, first, a), (first, a, second, b)]
+    return Disagreement([_one_sided(*way, draw) for way in ways], first.run.info.image_size <= SMALL, note)
+
+
+def _drawing(run: Compared, answers: Answers, *, trust_code: bool) -> Callable[[int], tuple[str, str]]:
+    """A function from an image's number to its name and its data: URI. Raises UserError."""
+    config = read_config(run.run.path, uses=("data.name",), trust_code=trust_code)
+    splits = load_splits(config.data, config.seed, download=False, record=run.run.path)
+    found = {"test": splits.test, "val": splits.validation}.get(answers.split)
+    if found is None or not np.array_equal(found.labels.numpy(), answers.labels):
+        raise UserError("the data has changed since the evaluation.")
+    source: Source = found
+    preprocessing = Preprocessing(run.run.info, config.augment)
+    return lambda id: (source.name(id), input_uri(source, id, preprocessing, run.run.info))
+
+
+def _one_sided(
+    right: Compared, a: Answers, wrong: Compared, b: Answers, draw: Callable[[int], tuple[str, str]] | None
+) -> OneSided:
+    ids = np.flatnonzero(a.right & ~b.right)
+    pictures: list[Picture] = []
+    for id in _most_sure(ids, a, b) if draw else ():
+        if len(pictures) == SHOWN:
+            break
+        try:
+            name, uri = draw(id) if draw else ("", "")
+        except UserError:
+            continue
+        true = _classes(a.labels, id, a.classes)
+        pictures.append(Picture(name, uri, true, _said(a, id), _said(b, id)))
+    return OneSided(right.name, wrong.name, len(ids), pictures)
+
+
+def _most_sure(ids: npt.NDArray[np.int64], a: Answers, b: Answers) -> Sequence[int]:
+    """The images for which the probabilities of the truth differ most, first."""
+    sure = a.chance_true[ids].astype(np.float64) - b.chance_true[ids]
+    order: list[int] = ids[np.argsort(-sure, kind="stable")].tolist()
+    return order
+
+
+def _said(answers: Answers, id: int) -> str:
+    said = _classes(answers.said, id, answers.classes)
+    return said if answers.multi_label else f"{said} ({answers.chance_said[id]:.0%})"
+
+
+def _classes(values: npt.NDArray[Any], id: int, names: Sequence[str]) -> str:
+    if values.ndim == 2:
+        return first_of([names[number] for number in np.flatnonzero(values[id]).tolist()], 4) or "none"
+    return names[int(values[id])]

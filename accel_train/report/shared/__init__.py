@@ -1,0 +1,1 @@
+"""What both pages are made of: the files of a run, charts, templates."""

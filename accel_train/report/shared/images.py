@@ -1,0 +1,34 @@
+"""An image as a data: URI, for a page that loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import torch
+from PIL import Image
+
+from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.data.sources.splits import Source
+from accel_train.records.model_info import ModelInfo
+
+SMALL = 64  # pixels: smaller images are kept without loss
+
+
+def input_uri(source: Source, id: int, preprocessing: Preprocessing, info: ModelInfo) -> str:
+    """The image `id` of a source as the model of `info` saw it. Raises UserError if it cannot be read."""
+    pixels = torch.as_tensor(source.fetch([id])[0])
+    return image_uri(preprocessing.to_input(preprocessing.resize(pixels))[0], info)
+
+
+def image_uri(inputs: torch.Tensor, info: ModelInfo) -> str:
+    """The normalised input, float32 [C, size, size], as an image again."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (info.mean, info.std))
+    pixels = inputs * std + mean
+    if info.full_scale == 1:  # a user's own float images may have any range
+        pixels = (pixels - pixels.min()) / (pixels.max() - pixels.min()).clamp(min=1e-12)
+    pixels = pixels if len(pixels) in (1, 3) else pixels[:1]
+    array = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).squeeze(-1).numpy()
+    file, kind = io.BytesIO(), "png" if inputs.shape[-1] <= SMALL else "jpeg"
+    Image.fromarray(array).save(file, format=kind, quality=85)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

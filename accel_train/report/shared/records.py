@@ -1,0 +1,151 @@
+"""What a run has written, read for its report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accel_train.config.compatibility import flatten, settings_of_run
+from accel_train.config.options import parse
+from accel_train.config.recipe import recipe_names
+from accel_train.config.schema import Config, as_dict
+from accel_train.errors import UserError, raise_mistakes
+from accel_train.ownership.generation import read_result
+from accel_train.records.model_info import ModelInfo, read_model_info
+from accel_train.untrusted import read_json_lines, read_json_object
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The files of one run. Missing ones are empty: a run that was stopped has no result."""
+
+    path: Path
+    config: Config
+    info: ModelInfo
+    result: Row
+    status: Row
+    environment: Row
+    lines: list[Row]
+    """Of metrics.jsonl, without damaged ones."""
+    data: Row = field(default_factory=dict)
+    """Of data.json; {} of a run of an older version."""
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def of_kind(self, kind: str) -> list[Row]:
+        """The lines of a kind: "train", "eval", "checkpoint" or "event"."""
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def evaluations(self, split: str, weights: str) -> list[Row]:
+        """The eval lines of a split ("train": of training's own samples) and of "model" or "ema"."""
+        found = self.of_kind("eval")
+        return [line for line in found if (line.get("split"), line.get("weights")) == (split, weights)]
+
+    @cached_property
+    def updates_per_epoch(self) -> float:
+        """Updates of an epoch, from the first epoch that is complete; else from the status."""
+        for line in self.evaluations("train", "model"):
+            if line["epoch"] > self.config.epochs:  # a part of an epoch
+                break
+            return float(line["update"] / line["epoch"]) or 1.0
+        total = self.status.get("updates")
+        return total / self.config.epochs if total else 1.0
+
+    @cached_property
+    def events(self) -> list[tuple[str, float, str]]:
+        """(kind, at which epoch, text) of each restart, rewind and skipped update."""
+        found = []
+        for line in self.of_kind("event"):
+            text = str(line.get("text", ""))
+            kind = {"resumed": "restart", "rewound": "rewind"}.get(text, "skipped" if "not finite" in text else "")
+            if kind and isinstance(line.get("update"), int):
+                found.append((kind, line["update"] / self.updates_per_epoch, text))
+        return found
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings by their names on the command line, without those of a single start."""
+        return settings_of_run(self.config)
+
+
+def read_run(path: Path) -> RunRecords:
+    """Read the files of the run in the folder `path`. None of its code is run. Raises UserError."""
+    config = parse([str(path / "config.yaml")], checks_code=False)
+    try:
+        lines = [
+            line
+            for line in read_json_lines(path / "metrics.jsonl")
+            if isinstance(line.get("kind"), str) and isinstance(line.get("time", 0.0), (int, float))
+        ]
+    except OSError as error:
+        raise UserError(f"{path / 'metrics.jsonl'} cannot be read: {error.strerror}.") from error
+    return RunRecords(
+        path,
+        config,
+        read_model_info(path),
+        read_result(path),
+        read_json_object(path / "status.json"),
+        read_json_object(path / "environment.json"),
+        lines,
+        read_json_object(path / "data.json"),
+    )
+
+
+def state_of(run: RunRecords) -> str:
+    """How the run ended, or where it is."""
+    state = str(run.status.get("state", "unknown"))
+    if run.result:
+        by = run.result.get("stopped_by", "epochs")
+        return "finished" + (f", stopped by {by}" if by != "epochs" else "")
+    at = f"epoch {run.status.get('epoch', '?')} of {run.config.epochs}, update {run.status.get('update', '?')}"
+    reason = f": {run.status['reason']}" if run.status.get("reason") else ""
+    return f"{state} at {at}{reason}"
+
+
+def differences_from_recipe(run: RunRecords) -> tuple[str, dict[str, tuple[Any, Any]]]:
+    """What the run is compared with, and the settings that differ: key -> (there, in the run)."""
+    name = run.config.recipe
+    if name in recipe_names():
+        base, title = parse([name]), f"the recipe {name}"
+    else:
+        base, title = Config(), "the defaults"
+    there = flatten(as_dict(base))
+    return title, {key: (there.get(key), value) for key, value in run.settings.items() if there.get(key) != value}
+
+
+def differing_settings(runs: Iterable[RunRecords]) -> dict[str, list[Any]]:
+    """The settings that are not the same in all runs: key -> the value of each run."""
+    all_settings = [run.settings for run in runs]
+    keys = dict.fromkeys(key for settings in all_settings for key in settings)
+    values = {key: [settings.get(key) for settings in all_settings] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def same_but_for_seed(runs: list[RunRecords]) -> list[list[RunRecords]]:
+    """The runs in groups whose settings differ in the seed alone."""
+    groups: dict[str, list[RunRecords]] = {}
+    for run in runs:
+        settings = {key: value for key, value in run.settings.items() if key != "seed"}
+        groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
+    return [*groups.values()]
+
+
+def check_runs(paths: Iterable[Path]) -> list[RunRecords]:
+    """Read all runs. Raises one UserError with all that cannot be read."""
+    runs: list[RunRecords] = []
+    mistakes: list[str] = []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except UserError as error:
+            mistakes += error.messages
+    raise_mistakes(mistakes)
+    return runs

@@ -1,0 +1,35 @@
+"""Pages from templates."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from accel_train import __version__
+from accel_train.errors import UserError, one_line
+
+ROOMS = ["report.shared", "report.one_run", "report.several_runs", "report.preview", "audit"]  # where templates are
+
+
+def check_library() -> None:
+    """Raise UserError unless Jinja2 is installed."""
+    try:
+        import jinja2  # noqa: F401
+    except ImportError:
+        raise UserError("Jinja2 is not installed, so there is no report: pip install 'accel-train[report]'.") from None
+
+
+def render(template: str, **content: Any) -> str:
+    """The page of a template in one of the ROOMS."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(f"accel_train.{room}", "") for room in ROOMS]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: one_line(value) if type(value) is str else value,  # not the page's own markup
+    )
+    now = datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
+    page: str = environment.get_template(template).render(version=__version__, now=now, **content)
+    return page

@@ -1,0 +1,178 @@
+"""Opens a run at its beginning or at its newest checkpoint, and says what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from accel_train.checkpoint.manager import Checkpoints
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
+from accel_train.launch.parent import elastic_advice
+from accel_train.launch.precision import precision, precision_notice
+from accel_train.optim.micro_batch import searches
+from accel_train.optim.optimizer import BIASES
+from accel_train.ownership.lease import Lease
+from accel_train.records.console import Console
+from accel_train.records.cost.ledger import Ledger
+from accel_train.records.directory import RunDirectory
+from accel_train.records.events import Event, Noted, Said, Started, Warned
+from accel_train.records.sinks import MetricsLines, Sink, Status
+from accel_train.records.summary import data_record, describe, model_info_of, resumed_text
+from accel_train.run.finished import FinishedRun
+from accel_train.run.stopping import StopRequests
+from accel_train.training_setup import TrainingSetup
+
+
+def open_directory(accelerator: Accelerator, lease: Lease) -> RunDirectory:
+    """The run's directory; only the main process writes it. Raises UserError."""
+    path = lease.directory
+    # Once for its error, which all processes must raise.
+    broadcast_from_main(accelerator, lambda: bool(RunDirectory(path, writes=True)))
+    directory = RunDirectory(path, writes=accelerator.is_main_process, lease=lease)
+    check_shared_directory(accelerator, path)
+    return directory
+
+
+def create_checkpoints(setup: TrainingSetup, lease: Lease) -> Checkpoints:
+    """The checkpoints of the run that `lease` owns."""
+    return Checkpoints(
+        lease.directory / "checkpoints",
+        setup.config,
+        setup.accelerator,
+        setup.model,
+        setup.optimizer,
+        samples=len(setup.splits.train),
+        ema=setup.ema and setup.ema.module,
+        schedule=setup.schedule,
+        lease=lease,
+        pixels=setup.splits.semantics,
+        table=setup.splits.table,
+    )
+
+
+def restore(setup: TrainingSetup, checkpoints: Checkpoints, finished: FinishedRun | None) -> tuple[TrainState, bool]:
+    """The position of the run, and whether it resumes from a checkpoint. Raises UserError."""
+    config, accelerator = setup.config, setup.accelerator
+    broadcast_from_main(accelerator, checkpoints.check_writable)
+    extended = finished is not None and config.resume == "auto"  # a finished run never starts from the beginning
+    # The model does not have the weights that the run began from: only a checkpoint's will do.
+    waits = setup.from_checkpoint and config.resume == "auto"
+    restored = checkpoints.restore("must" if extended or waits else config.resume, config.allow_change)
+    state = restored or TrainState()
+    state.check_position(setup.plan.samples, checkpoints.folder)
+    if finished is not None:
+        broadcast_from_main(accelerator, lambda: finished.rename_results(checkpoints.lease))
+        checkpoints.notes.append(finished.note)
+    return state, restored is not None
+
+
+def write_metadata(setup: TrainingSetup, directory: RunDirectory, update: int) -> list[str]:
+    """Write the run's settings, model's input and classes, data, devices and user's code; return notes."""
+    directory.begin(
+        setup.config,
+        model_info_of(setup.config, setup.splits, setup.image_size),
+        world_size=setup.launch.world_size,
+        devices=gather_object([str(setup.device)]),
+        precision=precision(setup.accelerator),
+        update=update,
+        data=data_record(setup.splits) if directory.writes else None,
+    )
+    return broadcast_from_main(setup.accelerator, lambda: directory.keep_code(setup.config, update))
+
+
+def create_console(setup: TrainingSetup, update: int, offset: int) -> Console:
+    """The output of a run after `update`, which is `offset` updates longer than its plan."""
+    plan = setup.plan
+    return Console(
+        prints=setup.accelerator.is_main_process,
+        total_updates=plan.updates + offset,
+        updates_per_epoch=plan.updates_per_epoch,
+        epochs=plan.updates / plan.updates_per_epoch,
+        first_update=update,
+        chosen=setup.config.metrics,
+    )
+
+
+def create_sinks(
+    setup: TrainingSetup,
+    directory: RunDirectory,
+    console: Console,
+    ledger: Ledger,
+    observers: Sequence[object],
+    requests: StopRequests,
+) -> list[Sink]:
+    """Who is told what happens, in their order: see docs/architecture.md. Only the main process tells somebody."""
+    if not directory.writes:
+        return []
+    sinks: list[Sink] = [MetricsLines(directory), Status(directory)]
+    if setup.config.trackers:
+        from accel_train.records.trackers.sending import Trackers
+
+        sinks.append(Trackers(setup.config, directory.path))
+    sinks += [console, ledger]
+    if observers:
+        from accel_train.run.observers import Observers
+
+        sinks.append(Observers(observers, requests))
+    return sinks
+
+
+def announcement(
+    setup: TrainingSetup, state: TrainState, checkpoints: Checkpoints, ledger: Ledger, *, updates: int, resumed: bool
+) -> Iterator[Event]:
+    """What is to be said when training begins: what is trained, and where a `resumed` run continues.
+
+    `updates`: of the whole run.
+    """
+    config, accelerator, plan, splits = setup.config, setup.accelerator, setup.plan, setup.splits
+    trained = state.stopped_by(config, plan) is not None
+    shown = (splits, setup.model, setup.image_size, setup.training.placement, setup.loaded)
+    yield Said(tuple(describe(config, plan, accelerator, *shown)))
+    if setup.loaded:
+        yield Noted(f"weights: {setup.loaded}")
+    for note in (*splits.notes, *checkpoints.notes):
+        yield Warned(note)
+    if not trained and (note := _rate_note(setup, checkpoints)):
+        yield Warned(note)
+    yield Started(
+        update=state.update,
+        updates=updates,
+        epoch=state.current_epoch(config, plan),
+        evaluated=state.is_evaluated,
+        skipped_updates=len(state.left_out),
+        resumed=resumed,
+        trained=trained,
+        checkpoint=checkpoints.last_saved,
+        directory=checkpoints.folder.parent,
+    )
+    if searches(config, accelerator):
+        yield Noted("micro-batch found", {"micro_batch": plan.micro_batch, "accumulation": plan.accumulation})
+    if resumed:
+        yield Noted("resumed", {"update": state.update, "processes": plan.processes})
+    if resumed or ledger.repeated_updates:
+        yield Said((resumed_text(state, plan.processes, ledger, ended=trained),))
+    for warning in (precision_notice(accelerator), elastic_advice(), *setup.warnings):
+        if warning is not None:
+            yield Warned(warning)
+
+
+def _rate_note(setup: TrainingSetup, checkpoints: Checkpoints) -> str:
+    """What the learning rate does if the settings have changed since the checkpoint; "" if that does not concern it."""
+    if not checkpoints.changed:
+        return ""
+    from accel_train.optim.schedule_change import schedule_change
+
+    config = setup.config
+    return schedule_change(
+        config.schedule,
+        checkpoints.changed,
+        before=checkpoints.rate_before,
+        rate=max(float(group["lr"]) for group in setup.optimizer.param_groups if BIASES not in group),
+        lr=config.optim.lr,
+        epochs=config.epochs,
+        updates=setup.plan.updates,
+        updates_per_epoch=setup.plan.updates_per_epoch,
+    )

@@ -1,0 +1,83 @@
+"""`accel-train find-lr`: a range test of the learning rate."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import helpers
+import numpy as np
+import pytest
+
+from accel_train.api import find_lr
+from accel_train.bench.lr_finder import smooth, suggestions
+from accel_train.errors import UserError
+
+SMALL = ("digits", "--data.train-limit", "256", "--batch-size", "32", "--optim.name", "momentum")
+
+
+def test_the_mean_has_no_bias_at_the_start() -> None:
+    assert smooth([3.0] * 20) == pytest.approx([3.0] * 20)
+    assert smooth([1.0, 0.0]) == pytest.approx([1.0, 0.9 * 0.1 / 0.19])
+
+
+def test_the_steepest_fall_is_found_up_to_the_minimum() -> None:
+    rates = np.geomspace(1e-6, 10, 141)
+    position = np.log10(rates)
+    # Falls fastest at 0.001, is lowest at 0.1, and then explodes and falls again from there.
+    losses = 1 - np.tanh(3 * (position + 3)) / 2 + np.where(position > -1, 50 * (position + 1), 0)
+    losses[-5:] = [30, 20, 15, 10, 5]
+    noisy = losses + 0.02 * np.random.default_rng(0).normal(size=141)  # from update to update more than the fall
+    steepest, tenth = suggestions(rates.tolist(), noisy.tolist(), losses.tolist())
+    assert steepest == pytest.approx(1e-3, rel=0.3) and tenth == pytest.approx(1e-2, rel=0.15)
+
+
+def test_a_loss_that_only_grows_has_no_good_rate() -> None:
+    assert suggestions([1.0, 2.0, 4.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == (None, None)
+    assert suggestions([1.0, 2.0, 4.0], [2.0, 1.9, 3.0], [2.0, 1.9, 3.0]) == (None, 0.2)
+
+
+def test_it_finds_a_rate_and_keeps_nothing_but_the_picture(tmp_path: Path) -> None:
+    line = ("-m", "accel_train", "find-lr", "digits", "--output", "lr.svg")
+    done = helpers.python(*line, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rate = float(re.search(r"--optim.lr (\S+?),", done.stdout)[1])  # type: ignore[index]
+    assert 1e-3 < rate < 1, done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["lr.svg"]
+    assert "learning rate" in (tmp_path / "lr.svg").read_text()
+
+
+@pytest.mark.ci
+def test_any_number_of_processes_finds_the_same(tmp_path: Path) -> None:
+    script = f"""
+import json, os
+from accel_train.api import find_lr
+found = find_lr(*{SMALL!r}, updates=30, end=1.0)
+os.write(1, f"found: {{json.dumps(found.losses)}}\\n".encode())
+"""
+    losses = []
+    for processes in (1, 2):
+        done = helpers.python("-c", script, cwd=tmp_path, processes=processes)
+        assert done.returncode == 0, done.stderr
+        told = re.findall(r"found: \[(.*)\]", done.stdout)
+        assert len(told) == processes and len({*told}) == 1
+        losses.append([float(text) for text in told[0].split(",")])
+    np.testing.assert_allclose(losses[0][:20], losses[1][:20], rtol=1e-4)
+
+
+def test_a_loss_that_diverges_ends_the_test() -> None:
+    found = find_lr(*SMALL, start=1e-3, end=1e5, updates=60)
+    assert found.ended_by and len(found.rates) == len(found.losses) == len(found.smoothed) < 60
+
+
+def test_rates_that_are_all_too_high_are_told() -> None:
+    with pytest.raises(UserError, match="smaller --start"):
+        find_lr(*SMALL, start=1e20, end=1e30, updates=30)
+
+
+def test_mistakes_are_told_before_torch(tmp_path: Path) -> None:
+    done = helpers.python(
+        "-m", "accel_train", "find-lr", "digits", "--start", 1, "--end", 0.1, "--updates", 3, cwd=tmp_path
+    )
+    assert done.returncode == 2 and [*tmp_path.iterdir()] == []
+    assert "expected at least 10, found 3" in done.stderr and "0 < start < end" in done.stderr

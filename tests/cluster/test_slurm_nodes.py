@@ -1,0 +1,39 @@
+"""A job that starts with the nodes that it gets, on a real Slurm of four nodes of which one is taken down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import test_slurm
+from test_slurm import Cluster, local_cluster
+
+pytestmark = [*test_slurm.pytestmark, pytest.mark.ci]
+WORDS = ("digits", "--bitwise", "true", "--epochs", "30", "--log-every-updates", "1")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with local_cluster(nodes=4) as started:
+        yield started
+
+
+def test_a_node_that_goes_down_and_stays_down_costs_a_requeue_and_not_the_run(cluster: Cluster) -> None:
+    words = (*WORDS, "--checkpoint.every-seconds", "2")
+    job = cluster.submit("multi_node.sbatch", *words, options="--nodes=2-4 --exclusive", PROCESSES_PER_NODE="1")
+    job.trains_on()
+    assert job.field("NumNodes") == "4"
+    cluster.command("scontrol", "update", "NodeName=127.0.0.13", "State=DOWN", "Reason=test")
+    job.restarted(1)
+    job.trains_on()
+    assert (job.field("NumNodes"), job.field("Restarts")) == ("3", "1")
+    assert job.result()["world_size"] == 3
+    assert "DOWN" in cluster.command("scontrol", "show", "node", "127.0.0.13")
+    starts = json.loads((job.run / "starts.json").read_text())["starts"]
+    assert [start["processes"] for start in starts] == [4, 3] and starts[1]["first_update"] > 0
+    assert "on 3 processes (4 before)" in job.log()
+    assert not (job.run / "owner.json").exists() and not (job.run / "REQUEUE").exists()
+    alone = cluster.submit("single_node.sbatch", *WORDS)
+    alone.result()
+    assert job.weights() == alone.weights()

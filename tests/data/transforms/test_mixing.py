@@ -1,0 +1,149 @@
+"""Mixup and CutMix in timm's three modes give what timm's own class does with the same random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import timm.data.mixup
+import torch
+from scipy.stats import ks_2samp
+
+from accel_train.config.schema import Augment
+from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.transforms.parameters import AugmentParameters, Column
+from accel_train.keyed import hashed, key
+
+COUNT, SIZE, CLASSES = 48, 12, 5
+KEYS = hashed(key(5, 0, "augment"), torch.arange(COUNT))
+IMAGES = torch.randint(256, (COUNT, 3, SIZE, SIZE), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+LABELS = torch.arange(COUNT) % CLASSES
+BOTH: dict[str, Any] = {"mixup": 0.8, "cutmix": 1.0, "switch_probability": 0.4, "mix_probability": 0.8}
+
+
+def mixed(
+    which: slice = slice(None), *, epoch: int = 0, virtual_batch: int = COUNT, **augment: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Images, targets and parameters of some samples."""
+    transform = BatchTransform(
+        Augment(**augment), size=SIZE, mean=(0.5,) * 3, std=(0.25,) * 3, num_classes=CLASSES, training=True,
+        per_image=False, device=torch.device("cpu"), virtual_batch=virtual_batch,
+    )  # fmt: skip
+    batch = {"images": IMAGES[which], "labels": LABELS[which]}
+    if transform.draw_parameters is None:
+        return (*transform(batch), torch.empty(0))
+    keys = KEYS[which]
+    parameters = transform.draw_parameters(keys, torch.ones(len(keys)), epoch)
+    return (*transform({**batch, "parameters": parameters}), parameters)
+
+
+class Given(timm.data.mixup.Mixup):  # type: ignore[misc]
+    """timm's Mixup with the numbers that were drawn here: the rows of `parameters`, in timm's order."""
+
+    def __init__(self, parameters: torch.Tensor, mode: str) -> None:
+        super().__init__(mode=mode, label_smoothing=0.0, num_classes=CLASSES)
+        self.parameters, self.boxes = parameters, list[Any]()
+
+    def _params_per_elem(self, batch_size: int) -> Any:
+        rows = self.parameters[:batch_size]
+        self.boxes = [box for box, share in zip(boxes(rows), shares(rows), strict=True) if share != 1]
+        self.boxes = [box for box, row in zip(self.boxes, rows[shares(rows) != 1], strict=True) if row[Column.CUT]]
+        return shares(rows), rows[:, Column.CUT].bool().numpy()
+
+    def _params_per_batch(self) -> Any:
+        share, cuts = self._params_per_elem(1)
+        return float(share[0]), bool(cuts[0])
+
+
+def shares(parameters: torch.Tensor) -> Any:
+    return parameters[:, Column.SHARE].contiguous().view(torch.float32).numpy().copy()
+
+
+def boxes(parameters: torch.Tensor) -> list[tuple[int, ...]]:
+    """Of each row: the first row and the one after the last, and the same of columns."""
+    first, last = (parameters[:, at + 2 : at + 4] for at in (int(Column.FIRST), int(Column.LAST)))
+    return [(a[0], b[0] + 1, a[1], b[1] + 1) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+@pytest.mark.parametrize(
+    "augment", [BOTH, {"mixup": 0.4}, {"cutmix": 0.7}, {"mixup": 0.4, "cutmix_minmax": (0.2, 0.9)}],
+    ids=["both", "mixup", "cutmix", "minmax"],
+)  # fmt: skip
+def test_it_is_timms_with_the_same_numbers(mode: str, augment: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 8  # of a virtual batch
+    plain = mixed()[0]
+    images, targets, parameters = mixed(mix_mode=mode, virtual_batch=size, **augment)
+    assert not torch.equal(images, plain)
+    # timm mixes the first with the last, the second with the last but one, …
+    order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2).flip(0)])
+    for start in range(0, COUNT, size):
+        rows = parameters[start : start + size][order]
+        theirs = Given(rows, mode)
+
+        def box_and_share(_shape: Any, _share: Any, theirs: Given = theirs, **_: Any) -> Any:
+            box = theirs.boxes.pop(0)
+            return box, 1.0 - (box[1] - box[0]) * (box[3] - box[2]) / SIZE**2
+
+        monkeypatch.setattr(timm.data.mixup, "cutmix_bbox_and_lam", box_and_share)
+        expected, expected_targets = theirs(plain[start : start + size][order].clone(), LABELS[start:][order])
+        assert not theirs.boxes
+        torch.testing.assert_close(images[start : start + size][order], expected)
+        torch.testing.assert_close(targets[start : start + size][order], expected_targets)
+
+
+def test_a_virtual_batch_is_mixed_in_one_way_and_the_next_in_another() -> None:
+    _, _, parameters = mixed(mix_mode="batch", virtual_batch=8, **BOTH)
+    assert torch.equal(parameters, parameters[::8].repeat_interleave(8, 0))
+    assert len(set(shares(parameters))) >= 4
+    pairs = mixed(virtual_batch=8, **BOTH)[2]
+    assert torch.equal(pairs, pairs[::2].repeat_interleave(2, 0)) and len(set(shares(pairs))) > 15
+    assert len(set(shares(mixed(virtual_batch=8, mix_mode="elem", **BOTH)[2]))) > 30
+
+
+@pytest.mark.parametrize(("mode", "step"), [("batch", 8), ("pair", 2), ("elem", 2)])
+def test_a_part_of_an_update_looks_as_in_the_whole(mode: str, step: int) -> None:
+    whole = mixed(mix_mode=mode, virtual_batch=8, **BOTH)
+    parts = [mixed(slice(i, i + step), mix_mode=mode, virtual_batch=8, **BOTH) for i in range(0, COUNT, step)]
+    for number in range(3):
+        assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_padding_is_mixed_with_nothing(mode: str) -> None:
+    weights = (torch.arange(COUNT) < 21).float()  # number 20 has padding beside it
+    draw = AugmentParameters(Augment(mixup=1.0, mix_mode=mode), SIZE, per_image=False, virtual_batch=8)  # type: ignore[arg-type]
+    found = shares(draw(KEYS, weights))
+    assert (found[:20] < 1).all() and (found[20:] == 1).all()
+
+
+@pytest.mark.parametrize("augment", [BOTH, {"mixup": 0.4, "cutmix_minmax": (0.2, 0.9), "mix_mode": "elem"}])
+def test_from_an_epoch_on_nothing_is_mixed(augment: dict[str, Any]) -> None:
+    for epoch in (0, 1):
+        assert torch.equal(mixed(epoch=epoch, mix_epochs=2, **augment)[0], mixed(epoch=epoch, **augment)[0])
+    for epoch in (2, 9):
+        images, targets, _ = mixed(epoch=epoch, mix_epochs=2, **augment)
+        assert torch.equal(images, mixed()[0])
+        assert torch.equal(targets, torch.nn.functional.one_hot(LABELS, CLASSES).float())
+
+
+def test_boxes_of_minmax_are_distributed_as_timms_and_switching_is_as_probable_as_asked() -> None:
+    keys = hashed(key(6, 0, "augment"), torch.arange(20000))
+    augment = Augment(mixup=0.4, cutmix_minmax=(0.3, 0.8), switch_probability=0.3, mix_mode="elem")
+    parameters = AugmentParameters(augment, 64, per_image=False)(keys, torch.ones(len(keys)))
+    cut = parameters[parameters[:, Column.CUT] > 0]
+    assert len(cut) / len(keys) == pytest.approx(0.3, abs=0.015)
+    ours = np.array(boxes(cut))
+    np.random.seed(0)  # timm draws from it
+    theirs = np.stack(timm.data.mixup.rand_bbox_minmax((3, 64, 64), (0.3, 0.8), count=len(ours)), 1)
+    for figure in (
+        lambda box: box[:, 0],
+        lambda box: box[:, 3],
+        lambda box: box[:, 1] - box[:, 0],
+        lambda box: (box[:, 1] - box[:, 0]) - (box[:, 3] - box[:, 2]),
+        lambda box: (box[:, 1] - box[:, 0]) * (box[:, 3] - box[:, 2]),
+    ):
+        assert ks_2samp(figure(ours), figure(theirs)).pvalue > 1e-4
+    area = (ours[:, 1] - ours[:, 0]) * (ours[:, 3] - ours[:, 2])
+    assert shares(cut) == pytest.approx(1 - area / 64**2)

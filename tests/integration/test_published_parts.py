@@ -1,0 +1,62 @@
+"""Parts of published recipes in real runs: the same bits on another number of processes, after a kill in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import helpers
+import pytest
+from test_bitwise import assert_same, photographs
+
+from accel_train.checkpoint.directory import delete_checkpoint, list_updates
+
+WORDS = """
+digits --epochs 2 --data.train-limit 600 --batch-size 48 --virtual-batch-size 12 --bitwise true --log-every-updates 1
+--checkpoint.every-updates 2 --checkpoint.keep 50
+""".split()  # noqa: SIM905
+OWN = """
+from torchvision.transforms import v2
+augment = v2.Compose([v2.RandomAdjustSharpness(3, p=0.5), v2.ColorJitter(0.4)])
+"""
+PARTS = {
+    "mixing": "--augment.mixup 0.8 --augment.cutmix-minmax 0.2 0.8 --augment.mix-mode batch --augment.mix-epochs 1 "
+    "--augment.switch-probability 0.4 --loss.name bce --loss.bce-target-threshold 0.2 --loss.bce-sum true "
+    "--loss.bce-pos-weight 2 --optim.lr 0.01",
+    "elem": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode elem --data.repeats 3 "
+    "--loss.own-class-weights 1 1 2 1 1 1 1 1 1 1",
+    "repeats": "--data.repeats 3 --augment.flip 0.5 --augment.mixup 0.2 --model.name mnist_cnn --model.image-size 28 "
+    "--model.dropout 0.2",
+    "policy": "--data.workers 1 --augment.policy rand-m9-n2-mstd0.5-inc1 --augment.erase 0.5 "
+    "--augment.erase-mode pixel --augment.erase-count 3",
+    "own": "--model.name mnist_cnn --batch-size 24 --model.image-size 28 --augment.crop resized --augment.degrees 15 "
+    "--augment.shear 9 --augment.train-interpolation random --augment.policy 3a --augment.fill 20 "
+    "--augment.perspective 0.3 --augment.erase 0.3 --augment.erase-mode rand --data.repeats 2",
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", PARTS)
+def test_killed_and_resumed_on_two_processes_it_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    words = [*WORDS, *PARTS[name].split()]
+    if name == "own":
+        (tmp_path / "mine.py").write_text(OWN)
+        folder = photographs(tmp_path / "photographs")
+        words += ["--data.name", "folder", "--data.root", str(folder), "--data.train-limit", "none"]
+        words += ["--augment.own", f"{tmp_path / 'mine.py'}:augment"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = helpers.run(*words, "--output-dir", whole, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with helpers.started(run, *words) as started:
+        started.until(lambda: (run / "checkpoints/update-00000002").exists(), timeout=200)
+    for update in list_updates(run / "checkpoints"):
+        if update > 2:  # so that it is always in the middle of the first epoch
+            delete_checkpoint(run / "checkpoints", update)
+    resumed = helpers.run(*words, "--output-dir", run, processes=2, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continuing after update" in resumed.stdout and "in epoch 1" in resumed.stdout
+    assert_same(whole, run)
+    if name == "repeats":
+        counts = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+        assert [line["count"] for line in counts if line["kind"] == "eval" and line["split"] == "train"] == [512, 512]
+        assert "512 an epoch, each image 3 times in its update" in done.stdout

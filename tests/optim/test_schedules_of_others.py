@@ -1,0 +1,197 @@
+"""Learning rates, momenta and EMA over whole trainings, each value as in the code of timm, torch and torchvision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm.scheduler
+import torch
+from timm.utils import ModelEmaV3
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+from accel_train.config.options import parse
+from accel_train.config.schema import Ema, Optim, Schedule
+from accel_train.errors import UserError
+from accel_train.optim.ema import create_ema, update_ema
+from accel_train.optim.optimizer import create_optimizer
+from accel_train.optim.schedule import create_schedule
+
+EPOCHS, UPDATES = 12, 7
+
+
+def sgd(momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4, momentum=momentum)
+
+
+def values(schedule: Schedule, optimizer: torch.optim.Optimizer, epochs: int = EPOCHS) -> list[dict[str, Any]]:
+    """Return the optimizer's first group at each update, drawn out of order: each is a function of its number."""
+    made = create_schedule(schedule, optimizer, updates=epochs * UPDATES, updates_per_epoch=UPDATES)
+    found: dict[int, dict[str, Any]] = {}
+    for update in sorted(range(epochs * UPDATES), key=lambda update: (update * 5) % 11):
+        made.step_update(update)
+        found[update] = dict(optimizer.param_groups[0])
+    return [found[update] for update in sorted(found)]
+
+
+@pytest.mark.parametrize("per", ["epoch", "update"])
+@pytest.mark.parametrize(
+    ("name", "cooldown", "prefix"),  # step counts from the start of the run here
+    [("cosine", 2, False), ("cosine", 2, True), ("poly", 2, False), ("poly", 2, True), ("step", 0, False)],
+)
+def test_rates_are_those_of_timms_training(name: str, cooldown: int, prefix: bool, per: str) -> None:
+    theirs = sgd()
+    scheduler, epochs = timm.scheduler.create_scheduler_v2(
+        theirs,
+        sched=name,
+        num_epochs=EPOCHS,
+        decay_epochs=3,
+        decay_rate=0.5,
+        cooldown_epochs=cooldown,
+        warmup_epochs=3,
+        warmup_lr=0.01,
+        min_lr=0.02,
+        warmup_prefix=prefix,
+        step_on_epochs=per == "epoch",
+        updates_per_epoch=UPDATES,
+    )
+    # As timm's train.py: step(epoch + 1) after an epoch, step_update after each update.
+    expected, number = [], 0
+    scheduler.step(0) if per == "epoch" else scheduler.step_update(0)
+    for epoch in range(epochs):
+        for _ in range(UPDATES):
+            expected.append(theirs.param_groups[0]["lr"])
+            number += 1
+            scheduler.step_update(num_updates=number)
+        scheduler.step(epoch + 1)
+    common: dict[str, Any] = {"warmup_epochs": 3, "warmup_lr": 0.01, "min_lr": 0.02, "cooldown_epochs": cooldown}
+    common["power"] = 0.5  # timm's is its decay_rate
+    schedule = Schedule(name=name, per=per, warmup_prefix=prefix, step_epochs=3, decay=0.5, **common)  # type: ignore[arg-type]
+    assert [group["lr"] for group in values(schedule, sgd(), epochs)] == pytest.approx(expected, rel=1e-12)
+
+
+def test_rates_are_those_of_torchvisions_training() -> None:
+    theirs = sgd()
+    warmup = lr_scheduler.LinearLR(theirs, start_factor=0.01, total_iters=3)
+    cosine = lr_scheduler.CosineAnnealingLR(theirs, T_max=EPOCHS - 3, eta_min=0.001)
+    scheduler = lr_scheduler.SequentialLR(theirs, [warmup, cosine], milestones=[3])
+    expected = []
+    for _ in range(EPOCHS):
+        expected += [theirs.param_groups[0]["lr"]] * UPDATES
+        theirs.step()
+        scheduler.step()
+    schedule = Schedule(name="cosine", per="epoch", warmup_epochs=3, warmup_lr=0.004, min_lr=0.001)
+    assert [group["lr"] for group in values(schedule, sgd())] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("warmup", [1, 3])
+def test_one_cycle_is_torchs(kind: str, warmup: int) -> None:
+    def optimizer() -> torch.optim.Optimizer:
+        weights = [nn.Parameter(torch.zeros(1))]
+        adam = torch.optim.Adam(weights, lr=0.4, betas=(0.95, 0.99))
+        return torch.optim.SGD(weights, lr=0.4, momentum=0.95) if kind == "sgd" else adam
+
+    theirs, total = optimizer(), EPOCHS * UPDATES
+    scheduler = lr_scheduler.OneCycleLR(
+        theirs,
+        max_lr=0.4,
+        total_steps=total,
+        pct_start=warmup / EPOCHS,
+        div_factor=25,
+        final_div_factor=100,
+        base_momentum=0.85,
+        max_momentum=0.95,
+    )
+    expected = []
+    for update in range(total):
+        expected.append(dict(theirs.param_groups[0]))
+        theirs.step()
+        if update < total - 1:
+            scheduler.step()
+    common = {"warmup_epochs": warmup, "warmup_lr": 0.4 / 25, "min_lr": 0.4 / 2500, "cycle_momentum": 0.85}
+    found = values(Schedule(name="one_cycle", **common), optimizer())  # type: ignore[arg-type]
+    assert [each["lr"] for each in found] == pytest.approx([each["lr"] for each in expected], rel=1e-9)
+    name = "momentum" if kind == "sgd" else "betas"
+    assert [each[name] for each in found] == [pytest.approx(each[name], rel=1e-9) for each in expected]
+
+
+def test_momentum_and_biases_warm_up_as_yolos_do() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
+    optimizer = create_optimizer(Optim(name="momentum", lr=0.4, weight_decay=0.1), model, own_biases=True)
+    schedule = Schedule(warmup_epochs=3, warmup_bias_lr=0.1, warmup_momentum=0.8)
+    made = create_schedule(schedule, optimizer, updates=40, updates_per_epoch=10)
+    biases = [group for group in optimizer.param_groups if group.get("biases")]
+    others = [group for group in optimizer.param_groups if not group.get("biases")]
+    assert sum(len(group["params"]) for group in biases) == 3 and len(others) == 2
+    assert {group["weight_decay"] for group in biases} == {0}
+    for update in range(40):
+        made.step_update(update)
+        part = min(1, update / 30)  # numpy.interp(update, [0, 30], [first, last]), as in ultralytics' trainer
+        for group in optimizer.param_groups:
+            first = 0.1 if group in biases else 0.0
+            assert group["lr"] == pytest.approx(first + (0.4 - first) * part)
+            assert group["momentum"] == pytest.approx(0.8 + 0.1 * part)
+
+
+def test_biases_have_a_multiple_of_the_rate() -> None:
+    optimizer = create_optimizer(Optim(name="momentum", lr=0.4, bias_lr=64), nn.Linear(2, 2))
+    made = create_schedule(Schedule(name="poly", warmup_epochs=1), optimizer, updates=20, updates_per_epoch=5)
+    for update in range(20):
+        made.step_update(update)
+        rates = {bool(group.get("biases")): group["lr"] for group in optimizer.param_groups}
+        assert rates[True] == pytest.approx(64 * rates[False])
+
+
+def test_what_cannot_move_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = create_optimizer(Optim(name="adagrad"), nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"schedule.warmup-momentum: this optimizer has no momentum"):
+        create_schedule(Schedule(warmup_epochs=1, warmup_momentum=0.8), plain, updates=9, updates_per_epoch=3)
+    for words, said in (
+        ("--schedule.cycle-momentum 0.8", "schedule.cycle-momentum: expected none without schedule.name=one_cycle"),
+        ("--schedule.warmup-momentum 0.8 --schedule.warmup-epochs 0", "expected none without schedule.warmup-epochs"),
+        ("--schedule.warmup-epochs 2 --schedule.cooldown-epochs 2 --epochs 3", "at most the 1 epochs after"),
+        ("--schedule.name step --ema.scale-decay true", "ema.scale-decay: expected false without schedule.name cosine"),
+        ("--cuda-graph true --ema.every-updates 2", "cuda-graph: expected false with ema.every-updates"),
+    ):
+        with pytest.raises(UserError, match=said):
+            parse(["digits", *words.split()])
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_the_ema_is_torchvisions(warmup: int) -> None:
+    """references/classification: ExponentialMovingAverage, and train_one_epoch, which updates it."""
+    ours_model, steps, batch, decay = nn.Linear(2, 1, bias=False), 3, 10, 0.98
+    alpha = min(1.0, (1.0 - decay) * batch * steps / EPOCHS)
+    theirs = AveragedModel(ours_model, avg_fn=lambda old, new, _: (1.0 - alpha) * old + alpha * new)
+    options = Ema(enabled=True, decay=decay, every_updates=steps, scale_decay=True, after_epochs=warmup)
+    ours = create_ema(options, ours_model, updates_per_epoch=UPDATES, batch_size=batch, epochs=EPOCHS)
+    assert ours is not None and ours.decay == pytest.approx(1 - alpha)
+    torch.manual_seed(0)
+    for epoch in range(EPOCHS):
+        for i in range(UPDATES):
+            ours_model.weight.data.normal_()
+            update_ema(ours, ours_model, epoch * UPDATES + i + 1)
+            if i % steps == 0:
+                theirs.update_parameters(ours_model)
+                if epoch < warmup:
+                    theirs.n_averaged.fill_(0)
+            torch.testing.assert_close(ours.module.weight, theirs.module.weight)
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_the_ema_is_timms_to_the_bit(warmup: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    theirs = ModelEmaV3(model, decay=0.99, use_warmup=warmup)
+    ours = create_ema(Ema(enabled=True, decay=0.99, warmup=warmup), model, updates_per_epoch=UPDATES)
+    assert ours is not None
+    torch.manual_seed(0)
+    for update in range(1, 60):
+        for parameter in model.parameters():
+            parameter.data.normal_()
+        update_ema(ours, model, update)
+        theirs.update(model, step=update)  # as timm's train.py does
+        pairs = zip(ours.module.state_dict().values(), theirs.module.state_dict().values(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)

@@ -1,0 +1,213 @@
+"""Who is told what happens, in which order, and that a kill between two of them costs nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import helpers
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accel_train.config.schema import Config
+from accel_train.records import events
+from accel_train.records.cost.ledger import read_starts
+from accel_train.records.directory import RunDirectory
+from accel_train.records.events import (
+    Ended,
+    Evaluated,
+    Event,
+    Logged,
+    Noted,
+    Rewound,
+    Said,
+    Started,
+    UpdateDone,
+    Warned,
+)
+from accel_train.records.sinks import MetricsLines, Status, Stream, line_of
+from accel_train.records.trackers.sending import Trackers
+from accel_train.run.opening import create_sinks
+
+# What the package itself does, with a sink more that ends the process by SIGKILL. The ledger is written at each update.
+KILLED = """
+import os, signal, sys
+from accel_train.cli import main
+from accel_train.records import events
+from accel_train.records.cost import ledger
+from accel_train.run import run
+kind, place, count = getattr(events, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+create, ledger.STATUS_SECONDS = run.create_sinks, 0.0
+
+class Killer:
+    left = count
+    def handle(self, event):
+        if isinstance(event, kind):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return ()
+
+def with_killer(*arguments):
+    sinks = create(*arguments)
+    return [*sinks[:place], Killer(), *sinks[place:]]
+
+run.create_sinks = with_killer
+sys.exit(main(["train", *sys.argv[4:]]))
+"""
+UPDATES = 20
+OPTIONS = """
+digits --epochs 2 --data.train-limit 480 --data.val-fraction 0.1 --log-every-updates 2 --checkpoint.every-updates 5
+--trackers tensorboard
+""".split()  # noqa: SIM905
+TIMES = ("time", "seconds", "images_per_second", "data_wait_fraction", "generation")
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+    return [line for line in lines if line["kind"] in ("train", "eval")]
+
+
+def train(kind: str, place: int, count: int, run: Path, *options: str) -> int:
+    words = [kind, str(place), str(count), *OPTIONS, *options, "--output-dir", str(run)]
+    return helpers.python("-c", KILLED, *words).returncode
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("whole")
+    assert train("UpdateDone", 1, 0, run) == 0
+    return run
+
+
+# metrics.jsonl, status.json, trackers, console, ledger: a place is the number of sinks that have handled the event.
+ALL = [
+    (kind, place, count)
+    for kind, count in {
+        "Started": 1, "UpdateDone": 8, "Logged": 7, "Evaluated": 2, "SaveBegun": 2, "SaveCommitted": 2, "Ended": 1,
+    }.items()
+    for place in range(1, 6)
+]  # fmt: skip
+SOME = {("UpdateDone", 4), ("Logged", 1), ("Evaluated", 3), ("SaveBegun", 2), ("SaveCommitted", 2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "count"),
+    [pytest.param(*case, marks=[] if case[:2] in SOME else pytest.mark.slow) for case in ALL],
+)
+def test_a_kill_between_two_sinks_loses_and_repeats_nothing(
+    tmp_path: Path, whole: Path, kind: str, place: int, count: int
+) -> None:
+    assert train(kind, place, count, tmp_path) == -9
+    assert train("UpdateDone", 1, 0, tmp_path) == 0
+    assert figures(tmp_path) == figures(whole)
+    status = json.loads((tmp_path / "status.json").read_text())
+    if kind != "Ended":  # else the run was finished before: nothing of it is changed
+        assert (status["state"], status["update"], status["last_checkpoint"]) == ("finished", UPDATES, UPDATES)
+    starts = read_starts(tmp_path)
+    assert sum(start.last_update - start.first_update for start in starts) == UPDATES
+    for start in starts:
+        phases = ("starting", "training", "evaluating", "saving", "repeated")
+        spent = sum(getattr(start, phase) for phase in phases)
+        assert spent == pytest.approx(start.ended - start.began, abs=0.2)
+    weights, expected = (load_file(run / "model.safetensors") for run in (tmp_path, whole))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+
+
+@pytest.mark.parametrize("place", [1, 4])
+def test_a_kill_when_the_run_goes_back_is_resumed(tmp_path: Path, place: int) -> None:
+    """A learning rate that makes the loss infinite again and again: each time the run goes back, until it is killed."""
+    options = ["--optim.lr", "1e30", "--schedule.warmup-epochs", "1", "--on-nonfinite", "rewind"]
+    assert train("Rewound", place, 1, tmp_path, *options) == -9
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    back = next(line["update"] for line in lines if line.get("text") == "rewound")
+    assert max((line["update"] for line in lines if line["kind"] == "train"), default=0) <= back
+    train("UpdateDone", 1, 3, tmp_path, *options)
+    starts = read_starts(tmp_path)
+    assert len(starts) == 2 and starts[0].last_update <= back == starts[1].first_update
+
+
+class Listener:
+    """Notes what it is told, and warns of what it is told to warn of."""
+
+    def __init__(self, heard: list[tuple[str, Event]], name: str, warns_of: type[Event] | None = None) -> None:
+        self.heard, self.name, self.warns_of = heard, name, warns_of
+
+    def handle(self, event: Event) -> Sequence[str]:
+        self.heard.append((self.name, event))
+        return [f"{self.name} is full"] if type(event) is self.warns_of else []
+
+
+def test_an_event_reaches_all_sinks_before_the_warnings_that_it_causes() -> None:
+    heard: list[tuple[str, Event]] = []
+    stream = Stream([Listener(heard, "first", Noted), Listener(heard, "second")])
+    stream.emit(Noted("begins"))
+    assert [(name, type(event)) for name, event in heard] == [
+        ("first", Noted), ("second", Noted), ("first", Warned), ("second", Warned)
+    ]  # fmt: skip
+    assert heard[-1][1] == Warned("first is full", time=heard[-1][1].time)
+
+
+def test_the_order_is_the_declared_one(tmp_path: Path) -> None:
+    setup: Any = SimpleNamespace(config=Config(trackers=("tensorboard",)))
+    others = Mock(), Mock(), [object()], Mock()
+    sinks = create_sinks(setup, RunDirectory(tmp_path, writes=True), *others)
+    assert [type(sink) for sink in sinks[:3]] == [MetricsLines, Status, Trackers] and sinks[3:5] == [*others[:2]]
+    assert create_sinks(setup, RunDirectory(tmp_path, writes=False), *others) == []  # another process's
+
+
+def test_what_is_only_for_the_screen_has_no_line() -> None:
+    for event in (Said(("a line",)), UpdateDone(1, 1, 0.0, None, False), Ended(1, "finished", "all", {}, {})):
+        assert line_of(event) is None
+
+
+def test_a_line_has_the_time_of_its_event_and_nan_is_null(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, writes=True)
+    sinks = Stream([MetricsLines(directory), Status(directory)])
+    sinks.emit(Logged(7, 1, 0.5, {"loss": math.nan, "lr": 0.1}, None, time=12.5))
+    sinks.emit(Evaluated("val (ema)", 9, 1, {"loss": 0.25}, 40, 1.5, time=13.0))
+    first, second = ((tmp_path / "metrics.jsonl").read_text()).splitlines()
+    assert json.loads(first) == {
+        "kind": "train", "time": 12.5, "epoch": 1, "update": 7, "seconds": 0.5, "loss": None, "lr": 0.1
+    }  # fmt: skip
+    assert json.loads(second) == {
+        "kind": "eval", "time": 13.0, "split": "val", "weights": "ema", "epoch": 1, "update": 9, "loss": 0.25,
+        "count": 40, "seconds": 1.5,
+    }  # fmt: skip
+
+
+def test_going_back_removes_the_lines_of_what_comes_again(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path, writes=True)
+    stream = Stream([MetricsLines(directory)])
+    for update in range(1, 9):
+        stream.emit(Logged(update, 1, 0.1, {"loss": 1.0}, None))
+    stream.emit(Rewound(5, False))
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in kept] == [1, 2, 3, 4, 5, 5] and kept[-1]["text"] == "rewound"
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("damaged\n")
+    heard: list[tuple[str, Event]] = []
+    started = Started(3, 9, 1, False, 0, resumed=True, trained=False, checkpoint=3, directory=tmp_path)
+    Stream([MetricsLines(directory), Listener(heard, "last")]).emit(started)
+    assert [event.text for _, event in heard if isinstance(event, Warned)] == [
+        "metrics.jsonl: 1 damaged line moved to metrics.damaged.jsonl"
+    ]
+
+
+def test_no_event_has_a_value_that_is_on_a_device() -> None:
+    """They are declared as plain numbers, texts and mappings of these."""
+    declared = {name for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)
+                for name in map(str, getattr(kind, "__annotations__", {}).values())}  # fmt: skip
+    plain = {"int", "float", "str", "bool", "Path", "None", "Any", "tuple", "Mapping", "ClassVar"}
+    words = {word for text in declared for word in text.replace("[", " ").replace("]", " ").replace(",", " ").split()}
+    assert words - plain == {"|", "..."}
+    assert asdict(Rewound(1, True, time=0.0)) == {"time": 0.0, "update": 1, "evaluated": True}
