@@ -100,6 +100,8 @@ def policy_mistake(text: str) -> str:
             if part[1:] not in TIMM_SETS:
                 return f" {part!r}:{nearest(part, [f't{each}' for each in TIMM_SETS]) or ' no set of operations.'}"
             continue
+        if part in known:
+            return f" {part!r}: expected a number after it, such as {part}1."
         if key not in known:
             near = nearest(key or re.sub(r"[\d.].*", "", part), list(known))
             return f" {part!r}: unknown part." + (near or f" A policy {name} has {', '.join(known)}.")

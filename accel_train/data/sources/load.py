@@ -67,6 +67,13 @@ def _load(data: Data, download: bool) -> Splits:
     name = rest if prefix == "torch" else data.name  # timm's names for torchvision's datasets
     if name in PUBLISHED:
         return torchvision_set(name, data.root, download=download)
+    if name == "digits" and data.root != Data().root:
+        # Whoever names own data and leaves out the name, whose default is digits, must not get a model of digits.
+        own = {".csv": "csv", ".tar": "tar"}.get(data.root.suffix.lower(), "folder")
+        raise UserError(
+            f"--data.root {data.root}: --data.name is digits, which come with the package and are not read from there. "
+            f"For your own data give its kind, too: --data.name {own}."
+        )
     if name == "digits":
         return digits()
     if name == "folder":

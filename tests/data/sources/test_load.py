@@ -26,6 +26,12 @@ def test_other_unknown_names(name: str) -> None:
         load_splits(Data(name=name), 0)
 
 
+@pytest.mark.parametrize(("root", "kind"), [("photos", "folder"), ("labels.csv", "csv"), ("images.tar", "tar")])
+def test_data_of_ones_own_without_its_name_is_not_replaced_by_digits(root: str, kind: str) -> None:
+    with pytest.raises(UserError, match=f"--data.root {root}: .* give its kind, too: --data.name {kind}"):
+        load_splits(Data(root=Path(root)), 0)
+
+
 def test_known_sources() -> None:
     assert {"digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "folder", "synthetic"} <= set(known_sources())
 

@@ -220,6 +220,7 @@ def test_a_transform_that_cannot_be_trained_with_is_refused(name: str, message: 
         ("--augment.policy rand-m9-twieghts", " 'twieghts': Did you mean 'tweights'?"),
         ("--augment.policy rand-m9-inc2", " 'inc2': expected 0 or 1 after inc."),
         ("--augment.policy rand-m9-", " '': unknown part."),
+        ("--augment.policy rand-m9-inc", " 'inc': expected a number after it, such as inc1."),
         ("--augment.policy rand-m9-m8", "A part is there twice."),
         ("--augment.policy augmix-w0", " 'w0': expected a number from 1 to 14 after w."),
         ("--augment.policy autoaugmentation", "Did you mean 'autoaugment'?"),
