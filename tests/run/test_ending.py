@@ -14,10 +14,13 @@ from accelerate import Accelerator
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.cli import main
 from accel_train.config.schema import Config
+from accel_train.data.order.plan import Plan
 from accel_train.errors import UnsavedError
 from accel_train.records.events import Ended
 from accel_train.run import ending
 from accel_train.run.ending import finish, interrupt
+
+PLAN = Plan(samples=70, batch_size=10, processes=1, accumulation=1, updates=8)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -45,14 +48,14 @@ def ended(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
         monkeypatch.setattr(ending, name, lambda *_: {})
     for name in ("example_image", "stopped_text", "precision"):
         monkeypatch.setattr(ending, name, lambda *_, **__: None)
-    monkeypatch.setattr(ending, "result_of", lambda *_, **__: {"stopped_by": "epochs"})
+    monkeypatch.setattr(ending, "result_of", lambda *_, **__: {"stopped_by": "epochs", "epochs": 1})
     checkpoints = {name: values[name] for name in ("failures", "last_saved", "unpublished")}
     directory = {"failures": values["failed_records"], "path": Path("run"), "result": lambda _: values["written"]}
     return SimpleNamespace(
         checkpoints=SimpleNamespace(**checkpoints, newest=lambda: Path("update"), kept="update 6"),
         directory=SimpleNamespace(**directory, ask_for_requeue=lambda update: True),
         config=Config(epochs=1), state=TrainState(update=7, epoch=1),
-        setup=SimpleNamespace(splits=SimpleNamespace(multi_label=False, to_train_on=[]), plan=None),
+        setup=SimpleNamespace(splits=SimpleNamespace(multi_label=False, to_train_on=[]), plan=PLAN),
         stop_requests=SimpleNamespace(end=lambda: None, reason=values["reason"]),
         ledger=SimpleNamespace(end=lambda finished: None, starts=[], start=SimpleNamespace(first_update=0)),
         emit=Mock(), report_saves=Mock(), pace=SimpleNamespace(total_updates=8), accelerator=Accelerator(cpu=True),
