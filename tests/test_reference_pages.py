@@ -52,6 +52,6 @@ def test_the_page_on_files_names_all_keys(digits_run: Path, tmp_path: Path) -> N
         keys |= json.loads((digits_run / name).read_text()).keys()
     for line in (digits_run / "metrics.jsonl").read_text().splitlines():
         keys |= {key for key in json.loads(line) if json.loads(line)["kind"] != "event"}
-    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == [], "docs/run_files.md"
     for file in digits_run.iterdir():
-        assert f"`{file.name}`" in page or f"`{file.name}/" in page, file.name
+        assert f"`{file.name}`" in page or f"`{file.name}/" in page, f"{file.name}: docs/run_files.md"

@@ -58,7 +58,8 @@ def floor(name: str) -> tuple[int, int]:
 
 def test_nothing_imports_upwards() -> None:
     pairs = [(name, other) for name, used in graph().items() for other in used]
-    assert not [f"{name} imports {other}" for name, other in pairs if floor(name) > floor(other)]
+    wrong = [f"{name} imports {other}" for name, other in pairs if floor(name) > floor(other)]
+    assert not wrong, f"{wrong}: move what both need to a room further down (docs/architecture.md, The house)"
 
 
 def part_of(name: str) -> str:
@@ -87,7 +88,7 @@ def test_the_page_knows_how_large_the_parts_are() -> None:
 
 
 def test_every_room_has_its_place() -> None:
-    assert {name.split(".")[0] for name in modules() if name} == set(ROOMS)
+    assert {name.split(".")[0] for name in modules() if name} == set(ROOMS), "name each room in ROOMS"
 
 
 def test_no_circle() -> None:
@@ -103,14 +104,15 @@ def test_no_file_no_function_and_no_folder_grows_too_large() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         lines = path.read_text().count("\n")
         if lines > LONGEST_FILE:
-            large.append(f"{path.relative_to(PACKAGE)}: {lines} lines")
+            large.append(f"{path.relative_to(PACKAGE)}: {lines} lines, at most {LONGEST_FILE}")
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 if length > LONGEST_FUNCTION:
-                    large.append(f"{path.relative_to(PACKAGE)}: {node.name} has {length} lines")
+                    where = f"{path.relative_to(PACKAGE)}: {node.name}"
+                    large.append(f"{where} has {length} lines, at most {LONGEST_FUNCTION}")
     for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
         count = len([each for each in folder.glob("*.py") if each.name != "__init__.py"])
         if count > MOST_FILES:
-            large.append(f"{folder.relative_to(PACKAGE)}: {count} files")
-    assert not large
+            large.append(f"{folder.relative_to(PACKAGE)}: {count} files, at most {MOST_FILES}")
+    assert not large, f"{large}: move what belongs together to a file or a folder of its own"

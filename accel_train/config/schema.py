@@ -254,7 +254,7 @@ def _contradictions_of_virtual_batch(config: Config, size: int) -> dict[str, str
 def contradictions(config: Config) -> dict[str, str]:
     """Return the options whose values do not fit those of other options: key -> the expected value, in words.
 
-    Each value must be within its own bounds.
+    Each value must be within its own bounds. `configs` in tests/config/test_options.py must avoid each of them.
     """
     mistakes: dict[str, str] = {}
     if config.data.val_fraction + config.data.test_fraction >= 1:

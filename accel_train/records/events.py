@@ -92,7 +92,9 @@ class Logged(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """A split was evaluated; of "train" these are the figures that were counted while the weights changed."""
+    """A split was evaluated; of "train" these are the figures that were counted while the weights changed.
+
+    At an epoch's end "train" comes first, then "val" and "val (ema)", if they are due."""
 
     name: str
     """The split, such as "val", or "val (ema)" if the EMA was evaluated."""

@@ -59,7 +59,7 @@ class SplitMetric(Figure):
     compute: Callable[[Tensor, Tensor], float]
     """A finite number from the predictions and the labels of all samples, both int64 [n]; or, if an image may have
     several labels, from logits float32 [n, classes] and labels bool [n, classes]. On the CPU, in the order of the
-    samples' numbers."""
+    samples' numbers. How many classes there are is not told to the former: a class may occur in neither."""
 
 
 def top5(logits: Tensor) -> Tensor:
