@@ -9,7 +9,7 @@ from accel_train.analysis.figures import multi_label_figures, single_label_figur
 from accel_train.config.declaration import LOSSES as CHECKED_NAMES
 from accel_train.config.groups import Loss
 from accel_train.config.option_types import choices, option_types
-from accel_train.config.schema import BEST_METRICS
+from accel_train.config.schema import BEST_METRICS, NAMES_OF_FIGURES
 from accel_train.data.sources import load
 from accel_train.optim.loss import LOSSES, MULTI_LABEL_LOSSES, create_loss
 from accel_train.records.metrics import LOWER_IS_BETTER, METRICS, MULTI_LABEL_METRICS
@@ -34,6 +34,10 @@ def test_the_first_screen_has_words_for_each_sampler() -> None:
 def test_what_may_be_the_best_metric_is_a_metric() -> None:
     assert {*BEST_METRICS} <= {metric.name for metric in METRICS + MULTI_LABEL_METRICS}
     assert {*LOWER_IS_BETTER} == {"loss"} <= {*BEST_METRICS}
+
+
+def test_no_metric_of_a_user_can_have_the_name_of_a_built_in_one() -> None:
+    assert {metric.name for metric in METRICS + MULTI_LABEL_METRICS} <= {*NAMES_OF_FIGURES}
 
 
 def test_no_metric_has_the_name_of_another_figure_of_evaluate() -> None:
