@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from accel_train import models
 from accel_train.config.schema import Config
-from accel_train.data.loading import InputPipeline, create_input_pipeline
-from accel_train.data.order.drawing import create_draws
+from accel_train.data.loading import InputPipeline, create_input
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
-from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
+from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError
 from accel_train.evaluate import Batch, evaluation_batch_size
@@ -167,6 +166,7 @@ def create_training_setup(
     device, mixes, bare_optimizer = accelerator.device, config.augment.mixes, unwrap_optimizer(optimizer)
     graphs = _update_graphs(config, accelerator, bare_model, bare_optimizer, ema) if config.cuda_graph else None
     criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=mixes)
+    into = config, accelerator, splits, size, memory_format
     setup = TrainingSetup(
         config=config,
         launch=launch,
@@ -191,7 +191,7 @@ def create_training_setup(
         warnings=(*warnings, *independence.warnings, *plan.warnings()),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
-        **_create_input(config, accelerator, splits, plan, size, memory_format),
+        **create_input(*into, plan, evaluation_batch_size(config, plan.micro_batch)),
     )
     if searches(config, accelerator):
         micro_batch, evaluation_batch = _largest_batches(setup)
@@ -199,8 +199,7 @@ def create_training_setup(
         # Images that are kept on the device are released before they are placed there again.
         setup = replace(setup, training=None, evaluations={})  # type: ignore[arg-type]
         clear_device_cache(garbage_collection=True)
-        inputs = _create_input(config, accelerator, splits, plan, size, memory_format, evaluation_batch)
-        setup = replace(setup, **inputs)
+        setup = replace(setup, **create_input(*into, plan, evaluation_batch))
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
     check_compilation(accelerator)
@@ -216,44 +215,10 @@ def _update_graphs(config: Config, *parts: Any) -> UpdateGraphs:
     return UpdateGraphs(config, *parts)
 
 
-def _create_input(
-    config: Config,
-    accelerator: Accelerator,
-    splits: Splits,
-    plan: Plan,
-    size: int,
-    memory_format: torch.memory_format,
-    evaluation_batch: int | None = None,
-) -> dict[str, Any]:
-    """The fields of TrainingSetup that depend on how many samples a process computes at once."""
-
-    def pipeline(source: Any, sampler: Any, *, training: bool) -> InputPipeline:
-        pixels = size if training else config.model.eval_image_size or size
-        return create_input_pipeline(
-            config, splits, source, sampler, accelerator, training=training, size=pixels, memory_format=memory_format
-        )
-
-    draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
-    repeated = {"repeats": config.data.repeats, "samples": len(splits.train)}
-    sampler = TrainingSampler(plan, config.seed, splits.unreadable, draws, **repeated)
-    evaluation_batch = evaluation_batch or evaluation_batch_size(config, plan.micro_batch)
-    return {
-        "plan": plan,
-        "sampler": sampler,
-        "evaluation_batch": evaluation_batch,
-        "training": pipeline(splits.train, sampler, training=True),
-        "evaluations": {
-            split: pipeline(source, EvaluationSampler(len(source), plan.processes * evaluation_batch), training=False)
-            for split, source in {"val": splits.validation, "test": splits.test}.items()
-            if source is not None
-        },
-    }
-
-
-def _largest_batches(setup: TrainingSetup) -> tuple[int, int | None]:
+def _largest_batches(setup: TrainingSetup) -> tuple[int, int]:
     """The samples of a process that fit into one forward pass of training, on all processes, and of evaluation.
 
-    The second is None if there is nothing to find. Collective; raises UserError if not even one virtual batch fits. The
+    Collective; raises UserError if not even one virtual batch fits. The
     trials use the model without DDP and torch.compile around it, so that no process waits for another within a trial,
     and nothing is compiled for their shapes; DDP's buckets are in memory already.
     """
@@ -296,4 +261,4 @@ def _largest_batches(setup: TrainingSetup) -> tuple[int, int | None]:
     if micro_batch is None:
         images = f"{sizes[0]} image{'s' * (sizes[0] > 1)}"
         raise UserError(f"--micro-batch-size auto: not even {images} of a process fit: {LESS_MEMORY}.")
-    return micro_batch, evaluation_batch
+    return micro_batch, evaluation_batch or evaluation_batch_size(config, micro_batch)

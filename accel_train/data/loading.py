@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,35 +11,30 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from accel_train import models
 from accel_train.config.schema import Augment, Config
 from accel_train.data.memory import MemoryLoader, Placement, choose_place
-from accel_train.data.order.samplers import IndexSampler
+from accel_train.data.order.drawing import create_draws
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import EvaluationSampler, IndexSampler, TrainingSampler
 from accel_train.data.sources.load import IN_MEMORY
-from accel_train.data.sources.splits import Source, Splits, has_one_size, unwrap_subset
+from accel_train.data.sources.splits import Source, Splits, has_one_size
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import AugmentParameters, check_channels, check_resize, resize_default
+from accel_train.data.transforms.parameters import (
+    check_channels,
+    check_resize,
+    resize_default,
+    transforms_each_image,
+)
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
 
 if TYPE_CHECKING:
     from accel_train.data.side_stream import SideStream
 
-WORKERS = "accel_train.data.workers"
-"""The module of the data workers."""
 # What `_cores` has returned. A run has an accelerator of its own and up to three pipelines; its entry ends with it.
 _cores_of: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-
-
-def transforms_each_image(one_size: bool, augment: Augment, *, training: bool) -> bool:
-    """Whether images must be transformed one by one (transforms/image.py) before they form a batch.
-
-    `one_size`: whether the source has them as tensors of one size.
-    """
-    return not one_size or (training and augment.each_image)
 
 
 def start_workers_early(config: Config) -> None:
@@ -50,64 +44,9 @@ def start_workers_early(config: Config) -> None:
     """
     in_memory = config.data.name.removeprefix("torch/") in IN_MEMORY
     if transforms_each_image(in_memory, config.augment, training=True) and config.data.workers != 0:
-        from accel_train.data.worker_processes import start_server
+        from accel_train.data.worker_processes import WORKERS, start_server
 
         start_server(WORKERS)
-
-
-def create_loader(
-    source: Source,
-    sampler: IndexSampler,
-    augment: Augment,
-    *,
-    training: bool,
-    size: int,
-    seed: int,
-    workers: int | None,
-    device: torch.device,
-    cores: int = 1,
-    reduced_decode: bool = True,
-    draw_parameters: AugmentParameters | None = None,
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0),
-) -> DataLoader[dict[str, Tensor]]:
-    """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
-
-    `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
-    data in memory, else one for each of this process's `cores` (with a GPU: one less); `draw_parameters`: from the
-    BatchTransform that takes the batches; `mean`: of each channel, 0 to 1.
-    """
-    from accel_train.data.sources.user.dataset import UserDataset
-    from accel_train.data.worker_processes import WorkerContext, WorkerInit
-    from accel_train.data.workers import BatchDataset, no_collate
-
-    per_image = transforms_each_image(has_one_size(source), augment, training=training)
-    chooses = workers is None
-    if workers is None:
-        spare = device.type != "cpu"  # one core for the thread that launches the device's work
-        workers = max(1, cores - spare) if per_image or not source.in_memory else 0
-    if has_one_size(source):  # as BatchTransform does: evaluation and training see images at the same scale
-        augment = dataclasses.replace(augment, resize=augment.resize or size)
-    held, _ = unwrap_subset(source)
-    if workers and isinstance(held, UserDataset) and not (chooses and held.stays_here()):
-        held.check_picklable()
-    elif isinstance(held, UserDataset):
-        workers = 0
-    transform = None
-    if per_image:
-        from accel_train.data.transforms.image import ImageTransform
-
-        transform = ImageTransform(augment, size, training=training, decodes_smaller=reduced_decode, mean=mean)
-    return DataLoader(
-        BatchDataset(source, transform, seed, draw_parameters),
-        batch_sampler=sampler,  # type: ignore[arg-type]  # an IndexBatch in place of a list of indices
-        collate_fn=no_collate,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        # Evaluation's workers end with each pass, because they use the same cores as training's.
-        persistent_workers=training and workers > 0,
-        worker_init_fn=WorkerInit() if workers else None,
-        multiprocessing_context=WorkerContext(WORKERS) if workers else None,
-    )
 
 
 class Loader(Protocol):
@@ -160,6 +99,43 @@ class InputPipeline:
         return {"images": images.to(device).repeat(count, 1, 1, 1), "host_ids": numbers.numpy(), **batch}
 
 
+def create_input(
+    config: Config,
+    accelerator: Accelerator,
+    splits: Splits,
+    size: int,
+    memory_format: torch.memory_format,
+    plan: Plan,
+    evaluation_batch: int,
+) -> dict[str, Any]:
+    """The fields of TrainingSetup that depend on how many samples a process computes at once. Collective.
+
+    `size` and `memory_format`: of the model's input in training. `evaluation_batch`: samples of a process in one
+    forward pass of evaluation.
+    """
+
+    def pipeline(source: Source, sampler: IndexSampler, *, training: bool) -> InputPipeline:
+        pixels = size if training else config.model.eval_image_size or size
+        return create_input_pipeline(
+            config, splits, source, sampler, accelerator, training=training, size=pixels, memory_format=memory_format
+        )
+
+    draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
+    repeated = {"repeats": config.data.repeats, "samples": len(splits.train)}
+    sampler = TrainingSampler(plan, config.seed, splits.unreadable, draws, **repeated)
+    return {
+        "plan": plan,
+        "sampler": sampler,
+        "evaluation_batch": evaluation_batch,
+        "training": pipeline(splits.train, sampler, training=True),
+        "evaluations": {
+            split: pipeline(source, EvaluationSampler(len(source), plan.processes * evaluation_batch), training=False)
+            for split, source in {"val": splits.validation, "test": splits.test}.items()
+            if source is not None
+        },
+    }
+
+
 def create_input_pipeline(
     config: Config,
     splits: Splits,
@@ -201,6 +177,8 @@ def create_input_pipeline(
     )
     loader: Loader
     if place == "disk" or per_image:
+        from accel_train.data.torch_loader import create_loader
+
         torch_loader = create_loader(
             source,
             sampler,

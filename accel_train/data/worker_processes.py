@@ -30,6 +30,8 @@ from accel_train.data.compat import (
 )
 from accel_train.launch.process import stacks_file
 
+WORKERS = "accel_train.data.workers"
+"""The module of the data workers."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Sent to every process of a job. The trainer then saves a checkpoint, for which it still needs its workers."""
 

@@ -260,6 +260,14 @@ def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
         raise UserError(f"--augment.grey: needs colour images; the data has {channels} channels. Use 0.")
 
 
+def transforms_each_image(one_size: bool, augment: Augment, *, training: bool) -> bool:
+    """Whether images must be transformed one by one (transforms/image.py) before they form a batch.
+
+    `one_size`: whether the source has them as tensors of one size.
+    """
+    return not one_size or (training and augment.each_image)
+
+
 def check_resize(augment: Augment, size: int) -> None:
     """Raise UserError if images are resized to less than the input of `size` pixels."""
     if augment.resize is not None and augment.resize < size:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from accel_train.audit.audit import check_data
 from accel_train.config.schema import Augment, Config, Data
-from accel_train.data.loading import create_input_pipeline, create_loader
+from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.cache import CachedImages, CacheFile
@@ -27,6 +27,7 @@ from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.data.tools import cache_writer
 from accel_train.data.tools.cache_writer import write_cache
+from accel_train.data.torch_loader import create_loader
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.errors import UserError
 from accel_train.launch.accelerator import create_accelerator
