@@ -47,6 +47,7 @@ from accel_train.optim.performance import (
 from accel_train.optim.schedule import create_schedule
 
 if TYPE_CHECKING:
+    from accel_train.data.progressive import ProgressiveInput
     from accel_train.exact_sum import ExactGradients
     from accel_train.optim.cuda_graph import UpdateGraphs
     from accel_train.records.more_metrics.own import OwnMetrics
@@ -82,6 +83,7 @@ class TrainingSetup:
     recomputed_buffers: list[Tensor]  # for `models.preserve_buffers`
     evaluation_batch: int  # samples of a process in one forward pass of evaluation
     training: InputPipeline
+    progressive: ProgressiveInput | None  # with model.progressive_sizes
     evaluations: dict[str, InputPipeline]
     """For "val" and "test", if the data has them."""
     own_metrics: OwnMetrics | None = field(default=None, kw_only=True)  # those of --metrics
@@ -197,7 +199,7 @@ def create_training_setup(
         micro_batch, evaluation_batch = _largest_batches(setup)
         plan = replace(plan, accumulation=plan.share // micro_batch)
         # Images that are kept on the device are released before they are placed there again.
-        setup = replace(setup, training=None, evaluations={})  # type: ignore[arg-type]
+        setup = replace(setup, training=None, progressive=None, evaluations={})  # type: ignore[arg-type]
         clear_device_cache(garbage_collection=True)
         setup = replace(setup, **create_input(*into, plan, evaluation_batch))
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
@@ -218,9 +220,9 @@ def _update_graphs(config: Config, *parts: Any) -> UpdateGraphs:
 def _largest_batches(setup: TrainingSetup) -> tuple[int, int]:
     """The samples of a process that fit into one forward pass of training, on all processes, and of evaluation.
 
-    Collective; raises UserError if not even one virtual batch fits. The
-    trials use the model without DDP and torch.compile around it, so that no process waits for another within a trial,
-    and nothing is compiled for their shapes; DDP's buckets are in memory already.
+    Collective; raises UserError if not even one virtual batch fits. The trials use the model without DDP and
+    torch.compile around it, so that no process waits for another within a trial, and nothing is compiled for their
+    shapes; DDP's buckets are in memory already.
     """
     config, accelerator, splits, model = setup.config, setup.accelerator, setup.splits, setup.bare_model
     plan, bare = setup.plan, replace(setup, model=model)

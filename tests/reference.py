@@ -17,6 +17,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 # The value in an option's example, or the whole example if it begins with "--": an option that needs another one shows
 # both. The others are true, the first choice that is not the default, or the default itself.
+PROGRESSIVE = "--model.image-size 224 --model.progressive-sizes 128 176 --model.progressive-epochs 30 60"
 EXAMPLES: dict[str, str] = {
     "output-dir": "runs/first",
     "seed": "1",
@@ -46,6 +47,7 @@ EXAMPLES: dict[str, str] = {
     "data.train-images": "--data.name synthetic --data.train-images 10000",
     "data.test-images": "--data.name synthetic --data.test-images 1000",
     "augment.resize": "--augment.resize 256 --model.image-size 224",
+    "augment.crop-fraction": "--augment.crop-fraction 0.95 --model.image-size 224",
     "augment.crop": "resized",
     "augment.pad": "--augment.crop random --augment.pad 4",
     "augment.pad-mode": "--augment.crop random --augment.pad 4 --augment.pad-mode reflect",
@@ -88,6 +90,8 @@ EXAMPLES: dict[str, str] = {
     "model.pretrained": "--model.name resnet18 --model.pretrained true",
     "model.weights": "runs/first",
     "model.image-size": "224",
+    "model.progressive-sizes": PROGRESSIVE,
+    "model.progressive-epochs": PROGRESSIVE,
     "model.eval-image-size": "--model.image-size 176 --model.eval-image-size 224 --augment.resize 232",
     "model.freeze-body": "--model.name resnet18 --model.pretrained true --model.freeze-body true",
     "model.freeze": "--model.name resnet18 --model.pretrained true --model.freeze conv1 layer1",

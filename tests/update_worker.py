@@ -42,7 +42,7 @@ def updates(options: list[str], accumulation: int, dtype: torch.dtype) -> list[d
         setup, training=dataclasses.replace(setup.training, transform=cast_inputs(transform, setup.bare_model))
     )
     losses: list[torch.Tensor] = []
-    guard = Guard(config, accelerator, setup.model, transform, RunDirectory(Path(), writes=False), Stream([]).emit)
+    guard = Guard(config, accelerator, setup.model, setup.training, RunDirectory(Path(), writes=False), Stream([]).emit)
     run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator), schedule_offset=0)
     run.meter.add = lambda logits, targets, weighted, weights: losses.append(weighted.double().sum())
     results: list[dict[str, torch.Tensor]] = []

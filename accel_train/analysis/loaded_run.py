@@ -148,7 +148,7 @@ def load(
     """Open the run in the folder `run`. Raises UserError; see `read_config` for `trust_code`.
 
     `weights`: "model" or "ema"; None: the EMA's if there is one. `overrides`: options that replace the run's, for
-    images of another size: --model.eval-image-size, --augment.resize.
+    images of another size: --model.eval-image-size, --augment.resize, --augment.crop-fraction.
     """
     config = read_config(run, uses=("model.name",), trust_code=trust_code, overrides=overrides)
     info = read_model_info(run).at_size(config.model.eval_image_size)

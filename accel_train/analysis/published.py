@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from accel_train.config.options import parse_settings
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Config, Model
 from accel_train.data.sources.load import load_splits
+from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.errors import LOGGER, UserError, first_of, nearest
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main
@@ -38,8 +38,8 @@ class Published:
     shown: tuple[str, ...]
     """One name of each class."""
     image_size: int
-    resize: int
-    """The short side, before the crop."""
+    crop_fraction: float
+    """The part of the image's short side that the crop has."""
     interpolation: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -51,9 +51,9 @@ def evaluate_published(
 ) -> EvaluationResult:
     """Evaluate the published model that `overrides` name (--model.KEY, --data.KEY, --augment.KEY) on a split.
 
-    Its images are prepared as its publisher evaluates it, unless --augment.resize, --augment.mean, --augment.std or
-    --model.image-size says otherwise. `keep_predictions`: return the logits. Collective. Raises UserError, also if a
-    class of the data is none of the model's.
+    Its images are prepared as its publisher evaluates it, unless --augment.crop-fraction, --augment.resize,
+    --augment.mean, --augment.std or --model.image-size says otherwise. `keep_predictions`: return the logits.
+    Collective. Raises UserError, also if a class of the data is none of the model's.
     """
     config = parse_settings({}, overrides)
     accelerator = create_accelerator(launch)
@@ -112,7 +112,7 @@ def _of_torchvision(name: str) -> Published:
         tuple(frozenset({_plain(category)}) for category in categories),
         tuple(categories),
         int(transforms.crop_size[0]),
-        int(transforms.resize_size[0]),
+        crop_fraction(int(transforms.crop_size[0]), int(transforms.resize_size[0])),
         transforms.interpolation.value,
         tuple(transforms.mean),
         tuple(transforms.std),
@@ -146,12 +146,11 @@ def _of_timm(name: str) -> Published:
         classes = tuple(frozenset({_plain(label)}) for label in own_names)
     else:
         raise UserError(f"--model.name {name}: its publisher gives no class names to compare with the data's.")
-    size = int(found["input_size"][-1])
     return Published(
         classes,
         own_names,
-        size,
-        math.floor(size / found["crop_pct"]),
+        int(found["input_size"][-1]),
+        float(found["crop_pct"]),
         found["interpolation"],
         tuple(found["mean"]),
         tuple(found["std"]),
@@ -194,10 +193,10 @@ def match_classes(data: Sequence[str], model: Sequence[frozenset[str]], shown: S
 def _prepared(config: Config, published: Published) -> tuple[Config, int]:
     """The configuration with the publisher's way to prepare images, where the user says nothing, and the input's
     size."""
-    given = config.model.eval_image_size or config.model.image_size
-    augment, size = config.augment, given or published.image_size
+    augment, model = config.augment, config.model
+    size = model.eval_image_size or model.image_size or published.image_size
     changes: dict[str, Any] = {
-        "resize": augment.resize or (published.resize if given is None else None),
+        "crop_fraction": augment.crop_fraction or (None if augment.resize else published.crop_fraction),
         "interpolation": published.interpolation if published.interpolation == "bicubic" else augment.interpolation,
         "mean": augment.mean or published.mean,
         "std": augment.std or published.std,

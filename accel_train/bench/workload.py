@@ -138,7 +138,7 @@ class Workload:
         logits, losses = self._backward(self.setup.model, cycle(self.examples))
         batch, (_, targets) = self.batches[-1], self.examples[-1]
         setup, nowhere = self.setup, RunDirectory(Path(), writes=False)
-        guard = Guard(setup.config, self.accelerator, setup.model, setup.training.transform, nowhere, Stream(()).emit)
+        guard = Guard(setup.config, self.accelerator, setup.model, setup.training, nowhere, Stream(()).emit)
         meter, state = Meter(self.accelerator, multi_label=self.setup.splits.multi_label), TrainState()
 
         def augment() -> None:

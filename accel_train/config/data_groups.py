@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from accel_train.config.declaration import (
+    ABOVE_0,
     ALL_POSITIVE,
     COUNT,
     DECIDES_SAMPLES,
@@ -132,6 +133,9 @@ class Data:
 class Augment:
     resize: Annotated[int | None, POSITIVE, Synonyms("val-resize-size resize-size")] = None
     """Resize the short side to this many pixels before cropping, in training (not for crop=resized) and evaluation."""
+    crop_fraction: Annotated[float | None, ABOVE_0, Synonyms("crop-pct")] = None
+    """In evaluation the crop has this fraction of the image's short side, at any size, as with timm's crop_pct; in
+    place of augment.resize. Training: as without either."""
     crop: Annotated[Literal["center", "random", "resized"], Synonyms("random-crop random-resized-crop rrc")] = "center"
     """Training crop: the centre, a random position, or torchvision's RandomResizedCrop."""
     pad: Annotated[int, NOT_NEGATIVE] = 0

@@ -33,6 +33,7 @@ class Bound:
 POSITIVE = Bound("a number greater than 0", lambda x: x > 0)
 NOT_NEGATIVE = Bound("a number that is not negative", lambda x: x >= 0)
 FRACTION = Bound("a number from 0 to 1", lambda x: 0 <= x <= 1)  # and a probability
+ABOVE_0 = Bound("a number above 0, at most 1", lambda x: 0 < x <= 1)
 PART = Bound("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
 INTERVAL = Bound("two numbers, 0 < smallest <= largest", lambda x: 0 < x[0] <= x[1])
 COUNT = Bound("a whole number from 1 to 100", lambda x: 1 <= x <= 100)
@@ -44,6 +45,7 @@ JITTER = Bound(
     "one number, or three or four: brightness, contrast, saturation, hue; none negative, hue at most 0.5",
     lambda x: len(x) in (0, 1, 3, 4) and min(x, default=0) >= 0 and max(x[3:], default=0) <= 0.5,
 )
+SIZES = Bound("positive sizes in increasing order", lambda x: list(x) == sorted(set(x)) and min(x, default=1) > 0)
 MILESTONES = Bound("positive epochs in increasing order", lambda x: list(x) == sorted(set(x)) and min(x, default=1) > 0)
 
 

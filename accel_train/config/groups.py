@@ -23,6 +23,7 @@ from accel_train.config.declaration import (
     NOT_NEGATIVE,
     PART,
     POSITIVE,
+    SIZES,
     Free,
     Synonyms,
 )
@@ -51,6 +52,11 @@ class Model:
         int | None, POSITIVE, Synonyms("val-crop-size test-input-size val-image-size eval-crop-size")
     ] = None
     """Height and width in evaluation and prediction, if others; see augment.resize. Default: as in training."""
+    progressive_sizes: Annotated[tuple[int, ...], SIZES, Synonyms("progressive-resizing min-res")] = ()
+    """Smaller heights and widths in training at first, such as 128 160; see model.progressive-epochs. augment.resize
+    becomes smaller in proportion; augment.pad does not. Evaluation does not change."""
+    progressive_epochs: Annotated[tuple[int, ...], MILESTONES, Synonyms("end-ramp")] = ()
+    """The epochs after which each of model.progressive-sizes ends; then the next one begins, or model.image-size."""
     freeze_body: Annotated[bool, Synonyms("freeze-backbone linear-probe freeze-encoder")] = False
     """Train only the last layer; BatchNorm statistics of the other layers do not change."""
     freeze: Annotated[tuple[str, ...], Synonyms("freeze-layers frozen-layers")] = ()
@@ -73,6 +79,30 @@ class Model:
     """Recompute activations in the backward pass: less memory, more time."""
     sync_batchnorm: Annotated[bool, Synonyms("sync-bn syncbn sync-batch-norm")] = False
     """Compute BatchNorm statistics over the micro-batches of all processes (on GPUs), not over virtual batches."""
+
+
+def contradictions_of_model(model: Model, epochs: float, *, cuda_graph: bool) -> dict[str, str]:
+    """As `schema.contradictions`, those of the options of the model."""
+    mistakes: dict[str, str] = {}
+    if model.weights is not None and model.pretrained:
+        mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
+    frozen = model.freeze_body or model.freeze
+    if model.freeze_body and model.freeze:
+        mistakes["model.freeze"] = "none with model.freeze-body=true, which freezes all but the last layer"
+    if model.freeze_epochs is not None and not frozen:
+        mistakes["model.freeze-epochs"] = "none without model.freeze-body or model.freeze: nothing is frozen"
+    if model.freeze_epochs is not None and cuda_graph:
+        mistakes["cuda-graph"] = "false with model.freeze-epochs: what is recorded does not change"
+    if model.gradual_unfreezing and model.freeze_epochs is None:
+        mistakes["model.gradual-unfreezing"] = "false without model.freeze-epochs, after which it begins"
+    if len(model.progressive_epochs) != (count := len(model.progressive_sizes)):
+        many = f"{count} epochs, one" if count != 1 else "one epoch"
+        mistakes["model.progressive-epochs"] = f"{many} for each of model.progressive-sizes"
+    elif model.progressive_epochs and model.progressive_epochs[-1] >= epochs:
+        mistakes["model.progressive-epochs"] = f"epochs below the {epochs:g} of the run"
+    if model.progressive_sizes and cuda_graph:
+        mistakes["cuda-graph"] = "false with model.progressive-sizes: a graph is recorded for one size"
+    return mistakes
 
 
 @dataclass(frozen=True)

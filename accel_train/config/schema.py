@@ -25,7 +25,7 @@ from accel_train.config.declaration import (
     Free,
     Synonyms,
 )
-from accel_train.config.groups import Checkpoint, Ema, Loss, Model, Optim, Schedule, Stop
+from accel_train.config.groups import Checkpoint, Ema, Loss, Model, Optim, Schedule, Stop, contradictions_of_model
 from accel_train.config.origin import Origin
 from accel_train.user_code.reference import CHOSEN_METRICS, metric_name
 
@@ -263,17 +263,9 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes |= _contradictions_of_virtual_batch(config, config.virtual_batch_size)
     if config.schedule.name == "multistep" and not config.schedule.milestones:
         mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
-    if config.model.weights is not None and config.model.pretrained:
-        mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
-    frozen = config.model.freeze_body or config.model.freeze
-    if config.model.freeze_body and config.model.freeze:
-        mistakes["model.freeze"] = "none with model.freeze-body=true, which freezes all but the last layer"
-    if config.model.freeze_epochs is not None and not frozen:
-        mistakes["model.freeze-epochs"] = "none without model.freeze-body or model.freeze: nothing is frozen"
-    if config.model.freeze_epochs is not None and config.cuda_graph:
-        mistakes["cuda-graph"] = "false with model.freeze-epochs: what is recorded does not change"
-    if config.model.gradual_unfreezing and config.model.freeze_epochs is None:
-        mistakes["model.gradual-unfreezing"] = "false without model.freeze-epochs, after which it begins"
+    mistakes |= contradictions_of_model(config.model, config.epochs, cuda_graph=config.cuda_graph)
+    if config.augment.crop_fraction is not None and config.augment.resize is not None:
+        mistakes["augment.crop-fraction"] = "none with augment.resize: both say how evaluation images are resized"
     if config.optim.head_lr is not None and not config.optim.lr:
         mistakes["optim.head-lr"] = "none with optim.lr=0, to which it would be in proportion (model.freeze-body?)"
     if config.data.sampler == "balanced" and config.loss.class_weights == "balanced":

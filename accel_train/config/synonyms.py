@@ -56,8 +56,6 @@ batch-size is that of an update; micro-batch-size is what a process computes at 
     nbs
 Give the whole path of the run: output-dir.
     project exist-ok
-Set augment.resize: the short side before the crop, image-size / crop-pct.
-    crop-pct
 Set data.channels: 1 reads images as grey ones.
     input-img-mode
 optim.lr is that of the whole batch: give lr * batch-size / base size.
@@ -112,7 +110,7 @@ The number of samples follows from the data; data.train-limit and data.test-limi
     fraction overfit-batches fast-dev-run train-num-samples val-num-samples
 In Python, accel_train.api.load_run returns the model.
     embed
-Not supported: all epochs have one size. Train at a small one, then at a larger one with --model.weights RUN.
+Not supported: sizes drawn within an epoch. Sizes that grow from epoch to epoch: model.progressive-sizes.
     train-img-sizes train-batch-sizes train-size-probs train-size-schedule train-size-schedule-spread
     train-size-random-mix variable-batch-loss-scale multi-scale
 Not supported: images are squares of one size (NaFlex, rectangles).

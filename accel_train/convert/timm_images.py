@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from accel_train.config.declaration import POLICIES
@@ -33,7 +32,7 @@ def preprocessing(t: Translation) -> None:
     if channels != 3:
         t.set("data.channels", channels, of="in-chans")
     t.set("model.image-size", height, of="img-size")
-    t.set("augment.resize", math.floor(height / config["crop_pct"]), f"{height} / --crop-pct {config['crop_pct']:g}")
+    t.set("augment.crop-fraction", config["crop_pct"], "timm's --crop-pct", of="crop-pct")
     if config["crop_mode"] != "center":
         t.differs.append(f"evaluation: timm's crop mode of this model is {config['crop_mode']}, here center")
     for key in ("mean", "std"):

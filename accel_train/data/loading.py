@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.parameters import (
     check_channels,
     check_resize,
+    in_evaluation,
     resize_default,
     transforms_each_image,
 )
@@ -31,6 +33,7 @@ from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
 
 if TYPE_CHECKING:
+    from accel_train.data.progressive import ProgressiveInput
     from accel_train.data.side_stream import SideStream
 
 # What `_cores` has returned. A run has an accelerator of its own and up to three pipelines; its entry ends with it.
@@ -58,9 +61,9 @@ class Loader(Protocol):
         """To be called when a pass ends early."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class InputPipeline:
-    """Loads one split and transforms it into the model's input."""
+    """Loads one split and transforms it into the model's input. progressive.py changes its loader and transform."""
 
     loader: Loader
     transform: BatchTransform
@@ -114,22 +117,30 @@ def create_input(
     forward pass of evaluation.
     """
 
-    def pipeline(source: Source, sampler: IndexSampler, *, training: bool) -> InputPipeline:
-        pixels = size if training else config.model.eval_image_size or size
-        return create_input_pipeline(
-            config, splits, source, sampler, accelerator, training=training, size=pixels, memory_format=memory_format
-        )
+    def pipeline(config: Config, source: Source, sampler: IndexSampler, **options: Any) -> InputPipeline:
+        options["memory_format"] = memory_format
+        return create_input_pipeline(config, splits, source, sampler, accelerator, **options)
 
     draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
     repeated = {"repeats": config.data.repeats, "samples": len(splits.train)}
     sampler = TrainingSampler(plan, config.seed, splits.unreadable, draws, **repeated)
+    training = pipeline(config, splits.train, sampler, training=True, size=size)
+    progressive: ProgressiveInput | None = None
+    if config.model.progressive_sizes:
+        from accel_train.data.progressive import ProgressiveInput
+
+        create = partial(pipeline, source=splits.train, sampler=sampler, training=True)
+        progressive = ProgressiveInput(config, training, create)
+    of_evaluation = {"training": False, "size": config.model.eval_image_size or size}
+    batch = plan.processes * evaluation_batch
     return {
         "plan": plan,
         "sampler": sampler,
         "evaluation_batch": evaluation_batch,
-        "training": pipeline(splits.train, sampler, training=True),
+        "training": training,
+        "progressive": progressive,
         "evaluations": {
-            split: pipeline(source, EvaluationSampler(len(source), plan.processes * evaluation_batch), training=False)
+            split: pipeline(config, source, EvaluationSampler(len(source), batch), **of_evaluation)
             for split, source in {"val": splits.validation, "test": splits.test}.items()
             if source is not None
         },
@@ -146,24 +157,29 @@ def create_input_pipeline(
     training: bool,
     size: int,
     memory_format: torch.memory_format = torch.contiguous_format,
+    like: InputPipeline | None = None,
 ) -> InputPipeline:
     """The input pipeline of `source`: its loader, and the transform of its batches (with augmentation if `training`).
 
-    `size` and `memory_format` are of the model's input. Collective: the processes agree on where to keep the images.
+    `size` and `memory_format` are of the model's input. `like`: a pipeline of the same images, which are kept once.
+    Collective: the processes agree on where to keep the images.
 
     Raises UserError if the settings of `config.augment` do not fit the images or the input, or if the images cannot be
     kept where `config.data.placement` says.
     """
-    _check_images(config.augment, splits, source, size, training=training)
+    augment = config.augment if training else in_evaluation(config.augment, size)
+    _check_images(augment, splits, source, size, training=training)
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
-    per_image = transforms_each_image(has_one_size(source), config.augment, training=training)
+    per_image = transforms_each_image(has_one_size(source), augment, training=training)
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    place, size_bytes = choose_place(
-        config.data, source, accelerator, per_image=per_image, local_processes=local_processes
+    place, size_bytes = (
+        choose_place(config.data, source, accelerator, per_image=per_image, local_processes=local_processes)
+        if like is None
+        else (like.placement.place, like.placement.bytes)
     )
     transform = BatchTransform(
-        config.augment,
+        augment,
         size=size,
         mean=mean,
         std=std,
@@ -182,7 +198,7 @@ def create_input_pipeline(
         torch_loader = create_loader(
             source,
             sampler,
-            config.augment,
+            augment,
             training=training,
             size=size,
             seed=config.seed,
@@ -192,6 +208,7 @@ def create_input_pipeline(
             reduced_decode=config.data.reduced_decode,
             draw_parameters=transform.draw_parameters,
             mean=mean,
+            keeps_workers=training and not config.model.progressive_sizes,
         )
         workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(torch_loader)
@@ -207,6 +224,7 @@ def create_input_pipeline(
             pixels_device=device if place == "device" else torch.device("cpu"),
             memory_format=memory_format,
             draw_parameters=transform.draw_parameters,
+            pixels=like.loader.pixels if like is not None and isinstance(like.loader, MemoryLoader) else None,
         )
     placement = Placement(place, size_bytes, workers, prefetch)
     side = None

@@ -219,13 +219,14 @@ class MemoryLoader:
         pixels_device: torch.device,
         memory_format: torch.memory_format,
         draw_parameters: AugmentParameters | None = None,
+        pixels: PixelTensor | None = None,
     ) -> None:
         """`device`: of the batches; `pixels_device`: where the images are kept, the same or the CPU. The result of
-        `draw_parameters` is added to each batch as "parameters"."""
+        `draw_parameters` is added to each batch as "parameters". `pixels`: the images, if they are in memory."""
         self.labels, self.sampler, self.seed = source.labels, sampler, seed
         self.process, self.processes = process, processes
         self.device, self.draw_parameters = device, draw_parameters
-        self.pixels = PixelTensor(source, pixels_device, memory_format)
+        self.pixels = pixels or PixelTensor(source, pixels_device, memory_format)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         share = self.sampler.batch_size // self.processes  # of one micro-batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_train.config.schema import Model
+from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.errors import UserError
 from accel_train.export.formats import Loaded, quietly
 from accel_train.models.factory import more_arguments
@@ -74,7 +74,7 @@ def write_timm(model: nn.Module, settings: Model, info: ModelInfo, rules: dict[s
         "mean": list(info.mean),
         "std": list(info.std),
         "interpolation": rules["interpolation"],
-        "crop_pct": _crop_pct(size, last["resize"]),
+        "crop_pct": crop_fraction(size, last["resize"]),
         "crop_mode": "center",
     }
     config.pop("num_classes", None)
@@ -100,14 +100,6 @@ def write_timm(model: nn.Module, settings: Model, info: ModelInfo, rules: dict[s
         },
         folder / FILES[0],
     )
-
-
-def _crop_pct(size: int, side: int) -> float:
-    """The crop_pct from which timm computes the short side `side`: floor(size / crop_pct)."""
-    ratio = size / side
-    while math.floor(size / ratio) < side:
-        ratio = math.nextafter(ratio, 0)
-    return ratio
 
 
 def load_timm(folder: Path) -> Loaded:

@@ -118,7 +118,7 @@ def create_model(
             f"where there is a network, with the same HF_HOME and TORCH_HOME, such as on the login node: "
             f"{_download_command(model.name)}"
         ) from error
-    _check_forward(made, model.name, channels, image_size)
+    check_forward(made, model.name, channels, image_size)
     return _with_settings(made, model, channels)
 
 
@@ -141,7 +141,7 @@ def _create_hubs(model: Model, architecture: str, num_classes: int, channels: in
 
 def _with_settings(made: nn.Module, model: Model, channels: int) -> nn.Module:
     if model.eval_image_size is not None:
-        _check_forward(made, short_name("model.name", model.name), channels, model.eval_image_size, "eval_image_size")
+        check_forward(made, short_name("model.name", model.name), channels, model.eval_image_size, "eval_image_size")
     if model.gradient_checkpointing:
         _checkpoint_gradients(made, short_name("model.name", model.name))
     if model.freeze or model.freeze_body:
@@ -268,7 +268,7 @@ def _create_timm(model: Model, num_classes: int, channels: int, image_size: int,
     return cast(nn.Module, made)
 
 
-def _check_forward(model: nn.Module, name: str, channels: int, image_size: int, option: str = "image_size") -> None:
+def check_forward(model: nn.Module, name: str, channels: int, image_size: int, option: str = "image_size") -> None:
     """Run one image through the model, so that an impossible image size is an error now, which names the model."""
     model.eval()
     try:

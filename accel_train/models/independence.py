@@ -25,7 +25,7 @@ from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
-from accel_train.models.training_pass import try_training
+from accel_train.models.training_pass import TrainingPass, of_all_sizes, try_training
 from accel_train.models.trial import SAMPLES, class_name, different_images, float_tensors, trace_pass, unchanged
 from accel_train.models.wrapping import release_unrepeatable
 
@@ -47,28 +47,34 @@ def make_independent(
     config: Config, accelerator: Accelerator, model: nn.Module, channels: int, size: int, virtual_batch: int
 ) -> tuple[VirtualBatches, DropoutKeys, Independence]:
     """Convert the layers of `model` that mix samples or draw random numbers, in place, so that what it computes for a
-    sample does not depend on the number of processes; and check that nothing else does. Raises UserError if --bitwise
-    is not possible, or if the device does not have the model's layers."""
+    sample does not depend on the number of processes; and check that nothing else does, with images of `size` pixels
+    and of model.progressive_sizes. Raises UserError if --bitwise is not possible, or if the device does not have the
+    model's layers."""
     _check_synchronized(config, accelerator, model)
     in_update = config.batch_size // virtual_batch if config.bitwise else None
     virtual_batches = VirtualBatches(model, virtual_batch, in_update)
     dropout, modules = convert_dropout(model, config.seed), virtual_batches.modules
     parameter = next(model.parameters())
-    tried = check_independence(
-        model,
-        channels,
-        size,
-        parameter.device,
-        dropout,
-        batch_norms=modules,
-        recomputes=config.model.gradient_checkpointing,
-        bitwise=config.bitwise,
-    )
+    tried, passed = list[Independence](), list[TrainingPass]()
     by_ddp = accelerator.num_processes > 1 and not accelerator.is_fsdp2 and not config.bitwise  # gradients are summed
-    images = different_images(channels, size).to(parameter.device, parameter.dtype)
-    passes = try_training(model, images, modules, gradients=by_ddp)
+    for pixels in (size, *config.model.progressive_sizes):
+        independence = check_independence(
+            model,
+            channels,
+            pixels,
+            parameter.device,
+            dropout,
+            batch_norms=modules,
+            recomputes=config.model.gradient_checkpointing,
+            bitwise=config.bitwise,
+        )
+        tried.append(independence)
+        images = different_images(channels, pixels).to(parameter.device, parameter.dtype)
+        passed.append(try_training(model, images, modules, gradients=by_ddp))
+    warnings = tuple(dict.fromkeys(text for each in tried for text in each.warnings))
+    found = Independence(any(each.needs_functions for each in tried), warnings)
     # All processes must do the same, even if the trial rounded otherwise on another kind of device.
-    independence, passes = broadcast_from_main(accelerator, lambda: (tried, passes))
+    independence, passes = broadcast_from_main(accelerator, lambda: (found, of_all_sizes(passed)))
     independence = replace(independence, warnings=(*independence.warnings, *passes.warnings(bitwise=config.bitwise)))
     if config.bitwise and independence.warnings:
         raise UserError(f"--bitwise: {independence.warnings[0]}")

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.errors import UserError
 from accel_train.launch.compat import TorchDispatchMode
 from accel_train.models.trial import other_states, restored
 
@@ -59,6 +60,24 @@ class TrainingPass:
             accelerator.ddp_handler.find_unused_parameters = self.leaves_out
             # Processes with different buffers would not go on in the same way after a restart: all use the main's.
             accelerator.ddp_handler.broadcast_buffers = bool(self.changing)
+
+
+def of_all_sizes(passes: Sequence[TrainingPass]) -> TrainingPass:
+    """What is found in passes with images of several sizes. Raises UserError if one layer's statistics are counted in
+    different ways."""
+    if len(passes) == 1:
+        return passes[0]
+    if len({each.of_no_sample for each in passes}) > 1:
+        raise UserError(
+            "--model.progressive-sizes: a BatchNorm of the model normalises values of its samples at some of the sizes "
+            "only. Train this model at one size."
+        )
+    changing, irregular, uneven = (
+        tuple(dict.fromkeys(value for each in passes for value in getattr(each, name)))
+        for name in ("changing", "irregular", "uneven")
+    )
+    leaves_out = any(each.leaves_out for each in passes)
+    return TrainingPass(changing, leaves_out, irregular, passes[0].of_no_sample, uneven)
 
 
 def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *, gradients: bool) -> TrainingPass:

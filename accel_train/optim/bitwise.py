@@ -149,7 +149,7 @@ REPLACED: dict[type[nn.Module], type[nn.Module]] = {
 
 def use_deterministic_layers(config: Config, model: nn.Module, channels: int, size: int) -> None:
     """With --bitwise, replace the layers of `model` that have no deterministic kernel on CUDA, in place, and look for
-    others with random images [4, channels, size, size].
+    others with random images [4, channels, size, size], and those of model.progressive_sizes.
 
     `model` is on its device; on a CPU nothing is done, because all its kernels are deterministic. Raises UserError if a
     backward pass has an operator that is not.
@@ -162,12 +162,12 @@ def use_deterministic_layers(config: Config, model: nn.Module, channels: int, si
         replacement = REPLACED.get(type(module))
         if replacement is not None and not getattr(module, "return_indices", False):
             module.__class__ = replacement
-    images = different_images(channels, size).to(device, parameter.dtype)
     try:
         with restored(model, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            output = model(images)
-            output.float().square().sum().backward()
+            for pixels in (size, *config.model.progressive_sizes):
+                output = model(different_images(channels, pixels).to(device, parameter.dtype))
+                output.float().square().sum().backward()
     except Exception as error:  # whatever a model does: only this mistake is looked for
         if found := re.search(r"^(\S+) does not have a deterministic implementation", str(error)):
             raise UserError(

@@ -19,7 +19,18 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_train.errors import LOGGER, columns, is_terminal, one_line, wrapped
-from accel_train.records.events import Ended, Evaluated, Event, Logged, Rewound, Said, Skipped, UpdateDone, Warned
+from accel_train.records.events import (
+    Ended,
+    Evaluated,
+    Event,
+    ImageSizeChanged,
+    Logged,
+    Rewound,
+    Said,
+    Skipped,
+    UpdateDone,
+    Warned,
+)
 from accel_train.records.meter import Pace
 from accel_train.records.metrics import headlines
 from accel_train.records.terminal import Display, EpochRow, NotebookDisplay, command_lines, line_of
@@ -88,6 +99,8 @@ class Console:
                 self.show_training(event.update, event.epoch, event.figures)
             case Evaluated():
                 self.show_evaluation(event.name, event.epoch, event.figures, event.seconds)
+            case ImageSizeChanged():
+                self.say(f"{self._epoch(event.epoch)}  training images of {event.size}x{event.size} pixels")
             case Said():
                 self.say(*event.lines)
             case Warned():

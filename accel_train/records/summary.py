@@ -62,7 +62,7 @@ def describe(
         "classes": class_counts(splits),
         "drawn": _drawn(config, plan),
         "input": str(placement),
-        "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
+        "model": f"{model_name} for {size}x{size} pixels{_growing(config)}, {parameters:,} parameters",
         "weights": loaded,
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
         "batch": f"{plan.division}; {plan.updates_per_epoch} updates an epoch"
@@ -86,6 +86,13 @@ def _drawn(config: Config, plan: Plan) -> str:
         return ""
     how_often = "an epoch may have an image more than once, or not at all"
     return f"{plan.samples_per_epoch:,} an epoch, {DRAWN[config.data.sampler]}: {how_often}"
+
+
+def _growing(config: Config) -> str:
+    """Return which sizes the images of the first epochs have; "" if all epochs have one size."""
+    ends = zip(config.model.progressive_sizes, config.model.progressive_epochs, strict=True)
+    smaller = ", ".join(f"{size}x{size} until epoch {end}" for size, end in ends)
+    return f" (training: {smaller})" * bool(smaller)
 
 
 def _named(splits: Splits) -> str:

@@ -32,7 +32,7 @@ from torchvision.utils import save_image
 
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
-from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.loading import InputPipeline
 from accel_train.errors import UserError
 from accel_train.files import set_default_permissions
 from accel_train.launch.compat import flag_nonfinite, scale_without_waiting
@@ -61,12 +61,12 @@ class Guard:
         config: Config,
         accelerator: Accelerator,
         model: nn.Module,
-        transform: BatchTransform,
+        training: InputPipeline,
         directory: RunDirectory,
         emit: Callable[[Event], None],
     ) -> None:
-        """`model`: as Accelerate prepared it; `transform`: of training batches; `emit`: says what happens."""
-        self.config, self.accelerator, self.transform = config, accelerator, transform
+        """`model`: as Accelerate prepared it; `training`: the input pipeline; `emit`: says what happens."""
+        self.config, self.accelerator, self.training = config, accelerator, training
         self.directory, self.emit = directory, emit
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = list(model.buffers())
@@ -217,7 +217,7 @@ class Guard:
             folder.mkdir(exist_ok=True)
             own_file = folder / f"{name}-rank-{self.accelerator.process_index}"
             # The augmentation is a function of the batch alone, so the model's input can be computed again.
-            tensors = [{**batch, "inputs": self.transform(batch)[0]} for batch in window.batches]
+            tensors = [{**batch, "inputs": self.training.transform(batch)[0]} for batch in window.batches]
             together = {
                 key: torch.cat([batch[key] for batch in tensors]).cpu().contiguous()
                 for key, values in tensors[0].items()

@@ -108,7 +108,7 @@ class Run:
         self._failures = 0  # failed saves that the user has been warned of
         self.sinks = create_sinks(setup, self.directory, self.console, self.ledger, observers, requests)
         self.emit = Stream(self.sinks).emit
-        self.guard = Guard(config, self.accelerator, setup.model, setup.training.transform, self.directory, self.emit)
+        self.guard = Guard(config, self.accelerator, setup.model, setup.training, self.directory, self.emit)
 
     def __enter__(self) -> Run:
         with ExitStack() as around:

@@ -71,6 +71,13 @@ def test_the_logits_are_those_of_timm(
         theirs = torch.cat([net(transform(Image.open(path).convert("RGB"))[None]) for path in found.paths])
     # The same resizing but for Pillow's rounding to whole pixel values.
     np.testing.assert_allclose(found.logits, theirs[:, [1, 3, 2]].numpy(), atol=0.02)
+    # At another size, with the publisher's crop_pct.
+    assert cli.main(words(model, photos, *files[:2], "--model.eval-image-size", "64")) == 0
+    smaller = read_predictions(tmp_path / "p.npz").logits
+    small = create_transform(**{**resolve_data_config({}, model=net, use_test_size=True), "input_size": (3, 64, 64)})
+    with torch.inference_mode():
+        theirs = torch.cat([net(small(Image.open(path).convert("RGB"))[None]) for path in found.paths])
+    np.testing.assert_allclose(smaller, theirs[:, [1, 3, 2]].numpy(), atol=0.02)
     figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
     assert figures["model"]["accuracy"] == (found.logits.argmax(1) == found.labels).mean()
     assert figures["model"]["weights"] == f"local-dir:{model}"
@@ -112,9 +119,9 @@ def test_what_is_not_published_is_told(capsys: pytest.CaptureFixture[str], more:
 
 def test_imagenet_is_known_by_id_and_by_name() -> None:
     published = describe(Model(name="resnet18", pretrained=True))
-    assert len(published.classes) == 1000 and (published.image_size, published.resize) == (288, 288)
+    assert len(published.classes) == 1000 and (published.image_size, published.crop_fraction) == (288, 1.0)
     columns = match_classes(["tench", "n01443537", "great_white_shark"], published.classes, published.shown, "resnet18")
     assert columns == [0, 1, 2]
     theirs = describe(Model(name="torchvision/resnet18", pretrained=True))
-    assert (theirs.image_size, theirs.resize, theirs.interpolation) == (224, 256, "bilinear")
+    assert (theirs.image_size, theirs.crop_fraction, theirs.interpolation) == (224, 0.875, "bilinear")
     assert match_classes(["tench", "goldfish"], theirs.classes, theirs.shown, "torchvision/resnet18") == [0, 1]

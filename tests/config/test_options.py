@@ -249,7 +249,7 @@ def test_each_slip_in_a_recipe_is_told_with_its_line(tmp_path: Path, content: by
         ("max-steps", "Did you mean 'stop.updates'?"),
         ("min-epochs", "A run ends after its epochs"),
         ("tta", "Not supported: a model evaluates each image once"),
-        ("crop-pct", "Set augment.resize"),
+        ("crop-pct", "Did you mean 'augment.crop-fraction'?"),
         ("deterministic", "see bitwise"),
     ],
 )  # fmt: skip
@@ -501,6 +501,8 @@ def configs(draw: st.DrawFn) -> Config:
         values["loss"]["class_weights"] = "none"
     if values["loss"]["name"] != "binary_cross_entropy":
         values["loss"] |= {"bce_target_threshold": None, "bce_sum": False, "bce_pos_weight": ()}
+    if values["augment"]["resize"] is not None:
+        values["augment"]["crop_fraction"] = None
     if values["model"]["weights"] is not None:
         values["model"]["pretrained"] = False
     model, schedule = values["model"], values["schedule"]
@@ -508,6 +510,7 @@ def configs(draw: st.DrawFn) -> Config:
     if not (model["freeze_body"] or model["freeze"]):
         model["freeze_epochs"] = None
     model["gradual_unfreezing"] = model["gradual_unfreezing"] and model["freeze_epochs"] is not None
+    model["progressive_sizes"], model["progressive_epochs"] = (), ()
     if not values["optim"]["lr"]:
         values["optim"]["head_lr"] = None
     schedule["cooldown_epochs"] = 0.0

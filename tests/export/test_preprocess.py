@@ -13,6 +13,7 @@ from torch import Tensor
 from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import decode
+from accel_train.data.transforms.parameters import crop_fraction, in_evaluation
 from accel_train.export.preprocess import prepare, rules_of
 from accel_train.records.model_info import ModelInfo
 
@@ -59,6 +60,21 @@ def test_the_pixels_are_those_of_evaluation(
         limit = 2.01 if interpolation == "bicubic" else 1.01
         assert apart.max() <= (limit if native is None else 2.6), (width, height)
         assert apart.mean() <= 0.5, (width, height)
+
+
+@pytest.mark.parametrize(("native", "size", "side"), [(None, 64, 67), (None, 61, 64), (32, 64, 67), (28, 28, 29)])
+def test_a_crop_fraction_is_that_of_the_input(native: int | None, size: int, side: int, tmp_path: Path) -> None:
+    picture(100, 75).save(tmp_path / "one.png")
+    augment, info = Augment(crop_fraction=0.95), info_of(size, native)
+    assert rules_of(info, augment) == rules_of(info, Augment(resize=side))
+    assert levels_apart(tmp_path / "one.png", info, augment).mean() <= 0.5
+
+
+def test_a_fraction_is_as_short_as_it_can_be() -> None:
+    assert [crop_fraction(224, side) for side in (224, 232, 235, 256)] == [1.0, 0.9655, 0.95, 0.875]
+    for size in (1, 7, 31, 224, 288):
+        for side in range(size, 2 * size + 2):
+            assert in_evaluation(Augment(crop_fraction=crop_fraction(size, side)), size) == Augment(resize=side)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

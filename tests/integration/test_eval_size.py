@@ -37,6 +37,10 @@ def words(root: Path, run: Path, *more: str) -> list[str]:
     return [*line.split(), "--data.root", str(root), "--output-dir", str(run), *more]
 
 
+def loss_of_result(run: Path) -> float:
+    return float(json.loads((run / "result.json").read_text())["test_loss"])
+
+
 def loss_of(run: Path) -> float:
     found = json.loads((run / "evaluation-test.json").read_text())
     return float((found.get("ema") or found["model"])["loss"])
@@ -61,6 +65,34 @@ def test_a_run_trains_at_one_size_and_is_evaluated_at_another(photos: Path, tmp_
     assert loss_of(small) == pytest.approx(losses[1], rel=1e-6)
     assert main(["evaluate", str(both), "--model.eval_image_size=16"]) == 0
     assert loss_of(both) == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_the_evaluation_crops_the_same_fraction_at_any_size(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, cropped = tmp_path / "plain", tmp_path / "cropped"
+    line = ["--model.image-size", "16", "--augment.crop", "random"]
+    assert main(words(photos, plain, *line)) == 0
+    assert main(words(photos, cropped, *line, "--augment.crop-fraction", "0.6")) == 0
+    # Training is the same: it resizes as without the option. The evaluation has seen a smaller part of the images.
+    weights = [load(run).model.state_dict() for run in (plain, cropped)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert loss_of_result(plain) != loss_of_result(cropped)
+    for size, short_side in ((16, 26), (24, 40)):
+        sizes = ["--model.eval-image-size", str(size)]
+        assert main(["evaluate", str(cropped), *sizes]) == 0
+        found = loss_of(cropped)
+        assert main(["evaluate", str(plain), *sizes, "--augment.resize", str(short_side)]) == 0
+        assert loss_of(plain) == found
+        assert size != 16 or found == pytest.approx(loss_of_result(cropped), rel=1e-6)
+    capsys.readouterr()
+    assert main(["evaluate", str(cropped), "--augment.resize", "28"]) == 2
+    message = capsys.readouterr().err
+    assert "augment.crop-fraction: expected none with augment.resize" in message and message.count("\n") == 1
+    # The way out of it, in both directions.
+    assert main(["evaluate", str(cropped), "--augment.resize", "26", "--augment.crop-fraction", "none"]) == 0
+    assert main(words(photos, tmp_path / "none", *line, "--augment.crop-fraction", "1.2")) == 2
+    assert "expected a number above 0, at most 1" in capsys.readouterr().err
 
 
 def test_predict_and_export_take_the_size_of_evaluation(

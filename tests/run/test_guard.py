@@ -38,8 +38,8 @@ def guard_of(folder: Path, model: nn.Module, policy: str, processes: int = 1) ->
         num_processes=processes, process_index=0, is_main_process=True, device=device, scaler=None
     )
     directory: Any = SimpleNamespace(path=folder, lease=SimpleNamespace(holds=lambda: True))
-    transform: Any = lambda batch: (batch["images"].float(), None)  # noqa: E731
-    return Guard(Config(on_nonfinite=policy), accelerator, model, transform, directory, lambda _: None)  # type: ignore[arg-type]
+    training: Any = SimpleNamespace(transform=lambda batch: (batch["images"].float(), None))
+    return Guard(Config(on_nonfinite=policy), accelerator, model, training, directory, lambda _: None)  # type: ignore[arg-type]
 
 
 def passes(guard: Guard, model: nn.Module, state: TrainState, factor: float) -> bool:

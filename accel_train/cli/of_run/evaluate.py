@@ -18,7 +18,7 @@ from accel_train.launch.environment import prepare_environment
 if TYPE_CHECKING:
     from accel_train.analysis.measure import EvaluationResult
 
-SIZES = ("model.eval-image-size", "augment.resize")
+SIZES = ("model.eval-image-size", "augment.resize", "augment.crop-fraction")
 """Options of a training that evaluate and predict take, too."""
 
 
@@ -39,8 +39,8 @@ class _Evaluation(CommandOptions):
 class Evaluate(_Evaluation):
     """Evaluate a run's model over every sample of a split, each exactly once, with the run's own configuration.
 
-    --data.KEY VALUE changes the data of the run: another folder, or a limit; --model.eval-image-size and
-    --augment.resize change the size of the images. With several processes: accelerate
+    --data.KEY VALUE changes the data of the run: another folder, or a limit; --model.eval-image-size,
+    --augment.resize and --augment.crop-fraction change the size of the images. With several processes: accelerate
     launch … -m accel_train evaluate RUN. All figures, also per class, are written to RUN/evaluation-SPLIT.json, which
     the next evaluation overwrites, and to a new file in RUN/evaluations. A published model needs no run: accel-train
     evaluate --model.name resnet50 --model.pretrained true --data.name folder --data.root DIR.

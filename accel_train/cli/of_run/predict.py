@@ -31,8 +31,8 @@ class Predict(CommandOptions):
     """Show the most probable classes of images, according to a run's model.
 
     If the run has a temperature (`accel-train evaluate RUN` fits it), the calibrated probabilities are shown, too.
-    --model.eval-image-size and --augment.resize change the size of the images. The row of an image that cannot be read
-    says so; the other images are classified, and the exit code is 1.
+    --model.eval-image-size, --augment.resize and --augment.crop-fraction change the size of the images. The row of an
+    image that cannot be read says so; the other images are classified, and the exit code is 1.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]

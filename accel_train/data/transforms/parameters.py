@@ -7,6 +7,7 @@ GPU the same numbers would take about 200 kernels of a few microseconds each in 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from enum import IntEnum, auto
 
@@ -274,6 +275,23 @@ def check_resize(augment: Augment, size: int) -> None:
         raise UserError(
             f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
         )
+
+
+def in_evaluation(augment: Augment, size: int) -> Augment:
+    """The options for the images of an evaluation, at an input of `size` pixels: augment.crop_fraction has become the
+    augment.resize that it is there, rounded down as in timm's transforms_imagenet_eval."""
+    if augment.crop_fraction is None:
+        return augment
+    return dataclasses.replace(augment, resize=math.floor(size / augment.crop_fraction), crop_fraction=None)
+
+
+def crop_fraction(size: int, short_side: int) -> float:
+    """The shortest augment.crop_fraction with which a crop of `size` pixels is from images with this short side."""
+    for digits in range(2, 16):
+        fraction = round(size / short_side, digits)
+        if fraction > 0 and math.floor(size / fraction) == short_side:
+            return fraction
+    return math.nextafter(size / short_side, 0)
 
 
 def resize_default(size: int) -> int:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, first_of, one_line, reason_of
 from accel_train.keyed import key
-from accel_train.models.factory import create_model
+from accel_train.models.factory import check_forward, create_model
 from accel_train.models.wrapping import classifier_names, input_names
 from accel_train.untrusted import open_regular_file
+from accel_train.user_code.reference import short_name
 
 
 def create_new_model(
@@ -54,6 +55,8 @@ def create_new_model(
             published=published,
             origin=config.origin,
         )
+    for smaller in config.model.progressive_sizes:
+        check_forward(model, short_name("model.name", config.model.name), channels, smaller, "progressive_sizes")
     loaded = load_into(model, weights, classes, channels) if weights is not None else ""
     model = model.to(accelerator.device)
     if not config.model.sync_batchnorm:
