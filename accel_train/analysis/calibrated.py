@@ -13,7 +13,6 @@ from typing import Any
 
 from accel_train.analysis.figures import TEMPERATURES
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.parameters import in_evaluation
 from accel_train.errors import one_line
 from accel_train.files import sha256
 from accel_train.records.model_info import ModelInfo
@@ -32,7 +31,7 @@ class Calibration:
 
 def fitted_with(digest: str, image_size: int, augment: Augment) -> dict[str, Any]:
     """What a temperature is kept with: the SHA-256 of the weights and the sizes of the images."""
-    return {"sha256": digest, "image_size": image_size, "resize": in_evaluation(augment, image_size).resize}
+    return {"sha256": digest, "image_size": image_size, "resize": augment.in_evaluation(image_size).resize}
 
 
 def find_calibration(run: Path, weights: Path, info: ModelInfo, augment: Augment) -> Calibration:

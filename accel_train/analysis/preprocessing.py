@@ -8,7 +8,7 @@ from torch import Tensor
 from accel_train.config.schema import Augment
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.image import ImageTransform
-from accel_train.data.transforms.parameters import check_resize, in_evaluation
+from accel_train.data.transforms.parameters import check_resize
 from accel_train.records.model_info import ModelInfo
 
 
@@ -17,7 +17,7 @@ class Preprocessing:
 
     def __init__(self, info: ModelInfo, augment: Augment, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        augment = in_evaluation(augment, info.image_size)
+        augment = augment.in_evaluation(info.image_size)
         check_resize(augment, info.image_size)
         native = info.native_size
         if native is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -251,6 +252,13 @@ class Augment:
         """Whether images of one size, too, are augmented one at a time, by data workers."""
         transforms = self.policy != "none" or self.own != "none" or self.turns or self.perspective > 0
         return transforms or self.crop == "resized" or self.train_interpolation == "random"
+
+    def in_evaluation(self, size: int) -> Augment:
+        """The same for an evaluation with an input of `size` pixels: `crop_fraction` has become the `resize` that it is
+        there, rounded down as in timm's transforms_imagenet_eval."""
+        if self.crop_fraction is None:
+            return self
+        return replace(self, resize=math.floor(size / self.crop_fraction), crop_fraction=None)
 
     def interpolation_of(self, *, training: bool) -> str:
         """How images are resized: bilinear, bicubic or random."""

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 
 from accel_train import models
 from accel_train.config.schema import Augment, Config
-from accel_train.data.memory import MemoryLoader, Placement, choose_place
+from accel_train.data.memory import MemoryLoader, Place, Placement, choose_place
 from accel_train.data.order.drawing import create_draws
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, IndexSampler, TrainingSampler
@@ -25,7 +25,6 @@ from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.parameters import (
     check_channels,
     check_resize,
-    in_evaluation,
     resize_default,
     transforms_each_image,
 )
@@ -162,22 +161,15 @@ def create_input_pipeline(
     """The input pipeline of `source`: its loader, and the transform of its batches (with augmentation if `training`).
 
     `size` and `memory_format` are of the model's input. `like`: a pipeline of the same images, which are kept once.
-    Collective: the processes agree on where to keep the images.
-
-    Raises UserError if the settings of `config.augment` do not fit the images or the input, or if the images cannot be
-    kept where `config.data.placement` says.
+    Collective: the processes agree on where to keep the images. Raises UserError if the settings of `config.augment` do
+    not fit the images or the input, or if the images cannot be kept where `config.data.placement` says.
     """
-    augment = config.augment if training else in_evaluation(config.augment, size)
+    augment = config.augment if training else config.augment.in_evaluation(size)
     _check_images(augment, splits, source, size, training=training)
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
     per_image = transforms_each_image(has_one_size(source), augment, training=training)
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    place, size_bytes = (
-        choose_place(config.data, source, accelerator, per_image=per_image, local_processes=local_processes)
-        if like is None
-        else (like.placement.place, like.placement.bytes)
-    )
+    place, size_bytes = _place(config, source, accelerator, per_image=per_image, like=like)
     transform = BatchTransform(
         augment,
         size=size,
@@ -233,6 +225,15 @@ def create_input_pipeline(
 
         side = SideStream(device)
     return InputPipeline(loader, transform, len(source), placement, side, splits.multi_label)
+
+
+def _place(
+    config: Config, source: Source, accelerator: Accelerator, *, per_image: bool, like: InputPipeline | None
+) -> tuple[Place, int | None]:
+    if like is not None:
+        return like.placement.place, like.placement.bytes
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return choose_place(config.data, source, accelerator, per_image=per_image, local_processes=local_processes)
 
 
 def _check_images(augment: Augment, splits: Splits, source: Source, size: int, *, training: bool) -> None:

@@ -8,23 +8,30 @@ processes, and after a restart or a rewind.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from accel_train.config.schema import Augment, Config, Model
-from accel_train.data.loading import InputPipeline
+from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
+
+
+class Pipeline(Protocol):
+    """What depends on the size in an InputPipeline (loading.py)."""
+
+    loader: Any
+    transform: BatchTransform
 
 
 class Create(Protocol):
     """Creates a pipeline of the training images with another size; those in memory are the same as those of `like`."""
 
-    def __call__(self, config: Config, *, size: int, like: InputPipeline) -> InputPipeline: ...
+    def __call__(self, config: Config, *, size: int, like: Any) -> Pipeline: ...
 
 
 class ProgressiveInput:
     """The training's input pipeline, whose size changes where an epoch with another one begins."""
 
-    def __init__(self, config: Config, pipeline: InputPipeline, create: Create) -> None:
+    def __init__(self, config: Config, pipeline: Pipeline, create: Create) -> None:
         """`pipeline`: the training's, with the size of the last epochs. Collective.
 
         What the other sizes need is created now, so that a mistake is told before the first epoch: loaders, which start

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.parameters import in_evaluation, resize_default
+from accel_train.data.transforms.parameters import resize_default
 from accel_train.records.model_info import ModelInfo
 
 FILE = "preprocess.json"
@@ -43,7 +43,7 @@ def rules_of(info: ModelInfo, augment: Augment) -> dict[str, Any]:
 def _steps(info: ModelInfo, augment: Augment) -> list[dict[str, int]]:
     """Each step resizes the short side and cuts the central square, whose corner is rounded half to even."""
     size, native = info.image_size, info.native_size
-    augment = in_evaluation(augment, size)
+    augment = augment.in_evaluation(size)
     if native is None:
         return [{"resize": augment.resize or resize_default(size), "crop": size}]
     steps, side = [{"resize": native, "crop": native}], augment.resize or size

@@ -13,7 +13,7 @@ from torch import Tensor
 from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import decode
-from accel_train.data.transforms.parameters import crop_fraction, in_evaluation
+from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.export.preprocess import prepare, rules_of
 from accel_train.records.model_info import ModelInfo
 
@@ -74,7 +74,7 @@ def test_a_fraction_is_as_short_as_it_can_be() -> None:
     assert [crop_fraction(224, side) for side in (224, 232, 235, 256)] == [1.0, 0.9655, 0.95, 0.875]
     for size in (1, 7, 31, 224, 288):
         for side in range(size, 2 * size + 2):
-            assert in_evaluation(Augment(crop_fraction=crop_fraction(size, side)), size) == Augment(resize=side)
+            assert Augment(crop_fraction=crop_fraction(size, side)).in_evaluation(size) == Augment(resize=side)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

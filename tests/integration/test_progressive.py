@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from accel_train.checkpoint.directory import delete_checkpoint, list_updates
 from accel_train.cli import main
-from accel_train.config.recipe import parse
+from accel_train.config.options import parse
 from accel_train.data.memory import MemoryLoader
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.environment import prepare_environment

@@ -7,7 +7,6 @@ GPU the same numbers would take about 200 kernels of a few microseconds each in 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from enum import IntEnum, auto
 
@@ -275,14 +274,6 @@ def check_resize(augment: Augment, size: int) -> None:
         raise UserError(
             f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
         )
-
-
-def in_evaluation(augment: Augment, size: int) -> Augment:
-    """The options for the images of an evaluation, at an input of `size` pixels: augment.crop_fraction has become the
-    augment.resize that it is there, rounded down as in timm's transforms_imagenet_eval."""
-    if augment.crop_fraction is None:
-        return augment
-    return dataclasses.replace(augment, resize=math.floor(size / augment.crop_fraction), crop_fraction=None)
 
 
 def crop_fraction(size: int, short_side: int) -> float:
