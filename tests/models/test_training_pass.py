@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torchvision.ops import FrozenBatchNorm2d
 
+from accel_train.errors import UserError
 from accel_train.models.batchnorm import VirtualBatches
-from accel_train.models.training_pass import TrainingPass, try_training
+from accel_train.models.training_pass import TrainingPass, of_all_sizes, try_training
 from accel_train.models.trial import different_images, unused_parameters_advice
 
 
@@ -230,3 +231,14 @@ class TestBatchNorms:
         warnings = found.warnings(bitwise=False)
         assert len(warnings) == uneven and not found.warnings(bitwise=True)
         assert not uneven or "1.norm (VirtualBatchNorm1d) normalises together" in warnings[0]
+
+
+def test_passes_with_images_of_several_sizes_are_one() -> None:
+    small, large = TrainingPass(("a.running_mean (InstanceNorm2d)",), False, (1,)), TrainingPass((), True, (0, 1))
+    assert of_all_sizes([small]) is small
+    both = TrainingPass(("a.running_mean (InstanceNorm2d)",), True, (1, 0))
+    assert of_all_sizes([small, large]) == both
+    with pytest.raises(
+        UserError, match="--model.progressive-sizes: a BatchNorm of the model .* Train this model at one"
+    ):
+        of_all_sizes([TrainingPass(of_no_sample=(0,)), TrainingPass()])
