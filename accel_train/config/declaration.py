@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from accel_train.errors import nearest
-from accel_train.user_code.reference import parse_reference
+from accel_train.user_code.reference import CHOSEN_METRICS, parse_reference
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,19 @@ POLICY = Bound(
     names=POLICIES,
     hint=policy_mistake,
 )
+
+
+BEST_METRICS = ("accuracy", "loss", "f1", "map")
+"""Those of the metrics in records/metrics.py that --best-metric may name without --metrics."""
+NAMES_OF_FIGURES = {
+    *BEST_METRICS, *CHOSEN_METRICS, "micro_map", "micro_f1", "balanced_accuracy", "precision", "recall",
+    "weighted_precision", "weighted_recall", "weighted_f1", "calibration_error", "calibration", "accuracy_interval",
+    "temperature", "confusion", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
+    "images", "lr", "images_per_second", "data_wait_fraction",
+}  # fmt: skip
+"""The keys beside which a user's metric is written: in metrics.jsonl, in evaluation-SPLIT.json, and in result.json."""
+FALLING: tuple[Literal["cosine", "poly", "one_cycle"], ...] = ("cosine", "poly", "one_cycle")
+"""Schedules that fall until the last epoch, so that the number of epochs cannot change in a run."""
 
 
 @dataclass(frozen=True)

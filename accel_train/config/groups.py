@@ -81,30 +81,6 @@ class Model:
     """Compute BatchNorm statistics over the micro-batches of all processes (on GPUs), not over virtual batches."""
 
 
-def contradictions_of_model(model: Model, epochs: float, *, cuda_graph: bool) -> dict[str, str]:
-    """As `schema.contradictions`, those of the options of the model."""
-    mistakes: dict[str, str] = {}
-    if model.weights is not None and model.pretrained:
-        mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
-    frozen = model.freeze_body or model.freeze
-    if model.freeze_body and model.freeze:
-        mistakes["model.freeze"] = "none with model.freeze-body=true, which freezes all but the last layer"
-    if model.freeze_epochs is not None and not frozen:
-        mistakes["model.freeze-epochs"] = "none without model.freeze-body or model.freeze: nothing is frozen"
-    if model.freeze_epochs is not None and cuda_graph:
-        mistakes["cuda-graph"] = "false with model.freeze-epochs: what is recorded does not change"
-    if model.gradual_unfreezing and model.freeze_epochs is None:
-        mistakes["model.gradual-unfreezing"] = "false without model.freeze-epochs, after which it begins"
-    if len(model.progressive_epochs) != (count := len(model.progressive_sizes)):
-        many = f"{count} epochs, one" if count != 1 else "one epoch"
-        mistakes["model.progressive-epochs"] = f"{many} for each of model.progressive-sizes"
-    elif model.progressive_epochs and model.progressive_epochs[-1] >= epochs:
-        mistakes["model.progressive-epochs"] = f"epochs below the {epochs:g} of the run"
-    if model.progressive_sizes and cuda_graph:
-        mistakes["cuda-graph"] = "false with model.progressive-sizes: a graph is recorded for one size"
-    return mistakes
-
-
 @dataclass(frozen=True)
 class Optim:
     name: Annotated[str, Synonyms("optimizer opt optim optimizer-name")] = "sgd"

@@ -17,15 +17,18 @@ from typing import Annotated, Any, Literal
 from accel_train.config.data_groups import Augment, Data
 from accel_train.config.declaration import (
     AFTER_FAILURE,
+    BEST_METRICS,
     DECIDES_SAMPLES,
     ENDS_RUN,
+    FALLING,
+    NAMES_OF_FIGURES,
     NOT_NEGATIVE,
     ONE_START,
     POSITIVE,
     Free,
     Synonyms,
 )
-from accel_train.config.groups import Checkpoint, Ema, Loss, Model, Optim, Schedule, Stop, contradictions_of_model
+from accel_train.config.groups import Checkpoint, Ema, Loss, Model, Optim, Schedule, Stop
 from accel_train.config.origin import Origin
 from accel_train.user_code.reference import CHOSEN_METRICS, metric_name
 
@@ -43,17 +46,6 @@ __all__ = [
     "as_dict",
     "to_yaml",
 ]
-
-
-BEST_METRICS = ("accuracy", "loss", "f1", "map")
-"""Those of the metrics in records/metrics.py that --best-metric may name without --metrics."""
-NAMES_OF_FIGURES = {
-    *BEST_METRICS, *CHOSEN_METRICS, "micro_map", "micro_f1", "balanced_accuracy", "precision", "recall",
-    "weighted_precision", "weighted_recall", "weighted_f1", "calibration_error", "calibration", "accuracy_interval",
-    "temperature", "confusion", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
-    "images", "lr", "images_per_second", "data_wait_fraction",
-}  # fmt: skip
-"""The keys beside which a user's metric is written: in metrics.jsonl, in evaluation-SPLIT.json, and in result.json."""
 
 
 @dataclass(frozen=True)
@@ -213,10 +205,6 @@ def best_metric(config: Config, *, multi_label: bool) -> str:
     return config.best_metric or ("map" if multi_label else "accuracy")
 
 
-FALLING: tuple[Literal["cosine", "poly", "one_cycle"], ...] = ("cosine", "poly", "one_cycle")
-"""Schedules that fall until the last epoch, so that the number of epochs cannot change in a run."""
-
-
 def _contradictions_of_schedule(config: Config) -> dict[str, str]:
     schedule, mistakes = config.schedule, dict[str, str]()
     if schedule.warmup_epochs > config.epochs:
@@ -237,6 +225,28 @@ def _contradictions_of_schedule(config: Config) -> dict[str, str]:
     if config.cuda_graph and (moves or config.ema.every_updates > 1):
         option = "ema.every-updates" if config.ema.every_updates > 1 else "a momentum that changes"
         mistakes["cuda-graph"] = f"false with {option}, which a graph cannot record"
+    return mistakes
+
+
+def _contradictions_of_model(model: Model, epochs: float, *, cuda_graph: bool) -> dict[str, str]:
+    mistakes: dict[str, str] = {}
+    if model.weights is not None and model.pretrained:
+        mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
+    frozen = model.freeze_body or model.freeze
+    if model.freeze_body and model.freeze:
+        mistakes["model.freeze"] = "none with model.freeze-body=true, which freezes all but the last layer"
+    if model.freeze_epochs is not None and not frozen:
+        mistakes["model.freeze-epochs"] = "none without model.freeze-body or model.freeze: nothing is frozen"
+    if model.freeze_epochs is not None and cuda_graph:
+        mistakes["cuda-graph"] = "false with model.freeze-epochs: what is recorded does not change"
+    if model.gradual_unfreezing and model.freeze_epochs is None:
+        mistakes["model.gradual-unfreezing"] = "false without model.freeze-epochs, after which it begins"
+    if len(model.progressive_epochs) != len(model.progressive_sizes):
+        mistakes["model.progressive-epochs"] = "as many epochs as model.progressive-sizes has sizes"
+    elif model.progressive_epochs and model.progressive_epochs[-1] >= epochs:
+        mistakes["model.progressive-epochs"] = f"epochs below the {epochs:g} of the run"
+    if model.progressive_sizes and cuda_graph:
+        mistakes["cuda-graph"] = "false with model.progressive-sizes: a graph is recorded for one size"
     return mistakes
 
 
@@ -263,7 +273,7 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes |= _contradictions_of_virtual_batch(config, config.virtual_batch_size)
     if config.schedule.name == "multistep" and not config.schedule.milestones:
         mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
-    mistakes |= contradictions_of_model(config.model, config.epochs, cuda_graph=config.cuda_graph)
+    mistakes |= _contradictions_of_model(config.model, config.epochs, cuda_graph=config.cuda_graph)
     if config.augment.crop_fraction is not None and config.augment.resize is not None:
         mistakes["augment.crop-fraction"] = "none with augment.resize: both say how evaluation images are resized"
     if config.optim.head_lr is not None and not config.optim.lr:

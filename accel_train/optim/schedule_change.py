@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from accel_train.config.schema import FALLING, Schedule
+from accel_train.config.declaration import FALLING
+from accel_train.config.schema import Schedule
 from accel_train.optim.schedule import create_schedule
 
 

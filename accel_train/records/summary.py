@@ -11,7 +11,8 @@ from torch import nn
 from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import SEMANTICS
-from accel_train.config.schema import BEST_METRICS, Config, to_yaml
+from accel_train.config.declaration import BEST_METRICS
+from accel_train.config.schema import Config, to_yaml
 from accel_train.data.loading import resolve_mean_std
 from accel_train.data.memory import Placement
 from accel_train.data.order.drawing import create_draws

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_train.config.declaration import LOSSES, Synonyms
+from accel_train.config.declaration import BEST_METRICS, LOSSES, Synonyms
 from accel_train.config.option_types import declared, option_types
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe, parse_settings
 from accel_train.config.recipe import read_recipe, recipe_names
-from accel_train.config.schema import BEST_METRICS, Config, Data, Optim, to_yaml
+from accel_train.config.schema import Config, Data, Optim, to_yaml
 from accel_train.config.synonyms import ANSWERS, LAUNCHER, advice
 from accel_train.convert.peers import PEERS
 from accel_train.errors import UserError

@@ -154,7 +154,7 @@ def test_images_in_memory_are_kept_once() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (COMMON + "--model.progressive-sizes 8 --epochs 4", "model.progressive-epochs: expected one epoch for each of"),
+        (COMMON + "--model.progressive-sizes 8 --epochs 4", "model.progressive-epochs: expected as many epochs as"),
         (COMMON + GROWING + "--epochs 2", "model.progressive-epochs: expected epochs below the 2 of the run"),
         (COMMON + "--model.progressive-sizes 16 8 --model.progressive-epochs 1 2 --epochs 4", "in increasing order"),
         (COMMON + GROWING + "--epochs 4 --cuda-graph true", "cuda-graph: expected false with model.progressive-sizes"),

@@ -238,7 +238,5 @@ def test_passes_with_images_of_several_sizes_are_one() -> None:
     assert of_all_sizes([small]) is small
     both = TrainingPass(("a.running_mean (InstanceNorm2d)",), True, (1, 0))
     assert of_all_sizes([small, large]) == both
-    with pytest.raises(
-        UserError, match="--model.progressive-sizes: a BatchNorm of the model .* Train this model at one"
-    ):
+    with pytest.raises(UserError, match="a BatchNorm of the model normalises values of its samples at some"):
         of_all_sizes([TrainingPass(of_no_sample=(0,)), TrainingPass()])

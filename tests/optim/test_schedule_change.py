@@ -9,7 +9,8 @@ import helpers
 import pytest
 import torch
 
-from accel_train.config.schema import FALLING, Schedule
+from accel_train.config.declaration import FALLING
+from accel_train.config.schema import Schedule
 from accel_train.optim.schedule import create_schedule
 from accel_train.optim.schedule_change import schedule_change
 

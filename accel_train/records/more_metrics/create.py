@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_train.config.schema import NAMES_OF_FIGURES
+from accel_train.config.declaration import NAMES_OF_FIGURES
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
