@@ -6,12 +6,11 @@ import numpy as np
 import torch
 
 from accel_train.analysis.figures import multi_label_figures, single_label_figures
-from accel_train.config.declaration import BEST_METRICS
+from accel_train.config.declaration import BEST_METRICS, NAMES_OF_FIGURES
 from accel_train.config.declaration import LOSSES as CHECKED_NAMES
 from accel_train.config.groups import Loss
 from accel_train.config.option_types import choices, option_types
 <<<<<<< HEAD
-from accel_train.config.schema import BEST_METRICS, NAMES_OF_FIGURES
 =======
 >>>>>>> 03e87f1 (Check the model's options where an option is parsed today: 5 files)
 from accel_train.data.sources import load
