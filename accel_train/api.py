@@ -26,12 +26,13 @@ from accel_train.launch.environment import prepare_environment
 from accel_train.user_code.objects import provided, take_objects
 
 if TYPE_CHECKING:
+    from accel_train.analysis.inference.predict import Prediction
     from accel_train.analysis.loaded_run import LoadedRun
     from accel_train.analysis.measure import EvaluationResult
-    from accel_train.analysis.predict import Prediction
     from accel_train.audit.audit import AuditResult
     from accel_train.bench.bench import BenchResult
     from accel_train.bench.lr_finder import LearningRates
+    from accel_train.config.declaration import Tta
     from accel_train.config.schema import Config
     from accel_train.doctor.doctor import Diagnosis
     from accel_train.export.export import ExportResult
@@ -106,6 +107,7 @@ def evaluate(
     split: str = "test",
     checkpoint: str | Path | None = None,
     keep_predictions: bool = False,
+    tta: Tta = "none",
     trust_code: bool = False,
     model: Any = None,
     data: Any = None,
@@ -114,14 +116,15 @@ def evaluate(
     """Evaluate a run's model on every sample of a split. Collective; unlike the command line it writes no files.
 
     `options`: other data, as on the command line: "--data.root", "elsewhere". `keep_predictions`: also return the label
-    and the logits of each sample, on the main process. `model`, `data`, `metrics`: objects, as `train` takes them.
+    and the logits of each sample, on the main process. `tta`: "flip" or "ten-crop", the mean of the probabilities over
+    views of each image: analysis/inference/tta.py. `model`, `data`, `metrics`: objects, as `train` takes them.
     """
     launch = prepare_environment()
     with _objects_of(run, metrics, model=model, data=data):
         from accel_train.analysis.evaluate_run import evaluate_run
 
         file = None if checkpoint is None else Path(checkpoint)
-        settings: dict[str, Any] = {"keep_predictions": keep_predictions, "trust_code": trust_code}
+        settings: dict[str, Any] = {"keep_predictions": keep_predictions, "trust_code": trust_code, "tta": tta}
         return evaluate_run(launch, Path(run), split=split, checkpoint=file, overrides=options, **settings)
 
 
@@ -131,17 +134,18 @@ def predict(
     *,
     top_k: int | None = None,
     threshold: float | None = None,
+    tta: Tta = "none",
     trust_code: bool = False,
 ) -> list[Prediction]:
     """Return the most probable classes of image files, the most probable one first, in the order of `images`.
 
     `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
-    `threshold` (default: 0.5), which only such runs take.
+    `threshold` (default: 0.5), which only such runs take. `tta`: as in `evaluate`.
 
     The prediction of a file that cannot be read has no classes, but an `error`.
     """
     loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, os.PathLike)) else run
-    return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold)
+    return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold, tta=tta)
 
 
 def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:

@@ -10,9 +10,6 @@ from accel_train.config.declaration import BEST_METRICS, NAMES_OF_FIGURES
 from accel_train.config.declaration import LOSSES as CHECKED_NAMES
 from accel_train.config.groups import Loss
 from accel_train.config.option_types import choices, option_types
-<<<<<<< HEAD
-=======
->>>>>>> 03e87f1 (Check the model's options where an option is parsed today: 5 files)
 from accel_train.data.sources import load
 from accel_train.optim.loss import LOSSES, MULTI_LABEL_LOSSES, create_loss
 from accel_train.records.metrics import LOWER_IS_BETTER, METRICS, MULTI_LABEL_METRICS

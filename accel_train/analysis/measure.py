@@ -15,7 +15,6 @@ import numpy.typing as npt
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.analysis.calibrated import fitted_with
 from accel_train.analysis.figures import (
     calibration,
     fit_temperature,
@@ -24,11 +23,15 @@ from accel_train.analysis.figures import (
     single_label_figures,
     softmax,
 )
+from accel_train.analysis.inference.calibrated import fitted_with
+from accel_train.analysis.inference.tta import size_of_images, with_tta
 from accel_train.analysis.predictions import Predictions
+from accel_train.config.declaration import Tta
 from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits
+from accel_train.data.sources.splits import has_one_size
 from accel_train.errors import LOGGER, UserError
 from accel_train.evaluate import evaluate, evaluation_batch_size
 from accel_train.files import atomic_write
@@ -55,6 +58,8 @@ class Subject:
     about: Mapping[str, Any]
     """For `Predictions.about`."""
     own_metrics: OwnMetrics | None = None
+    tta: Tta = "none"
+    """The views of each image over which the probabilities are averaged."""
 
     @property
     def last(self) -> str:
@@ -88,7 +93,8 @@ class EvaluationResult:
 
     def __repr__(self) -> str:
         figures = [f"{name}={value:.4f}" for name, value in self.last.items() if isinstance(value, float)]
-        return f"EvaluationResult({self.figures['split']}, {self.last['count']} images, {', '.join(figures[:8])})"
+        name = self.name.replace("-", " ", 2)
+        return f"EvaluationResult({name}, {self.last['count']} images, {', '.join(figures[:8])})"
 
     @property
     def last(self) -> dict[str, Any]:
@@ -113,9 +119,18 @@ class EvaluationResult:
 
     def keep(self, run: Path, predictions: Path | None) -> list[Path]:
         """Write the figures to the run's evaluation-SPLIT.json, and to a file of its evaluations/ that stays."""
-        split = self.figures["split"]
-        stays = run / "evaluations" / f"{split}-{datetime.now():%Y%m%d-%H%M%S}.json"
-        return self.write([run / f"evaluation-{split}.json", stays], predictions)
+        stays = run / "evaluations" / f"{self.name}-{datetime.now():%Y%m%d-%H%M%S}.json"
+        return self.write([self.file(run), stays], predictions)
+
+    @property
+    def name(self) -> str:
+        """The split; with test-time augmentation also that: its figures do not replace those of the plain model."""
+        tta = self.figures.get("tta")
+        return str(self.figures["split"]) + (f"-tta-{tta}" if tta else "")
+
+    def file(self, run: Path) -> Path:
+        """Where the newest figures of the run are kept."""
+        return run / f"evaluation-{self.name}.json"
 
 
 def measure(subject: Subject, accelerator: Accelerator, *, keep_predictions: bool) -> EvaluationResult:
@@ -126,18 +141,21 @@ def measure(subject: Subject, accelerator: Accelerator, *, keep_predictions: boo
     models = {name: model.to(accelerator.device) for name, model in subject.models.items()}
     for model in models.values():  # the same architecture, so the same layout
         layout = use_fastest_memory_format(accelerator, model)
+    tta, several = subject.tta, splits.multi_label
+    models = {name: with_tta(model, tta, subject.size, multi_label=several) for name, model in models.items()}
+    size = size_of_images(tta, config.augment, subject.size, one_size=has_one_size(source))
 
     def evaluated(model: nn.Module, samples: Source, own: OwnMetrics | None = None) -> Evaluation:
         sampler = EvaluationSampler(len(samples), processes * evaluation_batch_size(config))
         pipeline = create_input_pipeline(
-            config, splits, samples, sampler, accelerator, training=False, size=subject.size, memory_format=layout
+            config, splits, samples, sampler, accelerator, training=False, size=size, memory_format=layout
         )
         return evaluate(accelerator, model, pipeline, keep_logits=True, own=own)
 
     if accelerator.is_main_process:
         world = f"{processes} process{'es' * (processes > 1)} on {accelerator.device.type}"
         model_name, data_name = short_name("model.name", config.model.name), short_name("data.name", config.data.name)
-        images = f"{len(source):,} images, {world}"
+        images = f"{len(source):,} images, {world}" + f", test-time augmentation: {tta}" * (tta != "none")
         LOGGER.info(f"{subject.title}: {model_name} on {data_name} {subject.split}, {images}")
     evaluations = {name: evaluated(model, source, subject.own_metrics) for name, model in models.items()}
     # A temperature must be fitted on other images than those that it is measured on.
@@ -145,6 +163,7 @@ def measure(subject: Subject, accelerator: Accelerator, *, keep_predictions: boo
     fitted = evaluated(models[subject.last], splits.validation) if fits and splits.validation else None
     last = evaluations[subject.last]
     about = {"split": subject.split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
+    about |= {} if tta == "none" else {"tta": tta}
 
     def figures() -> dict[str, Any]:
         records = {name: _record(evaluation, subject.names[name]) for name, evaluation in evaluations.items()}

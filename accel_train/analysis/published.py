@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from accel_train import models
 from accel_train.analysis.measure import EvaluationResult, Subject, measure
+from accel_train.config.declaration import Tta
 from accel_train.config.options import parse_settings
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Config, Model
@@ -47,12 +48,13 @@ class Published:
 
 
 def evaluate_published(
-    launch: Launch, overrides: Sequence[str], *, split: str, keep_predictions: bool
+    launch: Launch, overrides: Sequence[str], *, split: str, keep_predictions: bool, tta: Tta = "none"
 ) -> EvaluationResult:
     """Evaluate the published model that `overrides` name (--model.KEY, --data.KEY, --augment.KEY) on a split.
 
     Its images are prepared as its publisher evaluates it, unless --augment.crop-fraction, --augment.resize,
-    --augment.mean, --augment.std or --model.image-size says otherwise. `keep_predictions`: return the logits.
+    --augment.mean, --augment.std or --model.image-size says otherwise. `keep_predictions`: return the logits. `tta`: see
+    analysis/inference/tta.py.
     Collective. Raises UserError, also if a class of the data is none of the model's.
     """
     config = parse_settings({}, overrides)
@@ -71,7 +73,7 @@ def evaluate_published(
     models_of = {"model": _Columns(network, columns)}
     names = {"model": config.model.name}
     about = {"weights": config.model.name}
-    subject = Subject(config, splits, split, size, models_of, names, "published weights", about)
+    subject = Subject(config, splits, split, size, models_of, names, "published weights", about, tta=tta)
     return measure(subject, accelerator, keep_predictions=keep_predictions)
 
 

@@ -73,6 +73,9 @@ OWN = Bound(
     lambda x: x == "none" or parse_reference("augment.own", x) is not None or x.endswith(".py"),
 )
 
+Tta = Literal["none", "flip", "ten-crop"]
+"""Test-time augmentation, of evaluate and predict."""
+
 POLICIES = (
     "none", "randaugment", "trivialaugment", "augmix", "autoaugment", "autoaugment_cifar10", "autoaugment_svhn"
 )  # fmt: skip

@@ -27,6 +27,8 @@ LAUNCHER = {  # option of accelerate launch -> its names elsewhere
     "--config_file accelerate_configs/multi_gpu.yaml": "device cuda use-cuda strategy accelerator distributed ddp "
     "dist-backend distributed-backend multi-gpu multiprocessing-distributed config-file local-rank rank",
 }
+TTA = "augment test-time-augmentation test-time-augment tta-views ten-crop tencrop hflip flip-test".split()  # noqa: SIM905
+"""Of --tta of evaluate and predict."""
 PRECISION = ("precision", "mixed-precision", "amp-dtype", "dtype")
 """Of the launcher's: they have a value, which says more than the one that is proposed."""
 ANSWERS_TEXT = """
@@ -129,7 +131,7 @@ Not supported: the crops are those of augment.crop.
     train-crop-mode
 Not supported; augment.mixup and augment.cutmix mix images.
     mosaic close-mosaic bgr copy-paste copy-paste-mode
-Not supported: a model evaluates each image once, as it is.
+A training evaluates each image once; a finished run: `accel-train evaluate RUN --tta flip`, and predict, too.
     tta test-time-augmentation
 Not supported: layer-wise rates have no lowest value; see optim.layer-decay.
     layer-decay-min-scale layer-decay-no-opt-scale
@@ -190,6 +192,8 @@ def advice(key: str, known: Container[str], synonyms: Iterable[tuple[str, Synony
             + " (bf16, fp16 or no.)" * (word in PRECISION)
             + how_to_get("accelerate_configs/")
         )
+    if word in TTA and "tta" in known:
+        return " Did you mean 'tta'?"
     meaning = ((key, each) for key, each in synonyms if word in each.words.split())
     meant = [name for key, each in meaning for name in (key, each.beside) if name in known]
     return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.analysis.predict import classify_files
-from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.analysis.inference.predict import classify_files
+from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.config.schema import Config
 from accel_train.export.formats import Loaded
 from accel_train.export.images import Images

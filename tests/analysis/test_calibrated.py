@@ -19,9 +19,9 @@ import torch
 from PIL import Image
 
 from accel_train import cli
-from accel_train.analysis.calibrated import find_calibration
+from accel_train.analysis.inference.calibrated import find_calibration
+from accel_train.analysis.inference.predict import Prediction
 from accel_train.analysis.loaded_run import load
-from accel_train.analysis.predict import Prediction
 from accel_train.api import predict
 from accel_train.cli.of_run.predict import _csv, _jsonl, _write
 
@@ -171,7 +171,8 @@ def test_a_folder_of_folders_twice(run: Path, tmp_path: Path, capsys: pytest.Cap
 def test_killed_half_way_there_is_no_half_file(tmp_path: Path, how: signal.Signals) -> None:
     script = (
         "import signal, sys, time; from pathlib import Path; "
-        "from accel_train.analysis.predict import Prediction; from accel_train.cli.of_run.predict import _csv, _write\n"
+        "from accel_train.analysis.inference.predict import Prediction\n"
+        "from accel_train.cli.of_run.predict import _csv, _write\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def predictions():\n"
         "    for number in range(100_000):\n"

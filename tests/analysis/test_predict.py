@@ -20,9 +20,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from accel_train import cli
+from accel_train.analysis.inference.predict import classify_files
+from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.analysis.loaded_run import load
-from accel_train.analysis.predict import classify_files
-from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing, not_a_run
+from accel_train.config.declaration import Tta
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
@@ -28,6 +29,9 @@ class _Evaluation(CommandOptions):
     """Split to evaluate; the training samples are not augmented."""
     predictions: Path | None = None
     """Write the label and the logits of each sample to this .npz or .parquet file, of the EMA if the run has one."""
+    tta: Tta = "none"
+    """Test-time augmentation, the mean of the probabilities over views of each image: flip (the image and its mirror
+    image, twice the time); ten-crop (the corners, the centre and their mirror images, ten times the time)."""
 
     def mistakes(self) -> list[str]:
         if self.predictions is None or self.predictions.suffix in (".npz", ".parquet"):
@@ -41,8 +45,9 @@ class Evaluate(_Evaluation):
 
     --data.KEY VALUE changes the data of the run: another folder, or a limit; --model.eval-image-size,
     --augment.resize and --augment.crop-fraction change the size of the images. With several processes: accelerate
-    launch … -m accel_train evaluate RUN. All figures, also per class, are written to RUN/evaluation-SPLIT.json, which
-    the next evaluation overwrites, and to a new file in RUN/evaluations. A published model needs no run: accel-train
+    launch … -m accel_train evaluate RUN. All figures, also per class, are written to RUN/evaluation-SPLIT.json (with
+    --tta flip: evaluation-SPLIT-tta-flip.json), which the next evaluation overwrites, and to a new file in
+    RUN/evaluations. A published model needs no run: accel-train
     evaluate --model.name resnet50 --model.pretrained true --data.name folder --data.root DIR.
     """
 
@@ -93,8 +98,9 @@ def evaluate(arguments: Sequence[str]) -> int:
         overrides=overrides,
         trust_code=options.trust_code,
         keep_predictions=options.predictions is not None,
+        tta=options.tta,
     )
-    figures = options.run / f"evaluation-{options.split}.json"
+    figures = result.file(options.run)
     failures = result.keep(options.run, options.predictions) if launch.rank == 0 else []
     return _answer(result, launch.rank, failures, figures, options.predictions)
 
@@ -112,7 +118,8 @@ def _evaluate_published(arguments: Sequence[str]) -> int:
 
     predictions, output = options.predictions, options.output
     check_can_write(predictions)
-    result = evaluate_published(launch, overrides, split=options.split, keep_predictions=predictions is not None)
+    keeps = predictions is not None
+    result = evaluate_published(launch, overrides, split=options.split, keep_predictions=keeps, tta=options.tta)
     failures = result.write([] if output is None else [output], predictions) if launch.rank == 0 else []
     return _answer(result, launch.rank, failures, output, predictions)
 

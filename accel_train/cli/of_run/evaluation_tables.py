@@ -32,6 +32,9 @@ def print_figures(result: EvaluationResult) -> None:
         if key == "accuracy" and any(intervals):
             rows.append(["  95% interval", *("" if each is None else interval_text(*each) for each in intervals)])
     print_line("")
+    if tta := result.figures.get("tta"):
+        print_line(f"test-time augmentation: {tta}; the probabilities are the mean over the views of each image")
+        print_line("")
     head = ["", *(record["weights"] for record in records)]
     print_table(head, rows, numbers=head[1:])
     scaled = result.last.get("temperature")

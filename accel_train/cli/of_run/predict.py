@@ -16,6 +16,7 @@ from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing, not_a_run
 from accel_train.cli.of_run.evaluate import SIZES
+from accel_train.config.declaration import Tta
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import print_line, writing
 from accel_train.files import atomic_replacement, check_writable, fsync
@@ -23,7 +24,7 @@ from accel_train.launch.environment import prepare_environment
 from accel_train.records.terminal import print_table
 
 if TYPE_CHECKING:
-    from accel_train.analysis.predict import Prediction
+    from accel_train.analysis.inference.predict import Prediction
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class Predict(CommandOptions):
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
     output: Path | None = None
     """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
+    tta: Tta = "none"
+    """Test-time augmentation, the mean of the probabilities over views of each image: flip (the image and its mirror
+    image, twice the time); ten-crop (the corners, the centre and their mirror images, ten times the time)."""
     batch_size: int = 64
     """Images in one forward pass."""
     max_pixels: int | None = None
@@ -69,8 +73,8 @@ def predict(arguments: Sequence[str]) -> int:
     )
     launch = prepare_environment()
     with importing(str(options.run)):
+        from accel_train.analysis.inference.predict import check_can_classify, image_files
         from accel_train.analysis.loaded_run import load
-        from accel_train.analysis.predict import check_can_classify, image_files
         from accel_train.launch.accelerator import create_accelerator
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
@@ -89,15 +93,18 @@ def predict(arguments: Sequence[str]) -> int:
         with writing("--output", output):
             check_writable(output)
     print_line(run.title, sys.stderr)
-    print_line(run.calibration.text, sys.stderr)
+    if options.tta != "none":
+        print_line(f"test-time augmentation: {options.tta}", sys.stderr)
+    calibration = run.calibration_with(options.tta)
+    print_line(calibration.text, sys.stderr)
 
     if top_k is None and not run.info.multi_label:
         top_k = 1 if output is None else 5
     sized = {"batch_size": options.batch_size, "autocast": accelerator.autocast}
-    found_classes = run.classify(files, top_k, options.threshold, options.max_pixels, **sized)
+    found_classes = run.classify(files, top_k, options.threshold, options.max_pixels, options.tta, **sized)
     predictions = _Told(_with_progress(found_classes, len(files), options.batch_size))
     if output is None:
-        _print(list(predictions), calibrated=run.calibration.temperature is not None)
+        _print(list(predictions), calibrated=calibration.temperature is not None)
     else:
         with writing("--output", output):
             _write(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))

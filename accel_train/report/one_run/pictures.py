@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from scipy.special import expit, log_expit, log_softmax, softmax
 
+from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.analysis.predictions import Predictions
-from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.config.schema import Config
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError

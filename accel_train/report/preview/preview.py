@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from accel_train import models
-from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.config.schema import Augment, Config
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError, first_of, writing

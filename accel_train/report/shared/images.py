@@ -8,7 +8,7 @@ import io
 import torch
 from PIL import Image
 
-from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.data.sources.splits import Source
 from accel_train.records.model_info import ModelInfo
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.analysis.load_run import read_config
-from accel_train.analysis.preprocessing import Preprocessing
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, first_of

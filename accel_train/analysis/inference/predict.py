@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.analysis.preprocessing import Preprocessing
+from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.folder import find_images, ignored_text
 from accel_train.data.sources.files.images import MAX_PIXELS, ImageError, decode

@@ -65,6 +65,11 @@ def find_calibration(run: Path, weights: Path, info: ModelInfo, augment: Augment
     return Calibration(float(value), one_line(text))
 
 
+def not_with_views(tta: str) -> Calibration:
+    """What is said of the probabilities with test-time augmentation."""
+    return _none(f"a temperature is fitted without test-time augmentation ({tta})")
+
+
 def _none(reason: str) -> Calibration:
     return Calibration(None, one_line(f"probabilities are not calibrated: {reason}."))
 
