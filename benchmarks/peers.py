@@ -3,14 +3,16 @@
     python benchmarks/peers.py --write
     python benchmarks/peers.py --read train.py      # print the options in one of their files, for peers.txt
 
-accel_train/convert/peers.txt has their options with types and defaults, from their own files; the answers are those
-that `accel-train train` gives to somebody who types one of them (config/synonyms.py and `Synonyms`).
+accel_train/convert/peers.txt has their options with types and defaults, from their own files, and what becomes of each
+here; the words are those that `accel-train train` answers to somebody who types one of them (config/synonyms.py and
+`Synonyms`), unless the list has its own.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -18,26 +20,26 @@ from pathlib import Path
 
 import yaml
 
-from accel_train.config.declaration import Synonyms
-from accel_train.config.option_types import declared, option_types, unknown_option
-from accel_train.config.synonyms import LAUNCHER
-from accel_train.convert.peers import PEERS
+from accel_train.config.option_types import option_types, unknown_option
+from accel_train.convert.peers import PEERS, PeerOption
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/peers.md"
-KINDS = ("an option", "another way", "not supported")
-NOTES = {
-    "mixup-mode": "timm's batch is a process's; here it is the virtual batch (`virtual-batch-size`), the same on any "
-    "number of processes",
-}
-"""What a user must know of an option that has the same purpose."""
+KINDS = ("has", "partly", "not")
+APART = "apart"
 ABOUT = """\
 # Coming from timm, torchvision or ultralytics
 
-What becomes of their options here. The answers are those of `accel-train train`, if you give it one of these names.
-*An option*: an option here, or of `accelerate launch`, has the same purpose; its values may be counted in another way:
-read its [help](options.md). *Another way*: something else here does the same, or it happens by itself. The page is
-written by `python benchmarks/peers.py --write`, from the lists of options in their own files.
+What becomes of their options here. *Has*: whoever comes with it gets the same effect here, by an option, by another
+option's value, on the launch command, or because it is always so; values may be counted in another way: read the
+[help](options.md). *Partly*: a part of its effect, or of its values. *Not*: with the reason. `accel-train train` knows
+these names, too, and answers; [`accel-train convert`](convert.md) translates whole commands. The page is written by
+`python benchmarks/peers.py --write`.
+
+*Of other tasks* are options that ultralytics itself describes as those of something else than training and using a
+classifier: the column "Supported Tasks" of its documentation of augmentation does not have classify, its default.yaml
+says another task or has them among its export settings, or the description is of boxes, masks, keypoints, videos,
+tracking or detections.
 """
 
 
@@ -61,31 +63,37 @@ def options_in(path: Path) -> Iterator[str]:
             yield f"{names} | {kind.strip()} | {default}"
 
 
-def answer(word: str) -> tuple[str, str]:
-    """Return (one of `KINDS`, what is said of the option `word`)."""
+def told(word: str) -> str:
+    """Return what `accel-train train` answers to somebody who gives the option `word`, without its first words."""
     known = option_types()
     if word in known:
-        return KINDS[0], f"`{word}`"
+        return f"`{word}`"
     text = unknown_option(word, "", known).partition("().")[2].strip()
-    if text.startswith("Not supported"):
-        return KINDS[2], text
-    of_launcher = any(word in words.split() for words in LAUNCHER.values())
-    named = any(word in each.words.split() for _, each in declared(Synonyms)) or text.startswith("Did you mean")
-    text = text.removeprefix("Did you mean ").rstrip("?").replace("'", "`") if named else text
-    text += f": {NOTES[word]}." if word in NOTES else ""
-    return KINDS[0] if of_launcher or named else KINDS[1], text
+    names = re.fullmatch(r"Did you mean (.*)\?", text)
+    return names[1].replace("'", "`") if names else text
+
+
+def row(option: PeerOption) -> str:
+    """Return the line of a table."""
+    verdict = "" if option.verdict == APART else f" {option.verdict} |"
+    return f"| `{option.name}` |{verdict} {option.answer or told(option.name)} |"
 
 
 def page() -> str:
     """Return the text of docs/peers.md."""
     counts, tables = list[str](), list[str]()
     for peer in PEERS.values():
-        title, answers = f"{peer.name} {peer.version}", {word: answer(word) for word in peer.options}
-        number = Counter(kind for kind, _ in answers.values())
-        counts.append(f"| {title} | {len(answers)} | " + " | ".join(str(number[kind]) for kind in KINDS) + " |")
+        title, options = f"{peer.name} {peer.version}", [peer.options[name] for name in sorted(peer.options)]
+        others = [option for option in options if option.verdict == APART]
+        number = Counter(option.verdict for option in options)
+        cells = (len(options), len(others), *(number[kind] for kind in KINDS))
+        counts.append(f"| {title} | " + " | ".join(map(str, cells)) + " |")
         tables.append(f"\n## {title}\n\n| option | | here |\n|---|---|---|")
-        tables += [f"| `{word}` | {kind} | {text} |" for word, (kind, text) in sorted(answers.items())]
-    head = ["| | options | " + " | ".join(KINDS) + " |", "|---|---|---|---|---|", *counts]
+        tables += [row(option) for option in options if option.verdict != APART]
+        if others:
+            tables.append(f"\n### Of other tasks, in {peer.name}\n\n| option | why, and what is here |\n|---|---|")
+            tables += [row(option) for option in others]
+    head = ["| | options | of other tasks | has | partly | not |", "|---|---|---|---|---|---|", *counts]
     return "\n".join([ABOUT, *head, *tables]) + "\n"
 
 

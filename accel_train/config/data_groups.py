@@ -94,7 +94,7 @@ class Data:
     placement: Annotated[
         Literal["auto", "device", "host", "disk"],
         Free("where the pixels are kept, not their values"),
-        Synonyms("cache-images ram-cache pin-memory pin-mem"),
+        Synonyms("cache-images ram-cache"),
     ] = "auto"
     """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
     reduced_decode: bool = True

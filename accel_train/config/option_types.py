@@ -115,7 +115,7 @@ def unknown_option(key: str, origin: str, known: OptionTypes) -> str:
     hint = advice(key, known, declared(Synonyms))
     if key in groups(known):
         keys = ", ".join(name for name in known if name.startswith(f"{key}."))
-        return f"--{key}: a group of options, not one ({origin}).{hint} In it: {keys}."
+        return f"--{key}: a group of options, not one ({origin}).{hint or f' In it: {keys}.'}"
     last = key.rpartition(".")[2]
     by_last: dict[str, list[str]] = {}
     for name in known:

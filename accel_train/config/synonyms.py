@@ -21,6 +21,7 @@ LAUNCHER = {  # option of accelerate launch -> its names elsewhere
     "--machine_rank N": "machine-rank node-rank",
     "--main_process_port PORT": "master-port main-process-port dist-url",
     "--dynamo_backend inductor": "compile torch-compile torchcompile dynamo dynamo-backend jit",
+    "--dynamo_backend inductor --dynamo_mode max-autotune": "torchcompile-mode",
     "--gpu_ids 0,1": "gpu-ids gpu-id cuda-visible-devices gpu",
     "--config_file accelerate_configs/cpu.yaml": "cpu use-cpu no-cuda no-gpu",
     "--config_file accelerate_configs/fsdp2.yaml": "fsdp deepspeed",
@@ -50,7 +51,7 @@ The seed decides all that is random; see bitwise, too.
     deterministic use-deterministic-algorithms worker-seeding seed-everything
 Evaluation is after epochs: set eval-every-epochs, or eval-every-updates.
     val-check-interval eval-strategy evaluation-strategy
-All augmentation is off unless the recipe turns it on.
+All augmentation is off unless the recipe turns it on; training images are then cropped as in evaluation.
     no-aug
 Policies are of PIL images, by torchvision.transforms.v2 or timm; a backend of processes is set on the launch command.
     use-v2 backend
@@ -83,7 +84,7 @@ Set augment.color-jitter: brightness contrast saturation hue.
 Set augment.policy augmix-m5, timm's: m is its strength. torchvision's augmix has strength 3.
     augmix-severity
 BatchNorm is the same on all processes in any case; its batch is virtual-batch-size.
-    dist-bn split-bn
+    dist-bn
 Write the data into one file with `accel-train cache-data`.
     cache-dataset cache
 The fastest memory format of the device is chosen by itself.
@@ -94,7 +95,7 @@ Data sets that can be downloaded are, into data.root.
     dataset-download download
 The classes are the names of the folders, or those in the table: data.name csv.
     class-map
-The EMA is on the model's device.
+Not supported: the EMA is on the model's device; on the CPU each update would wait for a copy of all weights.
     model-ema-force-cpu
 To begin with the weights of a run alone: --model.weights RUN.
     no-resume-opt
@@ -103,11 +104,19 @@ Set checkpoint.every-updates or checkpoint.every-seconds.
 A resumed run goes on in its own W&B run; W&B's variables WANDB_PROJECT and WANDB_TAGS count.
     wandb-project wandb-tags wandb-resume-id
 `accel-train export RUN` writes the model for other programs.
-    format opset dynamic simplify workspace quantize optimize torchscript
+    format opset dynamic simplify workspace quantize optimize
 `accel-train bench RECIPE` measures the speed.
     profile profiler
 `accel-train report RUN` writes a page with curves, tables and the worst images.
-    plots visualize save-images
+    plots visualize
+`accel-train preview RECIPE` writes a page with training images as the model will see them.
+    save-images
+With a GPU, memory from which it copies is always pinned.
+    pin-mem pin-memory
+DDP never broadcasts buffers here: all processes have the same.
+    no-ddp-bb
+Accelerate imports the modules of the devices that it knows, such as torch_npu.
+    device-modules
 The number of samples follows from the data; data.train-limit and data.test-limit use a part of it.
     fraction overfit-batches fast-dev-run train-num-samples val-num-samples
 In Python, accel_train.api.load_run returns the model.
@@ -121,13 +130,17 @@ Not supported: images are squares of one size (NaFlex, rectangles).
 Not supported: a model learns from labels, not from a teacher; a loss of your own (loss.name) gets no images.
     kd-model-name kd-distill-type kd-loss-type distill-loss-weight task-loss-weight kd-temperature
     kd-student-feature-dim kd-teacher-feature-dim kd-token-distill-type distill-model dis
-Not supported: the learning rate falls once, without cycles or noise. See schedule.name.
-    lr-noise lr-noise-pct lr-noise-std lr-cycle-mul lr-cycle-decay lr-cycle-limit lr-k-decay
+Not supported: the learning rate has no noise, nor has it in timm's recipes since 2021 (A1, A2, A3).
+    lr-noise lr-noise-pct lr-noise-std
+Not supported: the learning rate falls once. For another cycle begin a run with --model.weights RUN.
+    lr-cycle-mul lr-cycle-decay lr-cycle-limit
+Not supported: the curves of schedule.name have no exponent but that of poly, schedule.power.
+    lr-k-decay
 Multiply epochs. For several copies of an image in one batch: data.repeats.
     epoch-repeats
 Not supported: one view of each image, and no loss between views.
-    aug-splits resplit jsd-loss
-Not supported: the crops are those of augment.crop.
+    aug-splits resplit jsd-loss split-bn
+augment.crop resized is rrc; rkrc and rkrr are not supported.
     train-crop-mode
 Not supported; augment.mixup and augment.cutmix mix images.
     mosaic close-mosaic bgr copy-paste copy-paste-mode
@@ -143,8 +156,12 @@ Not supported: code that comes with a data set is never run.
     dataset-trust-remote-code trust-remote-code
 The columns of hfds/NAME are found by their types, Image and ClassLabel; of a table, see docs/own_data.md.
     input-key target-key
-Not supported: accelerate and torch decide it; see accelerate_configs/.
-    fuser fast-norm no-ddp-bb synchronize-step device-modules torchcompile-mode
+Not supported: torch.compile has taken TorchScript's place: accelerate launch --dynamo_backend inductor.
+    torchscript fuser
+Not supported: autocast decides in which precision a norm is computed, on the launch command (--mixed_precision).
+    fast-norm
+Not supported: to wait for the GPU after each update takes time and changes no result.
+    synchronize-step
 Not supported: this trainer is for classification.
     overlap-mask mask-ratio retina-masks iou max-det nms agnostic-nms box cls dfl pose kobj rle angle dlog dgrad
     dlam line-width save-crop save-frames show-labels show-conf show-boxes vid-stride stream-buffer dnn

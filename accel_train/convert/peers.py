@@ -19,6 +19,10 @@ class PeerOption:
     count: str
     """"": one value; "+" or "*": several; "3": so many; "?WORD": one, or WORD without a value."""
     default: Any
+    verdict: str = ""
+    """What becomes of it here: has, partly, not, or apart (it is not of classification). "" of older versions."""
+    answer: str = ""
+    """What docs/peers.md says of it, if not what `accel-train train` answers to its name."""
 
     @property
     def name(self) -> str:
@@ -44,7 +48,7 @@ class Peer:
 
 def _read() -> dict[str, Peer]:
     """The file: `# NAME VERSION` before the options of each peer, `## …` before older ones; then FLAGS | KIND COUNT |
-    DEFAULT (as JSON)."""
+    DEFAULT (as JSON) | VERDICT ANSWER."""
     peers: dict[str, Peer] = {}
     name = ""
     options: dict[str, PeerOption] = {}
@@ -55,9 +59,10 @@ def _read() -> dict[str, Peer]:
         elif line.startswith("## "):
             options = peers[name].older
         else:
-            flags, kind, default = line.split(" | ")
+            flags, kind, default, *rest = line.split(" | ")
             of, _, count = kind.partition(" ")
-            option = PeerOption(tuple(flags.split()), of, count, json.loads(default))
+            verdict, _, answer = "".join(rest).partition(" ")
+            option = PeerOption(tuple(flags.split()), of, count, json.loads(default), verdict, answer)
             options[option.name] = option
     return peers
 

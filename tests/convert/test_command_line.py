@@ -10,6 +10,7 @@ import yaml
 
 from accel_train import convert as package
 from accel_train.cli import main
+from accel_train.config.option_types import option_types
 from accel_train.convert.command_line import read_command
 from accel_train.convert.peers import PEERS, Peer
 from accel_train.convert.translation import reason
@@ -150,3 +151,23 @@ def test_a_printed_recipe_passes_config_only(tmp_path: Path, capsys: pytest.Capt
         file.write_text(capsys.readouterr().out)
         assert main(["train", str(file), "--config-only"]) == 0
         assert "# processes: 1" in capsys.readouterr().out
+
+
+def test_each_option_of_a_peer_has_a_verdict() -> None:
+    """Of an option that is refused, `accel-train train` says so; no reason is missing and no verdict contradicts it."""
+    for peer in PEERS.values():
+        assert all(option.verdict == "" for option in peer.older.values())
+        for name, option in peer.options.items():
+            assert option.verdict in ("has", "partly", "not", *["apart"] * (peer.name == "ultralytics")), name
+            assert "|" not in option.answer and (option.answer or option.verdict != "apart"), name
+            said = option.answer or reason(name)
+            if option.verdict != "apart":
+                assert said.startswith("Not supported: ") == (option.verdict == "not"), name
+
+
+def test_an_option_that_is_named_in_a_verdict_exists() -> None:
+    known, commands = option_types(), {"time", "name"}
+    for peer in PEERS.values():
+        for name, option in peer.options.items():
+            named = set(re.findall(r"`([a-z-]+(?:\.[a-z-]+)?)`", option.answer)) - commands
+            assert named <= known.keys(), (name, named - known.keys())
