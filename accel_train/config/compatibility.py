@@ -43,7 +43,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif key == "best-metric":  # with another function of that name the best would be something else
             own = [text for text in settings.get("metrics", ()) if ":" in text and metric_name(text) == value]
             value = short_name("metrics", own[0]) if own else value
-        elif key == "model.kwargs" and value is not None:
+        elif key in ("model.kwargs", "optim.kwargs") and value is not None:
             value = json.dumps(json.loads(value), sort_keys=True)
         result.update(flatten(value, key + ".") if isinstance(value, Mapping) else {key: value})
     return result

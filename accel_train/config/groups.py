@@ -99,8 +99,12 @@ class Optim:
     """Betas of Adam and similar optimizers; default: the optimizer's."""
     eps: Annotated[float | None, POSITIVE, Synonyms("epsilon opt-eps adam-epsilon")] = None
     """Epsilon; default: the optimizer's."""
+    kwargs: Annotated[str | None, JSON_OBJECT, Synonyms("opt-kwargs optim-kwargs optimizer-kwargs optim-args")] = None
+    """More arguments of the optimizer, as JSON: '{"amsgrad": true}'. In a recipe also as a mapping."""
     layer_decay: Annotated[float | None, FRACTION] = None
     """Learning rate of each layer, as a multiple (0 to 1) of the next layer's."""
+    layer_decay_min_scale: Annotated[float, FRACTION] = 0.0
+    """optim.layer-decay: no layer has a smaller part of the learning rate than this."""
     head_lr: Annotated[float | None, NOT_NEGATIVE, Synonyms("lr-head classifier-lr fc-lr")] = None
     """Learning rate of the last layer, if another; the schedule changes both in the same proportion."""
     clip: Annotated[
@@ -154,6 +158,8 @@ class Schedule:
     """step, multistep, plateau: factor of one decay."""
     power: Annotated[float, NOT_NEGATIVE] = 1.0
     """poly: exponent; 1 is a straight line to schedule.min-lr."""
+    k_decay: Annotated[float, POSITIVE, Synonyms("lr-k-decay")] = 1.0
+    """cosine, poly: exponent of the time since the warm-up; above 1 the rate stays high for longer."""
     patience_epochs: Annotated[int, NOT_NEGATIVE] = 10
     """plateau: decay after more than this many epochs without a better value of best-metric."""
 

@@ -20,7 +20,7 @@ from accel_train.untrusted import TooLargeError, is_file_name, read_regular_file
 from accel_train.user_code.reference import PREFIXES, resolve
 
 MAX_BYTES = 1 << 20
-MOST_VALUES, MOST_DEPTH = 10_000, 100  # of model.kwargs
+MOST_VALUES, MOST_DEPTH = 10_000, 100  # of model.kwargs and optim.kwargs
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -232,7 +232,7 @@ def _read_entry(recipe: Recipe, key: str, node: Any, origin: str) -> None:
             raise UserError(f"{origin}: about: expected lines `key: text`, found {_kind(node)}.")
         for name, text in node.value:
             recipe.about[str(name.value)] = " ".join(_read_values("about", text, origin))
-    elif key == "model.kwargs" and node.id == "mapping":
+    elif key in ("model.kwargs", "optim.kwargs") and node.id == "mapping":
         recipe.options[key] = Option(key, (json.dumps(_as_value(node, origin, iter(range(MOST_VALUES)))),), origin)
     else:
         recipe.options[key] = Option(key, _read_values(key, node, origin), origin)

@@ -73,8 +73,6 @@ Set schedule.name one_cycle, schedule.warmup-epochs (their part of the epochs), 
     pct-start div-factor final-div-factor div final-div
 Set model.kwargs, as JSON, if the model has it.
     drop-block bn-momentum bn-eps head-init-scale head-init-bias gp
-Set optim.betas, optim.eps and optim.momentum; other arguments of an optimizer cannot be set.
-    opt-kwargs
 Set model.weights to the file.
     pretrained-path initial-checkpoint
 Set loss.class-weights balanced, data.sampler balanced, or loss.own-class-weights.
@@ -134,8 +132,6 @@ Not supported: the learning rate has no noise, nor has it in timm's recipes sinc
     lr-noise lr-noise-pct lr-noise-std
 Not supported: the learning rate falls once. For another cycle begin a run with --model.weights RUN.
     lr-cycle-mul lr-cycle-decay lr-cycle-limit
-Not supported: the curves of schedule.name have no exponent but that of poly, schedule.power.
-    lr-k-decay
 Multiply epochs. For several copies of an image in one batch: data.repeats.
     epoch-repeats
 Not supported: one view of each image, and no loss between views.
@@ -146,8 +142,8 @@ Not supported; augment.mixup and augment.cutmix mix images.
     mosaic close-mosaic bgr copy-paste copy-paste-mode
 A training evaluates each image once; a finished run: `accel-train evaluate RUN --tta flip`, and predict, too.
     tta test-time-augmentation
-Not supported: layer-wise rates have no lowest value; see optim.layer-decay.
-    layer-decay-min-scale layer-decay-no-opt-scale
+Set model.freeze to the layers that would have a smaller part of the learning rate.
+    layer-decay-no-opt-scale
 Not supported: optim.decay-all decays all weights; else a model of timm's says which embeddings it leaves out.
     transformer-embedding-decay
 Not supported: weights are float32; for computations in bf16: accelerate launch --mixed_precision bf16.

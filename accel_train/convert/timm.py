@@ -47,6 +47,7 @@ TABLE: dict[str, str | To] = {
     "momentum": "optim.momentum",
     "weight-decay": "optim.weight-decay",
     "layer-decay": "optim.layer-decay",
+    "layer-decay-min-scale": To("optim.layer-decay-min-scale", fine=(0,), when=lambda t: t["layer-decay"] is not None),
     "clip-grad": "optim.clip",
     "clip-mode": To("optim.clip-mode", when=lambda t: t["clip-grad"] is not None),
     "hflip": To("augment.flip", when=augments),
@@ -95,6 +96,8 @@ def translate(t: Translation) -> None:
     set_batch(t, t["batch-size"], max(t["grad-accum-steps"], 1))
     t.apply(TABLE)
     t.apply(MEASURED, only_given=True)
+    if given := keywords(t["opt-kwargs"]):
+        t.set("optim.kwargs", given, of="opt-kwargs")
     learning_rate(t)
     schedule(t)
     preprocessing(t)

@@ -39,6 +39,8 @@ def schedule(t: Translation) -> None:
         t.set("schedule.warmup-lr", t["warmup-lr"])
     if name in ("cosine", "poly", "plateau") and t["min-lr"]:
         t.set("schedule.min-lr", t["min-lr"])
+    if falls and t["lr-k-decay"] != 1:
+        t.set("schedule.k-decay", t["lr-k-decay"])
     if name == "step":
         t.set("schedule.step-epochs", t["decay-epochs"])
         t.set("schedule.decay", t["decay-rate"])

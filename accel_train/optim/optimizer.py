@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -66,6 +67,7 @@ def create_optimizer(
         if not info.has_eps:
             raise UserError(f"optim.eps: {optim.name} has no eps; leave it out.")
         options["eps"] = optim.eps
+    options |= _arguments(optim)
     try:
         devices = {parameter.device.type for parameter in model.parameters()}
         kind = get_optimizer_class(optim.name, bind_defaults=False)
@@ -83,6 +85,7 @@ def create_optimizer(
             momentum=optim.momentum,
             filter_bias_and_bn=not optim.decay_all,
             layer_decay=optim.layer_decay,
+            layer_decay_min_scale=optim.layer_decay_min_scale,
             **options,
         )
         if optim.decay_all:  # also what timm's models exclude, such as the position embeddings of transformers
@@ -98,7 +101,30 @@ def create_optimizer(
         raise UserError(f"optim.name: {optim.name} is not available in this environment: {error}") from error
     except ValueError as error:  # a value that the optimizer itself does not accept
         raise UserError(f"optim: {optim.name} does not accept its settings: {error}") from error
+    except (TypeError, LookupError) as error:  # an argument that it does not have, or too few betas
+        if optim.kwargs is None:
+            raise
+        raise UserError(f"--optim.kwargs: {optim.name} does not take {optim.kwargs}: {error}") from error
     return cast(torch.optim.Optimizer, optimizer)
+
+
+def _arguments(optim: Optim) -> dict[str, Any]:
+    """The arguments of optim.kwargs. Raises UserError for those that have an option of their own, which is given, too,
+    or that another option decides."""
+    found: dict[str, Any] = json.loads(optim.kwargs or "{}")
+    for name in found:
+        if name in OPTIONS and (name not in ("betas", "eps") or getattr(optim, name) is not None):
+            raise UserError(f"--optim.kwargs: remove {name!r}; set optim.{OPTIONS[name]}.")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+OPTIONS = {
+    **{each: each.replace("_", "-") for each in ("lr", "weight_decay", "momentum", "betas", "eps", "layer_decay")},
+    **dict.fromkeys(("layer_decay_min_scale", "layer_decay_no_opt_scale"), "layer-decay-min-scale"),
+    **dict.fromkeys(("opt", "model_or_params", "param_group_fn", "fallback_list", "fallback_no_weight_decay"), "name"),
+    "filter_bias_and_bn": "decay-all",
+}
+"""Arguments of timm's `create_optimizer_v2` that an option here decides -> that option."""
 
 
 def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:

@@ -198,7 +198,14 @@ def create_schedule(
             optimizer, decay_t=milestones, decay_rate=schedule.decay, warmup_prefix=False, **shared
         )
     elif schedule.name == "cosine":
-        made = CosineLRScheduler(optimizer, t_initial=fall, lr_min=schedule.min_lr, warmup_prefix=prefix, **shared)
+        made = CosineLRScheduler(
+            optimizer,
+            t_initial=fall,
+            lr_min=schedule.min_lr,
+            warmup_prefix=prefix,
+            k_decay=schedule.k_decay,
+            **shared,
+        )
     elif schedule.name == "poly":
         made = PolyLRScheduler(
             optimizer,
@@ -206,6 +213,7 @@ def create_schedule(
             lr_min=schedule.min_lr,
             power=schedule.power,
             warmup_prefix=prefix,
+            k_decay=schedule.k_decay,
             **shared,
         )
     elif schedule.name == "one_cycle":

@@ -458,7 +458,7 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(["none", "torch.nn.functional:relu"])
     if key == "model.name":
         return words.filter(bool)
-    if key == "model.kwargs":
+    if key in ("model.kwargs", "optim.kwargs"):
         return st.none() | st.dictionaries(st.sampled_from("abc"), st.integers() | st.text()).map(json.dumps)
     if origin is Literal:
         return st.sampled_from([choice for choice in arguments if choice != "multistep"])

@@ -46,7 +46,7 @@ def test_a_published_command_becomes_a_recipe(name: str, tmp_path: Path) -> None
     config = parse([str(file)])
     for key, expected in case["is"].items():
         setting = value(config, key)
-        setting = json.loads(setting) if key == "model.kwargs" else setting
+        setting = json.loads(setting) if key.endswith(".kwargs") else setting
         if expected is None:
             assert key not in translation.settings, key
         else:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.loss import BinaryCrossEntropy
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import create_optimizer_v2, list_optimizers, param_groups_layer_decay
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -81,6 +81,11 @@ def test_an_optimizer_that_cannot_be_had_is_one_line(name: str) -> None:
         (Optim(name="sgd", eps=1e-3), "optim.eps"),
         (Optim(name="sgd", momentum=0.0), "sgd"),
         (Optim(name="adamw", layer_decay=0.5), "optim.layer_decay"),
+        (Optim(name="adamw", kwargs='{"lr": 0.1}'), "--optim.kwargs: remove 'lr'; set optim.lr"),
+        (Optim(name="adamw", kwargs='{"filter_bias_and_bn": false}'), "remove .*; set optim.decay-all"),
+        (Optim(name="adamw", eps=1e-3, kwargs='{"eps": 0.1}'), "remove 'eps'; set optim.eps"),
+        (Optim(name="adamw", kwargs='{"amsgard": true}'), "--optim.kwargs: adamw does not take .*amsgard"),
+        (Optim(name="adan", kwargs='{"betas": [0.9, 0.99]}'), "adan"),
     ],
 )
 def test_settings_that_do_not_fit(optim: Optim, needed: str) -> None:
@@ -94,6 +99,10 @@ def test_settings_reach_the_optimizer() -> None:
     assert adam.defaults["fused"] is True
     sgd = create_optimizer(Optim(name="sgd", momentum=0.7), small_net())
     assert (sgd.defaults["momentum"], sgd.defaults["nesterov"], sgd.defaults["fused"]) == (0.7, True, True)
+    more = create_optimizer(Optim(name="adamw", kwargs='{"amsgrad": true, "eps": 0.01}'), small_net())
+    assert (more.defaults["amsgrad"], more.defaults["eps"], more.defaults["fused"]) == (True, 0.01, True)
+    adan = create_optimizer(Optim(name="adan", kwargs='{"betas": [0.9, 0.8, 0.7]}'), small_net())
+    assert adan.defaults["betas"] == (0.9, 0.8, 0.7)
     plain = create_optimizer(Optim(name="momentum", momentum=0.0), small_net())
     assert (plain.defaults["momentum"], plain.defaults["nesterov"]) == (0.0, False)
 
@@ -153,6 +162,15 @@ def test_layer_decay_is_in_the_rate_of_every_group() -> None:
         assert len(found) == sum(parameter.requires_grad for parameter in model.parameters())
         for name, rate in found.items():
             assert rate == pytest.approx(base * 0.5 ** (13 - depth(name))), name
+
+
+def test_layer_decay_has_a_lowest_scale_as_timm() -> None:
+    model = create_model(Model(name="test_vit"), num_classes=3, channels=3, image_size=160)
+    optimizer = create_optimizer(Optim(name="adamw", layer_decay=0.1, layer_decay_min_scale=0.05), model)
+    groups = param_groups_layer_decay(model, layer_decay=0.1, min_scale=0.05)
+    scales = {id(item): group["lr_scale"] for group in groups for item in group["params"]}
+    found = {id(item): group["lr_scale"] for group in optimizer.param_groups for item in group["params"]}
+    assert found == scales and {0.05, 0.1, 1.0} == set(found.values())
 
 
 @pytest.mark.parametrize("name", ["muon", "nadamuon"])

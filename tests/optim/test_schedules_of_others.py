@@ -36,12 +36,13 @@ def values(schedule: Schedule, optimizer: torch.optim.Optimizer, epochs: int = E
     return [found[update] for update in sorted(found)]
 
 
+@pytest.mark.parametrize("k_decay", [1.0, 1.5])
 @pytest.mark.parametrize("per", ["epoch", "update"])
 @pytest.mark.parametrize(
     ("name", "cooldown", "prefix"),  # step counts from the start of the run here
     [("cosine", 2, False), ("cosine", 2, True), ("poly", 2, False), ("poly", 2, True), ("step", 0, False)],
 )
-def test_rates_are_those_of_timms_training(name: str, cooldown: int, prefix: bool, per: str) -> None:
+def test_rates_are_those_of_timms_training(name: str, cooldown: int, prefix: bool, per: str, k_decay: float) -> None:
     theirs = sgd()
     scheduler, epochs = timm.scheduler.create_scheduler_v2(
         theirs,
@@ -54,6 +55,7 @@ def test_rates_are_those_of_timms_training(name: str, cooldown: int, prefix: boo
         warmup_lr=0.01,
         min_lr=0.02,
         warmup_prefix=prefix,
+        k_decay=k_decay,
         step_on_epochs=per == "epoch",
         updates_per_epoch=UPDATES,
     )
@@ -67,7 +69,7 @@ def test_rates_are_those_of_timms_training(name: str, cooldown: int, prefix: boo
             scheduler.step_update(num_updates=number)
         scheduler.step(epoch + 1)
     common: dict[str, Any] = {"warmup_epochs": 3, "warmup_lr": 0.01, "min_lr": 0.02, "cooldown_epochs": cooldown}
-    common["power"] = 0.5  # timm's is its decay_rate
+    common |= {"power": 0.5, "k_decay": k_decay}  # timm's power is its decay_rate
     schedule = Schedule(name=name, per=per, warmup_prefix=prefix, step_epochs=3, decay=0.5, **common)  # type: ignore[arg-type]
     assert [group["lr"] for group in values(schedule, sgd(), epochs)] == pytest.approx(expected, rel=1e-12)
 
