@@ -91,8 +91,10 @@ class Optim:
     """Learning rate of biases, as a multiple of the others'; default: the same."""
     weight_decay: Annotated[float, NOT_NEGATIVE, Synonyms("wd weightdecay l2 l2-reg")] = 0.0
     """Weight decay; not for norms and biases, unless optim.decay-all is set."""
-    decay_all: Annotated[bool, Synonyms("norm-weight-decay bias-weight-decay")] = False
+    decay_all: Annotated[bool, Synonyms("bias-weight-decay")] = False
     """Apply weight decay to all weights, norms and biases too, as plain torch.optim does."""
+    decay_biases: Annotated[bool, Synonyms("norm-weight-decay")] = False
+    """Apply weight decay to all weights but those of norms, as torchvision with a weight decay of 0 for norms."""
     momentum: Annotated[float, FRACTION, Synonyms("sgd-momentum opt-momentum")] = 0.9
     """Momentum, for optimizers that have it."""
     betas: Annotated[tuple[float, float] | None, Synonyms("opt-betas adam-betas beta1 beta2")] = None

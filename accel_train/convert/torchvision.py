@@ -77,13 +77,13 @@ def optimizer(t: Translation) -> None:
     others = {each: t[each] for each in ("norm-weight-decay", "bias-weight-decay", "transformer-embedding-decay")}
     rates = {each: decay if rate is None else rate for each, rate in others.items()}
     norms, biases, embeddings = rates.values()
-    excludes = norms == biases == 0 and decay > 0
-    t.set("optim.decay-all", not (excludes or (norms == 0 and decay > 0)))
+    t.set("optim.decay-all", not (norms == 0 and decay > 0))
     if norms not in (0, decay):
         t.lose("norm-weight-decay", "Norms have the weight decay of all weights here, or none.")
+    elif norms != biases and others["bias-weight-decay"] is not None:  # that of the norms' biases, too
+        t.lose("bias-weight-decay", "Norms and biases have weight decay together here, or neither has.")
     elif norms != biases:
-        which = "bias-weight-decay" if others["bias-weight-decay"] is not None else "norm-weight-decay"
-        t.lose(which, "Norms and biases have weight decay together here, or neither has.")
+        t.set("optim.decay-biases", True, "only norms have no weight decay", of="norm-weight-decay")
     if embeddings != decay:
         t.lose("transformer-embedding-decay")
 

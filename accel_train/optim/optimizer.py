@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -35,9 +35,9 @@ def create_optimizer(
     """The optimizer of those parameters of `model` that require gradients; `sharded`: FSDP2 will split them.
 
     The parameter groups are timm's: no weight decay on biases, norms and what the model itself excludes (all have it
-    with optim.decay_all), and with optim.layer_decay a group for each layer, with its factor
-    `lr_scale` that only the schedules of `create_schedule` apply. So has the last layer with optim.head_lr. With
-    `own_biases` or optim.bias_lr biases have groups of their own.
+    with optim.decay_all, all but norms with optim.decay_biases), and with optim.layer_decay a group for each layer,
+    with its factor `lr_scale` that only the schedules of `create_schedule` apply. So has the last layer with
+    optim.head_lr. With `own_biases` or optim.bias_lr biases have groups of their own.
 
     Muon is for the hidden layers' weights (K. Jordan 2024, kellerjordan.github.io/posts/muon): first and last layer
     and embeddings go to timm's fallback, AdamW, as biases and norms do.
@@ -83,14 +83,16 @@ def create_optimizer(
             lr=optim.lr,
             weight_decay=optim.weight_decay,
             momentum=optim.momentum,
-            filter_bias_and_bn=not optim.decay_all,
+            filter_bias_and_bn=not (optim.decay_all or optim.decay_biases),
             layer_decay=optim.layer_decay,
             layer_decay_min_scale=optim.layer_decay_min_scale,
             **options,
         )
-        if optim.decay_all:  # also what timm's models exclude, such as the position embeddings of transformers
+        if optim.decay_all or optim.decay_biases:  # also what timm's models exclude, such as position embeddings
             for group in optimizer.param_groups:
                 group["weight_decay"] = optim.weight_decay
+            if not optim.decay_all:
+                _separate(optimizer, norm_parameters(model), lambda _: {"weight_decay": 0.0})
         if optim.head_lr is not None:
             _scale_head(optimizer, model, optim.head_lr / optim.lr)
         if own_biases or optim.bias_lr is not None:
@@ -147,17 +149,28 @@ def _separate_biases(optimizer: torch.optim.Optimizer, model: nn.Module, scale: 
 
     Biases are the parameters whose name ends in "bias", as for YOLO: those of norms, too.
     """
-    biases = {id(parameter) for name, parameter in model.named_parameters() if name.endswith("bias")}
+    biases = {parameter for name, parameter in model.named_parameters() if name.endswith("bias")}
+    _separate(optimizer, biases, lambda group: {"lr_scale": group.get("lr_scale", 1.0) * scale, BIASES: True})
+
+
+def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The weights and biases of the normalisation layers, which are the ones that torchvision's references name."""
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm, nn.GroupNorm)
+    norms = (module for module in model.modules() if isinstance(module, kinds))
+    return {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
+
+
+def _separate(
+    optimizer: torch.optim.Optimizer, chosen: set[nn.Parameter], added: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Give the `chosen` parameters of each group a group of their own, with what `added` returns for that group."""
     for group in [*optimizer.param_groups]:
-        own = [parameter for parameter in group["params"] if id(parameter) in biases]
-        if not own:
-            continue
-        added = {"lr_scale": group.get("lr_scale", 1.0) * scale, BIASES: True}
+        own = [parameter for parameter in group["params"] if parameter in chosen]
         if len(own) == len(group["params"]):
-            group.update(added)
-            continue
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in biases]
-        optimizer.add_param_group({**group, **added, "params": own})
+            group.update(added(group))
+        elif own:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in chosen]
+            optimizer.add_param_group({**group, **added(group), "params": own})
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
