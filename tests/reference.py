@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from accel_train.cli.info.help import help_texts, written
 from accel_train.config.declaration import ONE_START, DecidesSamples, Free
 from accel_train.config.option_types import choices, declared, in_words, option_types, value
+from accel_train.config.options import parse
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config
 
@@ -208,6 +211,34 @@ def options_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def published() -> dict[str, Any]:
+    """What the options of published trainings are in the recipes: tests/published.yaml."""
+    found: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def in_table(setting: Any) -> str:
+    """A value as the tables show it."""
+    if isinstance(setting, (list, tuple)):
+        return " ".join(f"{each:.5g}" if isinstance(each, float) else str(each) for each in setting) or "none"
+    words = {None: "none", True: "true", False: "false"} if setting is None or isinstance(setting, bool) else {}
+    return words.get(setting, f"{setting:g}" if isinstance(setting, float) else str(setting)).replace("|", "\\|")
+
+
+def comparison(name: str) -> Iterator[str]:
+    """The recipe beside its source, option by option; nothing for a recipe that is not in published.yaml."""
+    of = published()["recipes"].get(name)
+    if of is None:
+        return
+    config = parse([name])
+    yield from ("", "Option by option, compared with:", "", *(f"- {source}" for source in of["sources"]), "")
+    yield "A command with the values of these sources:" if of.get("composed") else "The command:"
+    yield from ("", "```text", of["command"], "```", "", "| there | value | here | |", "|---|---|---|---|")
+    for option, row in of["rows"].items():
+        here = ", ".join(f"`{key}` {in_table(value(config, key))}" for key in row.get("here", {}))
+        yield f"| {option} | {in_table(row['there'])} | {here} | {row.get('why', 'equal')} |".replace("  ", " ")
+
+
 def recipes_page() -> str:
     lines = [
         "# Recipes",
@@ -216,6 +247,11 @@ def recipes_page() -> str:
         "",
         "The packaged recipes, as `accel-train recipes NAME` prints them. A recipe of your own may begin with one of",
         "them: `base: mnist_cnn`. The accuracies are the publications' unless the text says that they were measured.",
+        "",
+        "Some recipes are followed by a table: each option of the source, its value there and here, and whether both",
+        "are equal. Tests compare the tables with the recipes, and updates of these recipes with the code of timm,",
+        "torchvision and torch on the same mixed images and weights: loss, gradients, learning rates, weights and EMA.",
+        "Which images and shares are drawn differs: random numbers are functions of (seed, epoch, sample) here.",
     ]
     for name in recipe_names():
         recipe = read_recipe(name)
@@ -223,7 +259,7 @@ def recipes_page() -> str:
         lines += ["", f"## {name}", "", f"{about.get('reproduces', '')}", ""]
         lines += [f"- Expected accuracy: {about.get('accuracy', 'not known')}"]
         lines += [f"- Runs on: {about['runs_on']}"] if about.get("runs_on") else []
-        lines += ["", "```yaml", recipe.text.rstrip(), "```"]
+        lines += ["", "```yaml", recipe.text.rstrip(), "```", *comparison(name)]
     return "\n".join(lines) + "\n"
 
 

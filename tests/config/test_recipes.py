@@ -37,6 +37,12 @@ NAMES = (
     "cifar10_fast",
     "imagenet_resnet50",
     "imagenet_vit_small",
+    "imagenet_efficientnet_b0",
+    "imagenet_resnet50_a2",
+    "imagenet_resnet50_v2",
+    "imagenet_convnext_tiny",
+    "imagenet_deit_small",
+    "imagenet_vit_b16",
 )
 SHAPES = {  # of the data: classes, channels, native size
     "digits": (10, 1, 8),

@@ -407,6 +407,10 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
     words = ["--epochs", "1", "--batch-size", "4", "--data.train-limit", "12", "--log-every-updates", "3"]
     if config.micro_batch_size is not None:
         words += ["--micro-batch-size", "2", "--virtual-batch-size", "2"]
+    elif config.virtual_batch_size is not None:
+        words += ["--virtual-batch-size", "4"]
+    if config.model.eval_image_size is not None:
+        words += ["--model.eval-image-size", "72"]
     if config.schedule.warmup_epochs:
         words += ["--schedule.warmup-epochs", "0.5"]
     if config.data.name == "folder":
@@ -415,7 +419,7 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
     elif config.data.name in RECIPE_DATA:
         channels, size = RECIPE_DATA[config.data.name]
         words += ["--data.name", "synthetic", "--data.channels", str(channels), "--data.image-size", str(size)]
-    if "alexnet" in config.model.name or "resnet50" in config.model.name:
+    if any(name in config.model.name for name in ("alexnet", "resnet50", "vit_b", "convnext")):
         words += ["--model.name", "test_resnet"]  # their many weights take long
     words += ["--data.test-limit", "4", "--eval-batch-size", "4", "--output-dir", str(tmp_path / "run")]
     done = succeeded(gpu("train", recipe, *words))

@@ -12,7 +12,6 @@ from accel_train.config.options import parse
 from accel_train.config.recipe import recipe_names
 
 SHAPES = {"mnist": (1, 28), "fashion_mnist": (1, 28), "cifar10": (3, 32)}
-SPLITS = {"cats_dogs_alexnet": ("",), "imagenet_resnet50": ("train", "val"), "imagenet_vit_small": ("train", "val")}
 
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -40,6 +39,10 @@ def small(recipe: str, photos: Path) -> list[str]:
     options = ["--epochs", "1", "--batch-size", "8", "--log-every-updates", "1", "--data.train-limit", "16"]
     if config.micro_batch_size is not None:
         options += ["--micro-batch-size", "4", "--virtual-batch-size", "4"]
+    elif config.virtual_batch_size is not None:
+        options += ["--virtual-batch-size", "4"]
+    if config.model.eval_image_size is not None:
+        options += ["--model.eval-image-size", "112"]
     if config.schedule.warmup_epochs:
         options += ["--schedule.warmup-epochs", "0.5"]
     if config.data.name == "folder":
@@ -51,7 +54,7 @@ def small(recipe: str, photos: Path) -> list[str]:
     return [*options, "--data.test-limit", "4", "--eval-batch-size", "4"]
 
 
-LARGE = ("cats_dogs_alexnet", "cifar10_alexnet", "imagenet_resnet50", "imagenet_vit_small")
+LARGE = ("cats_dogs_alexnet", "cifar10_alexnet", *(name for name in recipe_names() if name.startswith("imagenet")))
 
 
 @pytest.mark.parametrize(
