@@ -30,8 +30,8 @@ from accel_train.data.order.drawing import Draws
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.divide import stratified_choice
-from accel_train.data.sources.files.encoded import StringArray
-from accel_train.data.sources.files.folder import find_images
+from accel_train.data.sources.files.listing import find_images
+from accel_train.data.sources.shared import StringArray
 from accel_train.evaluate import evaluate
 from accel_train.records.terminal import print_table
 

@@ -15,8 +15,8 @@ errors __init__
 """.split()  # noqa: SIM905
 # Within the data: the same.
 DATA = """
-loading progressive held_out torch_loader workers side_stream memory tools worker_processes transforms sources order
-compat __init__
+loading progressive held_out torch_loader workers side_stream memory tools transforms sources all_cores
+worker_processes order compat __init__
 """.split()  # noqa: SIM905
 # What is not needed to train, and what starts both.
 APART = ("doctor", "bench", "export", "audit", "report", "analysis", "convert", "parts", "cluster", "data.tools")

@@ -115,6 +115,7 @@ def check_data(
     and audit.json are written whole or not at all, and never over those of another data set. Raises UserError.
     """
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
+    whole = replace(whole, verify=True)  # all images are read, so that to compare them with their index costs little
     output = output or default_list(data)
     folder = folder or output.with_name(f"audit-{output.stem.removeprefix('unreadable-')}")
     splits, mistakes = _splits(whole)

@@ -1,4 +1,4 @@
-"""`accel-train check-data` and `accel-train cache-data`: the images of a dataset, before training."""
+"""`accel-train check-data`, `cache-data` and `index`: the images of a dataset, before training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from accel_train.launch.process import available_cores
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Images(CommandOptions):
+class _Data(CommandOptions):
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """Name of the data: folder, csv, or another one as in --data.name."""
     root: Path = Path("data")
     """Folder or file of the data, as in --data.root."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Images(_Data):
     range: tuple[float, float] | None = None
     """The values of black and white in images of more than 8 bits, as in --data.range."""
     max_pixels: int = Data.max_pixels
@@ -74,6 +78,18 @@ class CacheData(_Images):
     def mistakes(self) -> list[str]:
         wrong = [] if self.channels in (1, 3) else [f"--channels: expected 1 or 3, found {self.channels}."]
         return below_one(short_side=self.short_side) + wrong + super().mistakes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index(_Data):
+    """Look through a dataset of files (folder, csv, tar, wds) and keep what is found, so that no training has to.
+
+    The first training does so, too. The index is a hidden file beside the data or, if its folder is read-only, among
+    the caches of your home. If the data has not changed since, nothing is done.
+    """
+
+    verify: bool = False
+    """Look in any case and compare all images with the index, as --data.verify does."""
 
 
 def _wrong_range(values: tuple[float, float] | None) -> list[str]:
@@ -128,3 +144,17 @@ def cache_data(arguments: Sequence[str]) -> int:
         processes=options.processes or available_cores(),
     )
     return 1 if unreadable else 0
+
+
+def index(arguments: Sequence[str]) -> int:
+    """Run `accel-train index`; return the exit code."""
+    options, _ = parse_command(Index, arguments, "accel-train index", positional=("name",))
+
+    with importing(options.name):
+        from accel_train.data.tools.index import make_index
+
+    made = make_index(Data(name=options.name, root=options.root, verify=options.verify))
+    what = "was there already" if made.was_there else "written"
+    print_line(f"{made.images:,} images of {made.classes:,} classes in {made.seconds:.1f} s; the index {what}:")
+    print_line(str(made.file))
+    return 0

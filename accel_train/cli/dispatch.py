@@ -31,6 +31,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "convert": ("convert", "write a command of timm, torchvision or ultralytics as a recipe"),
     "completion": ("info.completion", "complete commands and options with Tab in your shell"),
     "check-data": ("data", "find unreadable, equal and odd images of a dataset"),
+    "index": ("data", "look through image files once, before the first training"),
     "cache-data": ("data", "preprocess a dataset's images into a single cache file"),
     "scaling": ("of_recipe.bench", "compare the speed of finished runs on different numbers of processes"),
 }

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 from accel_train.data.sources.files.encoded import depth_notes, read_image
@@ -17,6 +16,7 @@ from accel_train.data.sources.load import Splits
 from accel_train.data.sources.splits import Source
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
 from accel_train.errors import UserError
+from accel_train.files import file_system
 from accel_train.run.start import load_data
 
 SLOW_FILE = 0.01  # seconds
@@ -134,17 +134,6 @@ def reading(exam: Examination) -> Finding:
         return Finding(PASS, found, expected)
 
     return worst_rank(exam, look)
-
-
-def file_system(folder: Path) -> str:
-    """The kind of file system on which `folder` is: "ext4", "nfs4", "lustre"; "unknown"."""
-    best, kind = "", "unknown"
-    real = os.path.realpath(folder)
-    for part in psutil.disk_partitions(all=True):
-        inside = real == part.mountpoint or real.startswith(part.mountpoint.rstrip("/") + "/")
-        if inside and len(part.mountpoint) >= len(best):
-            best, kind = part.mountpoint, part.fstype
-    return kind
 
 
 CHECKS = (

@@ -34,8 +34,9 @@ import torch
 from accel_train.config.compatibility import IMAGE_FILES, SEMANTICS
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.depth import is_value_range, range_text
-from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray
+from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.files.images import LazyImage
+from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import Source, Splits, splits_of_files
 from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, require_regular_file
@@ -90,7 +91,7 @@ class CacheFile:
                 self.columns: dict[str, npt.NDArray[Any]] = {name: arrays[name] for name in COLUMNS}
                 text, ends = arrays["names"], arrays["name_ends"]
                 self.weights: npt.NDArray[Any] | None = arrays.get("weights")
-                self.names = StringArray.of(text, ends)
+                self.names = StringArray.of(SharedArray(text), SharedArray(ends))
             for name in ("classes", "mean", "std"):
                 described[name] = tuple(described[name])
             described["range"] = tuple(described["range"]) if described.get("range") else None

@@ -28,8 +28,9 @@ from accel_train.config.compatibility import IMAGE_FILES
 from accel_train.config.schema import Data
 from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, MAGIC_2, CacheFile, Description
 from accel_train.data.sources.files.depth import range_text
-from accel_train.data.sources.files.encoded import EncodedImages, StringArray, depth_notes
+from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
 from accel_train.data.sources.load import Source, Splits, load_splits
+from accel_train.data.sources.shared import StringArray
 from accel_train.data.sources.splits import names_root, present_classes, unwrap_subset
 from accel_train.data.sources.unreadable_list import list_for, write_list
 from accel_train.data.tools.chunk import Chunk, Unreadable, encode
@@ -49,6 +50,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
     UserError.
     """
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
+    whole = replace(whole, verify=True)  # all images are read, so that to compare them with their index costs little
     splits = load_splits(whole, seed=0)
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     sources = {split: unwrap_subset(source)[0] for split, source in named.items() if source is not None}

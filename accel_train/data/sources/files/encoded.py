@@ -6,15 +6,13 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.depth import few_bits_notes, range_text
 from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage
+from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 from accel_train.untrusted import TooLargeError, read_regular_file
@@ -60,11 +58,14 @@ class EncodedImages(ABC):
 
     def unreadable(self, id: int, error: Exception) -> UserError:
         """The error to raise for an image that cannot be read because of `error`."""
-        return UserError(
-            f"{self.name(id)} cannot be read: {_reason(error)}. `{self.check_command}` lists all such images; "
-            "--data.skip-unreadable LIST skips them.",
-            every_process=False,
-        )
+        advice = f"`{self.check_command}` lists all such images; --data.skip-unreadable LIST skips them."
+        if isinstance(error, ChangedError):
+            advice = "If that is meant, give --data.verify true: the start then compares all images with the index."
+        return UserError(f"{self.name(id)} cannot be read: {_reason(error)}. {advice}", every_process=False)
+
+
+class ChangedError(OSError):
+    """An image is not the one that the index describes."""
 
 
 class _SourceImage(LazyImage):
@@ -110,57 +111,6 @@ def check_command(data: Data) -> str:
     return shlex.join(["accel-train", "check-data", data.name, "--root", str(data.root)]) + value_range
 
 
-class SharedArray:
-    """An array in memory that a process shares with its data workers, without a copy for each.
-
-    It is pickled as a tensor, which torch passes to workers as shared memory.
-    """
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        """`array` must be writable, as torch requires, but is never changed."""
-        self.array = array
-        self._tensor: torch.Tensor | None = None
-
-    def __getstate__(self) -> torch.Tensor:
-        if self._tensor is None:  # kept for all workers: the first pickling moves it to shared memory
-            self._tensor = torch.from_numpy(self.array)
-        return self._tensor
-
-    def __setstate__(self, tensor: torch.Tensor) -> None:
-        self.array, self._tensor = tensor.numpy(), tensor
-
-
-class StringArray:
-    """Many strings in two shared arrays. A list of a million strings would be copied into each worker."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        encoded = [name.encode(errors="surrogateescape") for name in names]
-        self._text = SharedArray(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8))
-        self._ends = SharedArray(np.cumsum([len(name) for name in encoded], dtype=np.int64))
-
-    @classmethod
-    def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> StringArray:
-        """The strings in `text`, each of which ends where `ends` says."""
-        strings = cls([])
-        strings._text, strings._ends = SharedArray(text), SharedArray(ends)
-        return strings
-
-    @property
-    def text(self) -> npt.NDArray[np.uint8]:
-        """All strings, one after the other, as bytes."""
-        return self._text.array
-
-    @property
-    def ends(self) -> npt.NDArray[np.int64]:
-        """Where each string ends in `text`."""
-        return self._ends.array
-
-    def __getitem__(self, id: int) -> str:
-        text, ends = self.text, self.ends
-        start = ends[id - 1] if id else 0
-        return text[start : ends[id]].tobytes().decode(errors="surrogateescape")
-
-
 def file_state(path: Path) -> str:
     """Size and modification time of a file, or "missing"."""
     try:
@@ -173,12 +123,28 @@ def file_state(path: Path) -> str:
 class FileImages(EncodedImages):
     """Image files below a folder."""
 
-    def __init__(self, root: Path, paths: Sequence[str] | StringArray, labels: torch.Tensor, data: Data) -> None:
+    def __init__(
+        self,
+        root: Path,
+        paths: Sequence[str] | StringArray,
+        labels: torch.Tensor,
+        data: Data,
+        stats: SharedArray | None = None,
+    ) -> None:
+        """`stats`: those of an index, as in `SplitFiles`."""
         super().__init__(labels, data)
         self.root, self.paths = root, paths if isinstance(paths, StringArray) else StringArray(paths)
+        self.stats = stats
 
     def read(self, id: int) -> bytes:
-        return read_image(self.root / self.paths[id], self.max_pixels)
+        self.paths.check()
+        content = read_image(self.root / self.paths[id], self.max_pixels)
+        expected = -1 if self.stats is None else int(self.stats.array[id, 0])
+        if expected not in (-1, len(content)):
+            raise ChangedError(
+                f"it has {len(content):,} bytes, but the index of the data says {expected:,}, so it has changed since"
+            )
+        return content
 
     def name(self, id: int) -> str:
         return f"{self.root}/{self.paths[id]}"

@@ -2,102 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
 
 from accel_train.config.compatibility import IMAGE_FILES, IMAGE_NAMES
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import FileImages, StringArray
-from accel_train.data.sources.files.index import Index, SplitFiles, indexed, splits_of_index
+from accel_train.data.sources.files.encoded import FileImages
+from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
+from accel_train.data.sources.files.index_file import Index, SplitFiles
+from accel_train.data.sources.files.listing import EXTENSIONS, NEWER_EXTENSIONS, find_images
+from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, first_of
-
-NEWER_EXTENSIONS = (
-    ".jfif", ".jpe", ".mpo", ".gif", ".avif", ".apng", ".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc", ".pbm", ".pnm",
-    ".pfm", ".tga", ".qoi", ".dib", ".pcx",
-)  # fmt: skip
-"""Of images that versions of the program before semantics 5 left out."""
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", *NEWER_EXTENSIONS)
-"""Of the pictures that Pillow reads; other files (Thumbs.db, notes) do not count as images."""
-
-
-def is_image(name: str) -> bool:
-    """Whether a file of this name (the last part of a path) counts as an image."""
-    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
 
 
 def semantics_of(paths: Iterable[str]) -> int:
     """`Splits.semantics` of image files that were found by their names."""
     return IMAGE_NAMES if any(path.lower().endswith(NEWER_EXTENSIONS) for path in paths) else IMAGE_FILES
-
-
-@dataclass(frozen=True)
-class FolderContents:
-    """The contents of a folder tree. Paths are relative to it, with "/", and sorted. Hidden files are excluded."""
-
-    images: list[str]
-    folders: list[str]
-    others: Counter[str]
-    """How many other files there are of each extension: {".heic": 12}."""
-    repeated: list[str]
-    """Symbolic links to folders that are already included; they are not followed."""
-
-
-def find_images(root: Path) -> FolderContents:
-    """The images in the tree of `root`; each folder counts once, even if symbolic links also lead to it.
-
-    Raises UserError if a folder cannot be read.
-    """
-    images: list[str] = []
-    folders: list[str] = []
-    others: Counter[str] = Counter()
-    repeated: list[str] = []
-
-    def refuse(error: OSError) -> None:  # os.walk would continue without the folder
-        raise UserError(
-            f"the folder {error.filename} cannot be read ({error.strerror}); make it readable or remove it."
-        )
-
-    def walk(top: Path) -> list[str]:
-        """Collect the contents of `top` (the root or a folder in it); return the links to folders."""
-        links: list[str] = []
-        for where, below, files in os.walk(top, onerror=refuse):
-            here = Path(where).relative_to(root).as_posix()
-            real = os.path.realpath(where)
-            if real in seen:
-                repeated.append(here)
-                below.clear()
-                continue
-            seen.add(real)
-            prefix = "" if here == "." else here + "/"
-            below[:] = [name for name in below if not name.startswith(".")]
-            for name in below:
-                (links if Path(where, name).is_symlink() else folders).append(prefix + name)
-            for name in files:
-                if is_image(name):
-                    images.append(prefix + name)
-                elif not name.startswith("."):
-                    others[PurePath(name).suffix.lower() or name] += 1
-        return links
-
-    # A link to a parent folder would make a cycle.
-    seen = {str(above) for above in Path(os.path.realpath(root)).parents}
-    links = walk(root)
-    while links:  # after all real folders, and in the same order on every machine
-        following = sorted(links)
-        links = []
-        for link in following:
-            if os.path.realpath(root / link) not in seen:
-                folders.append(link)
-                links += walk(root / link)
-            else:
-                repeated.append(link)
-    return FolderContents(sorted(images), sorted(folders), others, sorted(repeated))
 
 
 Samples = tuple[list[str], torch.Tensor]
@@ -106,19 +30,30 @@ Samples = tuple[list[str], torch.Tensor]
 
 def folder(data: Data) -> Splits:
     """The images in the tree of `data.root`. Raises UserError."""
+    return splits_of_image_files(data, data.root, index_of(data))
+
+
+def index_of(data: Data) -> Index:
+    """Raises UserError."""
     root = data.root
     if not root.is_dir():
         what = "is a file, not a folder" if root.exists() else "does not exist"
         table = " To train on a table, give --data.name csv." if root.suffix.lower() == ".csv" else ""
         raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.{table}")
-    index = indexed(root, "folder", lambda: _look(root))
-    sources = {split: FileImages(root, files.names, files.labels, data) for split, files in index.splits.items()}
+    return indexed(root, "folder", lambda progress: _look(root, progress), verify=data.verify)
+
+
+def splits_of_image_files(data: Data, root: Path, index: Index) -> Splits:
+    """The splits of image files below the folder `root`."""
+    sources = {
+        split: FileImages(root, files.names, files.labels, data, files.stats) for split, files in index.splits.items()
+    }
     return splits_of_index(data, index, sources)
 
 
-def _look(root: Path) -> Index:
+def _look(root: Path, progress: Progress) -> Index:
     """Look through the tree of `root`. Raises UserError."""
-    contents = find_images(root)
+    contents = find_images(root, progress)
     if not contents.images:
         others = f"; found {ignored_text(contents.others)}" if contents.others else ""
         raise UserError(f"--data.root {root} contains no image (searched for {' '.join(EXTENSIONS)}{others}).")
@@ -128,10 +63,14 @@ def _look(root: Path) -> Index:
             f"{root} has symbolic links to folders that are already included; they are not followed: "
             f"{_some(contents.repeated)}"
         )
+    number = {path: number for number, path in enumerate(contents.images)}
     return Index(
         places=("", *contents.folders),
         classes=classes,
-        splits={split: SplitFiles(StringArray(paths), labels) for split, (paths, labels) in splits.items()},
+        splits={
+            split: SplitFiles(StringArray(paths), labels, stats=SharedArray(contents.stats[[number[p] for p in paths]]))
+            for split, (paths, labels) in splits.items()
+        },
         semantics=semantics_of(contents.images),
         ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
         notes=tuple(notes),

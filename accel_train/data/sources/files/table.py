@@ -22,11 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accel_train.config.compatibility import IMAGE_FILES
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.csv_rows import Mistakes, csv_rows
-from accel_train.data.sources.files.encoded import FileImages
-from accel_train.data.sources.files.missing import missing_files, why_missing
-from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, splits_of_files
+from accel_train.data.sources.files.folder import splits_of_image_files
+from accel_train.data.sources.files.index import Progress, indexed
+from accel_train.data.sources.files.index_file import Index, SplitFiles
+from accel_train.data.sources.files.listing import MISSING, file_stats, why_missing
+from accel_train.data.sources.shared import SharedArray, StringArray
+from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, first_of, nearest
 
 COLUMNS = {
@@ -65,11 +69,24 @@ class _Rows:
 
 def table(data: Data) -> Splits:
     """The images that the CSV file `data.root` lists. Raises UserError."""
+    return splits_of_image_files(data, data.root.parent, index_of(data))
+
+
+def index_of(data: Data) -> Index:
+    """Raises UserError."""
     path = data.root
+    if not path.is_file():
+        return _look(path, Progress(path))  # says what it is
+    return indexed(path.parent, f"csv-{path.name}", lambda progress: _look(path, progress), verify=data.verify)
+
+
+def _look(path: Path, progress: Progress) -> Index:
+    """Read the table, and look for its files. Raises UserError."""
     mistakes = Mistakes(path)
     rows = _read(path, mistakes)
     # Before any label is looked at, so that all of these mistakes are told at once.
-    missing = missing_files(path.parent, rows.paths)
+    stats = file_stats(path.parent, rows.paths, progress)
+    missing = np.flatnonzero((stats == MISSING).all(1)).tolist()
     for index in missing:
         image = rows.paths[index]
         hint = "" if mistakes.has("missing") else why_missing(path.parent, image)
@@ -85,7 +102,7 @@ def table(data: Data) -> Splits:
     if not any(rows.splits[index] == "train" for index in there):
         mistakes.raise_all()
     order = np.array(sorted(there, key=rows.paths.__getitem__))
-    sources: dict[str, Source] = {}
+    files: dict[str, SplitFiles] = {}
     weights = None
     digest = hashlib.sha256(json.dumps(classes).encode())
     for split in ("train", "validation", "test"):
@@ -93,23 +110,24 @@ def table(data: Data) -> Splits:
         if not len(ids):
             continue
         paths, its_labels = [rows.paths[id] for id in ids], torch.from_numpy(labels[ids])
-        sources[split] = FileImages(path.parent, paths, its_labels, data)
+        files[split] = SplitFiles(StringArray(paths), its_labels, stats=SharedArray(stats[ids]))
         for part in (split, *paths):
             digest.update(f"{part}\0".encode())
         digest.update(labels[ids].tobytes())
         if split == "train" and rows.weights:
             weights = torch.tensor(rows.weights, dtype=torch.float64)[ids]
             digest.update(weights.numpy().tobytes())
-    return splits_of_files(
-        data,
-        classes,
-        sources,
+    return Index(
+        places=(path.name, *sorted({rows.paths[index].rpartition("/")[0] for index in there})),
+        classes=classes,
+        splits=files,
+        semantics=IMAGE_FILES,
+        weights=weights,
+        table=digest.hexdigest(),
+        missing=tuple(sorted(rows.paths[index] for index in missing)),
         ignored=rows.ignored,
         notes=rows.notes,
-        train_weights=weights,
-        table=digest.hexdigest(),
         mistake=mistakes.line("missing"),
-        missing=tuple(sorted(rows.paths[index] for index in missing)),
     )
 
 

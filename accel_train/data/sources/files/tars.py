@@ -12,6 +12,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -19,9 +20,13 @@ import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import EncodedImages, SharedArray, StringArray, file_state
-from accel_train.data.sources.files.folder import arrange, ignored_text, is_image, semantics_of
-from accel_train.data.sources.files.index import Index, SplitFiles, indexed, splits_of_index
+from accel_train.data.all_cores import on_all_cores
+from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, file_state
+from accel_train.data.sources.files.folder import arrange, ignored_text, semantics_of
+from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
+from accel_train.data.sources.files.index_file import Index, SplitFiles
+from accel_train.data.sources.files.listing import is_image
+from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import require_regular_file
@@ -52,16 +57,17 @@ class TarImages(EncodedImages):
         super().__init__(files.labels, data)
         self.root, self.tars, self.names = root, tars, files.names
         assert files.positions is not None
-        self.positions = SharedArray(files.positions)
+        self.positions = files.positions
 
     def read(self, id: int) -> bytes:
+        self.names.check()
         tar, offset, size = map(int, self.positions.array[id])
         with (self.root / self.tars[tar]).open("rb", buffering=0) as file:
             file.seek(offset - tarfile.BLOCKSIZE)
             content = file.read(tarfile.BLOCKSIZE + size)
         header, image = content[: tarfile.BLOCKSIZE], content[tarfile.BLOCKSIZE :]
         if not _is_header(header, size):
-            raise OSError("the tar file has changed since its headers were read, without a new size or time")
+            raise ChangedError("the tar file has changed since its headers were read, without a new size or time")
         if len(image) < size:
             raise OSError("the tar file ends before this image")
         return image
@@ -145,6 +151,11 @@ def tar(data: Data) -> Splits:
 
     Raises UserError.
     """
+    return splits_of_tars(data, data.root, index_of(data))
+
+
+def index_of(data: Data) -> Index:
+    """Raises UserError."""
     root = data.root
 
     def places() -> list[str]:
@@ -152,28 +163,19 @@ def tar(data: Data) -> Splits:
 
     if not (root.is_file() or (root.is_dir() and places())):
         raise UserError(f"--data.root {root} is neither a tar file nor a folder with tar files.")
-    return splits_of_tars(data, root, indexed(root, "tar", lambda: _look(root, places()), places))
+    return indexed(root, "tar", lambda progress: _look(root, places(), progress), places, verify=data.verify)
 
 
-def _look(root: Path, tars: list[str]) -> Index:
+def _look(root: Path, tars: list[str], progress: Progress) -> Index:
     """Read the headers of all tar files in `root`. Raises UserError."""
     others: Counter[str] = Counter()
-
-    def images_in(name: str) -> dict[str, Member]:
-        members = {}
-        for member, _ in members_of(root, name):
-            if is_image(posixpath.basename(member.name)):
-                members[member.name] = member
-            else:
-                others[posixpath.splitext(member.name)[1].lower() or posixpath.basename(member.name)] += 1
-        return members
-
-    if root.is_file():
-        images = images_in("")
-    else:
-        images = {}
-        for name in tars:
-            members = images_in(name)
+    images: dict[str, Member] = {}
+    for name, (members, others_there) in zip(tars, on_all_cores(partial(_images_in, root), tars), strict=True):
+        others.update(others_there)
+        progress.images += len(members)
+        if root.is_file():
+            images = members
+        else:
             prefix = _common_top(members, exclude=())
             images |= {f"{name[:-4]}/{path.removeprefix(prefix)}": member for path, member in members.items()}
     prefix = _common_top(images, exclude=SPLIT_NAMES)
@@ -188,6 +190,18 @@ def _look(root: Path, tars: list[str]) -> Index:
     ignored = ignored_text(others, len(images) - sum(len(paths) for paths, _ in splits.values()))
     index = index_of_members(tars, classes, samples)
     return replace(index, ignored=ignored, notes=tuple(notes), mistake=mistake)
+
+
+def _images_in(root: Path, tar: str) -> tuple[dict[str, Member], Counter[str]]:
+    """The images in a tar file by their names, and the extensions of the other files. Raises UserError."""
+    members: dict[str, Member] = {}
+    others: Counter[str] = Counter()
+    for member, _ in members_of(root, tar):
+        if is_image(posixpath.basename(member.name)):
+            members[member.name] = member
+        else:
+            others[posixpath.splitext(member.name)[1].lower() or posixpath.basename(member.name)] += 1
+    return members, others
 
 
 def _common_top(paths: Iterable[str], exclude: Iterable[str]) -> str:
@@ -211,7 +225,7 @@ def index_of_members(
         split: SplitFiles(
             StringArray([member.name for member in members]),
             labels,
-            np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3),
+            SharedArray(np.array([(number[m.tar], m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 3)),
         )
         for split, (members, labels) in samples.items()
     }

@@ -7,15 +7,18 @@ import json
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.folder import ignored_text, is_image
-from accel_train.data.sources.files.index import Index, indexed
+from accel_train.data.all_cores import on_all_cores
+from accel_train.data.sources.files.folder import ignored_text
+from accel_train.data.sources.files.index import Progress, indexed
+from accel_train.data.sources.files.index_file import Index
+from accel_train.data.sources.files.listing import is_image
 from accel_train.data.sources.files.tars import Member, index_of_members, members_of, splits_of_tars
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
@@ -32,11 +35,18 @@ def webdataset(data: Data) -> Splits:
     Their splits follow from _info.json, if there is one, or else from their names: NAME-train-0000.tar.
     Raises UserError.
     """
-    root = data.root
-    name = data.name.partition("/")[2]
-    if name and (root / name).is_dir():
-        root = root / name
-    return splits_of_tars(data, root, indexed(root, "wds", lambda: _look(root), lambda: _places(root)))
+    return splits_of_tars(data, _root(data), index_of(data))
+
+
+def index_of(data: Data) -> Index:
+    """Raises UserError."""
+    root = _root(data)
+    return indexed(root, "wds", lambda progress: _look(root, progress), lambda: _places(root), verify=data.verify)
+
+
+def _root(data: Data) -> Path:
+    below = data.root / data.name.partition("/")[2]
+    return below if below.is_dir() else data.root
 
 
 def _places(root: Path) -> list[str]:
@@ -45,13 +55,17 @@ def _places(root: Path) -> list[str]:
     return lists + [path.relative_to(root).as_posix() for path in root.rglob("*.tar")]
 
 
-def _look(root: Path) -> Index:
+def _look(root: Path, progress: Progress) -> Index:
     """Read the headers and labels in all shards. Raises UserError."""
     samples: dict[str, tuple[list[Member], torch.Tensor]] = {}
     others: Counter[str] = Counter()
     places = _places(root)
     for split, shards in _shards(root).items():
-        pairs = [pair for shard in shards for pair in _pairs(root, shard, others)]
+        pairs: list[tuple[Member, int]] = []
+        for found, others_there in on_all_cores(partial(_pairs, root), shards):
+            pairs += found
+            others.update(others_there)
+            progress.images += len(found)
         samples[split] = [member for member, _ in pairs], torch.tensor([label for _, label in pairs], dtype=torch.int64)
     if "train" not in samples:
         raise UserError(f"--data.root {root}: found no shard (*.tar) of a train split.")
@@ -90,8 +104,9 @@ def _shards(root: Path) -> dict[str, list[str]]:
     return shards
 
 
-def _pairs(root: Path, shard: str, others: Counter[str]) -> Iterator[tuple[Member, int]]:
-    """The images of a shard and their labels. Counts in `others` the files of samples with a label but no image."""
+def _pairs(root: Path, shard: str) -> tuple[list[tuple[Member, int]], Counter[str]]:
+    """The images of a shard and their labels; and how many samples have a label but another file than an image, by its
+    extension. Raises UserError."""
     beside: dict[str, str] = {}
     images: dict[str, Member] = {}
     labels: dict[str, int] = {}
@@ -108,8 +123,9 @@ def _pairs(root: Path, shard: str, others: Counter[str]) -> Iterator[tuple[Membe
             images[key] = member
         elif extension != "json":
             beside[key] = f".{extension.lower()}"
-    others.update(beside.get(key, ".cls") for key in labels if key not in images)
+    pairs = []
     for key, member in images.items():
         if key not in labels:
             raise UserError(f"{root / shard}/{member.name} has no label; add a file {key.lstrip('/')}.cls next to it.")
-        yield member, labels[key]
+        pairs.append((member, labels[key]))
+    return pairs, Counter(beside.get(key, ".cls") for key in labels if key not in images)

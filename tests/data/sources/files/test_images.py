@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import FileImages, StringArray
-from accel_train.data.sources.files.folder import find_images
+from accel_train.data.sources.files.encoded import FileImages
 from accel_train.data.sources.files.images import ImageError, decode
+from accel_train.data.sources.files.listing import find_images
+from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
 
 

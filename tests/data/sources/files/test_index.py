@@ -1,14 +1,17 @@
 """The index of a data set of files: used while the data is the same, made again when it changed, complete or absent."""
 
+import errno
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,18 @@ import pytest
 import safetensors.torch
 from test_tars import image, pack, values
 
+from accel_train.cli import main
 from accel_train.config.schema import Data
+from accel_train.data import all_cores
 from accel_train.data.sources import load
-from accel_train.data.sources.files import folder, index, tars, webdataset
+from accel_train.data.sources.files import folder, index, index_file, table, tars, webdataset
 from accel_train.data.sources.splits import Splits
+from accel_train.data.tools import index as tools_index
+from accel_train.data.worker_processes import WorkerContext
 from accel_train.errors import UserError
 
-KINDS = ("folder", "tar", "wds")
+TABLE = "labels.csv"
+KINDS = ("folder", "csv", "tar", "wds")
 
 
 def pictures(kind: str) -> dict[str, bytes]:
@@ -35,14 +43,22 @@ def pictures(kind: str) -> dict[str, bytes]:
 def make(root: Path, kind: str) -> Path:
     """Write a data set of each kind below `root`; return what data.root has to be."""
     root.mkdir(parents=True, exist_ok=True)
-    if kind == "folder":
+    if kind in ("folder", "csv"):
         for name, content in pictures(kind).items():
             (root / "train" / name).parent.mkdir(parents=True, exist_ok=True)
             (root / "train" / name).write_bytes(content)
+        if kind == "csv":
+            write_table(root)
     else:
         pack(root / "train-0.tar", pictures(kind))
     settle(root)
     return root
+
+
+def write_table(root: Path, *rows: str) -> None:
+    images = [path.relative_to(root).as_posix() for path in sorted((root / "train").rglob("*.png"))]
+    lines = [f"{image},{Path(image).parts[1]},{1 + (number == 0)}" for number, image in enumerate(images)]
+    (root / TABLE).write_text("\n".join(["path,label,weight", *lines, *rows]))
 
 
 def settle(root: Path) -> None:
@@ -54,11 +70,12 @@ def settle(root: Path) -> None:
 
 def content(root: Path, kind: str) -> Any:
     """All that is found in a data set, its pixels too."""
-    splits: Splits = load.read_splits(Data(name=kind, root=root))
+    splits: Splits = load.read_splits(Data(name=kind, root=root / TABLE if kind == "csv" else root))
+    weights = None if splits.train_weights is None else splits.train_weights.tolist()
     return (
         splits.classes, splits.ignored, splits.notes, splits.mistake, splits.semantics,
         [[(source.name(i), int(source.labels[i])) for i in range(len(source))] for source in splits.sources],
-        [values(source) for source in splits.sources],
+        [values(source) for source in splits.sources], weights, splits.table,
     )  # fmt: skip
 
 
@@ -76,7 +93,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders that were looked through, in which `_look` of each kind was called."""
     found: list[Path] = []
-    for module in (folder, tars, webdataset):
+    for module in (folder, table, tars, webdataset):
         real = module._look
 
         def look(root: Path, *rest: Any, real: Callable[..., Any] = real) -> Any:
@@ -91,9 +108,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def test_the_second_start_does_not_look_again(tmp_path: Path, kind: str, looks: list[Path]) -> None:
     root = make(tmp_path / "data", kind)
     first = content(root, kind)
-    assert len(first[5][0]) == 6 and looks == [root] and len(kept(root)) == 1
+    where = root / TABLE if kind == "csv" else root
+    assert len(first[5][0]) == 6 and looks == [where] and len(kept(root)) == 1
     assert content(root, kind) == first and content(root, kind) == first
-    assert looks == [root]
+    assert looks == [where]
 
 
 def test_a_tar_file_alone(tmp_path: Path, looks: list[Path]) -> None:
@@ -152,8 +170,24 @@ def list_shards(root: Path) -> None:
     (root / "_info.json").write_text(json.dumps({"splits": {"train": {"filenames": ["other.tar"]}}}))
 
 
+def another_label(root: Path) -> None:
+    rows = (root / TABLE).read_text().replace("train/cat/1.png,cat", "train/cat/1.png,dog")
+    (root / TABLE).write_text(rows)
+
+
+def another_row(root: Path) -> None:
+    add(root)
+    write_table(root)
+
+
+def beside_the_table(root: Path) -> None:
+    (root / "0.png").write_bytes(image(208))
+    write_table(root, "0.png,cat,1")
+
+
 CHANGES = [
     *(("folder", change) for change in (add, replace_by_another, add_class, add_deep, add_split, remove_class)),
+    *(("csv", change) for change in (another_label, another_row, beside_the_table)),
     ("folder", unused_file), ("tar", repack), ("wds", repack), ("tar", add_tar), ("wds", add_tar), ("wds", list_shards),
 ]  # fmt: skip
 
@@ -191,8 +225,8 @@ def test_a_class_that_appears_while_the_folder_is_looked_through(
 ) -> None:
     root, real = make(tmp_path / "data", "folder") / "train", folder._look
 
-    def look(where: Path) -> index.Index:
-        found = real(where)
+    def look(where: Path, progress: index.Progress) -> index_file.Index:
+        found = real(where, progress)
         (where / "eel").mkdir()
         (where / "eel" / "1.png").write_bytes(image(207))
         return found
@@ -213,7 +247,7 @@ def test_an_index_goes_with_copied_data(tmp_path: Path, kind: str, looks: list[P
     shutil.copytree(root, tmp_path / "copy", symlinks=True)  # keeps times, as `cp -a` and `rsync -a` do
     shutil.rmtree(root)
     copied = content(tmp_path / "copy", kind)
-    assert looks == [root] and copied[6] == first[6]
+    assert len(looks) == 1 and copied[6] == first[6]
     assert str(root) not in str(copied) and str(copied[2]) == str(first[2]).replace(str(root), str(tmp_path / "copy"))
 
 
@@ -232,6 +266,7 @@ def test_a_damaged_index_is_never_believed(tmp_path: Path, kind: str) -> None:
     root = make(tmp_path / "data", kind)
     first = content(root, kind)
     (file,) = kept(root)
+    assert file.read_bytes()[8:10] == b'{"'  # or nothing here would damage it
     for damaged in garble(file):
         file.write_bytes(damaged)
         assert content(root, kind) == first
@@ -240,10 +275,81 @@ def test_a_damaged_index_is_never_believed(tmp_path: Path, kind: str) -> None:
 def test_an_index_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[Path]) -> None:
     root = make(tmp_path / "data", "folder")
     content(root, "folder")
-    monkeypatch.setattr(index, "VERSION", index.VERSION + 1)
+    monkeypatch.setattr(index_file, "VERSION", index_file.VERSION + 1)
     content(root, "folder")
     content(root, "folder")
     assert looks == [root, root]
+
+
+def test_a_table_whose_image_is_gone(tmp_path: Path, looks: list[Path]) -> None:
+    root = make(tmp_path / "data", "csv")
+    assert content(root, "csv")[3] == ""
+    (root / "train/cat/1.png").unlink()
+    settle(root)
+    for _ in range(2):  # an index of incomplete data is not kept
+        assert "there is no file 'train/cat/1.png'" in content(root, "csv")[3]
+    assert len(looks) == 3
+
+
+def test_images_beside_their_table(tmp_path: Path, looks: list[Path]) -> None:
+    root = make(tmp_path / "data", "csv")
+    beside_the_table(root)
+    settle(root)
+    first = content(root, "csv")
+    assert content(root, "csv") == first and len(looks) == 1
+    (root / "0.png").unlink()
+    assert "there is no file '0.png'" in content(root, "csv")[3]
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv"])
+def test_an_image_that_changed_is_refused_until_the_data_is_verified(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make(tmp_path / "data", kind)
+    before = content(root, kind)
+    times = (root / "train/cat").stat()
+    (root / "train/cat/1.png").write_bytes(image(200) + b"more")
+    assert (root / "train/cat").stat().st_mtime_ns == times.st_mtime_ns  # so nothing else tells it
+    with pytest.raises(UserError, match=r"1\.png cannot be read: .* bytes, but the index of .* --data\.verify true"):
+        content(root, kind)
+    data = Data(name=kind, root=root / TABLE if kind == "csv" else root, verify=True)
+    with caplog.at_level("INFO", logger="accel_train"):
+        load.read_splits(data)
+    assert "1 image files have another size or time, such as train/cat/1.png. There is a new index" in caplog.text
+    after = content(root, kind)
+    assert (
+        after[5] == before[5]
+        and [new != old for new, old in zip(after[6][0], before[6][0], strict=True)].count(True) == 1
+    )
+    with caplog.at_level("INFO", logger="accel_train"):
+        load.read_splits(data)
+    assert "all 6 images are as their index says" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_to_verify_is_to_look_without_an_index(tmp_path: Path, kind: str, looks: list[Path]) -> None:
+    """A tar file whose size and time are the same, but whose content is not, has no other way to be noticed."""
+    root = make(tmp_path / "data", kind)
+    data = Data(name=kind, root=root / TABLE if kind == "csv" else root, verify=True)
+    found = [[source.name(i) for i in range(len(source))] for source in load.read_splits(data).sources]
+    assert len(looks) == 1
+    assert found == [[source.name(i) for i in range(len(source))] for source in load.read_splits(data).sources]
+    assert len(looks) == 2
+
+
+def test_a_changed_data_set_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = make(tmp_path / "data", "folder")
+    with caplog.at_level("INFO", logger="accel_train"):
+        content(root, "folder")
+        content(root, "folder")
+        assert not caplog.records
+        add(root)
+        settle(root)
+        content(root, "folder")
+        content(root, "folder")
+    assert [record.message.partition(" There is")[0] for record in caplog.records] == [
+        f"{root} has changed since it was indexed: 6 images then, 7 now."
+    ]
 
 
 def test_a_tar_file_that_changed_without_a_new_size_or_time(tmp_path: Path) -> None:
@@ -257,6 +363,8 @@ def test_a_tar_file_that_changed_without_a_new_size_or_time(tmp_path: Path) -> N
     assert (root / "train-0.tar").stat().st_size == status.st_size
     with pytest.raises(UserError, match=r"cat/1\.png cannot be read: the tar file has changed"):
         content(root, "tar")
+    again = Data(name="tar", root=root, verify=True)
+    assert sorted(values(load.read_splits(again).train)) == list(range(6))
 
 
 def test_a_read_only_folder_has_its_index_among_the_caches(
@@ -280,24 +388,39 @@ def test_a_read_only_folder_has_its_index_among_the_caches(
         assert not kept(root) and len([*Path(where).glob("caches/**/*.safetensors")]) == 1
 
 
-def test_a_full_disk_costs_the_index_and_nothing_else(
-    tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = make(tmp_path / "data", "folder")
-
-    def write(tensors: object, file: Path, **more: object) -> None:
-        file.write_bytes(b"half")
-        raise safetensors.SafetensorError("Error while serializing: No space left on device (os error 28)")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", write)
+def _fill_the_disk(root: Path, most: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))  # as a full disk or a quota: a write fails half-way
     assert len(content(root, "folder")[5][0]) == 6
+
+
+@pytest.mark.parametrize("most", [0, 100, 1000])
+def test_a_full_disk_costs_the_index_and_nothing_else(tmp_path: Path, caches: Path, most: int) -> None:
+    root = make(tmp_path / "data", "folder")
+    process = multiprocessing.get_context("fork").Process(target=_fill_the_disk, args=(root, most))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     assert sorted(path.name for path in root.iterdir()) == ["train"] and not [*caches.rglob("*.safetensors*")]
+    content(root, "folder")
+    (file,) = kept(root)
+    assert file.stat().st_size > 1000
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    root = make(tmp_path / "data", "folder")
+    old, new = (root / f"..accel-train-index-folder.safetensors.{end}.tmp" for end in ("0123abcd", "4567abcd"))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    past = time.time() - 2 * index_file.LEFTOVER_SECONDS
+    os.utime(old, (past, past))
+    content(root, "folder")
+    assert not old.exists() and new.exists()  # another process may be writing that one
 
 
 def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
     real = tars._look
 
-    def look(where: Path, names: list[str]) -> index.Index:
+    def look(where: Path, names: list[str], progress: index.Progress) -> index_file.Index:
         (marks / str(os.getpid())).touch()
         time.sleep(1)  # as long as a real one, so that the others come meanwhile
         if not writable and len([*marks.iterdir()]) > 1:  # the second one that looks
@@ -305,10 +428,10 @@ def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
             while len([*marks.iterdir()]) < 3:  # does not keep the third one from it
                 assert time.monotonic() < until
                 time.sleep(0.01)
-        return real(where, names)
+        return real(where, names, progress)
 
     if not writable:
-        index._write = lambda *_: None
+        index.write_index = lambda files, root, found, states: found
 
     tars._look = look  # type: ignore[assignment]
     began.wait()
@@ -330,25 +453,157 @@ def test_of_processes_that_start_at_once_one_looks(tmp_path: Path, writable: boo
     assert (len([*marks.iterdir()]), len(kept(root))) == ((1, 1) if writable else (3, 0))
 
 
-def _die_while_writing(root: Path) -> None:
-    index.set_default_permissions = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+STEPS = ("set_default_permissions", "save_file", "fsync", "replace")
+
+
+def _die_while_writing(root: Path, step: str, *, after: bool) -> None:
+    holder: Any = {
+        "set_default_permissions": index_file, "save_file": safetensors.torch, "fsync": os, "replace": Path,
+    }[step]  # fmt: skip
+    real = getattr(holder, step)
+
+    def die(*given: Any, **more: Any) -> None:
+        if after:
+            real(*given, **more)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(holder, step, die)
     content(root, "wds")
 
 
-def test_killed_while_it_is_written(tmp_path: Path, looks: list[Path]) -> None:
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_while_it_is_written(tmp_path: Path, step: str, after: bool, looks: list[Path]) -> None:
     root = make(tmp_path / "data", "wds")
-    process = multiprocessing.get_context("fork").Process(target=_die_while_writing, args=(root,))
+    process = multiprocessing.get_context("fork").Process(
+        target=_die_while_writing, args=(root, step), kwargs={"after": after}
+    )
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
+    whole = (step, after) == ("replace", True)
+    assert len([path for path in kept(root) if path.suffix == ".safetensors"]) == whole
     first = content(root, "wds")
-    assert content(root, "wds") == first and looks == [root]
+    assert content(root, "wds") == first and looks == [root] * (not whole)
+
+
+def test_a_worker_keeps_the_index_that_it_was_given(tmp_path: Path) -> None:
+    """Though another file has its name: the workers of a training may start when the data has a new index."""
+    root = make(tmp_path / "data", "folder")
+    content(root, "folder")
+    source = load.read_splits(Data(name="folder", root=root)).train
+    (file,) = kept(root)
+    names = [source.name(i) for i in range(6)]
+    add(root)
+    settle(root)
+    content(root, "folder")
+    assert [each.stat().st_ino for each in kept(root)] != [file.stat().st_ino] or file.exists()
+    with ProcessPoolExecutor(1, WorkerContext("accel_train.data.workers")) as pool:
+        assert pool.submit(_names, source).result() == names
+    assert [source.name(i) for i in range(6)] == names and len(values(source)) == 6
+
+
+def _names(source: Any) -> list[str]:
+    return [source.name(i) for i in range(len(source))]
+
+
+def test_an_index_that_is_overwritten_in_place_ends_what_uses_it(tmp_path: Path) -> None:
+    root = make(tmp_path / "data", "folder")
+    content(root, "folder")
+    source = load.read_splits(Data(name="folder", root=root)).train
+    (file,) = kept(root)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20] + b"0" * 20)  # as `cp` does: other names, or another image
+    with pytest.raises(UserError, match="was overwritten while this process was using it"):
+        source.fetch([0])
+
+
+def test_what_needs_many_processes_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        root = make(tmp_path / kind, kind)
+        for number in range(1, 4):
+            if kind in ("tar", "wds"):
+                shutil.copy2(root / "train-0.tar", root / f"train-{number}.tar")
+        first = content(root, kind)
+        (file,) = kept(root)
+        file.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(all_cores, "PATIENCE_SECONDS", -1.0)
+            patch.setattr(all_cores, "available_cores", lambda: 2)
+            assert content(root, kind) == first
+        assert len(kept(root)) == 1
+
+
+def test_a_mistake_that_another_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = make(tmp_path / "data", "tar")
+    (root / "val-0.tar").write_bytes((root / "train-0.tar").read_bytes()[:-9000])
+    monkeypatch.setattr(all_cores, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(all_cores, "available_cores", lambda: 2)
+    with pytest.raises(UserError, match=r"the tar file .*val-0\.tar cannot be read"):
+        content(root, "tar")
+
+
+def test_on_a_network_file_system_it_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = make(tmp_path / "data", "tar")
+    first = content(root, "tar")
+    (file,) = kept(root)
+    mapped = index_file.read_index(file, root)
+    monkeypatch.setattr(index_file, "file_system", lambda folder: "nfs4")
+    copied = index_file.read_index(file, root)
+    assert mapped and copied and content(root, "tar") == first
+    kinds = [type(found.index.splits["train"].positions).__name__ for found in (mapped, copied)]
+    assert kinds == ["MappedArray", "SharedArray"]
+
+
+class TestTheCommand:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_makes_it_once(self, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+        root = make(tmp_path / "data", kind)
+        words = ["index", kind, "--root", str(root / TABLE if kind == "csv" else root)]
+        assert main(words) == 0
+        first = capsys.readouterr().out
+        (file,) = kept(root)
+        assert first.startswith("6 images of 2 classes in ") and f"the index written:\n{file}\n" in first
+        assert main(words) == 0
+        assert f"the index was there already:\n{file}\n" in capsys.readouterr().out
+        assert main([*words, "--verify", "true"]) == 0
+        assert "all 6 images are as their index says" in capsys.readouterr().out
+
+    def test_waits_for_data_that_was_just_written(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        root = make(tmp_path / "data", "folder")
+        for path in root.rglob("*"):
+            os.utime(path)
+        monkeypatch.setattr(index, "SETTLED_SECONDS", 0.5)
+        monkeypatch.setattr(tools_index, "SETTLED_SECONDS", 0.5)
+        assert main(["index", "folder", "--root", str(root)]) == 0 and len(kept(root)) == 1
+
+    @pytest.mark.parametrize(("words", "code", "message"), [
+        (["digits"], 2, "'digits' needs no index; these do: folder"),
+        (["folder", "--root", "nowhere"], 2, "--data.root nowhere does not exist"),
+    ])  # fmt: skip
+    def test_refuses(self, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["index", *words]) == code
+        assert message in capsys.readouterr().err
+
+    def test_says_why_there_is_none(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        root = make(tmp_path / "data", "folder")
+
+        def full(*_: Any, **more: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(safetensors.torch, "save_file", full)
+        assert main(["index", "folder", "--root", str(root)]) == 1
+        assert "it cannot be written" in (said := capsys.readouterr().err) and "No space left on device" in said
 
 
 def test_a_long_look_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     root, real = make(tmp_path / "data", "folder"), folder._look
     monkeypatch.setattr(index, "SLOW_SECONDS", 0.05)
-    monkeypatch.setattr(folder, "_look", lambda where: (time.sleep(0.3), real(where))[1])
+    monkeypatch.setattr(folder, "_look", lambda *given: (time.sleep(0.3), real(*given))[1])
     with caplog.at_level("INFO", logger="accel_train"):
         content(root, "folder")
     assert f"Looking through {root}" in caplog.text

@@ -1,0 +1,46 @@
+"""Work on many things that begins in this process, and goes on with all cores if it takes long."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
+
+from accel_train.data.worker_processes import WorkerContext, end_with_trainer
+from accel_train.launch.process import available_cores
+
+WORKERS = "accel_train.data.workers"
+"""What the processes import before they begin: the same as those that load images, for whom the server stays."""
+PATIENCE_SECONDS = 3.0
+"""To start processes, which import torch, takes about as long."""
+
+Thing = TypeVar("Thing")
+Result = TypeVar("Result")
+
+
+def on_all_cores(work: Callable[[Thing], Result], things: Sequence[Thing]) -> Iterator[Result]:
+    """Yield the result of `work` of each of the `things`, in their order. Raises what `work` raises.
+
+    `work`, `things` and results are pickled. Processes are started only if there is enough to do.
+    """
+    began = time.monotonic()
+    for done, thing in enumerate(things):
+        processes = min(available_cores(), len(things) - done)
+        if processes > 1 and time.monotonic() - began > PATIENCE_SECONDS:
+            yield from _in_processes(work, things[done:], processes)
+            return
+        yield work(thing)
+
+
+def _in_processes(work: Callable[[Thing], Result], things: Sequence[Thing], processes: int) -> Iterator[Result]:
+    before = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(processes, WorkerContext(WORKERS), initializer=end_with_trainer) as pool:
+        try:
+            yield from pool.map(work, things, chunksize=1 + len(things) // (64 * processes))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(multiprocessing.active_children()) - before:  # else Ctrl-C would wait until they are done
+                worker.kill()
+            raise

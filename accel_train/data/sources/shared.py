@@ -1,0 +1,137 @@
+"""Arrays that a process shares with its data workers, so that a million names or positions are in memory once."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accel_train.data.compat import DupFd
+from accel_train.errors import UserError
+
+
+class SharedArray:
+    """An array in memory that a process shares with its data workers, without a copy for each.
+
+    It is pickled as a tensor, which torch passes to workers as shared memory.
+    """
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        """`array` must be writable, as torch requires, but is never changed."""
+        self.array = array
+        self._tensor: torch.Tensor | None = None
+
+    def __getstate__(self) -> Any:
+        if self._tensor is None:  # kept for all workers: the first pickling moves it to shared memory
+            self._tensor = torch.from_numpy(self.array)
+        return self._tensor
+
+    def __setstate__(self, tensor: Any) -> None:
+        self.array, self._tensor = tensor.numpy(), tensor
+
+    def check(self) -> None:
+        """Raise UserError if the array is not any more what it was."""
+
+
+class MappedFile:
+    """A file mapped into memory: the system reads it once for all processes of a machine, and drops what nobody uses.
+
+    Workers get the open file, not its name: another file may have that name by now.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, and ValueError if the file is empty."""
+        self.path = path
+        self._map(os.open(path, os.O_RDONLY))
+        self._state = self._now()
+
+    def _map(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self.bytes = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)  # writable, as torch requires
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def __getstate__(self) -> Any:
+        return self.path, self._state, DupFd(self._descriptor)
+
+    def __setstate__(self, given: Any) -> None:
+        self.path, self._state, descriptor = given
+        self._map(descriptor.detach())
+
+    def check(self) -> None:
+        """Raise UserError if the file was written to since it was opened; one that took its name does no harm."""
+        if self._now() != self._state:
+            raise UserError(
+                f"{self.path} was overwritten while this process was using it, so the images that it names are not "
+                "known any more: start again when the data is complete.",
+                every_process=False,
+            )
+
+
+class MappedArray(SharedArray):
+    """An array in a `MappedFile`, which costs no process any memory."""
+
+    def __init__(self, file: MappedFile, dtype: str, shape: Sequence[int], offset: int) -> None:
+        """`dtype`: NumPy's name, such as "<i8"; `offset` in bytes. Raises ValueError if it is not inside the file."""
+        self.__setstate__((file, dtype, tuple(shape), offset))
+
+    def __getstate__(self) -> Any:
+        return self._place
+
+    def __setstate__(self, place: Any) -> None:
+        self._place = file, dtype, shape, offset = place
+        self.file = file
+        flat = np.frombuffer(file.bytes, dtype, prod(shape), offset) if prod(shape) else np.empty(0, dtype)
+        self.array = flat.reshape(shape)
+
+    def check(self) -> None:
+        self.file.check()
+
+
+class StringArray:
+    """Many strings in two shared arrays. A list of a million strings would be copied into each worker."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        encoded = [name.encode(errors="surrogateescape") for name in names]
+        self._text = SharedArray(np.frombuffer(bytearray(b"".join(encoded)), dtype=np.uint8))
+        self._ends = SharedArray(np.cumsum([len(name) for name in encoded], dtype=np.int64))
+
+    @classmethod
+    def of(cls, text: SharedArray, ends: SharedArray) -> StringArray:
+        """The strings in `text` (uint8), each of which ends where `ends` (int64) says."""
+        strings = cls([])
+        strings._text, strings._ends = text, ends
+        return strings
+
+    @property
+    def text(self) -> npt.NDArray[np.uint8]:
+        """All strings, one after the other, as bytes."""
+        return self._text.array
+
+    @property
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Where each string ends in `text`."""
+        return self._ends.array
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, id: int) -> str:
+        text, ends = self.text, self.ends
+        start = ends[id - 1] if id else 0
+        return text[start : ends[id]].tobytes().decode(errors="surrogateescape")
+
+    def check(self) -> None:
+        """Raise UserError if the strings are not any more what they were."""
+        self._text.check()
