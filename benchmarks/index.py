@@ -3,8 +3,8 @@
     python benchmarks/index.py                      # 200,000 images
     python benchmarks/index.py --images 1300000     # as many as ImageNet has; needs 5 GB and ten minutes
 
-The images are tiny (those of a class in folders are one file of many names); what is measured is the finding of them, in
-a new process each time, from the page cache. A network file system makes the first start slower, not the others. How
+The images are tiny (those of a class in folders are one file of many names); what is measured is the finding of them,
+in a new process each time, from the page cache. A network file system makes the first start slower, not the others. How
 much a start takes more than with 1,000 images, and the memory of a process, have limits that this program checks.
 """
 
@@ -162,7 +162,8 @@ def main() -> int:
             within &= more <= LONGEST * max(1, options.images / 1.3e6) and large.memory <= LARGEST
             rows.append([
                 kind, f"{one.seconds:.1f} s ({one.work:.1f} s)", f"{all_of_them.seconds:.1f} s",
-                f"{one.seconds / all_of_them.seconds:.1f}", f"{small:.3f} s", f"{large.seconds:.3f} s ({large.work:.2f} s)",
+                f"{one.seconds / all_of_them.seconds:.1f}", f"{small:.3f} s",
+                f"{large.seconds:.3f} s ({large.work:.2f} s)",
                 f"{more:.2f} s", f"{one.work / large.work:.0f}", f"{large.memory:.0f}", f"{size:.0f}",
             ])  # fmt: skip
     print(f"{options.images:,} images: seconds until the data set is known, and of the processor")
@@ -170,9 +171,8 @@ def main() -> int:
         "--data.name", "index made, 1 core", f"{all_cores} cores", "times as fast", f"start with {FEW:,} images",
         f"with {options.images:,}", "more", "the index saves (times)", "bytes an image: memory", "index",
     ], rows)  # fmt: skip
-    print(
-        f"at most {LONGEST:g} s more for 1.3 million images, and {LARGEST:g} bytes an image: {'yes' if within else 'NO'}"
-    )
+    answer = "yes" if within else "NO"
+    print(f"at most {LONGEST:g} s more for 1.3 million images, and {LARGEST:g} bytes an image: {answer}")
     return 0 if within else 1
 
 

@@ -544,6 +544,7 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
         "runs",
         "check-data",
         "cache-data",
+        "index",
         "doctor",
         "find-lr",
         "preview",

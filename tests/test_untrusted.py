@@ -21,7 +21,7 @@ from accel_train.analysis.predictions import read_predictions
 from accel_train.cli.of_run.runs import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import FileImages
+from accel_train.data.sources.files.folder import FileImages
 from accel_train.errors import UserError
 from accel_train.ownership.owner import read_owner
 from accel_train.run.start import find_file

@@ -17,7 +17,8 @@ from scipy.fft import dctn
 from torch.nn.functional import interpolate
 
 from accel_train.audit.unreadable import kind_of
-from accel_train.data.sources.files.encoded import EncodedImages, FileImages, file_state
+from accel_train.data.sources.files.encoded import EncodedImages, file_state
+from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import FileImages
+from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.hub import StreamedImages
 from accel_train.data.workers import BatchDataset
 

@@ -12,7 +12,6 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.depth import few_bits_notes, range_text
 from accel_train.data.sources.files.images import MAX_PIXELS, Box, ImageError, LazyImage
-from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 from accel_train.untrusted import TooLargeError, read_regular_file
@@ -118,39 +117,6 @@ def file_state(path: Path) -> str:
     except FileNotFoundError:
         return "missing"
     return f"{status.st_size} {status.st_mtime_ns}"
-
-
-class FileImages(EncodedImages):
-    """Image files below a folder."""
-
-    def __init__(
-        self,
-        root: Path,
-        paths: Sequence[str] | StringArray,
-        labels: torch.Tensor,
-        data: Data,
-        stats: SharedArray | None = None,
-    ) -> None:
-        """`stats`: those of an index, as in `SplitFiles`."""
-        super().__init__(labels, data)
-        self.root, self.paths = root, paths if isinstance(paths, StringArray) else StringArray(paths)
-        self.stats = stats
-
-    def read(self, id: int) -> bytes:
-        self.paths.check()
-        content = read_image(self.root / self.paths[id], self.max_pixels)
-        expected = -1 if self.stats is None else int(self.stats.array[id, 0])
-        if expected not in (-1, len(content)):
-            raise ChangedError(
-                f"it has {len(content):,} bytes, but the index of the data says {expected:,}, so it has changed since"
-            )
-        return content
-
-    def name(self, id: int) -> str:
-        return f"{self.root}/{self.paths[id]}"
-
-    def states(self) -> Iterable[str]:
-        return (file_state(self.root / self.paths[id]) for id in range(len(self)))
 
 
 LOOKED_AT = 4  # images: those of a camera can have 20 million pixels each

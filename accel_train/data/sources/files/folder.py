@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from accel_train.config.compatibility import IMAGE_FILES, IMAGE_NAMES
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.encoded import FileImages
+from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, file_state, read_image
 from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
 from accel_train.data.sources.files.index_file import Index, SplitFiles
 from accel_train.data.sources.files.listing import EXTENSIONS, NEWER_EXTENSIONS, find_images
@@ -26,6 +26,39 @@ def semantics_of(paths: Iterable[str]) -> int:
 
 Samples = tuple[list[str], torch.Tensor]
 """Paths relative to the root, sorted, and the label of each (int64 [n])."""
+
+
+class FileImages(EncodedImages):
+    """Image files below a folder."""
+
+    def __init__(
+        self,
+        root: Path,
+        paths: Sequence[str] | StringArray,
+        labels: torch.Tensor,
+        data: Data,
+        stats: SharedArray | None = None,
+    ) -> None:
+        """`stats`: those of an index, as in `SplitFiles`."""
+        super().__init__(labels, data)
+        self.root, self.paths = root, paths if isinstance(paths, StringArray) else StringArray(paths)
+        self.stats = stats
+
+    def read(self, id: int) -> bytes:
+        self.paths.check()
+        content = read_image(self.root / self.paths[id], self.max_pixels)
+        expected = -1 if self.stats is None else int(self.stats.array[id, 0])
+        if expected not in (-1, len(content)):
+            raise ChangedError(
+                f"it has {len(content):,} bytes, but the index of the data says {expected:,}, so it has changed since"
+            )
+        return content
+
+    def name(self, id: int) -> str:
+        return f"{self.root}/{self.paths[id]}"
+
+    def states(self) -> Iterable[str]:
+        return (file_state(self.root / self.paths[id]) for id in range(len(self)))
 
 
 def folder(data: Data) -> Splits:
