@@ -115,6 +115,7 @@ def _arrays(file: Path) -> tuple[dict[str, str], dict[str, SharedArray]]:
 
     safetensors' own reader gives tensors that cannot be passed to workers as what they are, a part of this file.
     """
+    file.stat()  # the usual answer, that there is none, costs nothing else
     source: MappedFile | None = None
     if file_system(file.parent).startswith(NOT_MAPPED):
         content: Any = bytearray(file.read_bytes())

@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from accel_train.data.all_cores import on_all_cores
+from accel_train.data.sources.files.index import Progress
 from accel_train.errors import UserError
-
-if TYPE_CHECKING:
-    from accel_train.data.sources.files.index import Progress
 
 NEWER_EXTENSIONS = (
     ".jfif", ".jpe", ".mpo", ".gif", ".avif", ".apng", ".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc", ".pbm", ".pnm",
