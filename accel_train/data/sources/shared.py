@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+import zlib
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -51,7 +52,7 @@ class MappedFile:
         """Raises OSError, and ValueError if the file is empty."""
         self.path = path
         self._map(os.open(path, os.O_RDONLY))
-        self._state = self._now()
+        self._state, self._checksum = self._now(), zlib.crc32(self.bytes)
 
     def _map(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -63,20 +64,25 @@ class MappedFile:
         return status.st_size, status.st_mtime_ns
 
     def __getstate__(self) -> Any:
-        return self.path, self._state, DupFd(self._descriptor)
+        return self.path, self._state, self._checksum, DupFd(self._descriptor)
 
     def __setstate__(self, given: Any) -> None:
-        self.path, self._state, descriptor = given
+        self.path, self._state, self._checksum, descriptor = given
         self._map(descriptor.detach())
 
     def check(self) -> None:
-        """Raise UserError if the file was written to since it was opened; one that took its name does no harm."""
-        if self._now() != self._state:
+        """Raise UserError if the file has another content than when it was opened. That another file took its name, or
+        that it was touched, does no harm."""
+        state = self._now()
+        if state == self._state:
+            return
+        if state[0] != self._state[0] or zlib.crc32(self.bytes) != self._checksum:
             raise UserError(
                 f"{self.path} was overwritten while this process was using it, so the images that it names are not "
                 "known any more: start again when the data is complete.",
                 every_process=False,
             )
+        self._state = state
 
 
 class MappedArray(SharedArray):

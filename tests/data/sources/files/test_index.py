@@ -509,6 +509,8 @@ def test_an_index_that_is_overwritten_in_place_ends_what_uses_it(tmp_path: Path)
     source = load.read_splits(Data(name="folder", root=root)).train
     (file,) = kept(root)
     whole = file.read_bytes()
+    os.utime(file)
+    assert len(source.fetch([0])) == 1  # it is the same
     file.write_bytes(whole[:-20] + b"0" * 20)  # as `cp` does: other names, or another image
     with pytest.raises(UserError, match="was overwritten while this process was using it"):
         source.fetch([0])
