@@ -53,8 +53,8 @@ def evaluate_published(
     """Evaluate the published model that `overrides` name (--model.KEY, --data.KEY, --augment.KEY) on a split.
 
     Its images are prepared as its publisher evaluates it, unless --augment.crop-fraction, --augment.resize,
-    --augment.mean, --augment.std or --model.image-size says otherwise. `keep_predictions`: return the logits. `tta`: see
-    analysis/inference/tta.py. Collective. Raises UserError, also if a class of the data is none of the model's.
+    --augment.mean, --augment.std or --model.image-size says otherwise. `keep_predictions`: return the logits. `tta`:
+    see analysis/inference/tta.py. Collective. Raises UserError, also if a class of the data is none of the model's.
     """
     config = parse_settings({}, overrides)
     accelerator = create_accelerator(launch)

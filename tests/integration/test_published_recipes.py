@@ -258,9 +258,7 @@ def test_updates_are_those_of_the_source(name: str, monkeypatch: pytest.MonkeyPa
     config, accelerator = setup.config, setup.accelerator
     source = source_of(name, plain)
     mine, theirs = dict(setup.bare_model.named_parameters()), dict(source.model.named_parameters())
-    guard = Guard(
-        config, accelerator, setup.model, setup.training.transform, RunDirectory(Path(), writes=False), Stream([]).emit
-    )
+    guard = Guard(config, accelerator, setup.model, setup.training, RunDirectory(Path(), writes=False), Stream([]).emit)
     run: Any = SimpleNamespace(state=TrainState(), guard=guard, meter=Meter(accelerator), schedule_offset=0)
     losses: list[Tensor] = []
     run.meter.add = lambda logits, targets, weighted, weights: losses.append(weighted.double().sum())

@@ -431,7 +431,8 @@ def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
         return real(where, names, progress)
 
     if not writable:
-        index.write_index = lambda files, root, found, states: found
+        module: Any = index
+        module.write_index = lambda files, root, found, states: found
 
     tars._look = look  # type: ignore[assignment]
     began.wait()
