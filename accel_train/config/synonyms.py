@@ -21,7 +21,7 @@ LAUNCHER = {  # option of accelerate launch -> its names elsewhere
     "--machine_rank N": "machine-rank node-rank",
     "--main_process_port PORT": "master-port main-process-port dist-url",
     "--dynamo_backend inductor": "compile torch-compile torchcompile dynamo dynamo-backend jit",
-    "--dynamo_backend inductor --dynamo_mode max-autotune": "torchcompile-mode",
+    "--dynamo_mode max-autotune": "torchcompile-mode",
     "--gpu_ids 0,1": "gpu-ids gpu-id cuda-visible-devices gpu",
     "--config_file accelerate_configs/cpu.yaml": "cpu use-cpu no-cuda no-gpu",
     "--config_file accelerate_configs/fsdp2.yaml": "fsdp deepspeed",
