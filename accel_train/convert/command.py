@@ -103,14 +103,31 @@ def settings_of(peer: Peer, settings: Any) -> tuple[dict[str, Any], dict[str, An
 
 
 def _typed(option: PeerOption, value: Any) -> Any:
-    """The value as argparse gives it: YAML reads 1e-5 as a word."""
-    kind = {"int": int, "float": float}.get(option.kind)
+    """The value as argparse gives it: YAML reads 1e-5 as a word, and a single value need not be in a list."""
+    if value is None and option.default == "":
+        return ""
+    kind = {"int": int, "float": float, "str": str}.get(option.kind)
     if kind is None or isinstance(value, (bool, list, dict, type(None))):
         return value
     try:
-        return kind(value)
+        return [kind(value)] if option.count in ("+", "*") else kind(value)
     except ValueError as error:
         raise UserError(f"{option.name}: expected {option.kind}, found {value!r}.") from error
+
+
+def check_kind(option: PeerOption, value: Any) -> None:
+    """Raise UserError if the value is of another kind than the option: what is no command line may have any."""
+    default = option.default
+    of_any = option.kind == "any" and (default is None or isinstance(default, bool))
+    if option.kind == "flag" or of_any or value == default or (isinstance(value, dict) and isinstance(default, dict)):
+        return
+    number = option.kind in ("int", "float") or isinstance(default, (int, float))
+    kinds, expected = ((int, float), "a number") if number else ((str, int, float), "a word")
+    each = [value]
+    if option.count in ("+", "*") or option.count.isdigit():
+        each, expected = value if isinstance(value, (list, tuple)) else [None], f"a list, each of it {expected}"
+    if any(not isinstance(item, kinds) or isinstance(item, bool) for item in each):
+        raise UserError(f"{option.name}: expected {expected}, found {'nothing' if value is None else repr(value)}.")
 
 
 def read_settings(text: str, name: str, peer: str | None, processes: int | None) -> Command:

@@ -23,10 +23,15 @@ from accel_train.convert.command import (
 from accel_train.convert.peers import PEERS, Peer
 from accel_train.errors import UserError
 
-PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--nproc")
-NODES = ("--nnodes", "--n_nodes", "--num_nodes")
+PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--nproc", "--ntasks-per-node", "--num_gpus")
+NODES = ("--nnodes", "--n_nodes", "--num_nodes", "--nodes", "-N")
 IN_ALL = ("--num_processes", "--num-processes", "-np", "--ntasks", "-n")
 WRITE_A_NUMBER = "write a number there, or give --processes N"
+STARTS_SEVERAL = ("srun", "mpirun", "mpiexec", "accelerate", "deepspeed")
+"""Launchers that start a number of processes that something else says, if their options do not."""
+WRAPPERS = ("nice", "ionice", "numactl", "taskset", "env", "python", "python3")
+"""Programs that may stand between a launcher and the script: their -n and -N mean something else."""
+TRAIN = ("train.py", "distributed_train.sh", "yolo")
 
 
 def read_command(words: Sequence[str], peer: str | None = None, processes: int | None = None) -> Command:
@@ -42,10 +47,10 @@ def read_command(words: Sequence[str], peer: str | None = None, processes: int |
             return read_settings(content, path.name, peer, processes)
         text = content
     line = _line_of(text) if len(words) == 1 else [word.strip() for word in words if word.strip()]
-    if variables := [word for word in line if re.search(r"\$\w|\$\{|\$\(", word)]:
+    if variables := [word for word in line if re.search(r"\$\w|\$\{|\$\(|`|%\w+%", word)]:
         raise UserError(f"{', '.join(variables)}: the shell replaces this; write the value itself.")
     launcher, script, arguments = _split(line)
-    found = processes or _processes(launcher)
+    found = processes or _processes(launcher, _of_job(text) if len(words) == 1 else [])
     if Path(script).name == "yolo":
         return read_pairs(PEERS["ultralytics"], arguments, shlex.join(line), processes or 1)
     if script.endswith(".sh"):
@@ -68,23 +73,44 @@ def _file(text: str) -> Path | None:
 
 
 def _line_of(text: str) -> list[str]:
-    """Return the words of the one line in `text` that starts a training; lines may be continued with a backslash."""
-    joined = re.sub(r"\\[ \t]*\r?\n", " ", text.strip())
+    """Return the words of the one command in `text` that starts a training, without what the shell does with its
+    output. Lines may be continued, with a backslash or as on Windows."""
+    joined = re.sub(r"[\\^`][ \t]*\r?\n", " ", text.strip())
     lines = [re.sub(r"^\s*(!|\$\s)", "", line) for line in joined.splitlines()]  # the prompt of a notebook or a shell
     lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
     try:
-        split = [shlex.split(line, comments=True) for line in lines]
+        commands = [command for line in lines for command in _commands(line)]
     except ValueError as error:
         raise UserError(f"the command cannot be read: {error}; is a quotation mark missing?") from error
-    starts = [words for words in split if any(_is_script(word) for word in words)]
+    starts = [words for words in commands if any(_is_script(word) for word in words)]
+    if len(starts) > 1:  # another one may prepare the data, or validate
+        starts = [words for words in starts if any(Path(word).name in TRAIN for word in words)] or starts
     if len(starts) > 1:
         raise UserError(f"found {len(starts)} commands that start a training; give one.")
-    return starts[0] if starts else [word for words in split for word in words]
+    return starts[0] if starts else [word for words in commands for word in words]
+
+
+def _commands(line: str) -> list[list[str]]:
+    """Return the words of each command of a line, without redirections. Raises ValueError."""
+    # A backslash before a letter is one of a path of Windows; a shell would drop it.
+    line = re.sub(r"'[^']*'|\\(?=\w)", lambda found: found[0] if found[0] != "\\" else "\\\\", line)
+    line = re.sub(r"(?<=\s)\d(?=[<>])", "", line)  # of 2>&1
+    words = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+    words.whitespace_split = True
+    commands: list[list[str]] = [[]]
+    for word in words:
+        if not re.fullmatch("[;&|<>]+", word):
+            commands[-1].append(word)
+        elif "<" in word or ">" in word:
+            next(words, "")  # the file
+        else:
+            commands.append([])
+    return [words for words in commands if words]
 
 
 def _is_script(word: str) -> bool:
     name = Path(word).name
-    return name in ("yolo", "distributed_train.sh") or (word.endswith(".py") and not word.startswith("-"))
+    return name in TRAIN or (word.endswith(".py") and not word.startswith("-"))
 
 
 def _split(line: list[str]) -> tuple[list[str], str, list[str]]:
@@ -98,21 +124,41 @@ def _split(line: list[str]) -> tuple[list[str], str, list[str]]:
     return line[:at], line[at], line[at + 1 :]
 
 
-def _processes(launcher: Sequence[str]) -> int:
-    """Return how many processes torchrun, accelerate launch, mpirun or srun would start."""
-    values = dict[str, str]()
-    for index, word in enumerate(launcher):
-        flag, equals, value = word.partition("=")
-        if flag in (*PER_NODE, *NODES, *IN_ALL):
-            values[flag] = value if equals else (*launcher, "")[index + 1]
-    for flag, value in values.items():
+def _of_job(text: str) -> list[str]:
+    """Return the options that a job script has for Slurm."""
+    return [word for options in re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE) for word in options.split()]
+
+
+def _processes(launcher: Sequence[str], job: Sequence[str]) -> int:
+    """Return how many processes torchrun, accelerate launch, mpirun or srun would start. `job`: what srun is told by
+    the script that it is in."""
+    names = [Path(word).name for word in launcher]
+    values = (_numbers(job) if "srun" in names else {}) | _numbers(launcher)
+    for flag, value in values.values():
         if not value.isdigit() or int(value) < 1:
             raise UserError(f"{flag} {value}: the number of processes is not known; {WRITE_A_NUMBER}.")
+    known = {of: int(value) for of, (_, value) in values.items()}
+    unknown = [name for name in names if name in STARTS_SEVERAL]
+    if unknown and not {IN_ALL, PER_NODE} & {*known}:
+        raise UserError(f"{unknown[0]}: the command does not say how many processes it starts; give --processes N.")
+    return known.get(IN_ALL) or known.get(PER_NODE, 1) * known.get(NODES, 1)
 
-    def number(flags: Sequence[str]) -> int:
-        return next((int(values[flag]) for flag in flags if flag in values), 1)
 
-    return number(IN_ALL) if any(flag in values for flag in IN_ALL) else number(PER_NODE) * number(NODES)
+def _numbers(words: Sequence[str]) -> dict[tuple[str, ...], tuple[str, str]]:
+    """Return what the words say of the processes: which options -> (the one that was given, its value)."""
+    values = dict[tuple[str, ...], tuple[str, str]]()
+    program = ""
+    for index, word in enumerate(words):
+        program = name if (name := Path(word).name) in (*STARTS_SEVERAL, *WRAPPERS) else program
+        flag, equals, value = word.partition("=")
+        if program in WRAPPERS and flag in ("-n", "-N"):
+            continue
+        if short := re.fullmatch(r"(-n|-N|-np)(\d+)", word):
+            flag, equals, value = short[1], "=", short[2]
+        for options in (PER_NODE, NODES, IN_ALL):
+            if flag in options:
+                values[options] = flag, value if equals else (*words, "")[index + 1]
+    return values
 
 
 def _recognise(script: str, arguments: Sequence[str]) -> Peer:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from accel_train.config.option_types import option_types
 from accel_train.convert import timm, torchvision, ultralytics
-from accel_train.convert.command import Command
+from accel_train.convert.command import Command, shown
 from accel_train.convert.translation import Translation
+from accel_train.errors import UserError, reason_of
 
 TRANSLATE = {"timm": timm.translate, "torchvision": torchvision.translate, "ultralytics": ultralytics.translate}
 WIDTH = 120
@@ -18,10 +20,21 @@ PLAIN = re.compile(r"[A-Za-z0-9_./][\w./-]*")
 
 
 def convert(command: Command) -> Translation:
-    """Return what a command of another trainer is here. Raises UserError if it trains no classifier."""
+    """Return what a command of another trainer is here. Raises UserError if it trains no classifier, or if one of its
+    numbers is 0, infinite or NaN where the recipe is computed with it."""
     translation = Translation(command)
-    TRANSLATE[command.peer.name](translation)
+    try:
+        TRANSLATE[command.peer.name](translation)
+    except (ArithmeticError, ValueError) as error:
+        given = [name for name in sorted(command.given) if _is_odd(command.values[name])]
+        odd = ", ".join(text for name in given for text in shown(command, name))
+        raise UserError(f"{odd or command.text}: nothing can be computed with that ({reason_of(error)}).") from error
     return translation
+
+
+def _is_odd(value: Any) -> bool:
+    """Whether it is a number, but none of the usual ones."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < math.inf
 
 
 def recipe_text(translation: Translation) -> str:

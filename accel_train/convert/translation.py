@@ -15,7 +15,7 @@ from accel_train.config.declaration import Bound, Synonyms
 from accel_train.config.option_types import declared, option_types, typed_value
 from accel_train.config.recipe import Option
 from accel_train.config.synonyms import advice
-from accel_train.convert.command import Command, shown
+from accel_train.convert.command import Command, check_kind, shown
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ class Translation:
 
     def __getitem__(self, name: str) -> Any:
         self._seen.add(name)
-        return self.command.values[name]
+        value = self.command.values[name]
+        check_kind(self.command.peer.all_options[name], value)
+        return value
 
     def is_given(self, name: str) -> bool:
         """Whether the command has the option with a value that is not the peer's default."""

@@ -28,6 +28,10 @@ LINE = "torchrun --nproc_per_node=8 train.py --model resnet50 --data-path imagen
         ("accelerate launch --num_processes 6 train.py", 6),
         ("mpirun -np 3 python train.py", 3),
         ("srun --ntasks=16 python -u train.py", 16),
+        ("srun --nodes=2 --ntasks-per-node=8 python train.py", 16),
+        ("srun -N2 -n8 numactl -N 0 python train.py", 8),
+        ("nice -n 19 python train.py", 1),
+        ("cd /x && nohup torchrun --nproc_per_node=2 train.py", 2),
         ("./train.py", 1),
     ],
 )
@@ -57,6 +61,33 @@ def test_words_are_read_as_the_trainer_reads_them(tmp_path: Path) -> None:
     assert [command.values[name] for name in ("smoothing", "lr", "opt", "epochs")] == [0.3, 5e-4, "adamw", 7]
 
 
+@pytest.mark.parametrize(
+    "rest", ["> log.txt 2>&1 &", "| tee 'log 1.txt'", "2>> err.txt < /dev/null; echo done", "&& python val.py"]
+)
+def test_what_the_shell_does_with_the_output_is_left_out(rest: str) -> None:
+    command = read_command([f"{LINE} --ra-sampler --epochs 2 {rest}"])
+    assert (command.given, command.values["epochs"]) == ({"model", "data-path", "ra-sampler", "epochs"}, 2)
+
+
+@pytest.mark.parametrize("end", ["^", "`", "\\"])
+def test_a_command_of_windows(end: str) -> None:
+    """A shell of Unix would drop the backslashes of its paths."""
+    command = read_command(
+        [f"python C:\\timm\\train.py {end}\r\n --ra-sampler --data-path C:\\data\\net --output-dir 'a\\b'"]
+    )
+    assert (command.values["data-path"], command.values["output-dir"]) == ("C:\\data\\net", "a\\b")
+
+
+def test_the_job_script_says_how_many_processes_srun_starts(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node 4 --time=1:00:00\n"
+    for line, processes in ((f"srun python {LINE[29:]}", 8), (f"srun -n 3 python {LINE[29:]}", 3), (LINE, 8)):
+        script.write_text(head + line)
+        assert read_command([str(script)]).processes == processes
+    script.write_text(f"{head}python {LINE[29:]}")  # one process, whatever the job has
+    assert read_command([str(script)]).processes == 1
+
+
 def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As timm writes it: all options, with defaults, and those of another version."""
     options = {name.replace("-", "_"): option.default for name, option in PEERS["timm"].options.items()}
@@ -84,6 +115,13 @@ def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["train.py 'x"], "quotation mark"),
         (["train.py --ra-sampler --lr $LR"], r"\$LR: the shell replaces this"),
         (["torchrun --nproc_per_node=gpu train.py --ra-sampler"], "--nproc_per_node gpu: the number of processes"),
+        (["accelerate launch train.py --ra-sampler"], "accelerate: the command does not say how many processes"),
+        (["train.py --ra-sampler --data-path `pwd`"], "`pwd`: the shell replaces this"),
+        (["train.py --ra-sampler --lr-warmup-epochs 3 --lr-step-size 0"], "--lr-step-size 0: nothing can be computed"),
+        (["--peer=timm", "train.py --lr-base-size 0"], "--lr-base-size 0: nothing can be computed with that"),
+        (["yolo classify train data=x nbs=0"], "nbs=0: nothing can be computed with that"),
+        (["yolo classify train data=x lr0=fast"], "lr0: expected a number, found 'fast'"),
+        (["yolo classify train data=x batch="], "batch: expected a number, found nothing"),
         (["distributed_train.sh --model resnet50"], "expected the number of processes"),
         (["train.py --ra-sampler --smoothing 0.1 --sched cosine --mixup 1"], "--ra-sampler: no option of timm"),
         (["train.py --ra-sampler --epochs many"], "argument --epochs: invalid int value"),
@@ -107,6 +145,12 @@ def test_damaged_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         file = tmp_path / name
         file.write_bytes(content)
         assert main(["convert", str(file)]) == 2, name
+    right = ("opt: many", "decay_milestones: [1, 2]")
+    values = ("null", "[1, 2]", "{a: 1}", "true", "many")
+    for line in (f"{name}: {each}" for name in ("batch_size", "opt", "decay_milestones") for each in values):
+        (tmp_path / "args.yaml").write_text(f"model: resnet18\nsched: multistep\n{line}\n")
+        code = main(["convert", "--lossy", str(tmp_path / "args.yaml")])
+        assert code == (0 if line in right else 2), line
     big = tmp_path / "big.sh"
     big.write_bytes(b"x" * (2 << 20))
     assert main(["convert", str(big)]) == 2
