@@ -18,6 +18,7 @@ import torch
 
 from accel_train import models
 from accel_train.config.schema import Config
+from accel_train.data.order.plan import NO_END
 from accel_train.errors import UserError
 from accel_train.evaluate import Batch
 from accel_train.launch.environment import Launch
@@ -59,6 +60,10 @@ def find_lr(
     Its schedule is left out, and with layer decay or optim.head-lr the other rates grow in proportion. Collective.
     Raises UserError if the recipe or its data cannot be used, or fewer than 10 updates give a finite loss.
     """
+    if updates < FEWEST:
+        raise UserError(f"updates: expected at least {FEWEST}, found {updates}.")
+    if not 0 < start < end < math.inf:
+        raise UserError(f"start and end: expected 0 < start < end, found {start:g} and {end:g}.")
     # What does not change the loss, but costs time or has a place in a run.
     config = dataclasses.replace(config, resume="never", trackers=(), bitwise=False, cuda_graph=False)
     accelerator = connect(config, launch)
@@ -66,6 +71,7 @@ def find_lr(
     config = begin.config
     splits = load_data(config, accelerator)
     setup = create_training_setup(config, launch, accelerator, splits, weights=begin.weights)
+    setup.sampler.plan = dataclasses.replace(setup.plan, updates=NO_END)  # the recipe's run may have fewer updates
     models.set_train_mode(setup.model, config.model)
     rates = [start * (end / start) ** (number / (updates - 1)) for number in range(updates)]
     losses: list[float] = []
@@ -82,9 +88,11 @@ def find_lr(
             ended_by = "diverged"
             break
     if len(losses) < FEWEST:
+        what = "has diverged" if ended_by == "diverged" else "was not finite"
+        number = len(losses) - (ended_by == "diverged")
         raise UserError(
-            f"The loss was not finite after {len(losses)} updates, at a learning rate of {rates[len(losses)]:.2g}: "
-            "give a smaller --start, or look at the data and its normalisation."
+            f"The loss {what} in update {number + 1}, at a learning rate of {rates[number]:.2g}: give a smaller "
+            "--start, or look at the data and its normalisation."
         )
     tried = rates[: len(losses)]
     steepest, tenth = suggestions(tried, losses, smoothed)

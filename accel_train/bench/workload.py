@@ -5,6 +5,7 @@ Model, optimizer and input are those of train.py; logging, checkpoints and signa
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
+from accel_train.data.order.plan import NO_END
 from accel_train.data.sources.load import Splits
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -45,6 +47,8 @@ class Workload:
         for group in self.setup.optimizer.param_groups:
             group["lr"] = 0.0  # a step takes the same time, and the weights stay the same: nothing can diverge
         self.plan, self.accumulation = self.setup.plan, self.setup.plan.accumulation
+        # What is measured may be longer than the recipe's run.
+        self.setup.sampler.plan = dataclasses.replace(self.plan, updates=NO_END)
         models.set_train_mode(self.setup.model, config.model)
         # Tensors on the device. This pass also warms the input up.
         self.batches = list(self._raw(-(-KINDS // self.accumulation)))[:KINDS]

@@ -70,9 +70,23 @@ def test_a_loss_that_diverges_ends_the_test() -> None:
     assert found.ended_by and len(found.rates) == len(found.losses) == len(found.smoothed) < 60
 
 
+@pytest.mark.parametrize("end", [("--epochs", "1"), ("--stop.updates", "2"), ("--epochs", "0.3")])
+@pytest.mark.timeout(120)
+def test_the_recipe_may_have_fewer_updates(end: tuple[str, str]) -> None:
+    assert len(find_lr(*SMALL, *end, start=1e-5, end=1e-3, updates=10).rates) == 10
+
+
+def test_mistakes_of_a_program_are_told() -> None:
+    for wrong in ({"updates": 1}, {"start": 0.0}, {"start": 1.0, "end": 0.1}):
+        with pytest.raises(UserError, match=f"{next(iter(wrong))}.*: expected"):
+            find_lr(*SMALL, **wrong)
+
+
 def test_rates_that_are_all_too_high_are_told() -> None:
-    with pytest.raises(UserError, match="smaller --start"):
+    with pytest.raises(UserError, match=r"not finite in update \d+, at a learning rate of \S+: give a smaller --start"):
         find_lr(*SMALL, start=1e20, end=1e30, updates=30)
+    with pytest.raises(UserError, match="has diverged in update"):
+        find_lr(*SMALL, start=10, end=1e3, updates=30)
 
 
 def test_mistakes_are_told_before_torch(tmp_path: Path) -> None:
