@@ -27,24 +27,26 @@ def schedule_change(
     `before`: the rate that the next update would have had. `rate`: the rate that it has. `lr`: optim.lr. `epochs` and
     `updates`: of the whole run.
     """
-    keys = [key for key in changed if key in ("epochs", "optim.lr") or key.startswith("schedule.")]
+    ends = ("epochs", "stop.updates") if schedule.name in FALLING else ("epochs",)
+    keys = [key for key in changed if key in (*ends, "optim.lr") or key.startswith("schedule.")]
     if not keys:
         return ""
     up = "back up" if "optim.lr" not in keys and before < rate <= lr else "up"
     same = abs(rate - before) <= 1e-3 * max(rate, before)
     move = "stays at" if same else f"goes from {before:.3g} {up if rate > before else 'down'} to"
-    text = f"the learning rate {move} {rate:.3g}, because {_reason(schedule, keys, epochs)}"
+    end = f"epoch {epochs:g}" if updates == max(1, round(epochs * updates_per_epoch)) else f"update {updates:,}"
+    text = f"the learning rate {move} {rate:.3g}, because {_reason(schedule, keys, end)}"
     if schedule.name == "plateau":
         return f"{text}; it falls when the validation split does not get better"
     last = _last_rate(schedule, lr, updates, updates_per_epoch)
     return f"{text}; then it falls to {last:.3g}" if last < rate * 0.999 else text
 
 
-def _reason(schedule: Schedule, keys: list[str], epochs: float) -> str:
+def _reason(schedule: Schedule, keys: list[str], end: str) -> str:
     reasons = [f"the schedule is now {schedule.name}"] if "schedule.name" in keys else []
-    reasons += [f"{key} has changed" for key in keys if key not in ("epochs", "schedule.name")]
-    if "epochs" in keys and schedule.name in FALLING:
-        reasons.append(f"{schedule.name} now ends at epoch {epochs:g}")
+    reasons += [f"{key} has changed" for key in keys if key not in ("epochs", "stop.updates", "schedule.name")]
+    if ("epochs" in keys or "stop.updates" in keys) and schedule.name in FALLING:
+        reasons.append(f"{schedule.name} now ends at {end}")
     return " and ".join(reasons) or f"{schedule.name} does not depend on the number of epochs"
 
 

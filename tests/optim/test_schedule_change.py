@@ -133,3 +133,13 @@ def test_a_run_that_goes_on_says_it(tmp_path: Path) -> None:
     said, rates = train("--epochs", 3, "--optim.lr", 0.02, "--allow-change", "epochs", "optim.lr")
     assert f"goes from 0 up to {rates[0]:.3g}, because optim.lr has changed and cosine now ends at epoch 3" in said
     assert all(later < earlier for earlier, later in itertools.pairwise(rates)) and rates[0] < 0.02
+
+
+def test_the_end_may_be_that_of_stop_updates() -> None:
+    """What falls until the end of the run falls until --stop.updates, too; other schedules do not know of it."""
+    values = {"before": 0.01, "rate": 0.05, "lr": 0.1, "epochs": 20, "updates_per_epoch": UPDATES}
+    line = schedule_change(Schedule("cosine"), ["stop.updates"], updates=150, **values)
+    assert line.startswith("the learning rate goes from 0.01 back up to 0.05, because cosine now ends at update 150;")
+    line = schedule_change(Schedule("poly"), ["stop.updates", "epochs"], updates=200, **values)
+    assert "because poly now ends at epoch 20" in line
+    assert schedule_change(Schedule("step"), ["stop.updates"], updates=150, **values) == ""
