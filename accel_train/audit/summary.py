@@ -39,9 +39,12 @@ def lines(result: AuditResult) -> Iterator[tuple[str, bool]]:
 def _facts(result: AuditResult) -> Iterator[str]:
     images = result.images
     counts = ", ".join(f"{len(source):,} {split}" for split, source in images.sources.items())
-    yield f"{len(images):,} images ({counts}) of {count_text(len(images.classes), 'class')}"
+    yield f"{count_text(len(images))} ({counts}) of {count_text(len(images.classes), 'class')}"
     if result.reused:
-        yield f"{result.reused:,} of them are as an earlier audit has seen them, and were not read again."
+        seen = "are as an earlier audit has seen them, and were"
+        if result.reused == 1:
+            seen = "is as an earlier audit has seen it, and was"
+        yield f"{result.reused:,} of them {seen} not read again."
     if len(images.classes) <= CLASSES_SHOWN:
         width = max(map(len, images.classes), default=0)
         for number, name in enumerate(images.classes):
@@ -94,13 +97,10 @@ def _described(result: AuditResult, id: int) -> str:
 def _unreadable(result: AuditResult) -> Iterator[tuple[str, bool]]:
     total, bad = len(result.images), len(result.unreadable)
     if not bad:
-        yield f"All {total:,} images can be read.", True
+        yield f"All {total:,} images can be read." if total > 1 else "The image can be read.", True
     elif result.unreadable_list is not None:
-        yield (
-            f"{bad:,} of {total:,} images cannot be read. They are listed in {result.unreadable_list}. Leave them out "
-            "with",
-            True,
-        )
+        some = f"{bad:,} of {count_text(total)} cannot be read"
+        yield f"{some}; {result.unreadable_list} is the list. To leave {'it' if bad == 1 else 'them'} out:", True
         options = f"--data.name {shlex.quote(result.name)} --data.root {shlex.quote(str(result.root))}"
         options += f" --data.skip-unreadable {shlex.quote(str(result.unreadable_list))}"
         yield f"  accel-train train RECIPE {options}", False

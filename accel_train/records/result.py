@@ -97,7 +97,7 @@ def final_figures(
             figures["speed"] += f" after {warm_up:.1f} s of the first update"
     figures["time"] = cost_text(result["cost"])
     if state.left_out:
-        figures["skipped"] = f"{len(state.left_out)} updates that were not finite"
+        figures["skipped"] = f"{len(state.left_out)} update{'s' * (len(state.left_out) > 1)} not finite"
     figures["run"] = str(run)
     return figures if stopped is None else figures | {"stopped": stopped}
 

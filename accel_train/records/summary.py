@@ -57,7 +57,8 @@ def describe(
     model_name = short_name("model.name", config.model.name)
     lines = {
         "recipe": f"{config.recipe}, {epochs_text(config.epochs)}"
-        + f", at most {config.stop.updates} updates" * (config.stop.updates is not None),
+        + f", at most {config.stop.updates} update{'s' * (config.stop.updates != 1)}"
+        * (config.stop.updates is not None),
         "data": f"{data_name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
         "unused": splits.ignored,
         "classes": class_counts(splits),
@@ -66,7 +67,7 @@ def describe(
         "model": f"{model_name} for {size}x{size} pixels{_growing(config)}, {parameters:,} parameters",
         "weights": loaded,
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
-        "batch": f"{plan.division}; {plan.updates_per_epoch} updates an epoch"
+        "batch": f"{plan.division}; {plan.updates_per_epoch} update{'s' * (plan.updates_per_epoch > 1)} an epoch"
         + "; the most images that fit" * searches(config, accelerator),
         "run": str(config.output_dir),
     }

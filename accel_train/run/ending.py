@@ -122,7 +122,7 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
         Ended(
             state.update,
             "failed" if problem else "finished",
-            f"{config.recipe}: {epochs}, {state.update} updates",
+            f"{config.recipe}: {epochs}, {state.update} update{'s' * (state.update != 1)}",
             final_figures(result, state, last, stopped, folder, config.metrics),
             next_steps(folder, example_image(splits, folder)),
             status={"epoch": epoch, "eta_seconds": 0} | ({"reason": problem} if problem else {}),

@@ -1,11 +1,13 @@
 """The list of a data set's unreadable images: `accel-train check-data` writes it, --data.skip-unreadable reads it.
 
 Its first line says of which data set it is, so that no other data set overwrites it or takes it for its own. The other
-lines are paths relative to `names_root`. A list without that line was written by hand or by an older version.
+lines are paths relative to `names_root`; one with a line break is written as in JSON. A list without that line was
+written by hand or by an older version.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -54,13 +56,13 @@ def read_list(path: Path) -> UnreadableList:
     text = read_regular_file(path, follow=True).decode("utf-8", "surrogateescape")
     first, *lines = (line.rstrip("\r") for line in text.split("\n"))
     if not first.startswith(HEAD):
-        return UnreadableList({first, *lines} - {""})
+        return UnreadableList({*map(_name, (first, *lines))} - {""})
     try:
         about = json.loads(first.removeprefix(HEAD))
         name, root, samples = (str(about[key]) for key in ("name", "root", "samples"))
     except (ValueError, KeyError, TypeError, RecursionError):  # edited by hand: then it does not say it
         name = root = samples = ""
-    return UnreadableList(set(lines) - {""}, name, root, samples)
+    return UnreadableList({*map(_name, lines)} - {""}, name, root, samples)
 
 
 def list_for(data: Data, sources: Sequence[Source]) -> UnreadableList:
@@ -113,8 +115,20 @@ def write_list(path: Path, data: Data, sources: Sequence[Source], names: Iterabl
     """Write the `names` of unreadable images, as their source calls them. Raises OSError."""
     root, prefix = os.path.realpath(data.root), f"{names_root(data)}/"
     about = {"name": data.name, "root": root, "samples": _digest(_keys(sources, data))}
-    lines = sorted(name.removeprefix(prefix) for name in names)
+    lines = sorted(_line(name.removeprefix(prefix)) for name in names)
     atomic_write(path, "".join(f"{line}\n" for line in (HEAD + json.dumps(about), *lines)))
+
+
+def _line(name: str) -> str:
+    """The line of a name: `_name` finds the name in it."""
+    return json.dumps(name) if name.startswith('"') or "\n" in name or name.endswith("\r") else name
+
+
+def _name(line: str) -> str:
+    with contextlib.suppress(ValueError):  # written by hand, a name of a file that begins so
+        if line.startswith('"') and isinstance(name := json.loads(line), str):
+            return name
+    return line
 
 
 def _folder(data: Data) -> tuple[Path, str]:

@@ -9,6 +9,7 @@ from PIL import Image
 from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.unreadable_list import read_list
 from accel_train.errors import UserError
 
 
@@ -108,6 +109,32 @@ def test_data_that_has_moved_or_changed_keeps_its_list() -> None:
     rows = [f"{kind}/{number}.png,{kind}\n" for kind in ("cat", "dog") for number in range(3)]
     (moved / "labels.csv").write_text("path,label\n" + "".join(rows))
     assert load_splits(replace(data, name="csv", root=moved / "labels.csv"), 0).left_out == 1
+
+
+def test_any_name_of_a_file_is_in_the_list() -> None:
+    images(Path("pets"), damaged=True)
+    names = ("line\nbreak.png", '"quoted".png', "return\r.png", "ü \udcff.png")
+    for name in names:
+        Path("pets/dog", name).touch()
+    assert check("folder", "--root", "pets") == 1
+    found = read_list(Path("unreadable-pets.txt")).paths
+    assert found == {"cat/0.png", *(f"dog/{name}" for name in names)}
+    data = Data("folder", Path("pets"), skip_unreadable=Path("unreadable-pets.txt"))
+    assert load_splits(data, 0).left_out == 5
+    Path("by_hand.txt").write_text('"quoted".png\n"x\n')
+    assert read_list(Path("by_hand.txt")).paths == {'"quoted".png', '"x'}
+
+
+def test_one_image_is_told_in_the_singular(capsys: pytest.CaptureFixture) -> None:
+    Path("pets/cat").mkdir(parents=True)
+    Path("pets/cat/0.png").touch()
+    check("folder", "--root", "pets")
+    printed = capsys.readouterr().out
+    assert "1 image (1 train) of 1 class" in printed and "1 of 1 image cannot be read;" in printed
+    Image.new("L", (8, 8)).save("pets/cat/0.png")
+    for line in ("The image can be read.", "1 of them is as an earlier audit has seen it, and was not read again."):
+        check("folder", "--root", "pets")
+        assert line in capsys.readouterr().out
 
 
 def test_data_in_memory_has_no_list() -> None:
