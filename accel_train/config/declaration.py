@@ -19,7 +19,7 @@ class Bound:
     expected: str
     """In words, as in "expected a number greater than 0"."""
     is_within: Callable[[Any], bool]
-    """Not asked for None and "auto"."""
+    """Not asked for None, and for "auto" where it is a value of the option's type."""
     short: tuple[tuple[str, str], ...] = ()
     """A short name that users may write -> the name that the configuration has."""
     names: tuple[str, ...] = ()

@@ -353,6 +353,13 @@ def test_the_mistakes_of_a_recipe_and_of_an_option_are_told_at_once(tmp_path: Pa
     ]
 
 
+def test_auto_is_a_value_of_few_options() -> None:
+    assert parse(["digits", "--micro-batch-size", "auto"]).micro_batch_size == "auto"
+    for option in ("augment.policy", "loss.name", "augment.own"):
+        (message,) = all_told("digits", f"--{option}", "auto")
+        assert message.startswith(f"--{option}: expected ") and "found 'auto'" in message
+
+
 def test_a_missing_recipe_and_a_wrong_option_are_told_at_once() -> None:
     first, second = all_told("digit", "--optim.lt", "1")
     assert "unknown recipe 'digit'. Did you mean 'digits'?" in first
