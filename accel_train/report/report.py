@@ -61,6 +61,9 @@ def report(
     needs them. `trust_code`: see `read_config`. Raises UserError.
     """
     launch.check_alone("report")
+    if not paths:
+        raise UserError("report: expected the folder of a run, or of several; found none.")
+    paths = list({path.resolve(): path for path in reversed(paths)}.values())[::-1]  # a run twice would be two seeds
     import_pyplot()  # their absence is told before the work
     check_library()
     runs = check_runs(paths)

@@ -157,6 +157,18 @@ def test_settings_with_seeds_are_judged_by_welch(tmp_path: Path) -> None:
     assert "all runs of a setting have the same result" in page
 
 
+def test_a_run_that_is_given_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As two seeds it would show less noise than there is."""
+    runs = [make_run(tmp_path / name, answers(some(20, seed)), "--seed", seed) for seed, name in enumerate("ab")]
+    (tmp_path / "link").symlink_to(runs[0])
+    once, _ = compare(*runs)
+    again, _ = compare(*runs, tmp_path / "b/../a", tmp_path / "link")
+    assert again.over_seeds == once.over_seeds and once.over_seeds[1][0][1] == "2"
+    capsys.readouterr()
+    assert cli.main(["report", str(runs[0]), f"{runs[0]}/", "--no-evaluate"]) == 0
+    assert capsys.readouterr().out == f"report: {runs[0] / 'report.html'}\n"
+
+
 def test_several_comparisons_are_adjusted(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a", answers(range(20)), "--optim.lr", 1)]
     runs += [make_run(tmp_path / f"b{lr}", answers(range(9)), "--optim.lr", lr / 100) for lr in range(2, 14)]

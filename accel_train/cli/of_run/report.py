@@ -9,9 +9,10 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import importing, not_a_run
+from accel_train.cli.common import importing
 from accel_train.cli.of_run.runs import run_folders
 from accel_train.config.options import CommandOptions, parse_command
+from accel_train.config.recipe import not_a_run
 from accel_train.errors import print_line
 from accel_train.launch.environment import prepare_environment
 from accel_train.records.terminal import print_table
@@ -48,7 +49,7 @@ class Report(CommandOptions):
 
     def default_output(self) -> Path:
         """Several runs do not take the place of the report of the first of them."""
-        several = len(self.runs) > 1 and (self.runs[0] / "config.yaml").exists()
+        several = len({run.resolve() for run in self.runs}) > 1 and (self.runs[0] / "config.yaml").exists()
         return self.runs[0] / ("comparison.html" if several else "report.html")
 
 
