@@ -30,8 +30,9 @@ def freeze(model: nn.Module, settings: Model) -> None:
     """
     frozen = frozenset[str]().union(*_frozen_layers(model, settings))
     if not any(parameter.requires_grad and name not in frozen for name, parameter in model.named_parameters()):
-        key = "freeze_body" if settings.freeze_body else "freeze"
-        raise UserError(f"model.{key} leaves nothing to train: this model has no last layer of its own.")
+        if settings.freeze_body:
+            raise UserError("model.freeze_body leaves nothing to train: this model has no last layer of its own.")
+        raise UserError("model.freeze leaves nothing to train: leave out the layers that are to be trained.")
     if settings.freeze_epochs is None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name not in frozen)
@@ -92,7 +93,8 @@ def _frozen_layers(model: nn.Module, settings: Model) -> Layers:
         for asked in settings.freeze:
             found = {name for name in names if name == asked or name.startswith(f"{asked}.")}
             if not found:
-                known = [plain_name(name) for name, _ in model.named_modules() if name]
+                parts = [name.split(".") for name in names]
+                known = dict.fromkeys(".".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
                 raise UserError(
                     f"model.freeze: this model has no layer '{asked}'.{nearest(asked, known)} Its layers, from the "
                     f"input: {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}."

@@ -119,12 +119,18 @@ def test_each_model_has_layers(name: str) -> None:
         (("layer5",), "no layer 'layer5'. Did you mean 'layer4'"),
         (("0",), "a number from 1 to 5 .* found '0'"),
         (("6",), "this model has 6 layers"),
-        (tuple(LAYERS), "nothing to train"),
+        (tuple(LAYERS), "nothing to train: leave out"),
     ],
 )
 def test_what_cannot_be_frozen_is_told(frozen: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         net(freeze=frozen)
+
+
+def test_a_module_without_weights_is_not_proposed() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    with pytest.raises(UserError, match=r"no layer '1'\. Its layers, from the input: 0, 2\."):
+        freeze(model, Model(freeze=("1", "2")))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])

@@ -51,9 +51,10 @@ class OwnTransform(torch.nn.Module):
                 pixels = torch.from_numpy(np.ascontiguousarray(found)).permute(2, 0, 1)
             pixels = as_pixels(pixels, len(image))
         if pixels is None or pixels.dtype != torch.uint8 or pixels.shape != image.shape:
+            kind = kind_of(found).replace("of type", "a value of type")
             raise UserError(
-                f"--{OPTION} {self.reference.short}: returned an image {kind_of(found)} for a uint8 tensor "
-                f"{list(image.shape)}; expected uint8 of that shape.",
+                f"--{OPTION} {self.reference.short}: returned {kind} for a uint8 tensor {list(image.shape)}; expected "
+                "uint8 of that shape.",
                 every_process=False,
             )
         return pixels

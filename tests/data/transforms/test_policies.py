@@ -200,7 +200,7 @@ def test_a_users_own_transform_is_a_function_of_the_key(name: str, mine: Path) -
     [
         ("counts", "returned two images for the same image and the same random numbers"),
         ("generator", "returned two images for the same image"),
-        ("smaller", r"returned an image a tensor uint8 \[3, 31, 32\] for a uint8 tensor \[3, 32, 32\]"),
+        ("smaller", r"returned a tensor uint8 \[3, 31, 32\] for a uint8 tensor \[3, 32, 32\]"),
         ("floats", "expected uint8 of that shape"),
         ("fails", r"ValueError: no image \(mine.py, line"),
     ],
