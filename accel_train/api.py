@@ -40,7 +40,19 @@ if TYPE_CHECKING:
     from accel_train.report.report import ReportResult
     from accel_train.run.ending import TrainingResult
 
-__all__ = ["bench", "check_data", "doctor", "evaluate", "export", "load_run", "predict", "report", "train"]
+__all__ = [
+    "bench",
+    "check_data",
+    "doctor",
+    "evaluate",
+    "export",
+    "find_lr",
+    "load_run",
+    "predict",
+    "preview",
+    "report",
+    "train",
+]
 
 
 def train(
@@ -144,6 +156,8 @@ def predict(
 
     The prediction of a file that cannot be read has no classes, but an `error`.
     """
+    if isinstance(images, (str, os.PathLike)):
+        raise UserError(f"images: expected a list of paths, found one: give [{os.fspath(images)!r}].")
     loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, os.PathLike)) else run
     return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold, tta=tta)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from accel_train.api import doctor, evaluate, export, load_run, predict, report, train
+from accel_train.api import doctor, evaluate, export, load_run, predict, preview, report, train
 from accel_train.errors import UserError
 
 SMALL = {"base": "digits", "epochs": 1, "data": {"train_limit": 400, "test_limit": 60}, "optim": {"lr": 1e-2}}
@@ -174,14 +175,28 @@ def test_mistakes_are_raised(run: Path, tmp_path: Path) -> None:
     assert "--optim.lr: expected a number, found 'fast' (the settings:" in str(raised.value)
     with pytest.raises(UserError, match="expected words, numbers and lists"):
         train({"base": "digits", "epochs": object()})
-    with pytest.raises(UserError, match="such file"):
+    with pytest.raises(UserError, match="not a run, because it has no config"):
         load_run(tmp_path)
+    with pytest.raises(UserError, match=r"images: expected a list of paths, found one: give \['none.png'\]"):
+        predict(run, "none.png")
+    with pytest.raises(UserError, match="expected the folder of a run"):
+        report()
+    with pytest.raises(UserError, match="images: expected at least 1, found 0"):
+        preview("digits", images=0)
+    with pytest.raises(UserError, match="a name for each"):
+        train("digits", metrics={"": lambda logits, targets: 1.0})
     (unreadable,) = predict(run, [tmp_path / "none.png"])
     assert (unreadable.classes, unreadable.error) == ((), "No such file or directory")
     with pytest.raises(UserError, match="cannot be read"):
         load_run(run).transform(tmp_path / "none.png")
     with pytest.raises(UserError, match=r"torch.uint8, found torch.float32"):
         load_run(run).transform(torch.zeros(1, 8, 8))
+
+
+def test_a_training_in_a_thread_is_refused(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match="train was called in a thread"):
+        pool.submit(train, "digits", output_dir=str(tmp_path / "run")).result()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from accel_train import __version__
-from accel_train.config.option_types import value
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import is_first_process
@@ -34,11 +33,16 @@ def importing(what: str = "") -> Iterator[None]:
             gc.enable()
 
 
-def check_makes_no_run(config: Config, command: str, what: str) -> None:
-    """Raise UserError if a command that trains no run, and writes only `what`, got an option that is about a run."""
+def without_run(config: Config, arguments: Sequence[str], command: str, what: str) -> Config:
+    """Return the configuration without the folder of a run, for a command that trains none, and writes only `what`.
+
+    Raises UserError if its `arguments` name one; a recipe may, as the config.yaml of each run does.
+    """
+    given = [word.partition("=")[0].removeprefix("--").replace("_", "-") for word in arguments]
     for key in ("output-dir", "config-only"):
-        if value(config, key):
+        if key in given:
             raise UserError(f"--{key}: an option of train; {command} writes only the {what} that --output names.")
+    return dataclasses.replace(config, output_dir=None, config_only=False)
 
 
 def below_one(**values: int | None) -> list[str]:
@@ -48,11 +52,3 @@ def below_one(**values: int | None) -> list[str]:
         for name, value in values.items()
         if value is not None and value < 1
     ]
-
-
-def not_a_run(run: Path) -> list[str]:
-    """Return a message if the folder `run` is not one that training has written; else nothing."""
-    if (run / "config.yaml").is_file():
-        return []
-    reason = "it has no config.yaml" if run.is_dir() else "there is no such folder"
-    return [f"{run}: not a run, because {reason}; give the folder that training wrote (runs/RECIPE/…)."]

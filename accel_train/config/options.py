@@ -32,7 +32,7 @@ from accel_train.config.option_types import (
     unknown_option,
     value,
 )
-from accel_train.config.recipe import Option, Recipe, read_recipe, read_settings
+from accel_train.config.recipe import Option, Recipe, not_a_run, read_recipe, read_settings
 from accel_train.config.schema import Config, contradictions
 from accel_train.errors import UserError, nearest, raise_mistakes
 from accel_train.user_code.reference import PREFIXES, resolve, texts_of
@@ -92,7 +92,7 @@ def parse_run(run: Path, arguments: Sequence[str] = ()) -> tuple[Config, Config,
     The file is read once, so that a text that has been checked is the one that is used. Raises one UserError with all
     mistakes.
     """
-    mistakes: list[str] = []
+    raise_mistakes(mistakes := not_a_run(run))
     recipe = _read_recipe(str(run / "config.yaml"), mistakes)
     own = _to_config(recipe, {}, mistakes, checks_code=False)
     config = _to_config(recipe, read_arguments(arguments, option_types(), mistakes), mistakes, checks_code=False)

@@ -269,3 +269,11 @@ def _as_value(node: Any, origin: str, left: Iterator[int], depth: int = 0) -> An
 
 def _kind(node: Any) -> str:
     return {"mapping": "a mapping", "sequence": "a list", "scalar": "a value"}[node.id]
+
+
+def not_a_run(run: Path) -> list[str]:
+    """Return a message if the folder `run` is not one that training has written; else nothing."""
+    if (run / "config.yaml").is_file():
+        return []
+    reason = "it has no config.yaml" if run.is_dir() else "there is no such folder"
+    return [f"{run}: not a run, because {reason}; give the folder that training wrote (runs/RECIPE/…)."]

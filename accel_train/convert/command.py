@@ -123,7 +123,7 @@ def check_kind(option: PeerOption, value: Any) -> None:
         return
     number = option.kind in ("int", "float") or isinstance(default, (int, float))
     kinds, expected = ((int, float), "a number") if number else ((str, int, float), "a word")
-    each = [value]
+    each: Sequence[Any] = [value]
     if option.count in ("+", "*") or option.count.isdigit():
         each, expected = value if isinstance(value, (list, tuple)) else [None], f"a list, each of it {expected}"
     if any(not isinstance(item, kinds) or isinstance(item, bool) for item in each):

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from accel_train.errors import print_line
+from accel_train.errors import UserError, print_line
 from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.environment import in_job
 from accel_train.launch.parent import WARNINGS, record_stop_signal, recorded_stop_signal, signal_to_job_script
@@ -62,6 +62,10 @@ class StopRequests:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequests:
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError(
+                "train was called in a thread, but Python gives signals to the main thread only: call it there."
+            )
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         self.reason = self.reason or recorded_stop_signal() or signal_to_job_script()
         return self

@@ -37,6 +37,8 @@ def take_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         if key == "metrics" and value is None:
             continue
         if key == "metrics" and isinstance(value, Mapping):
+            if not all(isinstance(name, str) and name.strip() for name in value):
+                raise UserError("metrics: expected {name: function}, with a name for each that is not empty.")
             plain[key] = list(value)
             objects |= {f"metrics:{name}": metric for name, metric in value.items()}
             continue

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import below_one, check_makes_no_run, importing
+from accel_train.cli.common import below_one, importing, without_run
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
 from accel_train.errors import UserError, print_line, writing
 from accel_train.launch.environment import prepare_environment
@@ -57,7 +57,7 @@ class Scaling(CommandOptions):
 def bench(arguments: Sequence[str]) -> int:
     """Run `accel-train bench`; return the exit code."""
     options, config = parse_command_of_recipe(Bench, arguments, "accel-train bench")
-    check_makes_no_run(config, "bench", "file")
+    config = without_run(config, arguments, "bench", "file")
     output = options.output or Path(f"bench-{config.recipe}.json")
     if output.is_dir():
         raise UserError(f"--output: {output} is a folder; name a file in it.")

@@ -10,9 +10,10 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import check_makes_no_run, importing
+from accel_train.cli.common import importing, without_run
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
 from accel_train.errors import UserError, print_line, writing
+from accel_train.files import check_writable
 from accel_train.launch.environment import prepare_environment
 
 
@@ -36,6 +37,8 @@ class FindLr(CommandOptions):
 
     def mistakes(self) -> list[str]:
         few = [f"--updates: expected at least 10, found {self.updates}."] if self.updates < 10 else []
+        if self.output is not None and self.output.suffix != ".svg":
+            few.append(f"--output: expected a name that ends in .svg, found '{self.output}'.")
         if not 0 < self.start < self.end < float("inf"):
             few.append(f"--start and --end: expected 0 < start < end, found {self.start:g} and {self.end:g}.")
         return few
@@ -44,12 +47,12 @@ class FindLr(CommandOptions):
 def find_lr(arguments: Sequence[str]) -> int:
     """Run `accel-train find-lr`; return the exit code: 1 if the loss does not fall."""
     options, config = parse_command_of_recipe(FindLr, arguments, "accel-train find-lr")
-    check_makes_no_run(config, "find-lr", "picture")
+    config = without_run(config, arguments, "find-lr", "picture")
     output = options.output or Path(f"lr-{config.recipe}.svg")
-    if output.is_dir():
-        raise UserError(f"--output: {output} is a folder; name a file in it.")
-
     launch = prepare_environment()
+    if launch.rank == 0:
+        with writing("--output", output):
+            check_writable(output)
     with importing(config.recipe):
         from accel_train.bench.lr_finder import find_lr, plot
         from accel_train.launch.agreement import end_world

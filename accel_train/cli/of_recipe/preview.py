@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import below_one, check_makes_no_run, importing
+from accel_train.cli.common import below_one, importing, without_run
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
 from accel_train.errors import print_line
 from accel_train.launch.environment import prepare_environment
@@ -36,7 +36,7 @@ class Preview(CommandOptions):
 def preview(arguments: Sequence[str]) -> int:
     """Run `accel-train preview`; return the exit code."""
     options, config = parse_command_of_recipe(Preview, arguments, "accel-train preview")
-    check_makes_no_run(config, "preview", "page")
+    config = without_run(config, arguments, "preview", "page")
     launch = prepare_environment()
     with importing(config.recipe):
         from accel_train.report.preview.preview import preview

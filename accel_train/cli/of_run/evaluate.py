@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import importing, not_a_run
+from accel_train.cli.common import importing
 from accel_train.config.declaration import Tta
 from accel_train.config.options import CommandOptions, parse_command
+from accel_train.config.recipe import not_a_run
 from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
 

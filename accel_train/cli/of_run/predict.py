@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import below_one, importing, not_a_run
+from accel_train.cli.common import below_one, importing
 from accel_train.cli.of_run.evaluate import SIZES
 from accel_train.config.declaration import Tta
 from accel_train.config.options import CommandOptions, parse_command
+from accel_train.config.recipe import not_a_run
 from accel_train.errors import print_line, writing
 from accel_train.files import atomic_replacement, check_writable, fsync
 from accel_train.launch.environment import prepare_environment
@@ -89,6 +90,7 @@ def predict(arguments: Sequence[str]) -> int:
         if left_out:
             print_line(left_out, sys.stderr)
     output, top_k = options.output, options.top_k
+    images = f"{len(files)} image{'s' * (len(files) != 1)}"
     if output is not None:
         with writing("--output", output):
             check_writable(output)
@@ -108,9 +110,9 @@ def predict(arguments: Sequence[str]) -> int:
     else:
         with writing("--output", output):
             _write(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
-        print_line(f"{len(files)} image{'s' * (len(files) != 1)}: {output}")
+        print_line(f"{images}: {output}")
     if predictions.unreadable:
-        print_line(f"{predictions.unreadable} of {len(files)} images cannot be read.", sys.stderr)
+        print_line(f"{predictions.unreadable} of {images} cannot be read.", sys.stderr)
     return 1 if predictions.unreadable else 0
 
 

@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import importing, not_a_run
+from accel_train.cli.common import importing
 from accel_train.config.options import CommandOptions, parse_command
+from accel_train.config.recipe import not_a_run
 from accel_train.errors import print_line
 
 

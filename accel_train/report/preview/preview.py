@@ -56,6 +56,8 @@ def preview(launch: Launch, config: Config, output: Path, *, images: int = 12) -
     colours. Nothing is trained, and no model is made. Raises UserError.
     """
     launch.check_alone("preview")
+    if images < 1:
+        raise UserError(f"images: expected at least 1, found {images}.")
     check_library()
     with writing("--output", output):
         check_writable(output)
