@@ -121,9 +121,20 @@ def plan_restore(
     if "name" in changed:
         notes.append("the checkpoint is of a different optimizer, so its state is not used")
         return RestorePlan(snapshot.state, position, None, keep), snapshot
-    optimizer = matching_optimizer(path, snapshot, run.model, run.optimizer, position, keep, notes)
+    stepless = _without_steps(run, position)
+    optimizer = matching_optimizer(path, snapshot, run.model, run.optimizer, position, keep, notes, stepless)
     plan = RestorePlan(snapshot.state, position, outline(optimizer), keep)
     return plan, dataclasses.replace(snapshot, optimizer=optimizer)
+
+
+def _without_steps(run: RunParts, position: TrainState) -> frozenset[str]:
+    """The parameters that were frozen in all updates so far, and will thaw."""
+    if run.config.model.freeze_epochs is None:
+        return frozenset()
+    from accel_train.models.freezing import frozen_names
+    from accel_train.models.wrapping import unwrap_model
+
+    return frozen_names(unwrap_model(run.model), run.config.model, position.epoch - (position.epoch_samples == 0))
 
 
 def matching_optimizer(
@@ -134,8 +145,12 @@ def matching_optimizer(
     position: TrainState,
     keep: Sequence[str],
     notes: list[str],
+    stepless: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
-    """The part of the saved optimizer state that this run's optimizer takes. Raises UserError if they do not match."""
+    """The part of the saved optimizer state that this run's optimizer takes. Raises UserError if they do not match.
+
+    `stepless`: the names of parameters that have had no step and no state yet.
+    """
     from accel_train.checkpoint.optimizer_check import MismatchError, matching_state
 
     trained = position.update > len(position.left_out)
@@ -149,6 +164,7 @@ def matching_optimizer(
             f"{path / 'optimizer.pt'} does not fit this run's optimizer: {error}. If you do not trust it, delete "
             f"{path}; the previous checkpoint is used then."
         ) from None
+    missing = [name for name in missing if name not in stepless]
     if missing and trained:
         notes.append(
             f"{path / 'optimizer.pt'} has no state of {len(missing)} parameters, such as {missing[0]}: the "

@@ -45,14 +45,19 @@ def keep_frozen(model: nn.Module, settings: Model, epoch: int) -> None:
     train() lets BatchNorm go on counting its running statistics, whether its weights are frozen or not.
     """
     bare = extract_model_from_parallel(model, keep_torch_compile=False)
-    layers = _frozen_layers(bare, settings)
-    frozen = frozenset[str]().union(*layers[: _how_many_frozen(len(layers), settings, epoch)])
+    frozen = frozen_names(bare, settings, epoch)
     for name, module in bare.named_modules():
         buffers = [f"{plain_name(name)}.{buffer}".lstrip(".") for buffer, _ in module.named_buffers(recurse=False)]
         if any("running_" in buffer and buffer in frozen for buffer in buffers):
             module.eval()
     for name, parameter in bare.named_parameters():
         parameter.is_frozen = plain_name(name) in frozen
+
+
+def frozen_names(model: nn.Module, settings: Model, epoch: int) -> frozenset[str]:
+    """The parameters and buffers of a model, which is not wrapped, that are frozen in `epoch`, counted from 0."""
+    layers = _frozen_layers(model, settings)
+    return frozenset[str]().union(*layers[: _how_many_frozen(len(layers), settings, epoch)])
 
 
 def drop_frozen_gradients(model: nn.Module) -> None:

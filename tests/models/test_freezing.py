@@ -175,6 +175,17 @@ def test_an_evaluation_within_an_epoch_freezes_nothing_again(tmp_path: Path) -> 
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_frozen_layers_are_not_told_to_have_lost_their_state(tmp_path: Path) -> None:
+    """They had none yet when the checkpoint was saved: within an epoch, and at the end of one."""
+    words = ("digits", "--data.train-limit", 96, "--batch-size", 32, "--epochs", 3, "--output-dir", tmp_path / "run")
+    words += ("--model.freeze-body", "true", "--model.freeze-epochs", 1, "--model.gradual-unfreezing", "true")
+    words += ("--schedule.name", "constant", "--ema.enabled", "true")
+    for updates in (2, 3, 5):
+        done = helpers.run(*words, "--stop.updates", updates, "--allow-change", "stop")
+        assert done.returncode == 0 and "no state" not in done.stdout + done.stderr, done.stderr
+    assert "continuing after update 3" in done.stdout
+
+
 WORDS = """
 digits --data.train-limit 192 --batch-size 32 --epochs 5 --log-every-updates 1 --checkpoint.every-updates 1
 --model.name test_resnet --model.image-size 32 --model.freeze-body true --model.freeze-epochs 1
