@@ -20,7 +20,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 # The value in an option's example, or the whole example if it begins with "--": an option that needs another one shows
 # both. The others are true, the first choice that is not the default, or the default itself.
-PROGRESSIVE = "--model.image-size 224 --model.progressive-sizes 128 176 --model.progressive-epochs 30 60"
+PROGRESSIVE = "--model.image-size 224 --model.progressive-sizes 128 176 --model.progressive-epochs 10 20"
 EXAMPLES: dict[str, str] = {
     "output-dir": "runs/first",
     "seed": "1",

@@ -453,6 +453,8 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from([1, 3])
     if key == "data.range":  # the first one must be smaller
         return st.none() | st.tuples(st.floats(-9, 0), st.floats(0.5, 65535))
+    if key == "augment.cutmix-minmax":
+        return st.none() | st.tuples(st.floats(0, 0.4), st.floats(0.5, 1))
     if key == "best-metric":
         return st.none() | st.sampled_from(BEST_METRICS)
     if key == "metrics":

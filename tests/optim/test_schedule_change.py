@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
@@ -137,7 +138,7 @@ def test_a_run_that_goes_on_says_it(tmp_path: Path) -> None:
 
 def test_the_end_may_be_that_of_stop_updates() -> None:
     """What falls until the end of the run falls until --stop.updates, too; other schedules do not know of it."""
-    values = {"before": 0.01, "rate": 0.05, "lr": 0.1, "epochs": 20, "updates_per_epoch": UPDATES}
+    values: Any = {"before": 0.01, "rate": 0.05, "lr": 0.1, "epochs": 20, "updates_per_epoch": UPDATES}
     line = schedule_change(Schedule("cosine"), ["stop.updates"], updates=150, **values)
     assert line.startswith("the learning rate goes from 0.01 back up to 0.05, because cosine now ends at update 150;")
     line = schedule_change(Schedule("poly"), ["stop.updates", "epochs"], updates=200, **values)
