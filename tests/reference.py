@@ -94,6 +94,8 @@ EXAMPLES: dict[str, str] = {
     "model.pretrained": "--model.name resnet18 --model.pretrained true",
     "model.weights": "runs/first",
     "model.image-size": "224",
+    "data.image-column": "img",
+    "data.label-column": "fine_label",
     "model.progressive-sizes": PROGRESSIVE,
     "model.progressive-epochs": PROGRESSIVE,
     "model.eval-image-size": "--model.image-size 176 --model.eval-image-size 224 --augment.resize 232",

@@ -150,8 +150,6 @@ Not supported: weights are float32; for computations in bf16: accelerate launch 
     model-dtype
 Not supported: code that comes with a data set is never run.
     dataset-trust-remote-code trust-remote-code
-The columns of hfds/NAME are found by their types, Image and ClassLabel; of a table, see docs/own_data.md.
-    input-key target-key
 Not supported: torch.compile has taken TorchScript's place: accelerate launch --dynamo_backend inductor.
     torchscript fuser
 Not supported: autocast decides in which precision a norm is computed, on the launch command (--mixed_precision).

@@ -31,8 +31,15 @@ def bce(t: Translation) -> bool:
     return bool(t["bce-loss"]) and (mixes(t) or t["smoothing"] > 0)
 
 
+def hub_table(t: Translation) -> bool:
+    """Whether the data has columns: timm also calls the parts of a WebDataset sample so."""
+    return str(t["dataset"]).startswith(("hfds/", "hfids/"))
+
+
 TABLE: dict[str, str | To] = {
     "seed": "seed",
+    "input-key": To("data.image-column", when=hub_table),
+    "target-key": To("data.label-column", when=hub_table),
     "pretrained": To("model.pretrained", fine=(False,)),
     "initial-checkpoint": "model.weights",
     "pretrained-path": "model.weights",

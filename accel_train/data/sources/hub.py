@@ -23,7 +23,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import EncodedImages, read_image
 from accel_train.data.sources.files.images import ImageError, decode
 from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbered, splits_of_files
-from accel_train.errors import UserError
+from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import short_name
 
 
@@ -126,13 +126,16 @@ def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, 
     """
     datasets: Any = importlib.import_module("datasets")
     features = tables["train"].features or {}
-    image_key = _column(data, features, datasets.Image, "image")
+    image_key = _column(data, features, datasets.Image, "image", data.image_column)
     where = f"the data '{short_name('data.name', data.name)}'"
+    usual = data.label_column or "label"
     named_classes = any(isinstance(feature, datasets.ClassLabel) for feature in features.values())
-    if not named_classes and getattr(features.get("label"), "dtype", "").startswith("int"):
-        label_key = "label"
+    if data.label_column is not None:
+        named_classes = isinstance(features.get(usual), datasets.ClassLabel)
+    if not named_classes and getattr(features.get(usual), "dtype", "").startswith("int"):
+        label_key = usual
     else:
-        label_key = _column(data, features, datasets.ClassLabel, "label")
+        label_key = _column(data, features, datasets.ClassLabel, "label", data.label_column)
     sources: dict[str, Source] = {}
     for split, table in tables.items():
         label = f"{short_name('data.name', data.name)} {named[split]}"
@@ -187,17 +190,25 @@ def _named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
     return named
 
 
-def _column(data: Data, features: Any, kind: type, usual: str) -> str:
-    """The name of the column of images or of labels: the usual name, or the only column of that kind."""
-    columns = [name for name, feature in features.items() if isinstance(feature, kind)]
-    if usual in columns:
-        return usual
-    if len(columns) != 1:
+def _column(data: Data, features: Any, kind: type, usual: str, given: str | None) -> str:
+    """The name of the column of images or of labels: the one that is `given`, or with the usual name, or the only one
+    of that kind. Raises UserError."""
+    columns = [str(name) for name, feature in features.items() if isinstance(feature, kind)]
+    option = f"--data.{usual}-column"
+    if given is not None and given not in columns:
+        known = f"of kind {kind.__name__}: {', '.join(columns) or 'none'}; all: {', '.join(features) or 'none'}"
         raise UserError(
-            f"the data '{data.name}' has {len(columns)} columns of kind {kind.__name__} "
-            f"({', '.join(features) or 'it names no columns'}): one named '{usual}' is needed."
+            f"{option} {given}: the data '{data.name}' has no such column ({known}).{nearest(given, columns)}"
         )
-    return str(columns[0])
+    if given is not None or usual in columns:
+        return given or usual
+    if len(columns) != 1:
+        which = ", ".join(columns) or f"none; all columns: {', '.join(features) or 'it names none'}"
+        raise UserError(
+            f"the data '{data.name}' has {len(columns)} columns of kind {kind.__name__} ({which}): name one with "
+            f"{option}."
+        )
+    return columns[0]
 
 
 def _pixels(image: Any) -> Tensor:

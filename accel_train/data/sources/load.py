@@ -54,6 +54,12 @@ def read_splits(data: Data, *, download: bool = True, record: Path | None = None
         splits = user_data(data, reference, record)
     else:
         splits = _load(data, download)
+    for option, column in (("image-column", data.image_column), ("label-column", data.label_column)):
+        if column is not None and data.name.partition("/")[0] not in ("csv", "hfds", "hfids"):
+            raise UserError(
+                f"--data.{option} {column}: only csv, hfds/NAME and hfids/NAME have columns, and --data.name is "
+                f"'{short_name('data.name', data.name)}'; remove it."
+            )
     if data.range is not None and splits.value_range != data.range:
         raise UserError(
             f"--data.range {range_text(data.range)}: it is for image files and PIL images of more than 8 bits, but "

@@ -75,6 +75,42 @@ def test_other_column_names_unreadable_images_and_unlabelled_tests(tmp_path: Pat
         found.train.fetch([3])
 
 
+@pytest.mark.parametrize("prefix", ["hfds", "hfids"])
+def test_columns_that_are_named(tmp_path: Path, datasets, prefix: str) -> None:
+    """As of CIFAR-100 on the hub, whose images have two labels."""
+    features = datasets.Features({
+        "img": datasets.Image(), "fine": datasets.ClassLabel(names=["a", "b"]),
+        "coarse": datasets.ClassLabel(names=["c", "d", "e"]), "number": datasets.Value("int64"),
+    })  # fmt: skip
+    file = io.BytesIO()
+    Image.new("L", (5, 5), 7).save(file, "PNG")
+    images = [{"bytes": file.getvalue(), "path": None}] * 4
+    columns = {"img": images, "fine": [0, 1, 1, 0], "coarse": [2, 1, 0, 0], "number": [0, 0, 1, 1]}
+    (tmp_path / "set").mkdir()
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "set" / "train.parquet")
+    name = f"{prefix}/{tmp_path / 'set'}"
+
+    def found(**options: str):
+        return load(name, tmp_path / "cache", channels=1, **options)
+
+    with pytest.raises(UserError, match=r"2 columns of kind ClassLabel \(fine, coarse\): name one with --data\.label-"):
+        found()
+    for column in ("fine", "coarse", "number"):
+        split = found(label_column=column)
+        assert split.train.labels.tolist() == columns[column]
+        assert split.classes == {"fine": ("a", "b"), "coarse": ("c", "d", "e"), "number": ("0", "1")}[column]
+    assert found(label_column="fine", image_column="img").train.labels.tolist() == columns["fine"]
+    for options, message in (
+        ({"label_column": "corse"}, r"label-column corse: .* no such column .* Did you mean 'coarse'"),
+        (
+            {"label_column": "fine", "image_column": "number"},
+            r"image-column number: .* no such column \(of kind Image: img",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            found(**options)
+
+
 def test_a_stream_of_images_that_are_no_files_of_this_machine(tmp_path: Path, datasets) -> None:
     """Those of a zip file, as those of a hub, are read through `datasets`."""
     pyarrow = pytest.importorskip("pyarrow.parquet")

@@ -13,10 +13,11 @@ import math
 import posixpath
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,8 @@ COLUMNS = {
     "weight": ("weight",),
 }
 """The names that a column may have, in capital or small letters: "File name" and file_name are filename."""
+OPTIONS = {"path": "--data.image-column", "label": "--data.label-column"}
+"""With which a column may have another name."""
 SEPARATOR = ";"
 """Between several labels of an image. Alone in a cell: the image has no label."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -74,16 +77,19 @@ def table(data: Data) -> Splits:
 
 def index_of(data: Data) -> Index:
     """Raises UserError."""
-    path = data.root
+    path, columns = data.root, {"path": data.image_column, "label": data.label_column}
+    given = {role: name for role, name in columns.items() if name is not None}
     if not path.is_file():
-        return _look(path, Progress(path))  # says what it is
-    return indexed(path.parent, f"csv-{path.name}", lambda progress: _look(path, progress), verify=data.verify)
+        return _look(path, given, Progress(path))  # says what it is
+    # Other columns of the same table are other data.
+    kind = f"csv-{path.name}" + "".join(f"-{role}={quote(name, safe='')}" for role, name in given.items())
+    return indexed(path.parent, kind, lambda progress: _look(path, given, progress), verify=data.verify)
 
 
-def _look(path: Path, progress: Progress) -> Index:
-    """Read the table, and look for its files. Raises UserError."""
+def _look(path: Path, given: Mapping[str, str], progress: Progress) -> Index:
+    """Read the table, and look for its files. `given`: path or label -> the name of that column. Raises UserError."""
     mistakes = Mistakes(path)
-    rows = _read(path, mistakes)
+    rows = _read(path, given, mistakes)
     # Before any label is looked at, so that all of these mistakes are told at once.
     stats = file_stats(path.parent, rows.paths, progress)
     missing = np.flatnonzero((stats == MISSING).all(1)).tolist()
@@ -131,14 +137,14 @@ def _look(path: Path, progress: Progress) -> Index:
     )
 
 
-def _read(path: Path, mistakes: Mistakes) -> _Rows:
+def _read(path: Path, given: Mapping[str, str], mistakes: Mistakes) -> _Rows:
     """The rows, without the mistaken ones. Raises UserError if the columns are not clear."""
     lines = csv_rows(path)
     first, header = next(lines, (0, []))
     if not header:
         raise UserError(f"{path} is empty; its first row must name the columns, such as path,label.")
     where = f"{path}, row {first}"
-    columns = _columns(header, where)
+    columns = _columns(header, given, where)
     rows = _Rows()
     line_of: dict[str, int] = {}
     for number, cells in lines:
@@ -180,27 +186,36 @@ def _plain(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).casefold()
 
 
-def _columns(header: Sequence[str], where: str) -> dict[str, int]:
-    """path, label, … -> number of the column. Raises UserError if one is missing, or if two could be meant."""
+def _columns(header: Sequence[str], given: Mapping[str, str], where: str) -> dict[str, int]:
+    """path, label, … -> number of the column. `given`: the names of some. Raises UserError if one is missing, or if two
+    could be meant."""
     columns: dict[str, int] = {}
-    for role, names in COLUMNS.items():
+    for role, usual in COLUMNS.items():
+        names = (_plain(given[role]),) if role in given else usual
         found = [column for column, name in enumerate(header) if _plain(name) in names]
         if len(found) > 1:
+            option = None if role in given else OPTIONS.get(role)
             raise UserError(
                 f"{where}: the columns {_quoted([header[column] for column in found])} could each be the {role}; "
-                f"keep one of these names, and rename or remove the other{'s' * (len(found) > 2)}."
+                + f"say which one with {option}, or " * (option is not None)
+                + f"keep one of these names, and rename or remove the other{'s' * (len(found) > 2)}."
             )
         if found:
             columns[role] = found[0]
+        elif role in given:
+            raise UserError(
+                f"{where}: there is no column '{given[role]}' for the {role}; found {_quoted(header)}."
+                f"{nearest(given[role], header)}"
+            )
         elif role in ("path", "label"):
-            if not any(_plain(name) in known for name in header for known in COLUMNS.values()):
+            if not given and not any(_plain(name) in known for name in header for known in COLUMNS.values()):
                 raise UserError(
                     f"{where}: the first row must name the columns, such as path,label; found {_quoted(header)}."
                 )
             similar = next((hint for name in header if (hint := nearest(_plain(name), names))), "")
             raise UserError(
                 f"{where}: there is no column for the {role}; found {_quoted(header)}, expected one of "
-                f"{', '.join(names)}.{similar}"
+                f"{', '.join(names)}.{similar or f' Name it with {OPTIONS[role]}.'}"
             )
     return columns
 

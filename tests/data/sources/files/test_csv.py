@@ -95,6 +95,25 @@ def test_the_table_is_its_content_not_its_form(images: Path) -> None:
     assert len({expected.table, *(load(images, text).table for text in changed)}) == 6
 
 
+def test_columns_that_are_named(images: Path) -> None:
+    """Also where others have the usual names; and the index of the same table is not that of its other columns."""
+    text = "photo id,label,breed,genus\n6.png,x,poodle,canis\n7.png,x,siamese,felis\na/1.png,x,poodle,canis\n"
+    for column, classes in (("breed", ("poodle", "siamese")), ("Genus", ("canis", "felis"))):
+        for _ in range(2):  # then from the index
+            splits = load(images, text, image_column="photo_id", label_column=column)
+            assert splits.classes == classes and splits.train.labels.tolist() == [0, 1, 0]
+    with pytest.raises(UserError, match="has only one class, 'x'"):
+        load(images, text, image_column="photo id")
+    for options, message in (
+        ({"label_column": "breeds"}, r"there is no column 'breeds' for the label; found .* Did you mean 'breed'"),
+        ({"label_column": "breed"}, r"no column for the path; .* Name it with --data\.image-column"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(images, text, **({"image_column": "photo id"} if "breeds" in options.values() else {}), **options)
+    with pytest.raises(UserError, match=r"say which one with --data\.label-column, or keep one"):
+        load(images, text.replace("genus", "class"), image_column="photo id")
+
+
 @pytest.mark.parametrize(
     ("labels", "classes", "numbers"),
     [
