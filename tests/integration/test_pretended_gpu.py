@@ -415,7 +415,7 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
         words += ["--schedule.warmup-epochs", "0.5"]
     if config.data.name == "folder":
         words += ["--data.root", str(photos / "train" if config.data.test_fraction else photos), "--data.workers", "0"]
-        words += ["--model.image-size", "64", "--augment.resize", "72"]
+        words += ["--model.image-size", "64", "--augment.resize", "72", "--augment.crop-fraction", "none"]
     elif config.data.name in RECIPE_DATA:
         channels, size = RECIPE_DATA[config.data.name]
         words += ["--data.name", "synthetic", "--data.channels", str(channels), "--data.image-size", str(size)]

@@ -193,7 +193,7 @@ def create_setup(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[TrainingSe
     monkeypatch.setattr(training_setup, "create_new_model", in_float64)
     monkeypatch.setattr(training_setup, "rebuild_ddp_buckets", lambda *_: None)
     words = [name, *SMALL, *SMALL_MODELS[name], "--model.image-size", "32", "--model.eval-image-size", "32"]
-    words += ["--augment.resize", "32"]
+    words += ["--augment.resize", "32", "--augment.crop-fraction", "none"]
     words += ["--data.train-images", "256" if parse([name]).data.repeats > 1 else "32"]
     launch, config = prepare_environment(), parse(words)
     accelerator = connect(config, launch)

@@ -47,7 +47,8 @@ def small(recipe: str, photos: Path) -> list[str]:
         options += ["--schedule.warmup-epochs", "0.5"]
     if config.data.name == "folder":
         options += ["--data.root", str(photos / ("one" if config.data.test_fraction else "two")), "--data.workers", "0"]
-        options += ["--model.image-size", "96", "--augment.resize", "112"]  # 224 takes five times as long
+        options += ["--model.image-size", "96"]  # 224 takes five times as long
+        options += ["--augment.resize", "112", "--augment.crop-fraction", "none"]
     elif config.data.name in SHAPES:
         channels, size = SHAPES[config.data.name]
         options += ["--data.name", "synthetic", "--data.channels", str(channels), "--data.image-size", str(size)]

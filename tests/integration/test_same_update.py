@@ -33,7 +33,8 @@ def small(recipe: str) -> list[str]:
     options += ["--virtual-batch-size", "4", "--data.workers", "0", "--schedule.warmup-epochs", "0"]
     options += ["--data.val-fraction", "0", "--data.test-fraction", "0"]
     if config.data.name == "folder":
-        options += ["--model.image-size", "96", "--augment.resize", "96"]  # 224 takes long
+        options += ["--model.image-size", "96"]  # 224 takes long
+        options += ["--augment.resize", "96", "--augment.crop-fraction", "none"]
     if config.model.eval_image_size is not None:
         options += ["--model.eval-image-size", "96"]
     if config.model.name.startswith("torchvision/resnet"):
