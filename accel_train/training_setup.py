@@ -38,7 +38,7 @@ from accel_train.optim.loss import create_checked_loss
 from accel_train.optim.micro_batch import LESS_MEMORY, as_in_training, largest_that_fits, searches, set_gradients
 from accel_train.optim.optimizer import create_optimizer, parameters_to_clip
 from accel_train.optim.performance import (
-    check_compilation,
+    prepare_compilation,
     rebuild_ddp_buckets,
     set_defaults,
     unwrap_optimizer,
@@ -204,7 +204,7 @@ def create_training_setup(
         setup = replace(setup, **create_input(*into, plan, evaluation_batch))
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.
     accelerator.gradient_accumulation_steps = 1 if config.bitwise else plan.accumulation
-    check_compilation(accelerator)
+    prepare_compilation(accelerator, config.model)
     if setup.ddp_sums:
         images = torch.zeros(plan.micro_batch, splits.channels, size, size, device=device)
         rebuild_ddp_buckets(accelerator, model, images.to(memory_format=memory_format))

@@ -18,6 +18,7 @@ from accelerate.utils.dataclasses import DynamoBackend
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from accel_train.config.schema import Model
 from accel_train.errors import UserError
 from accel_train.launch.precision import use_tf32
 from accel_train.models.trial import restored
@@ -36,13 +37,18 @@ def set_defaults(device: torch.device) -> None:
         use_tf32()
 
 
-def check_compilation(accelerator: Accelerator) -> None:
-    """Raise UserError if torch.compile would record CUDA graphs while gradients are accumulated.
+def prepare_compilation(accelerator: Accelerator, model: Model) -> None:
+    """Prepare torch.compile for images of several sizes. Raise UserError if it would record CUDA graphs while gradients
+    are accumulated.
 
     A graph's next call would overwrite what its previous call saved for the backward pass (pytorch issues 96693 and
     169545).
     """
     plugin = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO and (model.progressive_sizes or model.eval_image_size):
+        # Compile once for each size. By itself, torch would compile the second one for any size, which takes many times
+        # as long and makes slower kernels.
+        torch._dynamo.config.automatic_dynamic_shapes = False
     graphs = plugin.mode in ("reduce-overhead", "max-autotune") or plugin.backend == DynamoBackend.CUDAGRAPHS
     steps = accelerator.gradient_accumulation_steps
     if graphs and plugin.backend != DynamoBackend.NO and accelerator.device.type == "cuda" and steps > 1:

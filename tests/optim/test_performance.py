@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import helpers
@@ -11,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import TorchDynamoPlugin
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,12 +20,35 @@ from accel_train import models
 from accel_train.config.schema import Model
 from accel_train.models.nets import Flatten
 from accel_train.optim.bitwise import seed_generators
-from accel_train.optim.performance import unwrap_optimizer, use_fastest_memory_format
+from accel_train.optim.performance import prepare_compilation, unwrap_optimizer, use_fastest_memory_format
 
 
 def make(name: str, size: int) -> nn.Module:
     torch.manual_seed(0)
     return models.create_model(Model(name=name), num_classes=10, channels=1, image_size=size)
+
+
+def test_each_size_of_images_is_compiled_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the second one for any size, which takes inductor many times as long."""
+    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", True)
+    state = SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    accelerator: Any = SimpleNamespace(state=state, device=torch.device("cpu"), gradient_accumulation_steps=1)
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append([[type(length) for length in each.shape] for each in inputs if isinstance(each, torch.Tensor)])
+        return graph.forward
+
+    for sizes, passes in (((), 2), ((8, 12), 3)):
+        prepare_compilation(accelerator, Model(progressive_sizes=sizes, progressive_epochs=tuple(range(len(sizes)))))
+        torch._dynamo.reset()
+        compiled.clear()
+        net = torch.compile(nn.Conv2d(1, 2, 3), backend=backend)
+        for size in (8, 12, 16, 8):
+            net(torch.zeros(1, 1, size, size))
+        assert len(compiled) == passes
+    assert {length for inputs in compiled for shape in inputs for length in shape} == {int}
+    torch._dynamo.reset()
 
 
 def test_nets_of_convolutions_are_channels_last_and_transformers_are_not() -> None:
