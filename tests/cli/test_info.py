@@ -74,8 +74,9 @@ def test_tab_in_bash() -> None:
     assert offered(script, "accel-train", "tra") == {"train", "track"}
     assert offered(script, "accel-train", "train", "") == set(recipe_names())
     assert offered(script, "accel-train", "doctor", "dig") == {"digits"}
-    assert offered(script, "accel-train", "doctor", "digits", "--optim.l") == {"--optim.lr", "--optim.layer-decay"}
-    assert offered(script, "accel-train", "train", "digits", "--optim.l") == {"--optim.lr", "--optim.layer-decay"}
+    rates = {"--optim.lr", "--optim.layer-decay", "--optim.layer-decay-min-scale"}
+    assert offered(script, "accel-train", "doctor", "digits", "--optim.l") == rates
+    assert offered(script, "accel-train", "train", "digits", "--optim.l") == rates
     assert offered(script, "accel-train", "train", "digits", "--optim.clip-mode", "") == {"norm", "value", "agc"}
     assert offered(script, "accel-train", "train", "digits", "--bitwise", "t") == {"true"}
     assert offered(script, "accel-train", "train", "--help", "") == set(groups())
