@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -101,7 +102,9 @@ def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Pa
     page = report(run, output=tmp_path / "page.html")
     assert page.path == tmp_path / "page.html" and page.path.is_file()
     assert page.figures["model"]["accuracy"] == evaluate(run).figures["model"]["accuracy"]
-    assert report(run, run, output=page.path).figures == {}
+    assert report(run, run, output=page.path).figures == page.figures  # one run, and no comparison of it with itself
+    shutil.copytree(run, tmp_path / "copy")
+    assert report(run, tmp_path / "copy", output=page.path).figures == {}
 
 
 def test_doctor_and_bench_return_what_they_have_found(tmp_path: Path) -> None:
