@@ -6,13 +6,12 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-from accel_train.data.worker_processes import WorkerContext, end_with_trainer
+from accel_train.data.worker_processes import WORKERS, WorkerContext, end_with_trainer
 from accel_train.launch.process import available_cores
 
-WORKERS = "accel_train.data.workers"
-"""What the processes import before they begin: the same as those that load images, for whom the server stays."""
 PATIENCE_SECONDS = 3.0
 """To start processes, which import torch, takes about as long."""
 
@@ -35,12 +34,23 @@ def on_all_cores(work: Callable[[Thing], Result], things: Sequence[Thing]) -> It
 
 
 def _in_processes(work: Callable[[Thing], Result], things: Sequence[Thing], processes: int) -> Iterator[Result]:
+    # They import the same as the processes that load images, for whom the server stays.
+    with process_pool(processes, WORKERS, end_with_trainer) as pool:
+        yield from pool.map(work, things, chunksize=1 + len(things) // (64 * processes))
+
+
+@contextmanager
+def process_pool(
+    processes: int, module: str, initializer: Callable[..., object], *arguments: Any
+) -> Iterator[ProcessPoolExecutor]:
+    """A pool whose processes are killed if the block is left by an error: else Ctrl-C would wait until they have done
+    their jobs. `module`: see `WorkerContext`; `initializer(*arguments)` is called in each process."""
     before = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(processes, WorkerContext(WORKERS), initializer=end_with_trainer) as pool:
+    with ProcessPoolExecutor(processes, WorkerContext(module), initializer=initializer, initargs=arguments) as pool:
         try:
-            yield from pool.map(work, things, chunksize=1 + len(things) // (64 * processes))
+            yield pool
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(multiprocessing.active_children()) - before:  # else Ctrl-C would wait until they are done
+            for worker in set(multiprocessing.active_children()) - before:
                 worker.kill()
             raise

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from accel_train.data.all_cores import process_pool
 from accel_train.data.sources.splits import Source
-from accel_train.data.worker_processes import WorkerContext, end_with_trainer
+from accel_train.data.worker_processes import end_with_trainer
 from accel_train.errors import print_line
 
 CHUNK = 64  # images of one job
@@ -49,21 +49,14 @@ def in_processes(
         for number, first, last in jobs:
             yield work(sources[number], first, last, *arguments, *of_job((number, first, last)))
         return
-    context = WorkerContext(work.__module__)
-    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(sources,)) as pool:
-        try:
-            pending: deque[Future[T]] = deque()
-            for job in jobs:
-                pending.append(pool.submit(_run, work, job, arguments + of_job(job)))
-                if len(pending) >= 4 * processes:  # so that the queue does not hold a million images
-                    yield pending.popleft().result()
-            while pending:
+    with process_pool(processes, work.__module__, _start, sources) as pool:
+        pending: deque[Future[T]] = deque()
+        for job in jobs:
+            pending.append(pool.submit(_run, work, job, arguments + of_job(job)))
+            if len(pending) >= 4 * processes:  # so that the queue does not hold a million images
                 yield pending.popleft().result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in multiprocessing.active_children():  # else Ctrl-C would wait until they have done their jobs
-                worker.kill()
-            raise
+        while pending:
+            yield pending.popleft().result()
 
 
 _sources: list[Source] = []  # of a worker process

@@ -118,7 +118,7 @@ def _find(
 ) -> tuple[KeptIndex | None, bool]:
     """The newest index that is that of the data as it is now, and True; or else of any earlier state, and False."""
     stale = None
-    for file in sorted(files, key=lambda file: _version(file), reverse=True):
+    for file in sorted(files, key=_version, reverse=True):
         if (kept := read_index(file, root)) is not None:
             with contextlib.suppress(OSError):  # of data that is not there any more
                 known = sorted(kept.states)
