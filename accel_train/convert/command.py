@@ -75,7 +75,8 @@ def read_pairs(peer: Peer, arguments: Sequence[str], text: str, processes: int) 
         elif key not in peer.options:
             mistakes.append(not_an_option(peer, name, list(peer.options)))
         else:
-            values[key] = load_yaml(value, word) if equals else True
+            # ultralytics reads None, which YAML has as null.
+            values[key] = (None if value.lower() == "none" else load_yaml(value, word)) if equals else True
     if mistakes:
         raise UserError(*mistakes)
     if config := values.pop("cfg", None):
@@ -118,7 +119,7 @@ def _typed(option: PeerOption, value: Any) -> Any:
 def check_kind(option: PeerOption, value: Any) -> None:
     """Raise UserError if the value is of another kind than the option: what is no command line may have any."""
     default = option.default
-    of_any = option.kind == "any" and (default is None or isinstance(default, bool))
+    of_any = option.kind == "any" and (default is None or isinstance(default, bool if value is not None else str))
     if option.kind == "flag" or of_any or value == default or (isinstance(value, dict) and isinstance(default, dict)):
         return
     number = option.kind in ("int", "float") or isinstance(default, (int, float))

@@ -44,7 +44,8 @@ def recipe_text(translation: Translation) -> str:
     blocks += _comment(command.text, "  ")
     launch = list(translation.launch)
     if translation.processes > 1:
-        launch = launch or ["--mixed_precision no"]  # the config file has bf16
+        if not any(word.startswith("--mixed_precision") for word in launch):
+            launch.append("--mixed_precision no")  # the config file has bf16
         launch.insert(0, f"--config_file accelerate_configs/multi_gpu.yaml --num_processes {translation.processes}")
     start = f"accelerate launch {' '.join(launch)} -m accel_train.train" if launch else "accel-train train"
     blocks += ["# Start it with:", f"#   {start} RECIPE.yaml"]  # not wrapped, to be copied

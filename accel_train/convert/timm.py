@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from accel_train.convert.common import mix_whole_batches, set_batch, set_precision
+from accel_train.convert.common import mix_whole_batches, set_batch, set_compilation, set_precision
 from accel_train.convert.timm_images import augments, colours, preprocessing
 from accel_train.convert.timm_schedule import learning_rate, schedule
 from accel_train.convert.translation import To, Translation
@@ -86,12 +86,12 @@ MEASURED: dict[str, str | To] = {
 }
 
 HARMLESS = """
-config dataset-download channels-last fuser fast-norm torchscript torchcompile torchcompile-mode device no-ddp-bb
+config dataset-download channels-last fuser fast-norm torchscript device no-ddp-bb
 synchronize-step local-rank device-modules worker-seeding recovery-interval save-images pin-mem
 no-prefetcher output experiment tta use-multi-epochs-loader log-wandb wandb-project wandb-tags wandb-resume-id resume
 no-resume-opt start-epoch validation-batch-size num-classes dist-bn model-ema-force-cpu naflex-max-seq-len lr-noise-pct
 lr-noise-std kd-distill-type kd-loss-type kd-temperature warmup-prefix eval-metric amp-impl
-aot-autograd num-gpu
+aot-autograd num-gpu train-num-samples val-num-samples
 """.split()  # noqa: SIM905
 """Those that change what is learned only with another option, which is lost, are among them."""
 
@@ -115,6 +115,7 @@ def translate(t: Translation) -> None:
         t.differs.append("--bce-loss: timm takes cross entropy where targets are neither mixed nor smoothed")
     if t["amp"] or t["native-amp"] or t["apex-amp"]:
         set_precision(t, "bf16" if t["amp-dtype"] == "bfloat16" else "fp16")
+    set_compilation(t, t["torchcompile"], t["torchcompile-mode"])
     t.finish(HARMLESS)
 
 

@@ -27,6 +27,7 @@ def preprocessing(t: Translation) -> None:
     names = ("in-chans", "input-size", "img-size", "interpolation", "mean", "std", "crop-pct")
     config = resolve_data_config({each.replace("-", "_"): t[each] for each in names}, pretrained_cfg=expected)
     channels, height, width = config["input_size"]
+    channels = t["in-chans"] or channels  # a model's own size has its usual channels
     if height != width:
         t.lose("input-size", "Images are squares here.")
     if channels != 3:
@@ -36,7 +37,8 @@ def preprocessing(t: Translation) -> None:
     if config["crop_mode"] != "center":
         t.differs.append(f"evaluation: timm's crop mode of this model is {config['crop_mode']}, here center")
     for key in ("mean", "std"):
-        t.set(f"augment.{key}", list(config[key]))
+        if len(config[key]) == channels:  # else they are those of the model's usual channels
+            t.set(f"augment.{key}", list(config[key]))
     interpolation(t, config["interpolation"])
     if t["no-aug"]:
         t.set("augment.crop", "center")

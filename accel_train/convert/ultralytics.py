@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_train.convert.common import set_batch, set_precision
+from accel_train.convert.common import set_batch, set_compilation, set_precision
 from accel_train.convert.translation import To, Translation, rounded
 from accel_train.errors import UserError
 
@@ -26,7 +26,7 @@ MEASURED: dict[str, str | To] = {
     "workers": "data.workers",
 }
 HARMLESS = """
-task mode save cache device project name exist-ok verbose deterministic profile compile channels-last val split
+task mode save cache device project name exist-ok verbose deterministic profile channels-last val split
 save-json conf iou max-det dnn plots nms source vid-stride stream-buffer visualize augment agnostic-nms
 retina-masks embed show save-frames save-txt save-conf save-crop show-labels show-conf show-boxes line-width format
 optimize dynamic simplify opset workspace box cls dfl pose kobj rle angle dlog dgrad dlam overlap-mask mask-ratio
@@ -64,6 +64,8 @@ def translate(t: Translation) -> None:
     t.differs.append("fitness: the best checkpoint and patience go by the mean of top-1 and top-5 there")
     if t["amp"] and t["amp"] != "fp32":
         set_precision(t, "bf16" if t["amp"] == "bf16" else "fp16")
+    mode = t["compile"]
+    set_compilation(t, "inductor" if mode else None, mode if isinstance(mode, str) else None)
     t.finish(HARMLESS)
 
 
