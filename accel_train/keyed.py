@@ -55,8 +55,9 @@ def scramble(words: Tensor) -> Tensor:
     return shift(words, 31).bitwise_xor_(words)
 
 
-def hashed(word: int, numbers: Tensor) -> Tensor:
-    """Term `numbers` of the SplitMix64 sequence with seed `word`; int64 of any shape, returned in the same shape."""
+def hashed(word: int | Tensor, numbers: Tensor) -> Tensor:
+    """Term `numbers` of the SplitMix64 sequence with seed `word`, or with one for each; int64 of any shape, returned in
+    the same shape."""
     return scramble(numbers * signed(GOLDEN) + word)
 
 
@@ -87,27 +88,52 @@ def permuted(positions: Tensor, size: int, word: int) -> Tensor:
     while a * a < size:
         a += 1
     b = -(-size // a)
-    rounds = _rounds(size)
-    numbers = _feistel(positions.reshape(-1), a, b, word, rounds)
+    keys = [key(word, number) for number in range(_rounds(size))]
+    numbers = _feistel(positions.reshape(-1), a, b, keys)
     outside = (numbers >= size).nonzero()[:, 0]
     while len(outside):
-        walked = _feistel(numbers[outside], a, b, word, rounds)
+        walked = _feistel(numbers[outside], a, b, keys)
         numbers[outside] = walked
         outside = outside[walked >= size]
     return numbers.view(positions.shape)
+
+
+def permuted_in_groups(positions: Tensor, groups: Tensor, sizes: Tensor, words: Tensor) -> Tensor:
+    """The elements at `positions` of many permutations at once, as `permuted` but with other keys.
+
+    `positions` and `groups` are int64 [n]: element `positions[i]` of permutation `groups[i]`. `sizes` (at most 2^50)
+    and `words` are int64 [g]: permutation j is one of 0..sizes[j]-1 with key words[j]. Returns int64 [n].
+    """
+    a = sizes.double().sqrt().ceil().long()  # exact up to 2^50
+    b = (sizes + a - 1) // a
+    numbers = positions.clone()
+    for small in (False, True):
+        keys = [scramble(words + signed((number + 1) * GOLDEN)) for number in range(_rounds(1 if small else SMALL))]
+        left = ((sizes < SMALL) == small)[groups].nonzero()[:, 0]
+        while len(left):
+            group = groups[left]
+            walked = _feistel(numbers[left], a[group], b[group], [each[group] for each in keys])
+            numbers[left] = walked
+            left = left[walked >= sizes[group]]
+    return numbers
+
+
+SMALL = 256  # numbers: smaller permutations need more rounds
 
 
 def _rounds(size: int) -> int:
     # Chi-square tests of neighbours over 300 000 keys detect nothing after 8 rounds for 31 numbers and more. After 6
     # rounds they detect a pattern for up to 97 numbers; 8 rounds are too few for 16 numbers, and 16 rounds too few for
     # 5 and 6 numbers, because each round of a small grid has few different sums to add.
-    return 8 if size >= 256 else 24
+    return 8 if size >= SMALL else 24
 
 
-def _feistel(numbers: Tensor, a: int, b: int, word: int, rounds: int) -> Tensor:
-    """A bijection of 0..a*b-1. Each round adds to one coordinate, modulo its side, a hash of the other."""
+def _feistel(numbers: Tensor, a: int | Tensor, b: int | Tensor, keys: Sequence[int | Tensor]) -> Tensor:
+    """A bijection of 0..a*b-1. Each round adds to one coordinate, modulo its side, a hash of the other.
+
+    `numbers`: int64 [n]; `a`, `b` and the key of each round are the same for all of them, or int64 [n]."""
     left, right = numbers % a, numbers // a
-    for number in range(0, rounds, 2):
-        left = (left + shift(hashed(key(word, number), right), 2)) % a
-        right = (right + shift(hashed(key(word, number + 1), left), 2)) % b
+    for even, odd in zip(keys[::2], keys[1::2], strict=True):
+        left = (left + shift(hashed(even, right), 2)) % a
+        right = (right + shift(hashed(odd, left), 2)) % b
     return left + right * a

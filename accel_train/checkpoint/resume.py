@@ -51,7 +51,7 @@ class RunParts:
     samples: int
     """Number of training samples."""
     table: str
-    """SHA-256 of the table that lists the data (`Splits.table`); "": no table does."""
+    """SHA-256 of the table that lists the data, or of its shards: `Splits.table`."""
     pixels: int
     """The semantics number by which the data's images are found and their pixels computed (`Splits.semantics`)."""
     model: nn.Module
@@ -242,7 +242,8 @@ def _obstacle(
     inside_epoch = position.epoch_samples > 0
     if too_short := _too_short(path, run, position):
         return too_short
-    changed = [f"{key}: {changes[key]}" for key in (*SAMPLE_KEYS, "data") if key in changes]
+    by_batch = ("batch-size",) if run.config.data.order == "shards" else ()  # canonical nodes divide the batch
+    changed = [f"{key}: {changes[key]}" for key in (*SAMPLE_KEYS, *by_batch, "data") if key in changes]
     saved_samples = snapshot.state.get("samples", run.samples)
     if saved_samples != run.samples and "data" not in changes:
         changed.append(f"{saved_samples} -> {run.samples} training samples")

@@ -91,7 +91,7 @@ def differences(
     option that no longer exists is a difference unless it had the value that is left.
     `samples`: numbers of training samples then and now. If they differ and no setting explains it, the data itself has
     changed, and the result has the key "data". So it has if `tables`, the hashes of the table that lists the samples,
-    then and now, differ ("": there was no table).
+    then and now, differ ("": there was no table). With data.order=shards they are hashes of the shards.
     """
     new, default = flatten(as_dict(config)), flatten(as_dict(Config()))
     old = {**default, **{key: value for key, value in flatten(saved).items() if key in new}}
@@ -105,7 +105,7 @@ def differences(
     if samples is not None and samples[0] != samples[1] and not explained:
         changes["data"] = f"{samples[0]} -> {samples[1]} training samples"
     elif all(tables) and tables[0] != tables[1]:
-        changes["data"] = "the table has changed"
+        changes["data"] = f"the {'table has' if config.data.order == 'full' else 'shards have'} changed"
     return changes
 
 

@@ -80,6 +80,14 @@ class Data:
     ] = "shuffle"
     """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
     length; weights: draw samples by their weights in the data."""
+    order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES, Synonyms("shuffle-buffer shuffle-algo")] = "full"
+    """full: random over the whole set; shards (for tar and wds): open a few shards at a time and shuffle among these,
+    for data on a network file system or in an object store (docs/large_data.md)."""
+    open_shards: Annotated[int, POSITIVE, DECIDES_SAMPLES] = 16
+    """data.order=shards: how many shards each canonical node mixes at a time."""
+    canonical_nodes: Annotated[int | None, POSITIVE, DECIDES_SAMPLES, Synonyms("num-canonical-nodes")] = None
+    """data.order=shards: parts of an update, each with shards of its own; a multiple of the processes or machines is
+    best. A divisor of the batch size; default: 8, or else 4, 2 or 1."""
     repeats: Annotated[
         int, COUNT, DECIDES_SAMPLES, Synonyms("aug-repeats ra-reps ra-sampler repeated-aug repeated-augmentation")
     ] = 1

@@ -120,9 +120,7 @@ def create_input(
         options["memory_format"] = memory_format
         return create_input_pipeline(config, splits, source, sampler, accelerator, **options)
 
-    draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
-    repeated = {"repeats": config.data.repeats, "samples": len(splits.train)}
-    sampler = TrainingSampler(plan, config.seed, splits.unreadable, draws, **repeated)
+    sampler = create_sampler(config, splits, plan)
     training = pipeline(config, splits.train, sampler, training=True, size=size)
     progressive: ProgressiveInput | None = None
     if config.model.progressive_sizes:
@@ -144,6 +142,17 @@ def create_input(
             if source is not None
         },
     }
+
+
+def create_sampler(config: Config, splits: Splits, plan: Plan) -> TrainingSampler:
+    """The order of the training samples. Raises UserError if the data does not have what it needs."""
+    if config.data.order == "shards":
+        from accel_train.data.sources.sharded import create_shard_sampler
+
+        return create_shard_sampler(config, splits, plan)
+    draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
+    repeated = {"repeats": config.data.repeats, "samples": len(splits.train)}
+    return TrainingSampler(plan, config.seed, splits.unreadable, draws, **repeated)
 
 
 def create_input_pipeline(

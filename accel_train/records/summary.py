@@ -13,11 +13,9 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import SEMANTICS
 from accel_train.config.declaration import BEST_METRICS
 from accel_train.config.schema import Config, to_yaml
-from accel_train.data.loading import resolve_mean_std
+from accel_train.data.loading import create_sampler, resolve_mean_std
 from accel_train.data.memory import Placement
-from accel_train.data.order.drawing import create_draws
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
-from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits, class_counts, has_one_size
 from accel_train.errors import UserError, one_line
@@ -135,10 +133,8 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
     ]
     try:
         splits = load_splits(config.data, config.seed, download=False)
-        repeats, samples = config.data.repeats, len(splits.train)
-        plan = create_plan(config, samples, processes, accumulation, virtual_batch)
-        draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
-        order = TrainingSampler(plan, config.seed, splits.unreadable, draws, repeats=repeats, samples=samples)
+        plan = create_plan(config, len(splits.train), processes, accumulation, virtual_batch)
+        order = create_sampler(config, splits, plan)
     except UserError as error:
         lines.append(f"# updates: not known ({error})")
     else:

@@ -77,7 +77,12 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
     check_agreement(accelerator, **code_facts(config))  # before the user's own code runs
 
     def load() -> Splits:
-        return load_splits(config.data, config.seed, record=config.output_dir)
+        splits = load_splits(config.data, config.seed, record=config.output_dir)
+        if config.data.order == "full":
+            return splits
+        from accel_train.data.sources.sharded import shard_table
+
+        return dataclasses.replace(splits, table=shard_table(config.data, splits.train).digest())
 
     # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
     is_users = parse_reference("data.name", config.data.name) is not None

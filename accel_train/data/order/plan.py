@@ -9,6 +9,9 @@ have one contiguous slice per process (Accelerate's `split_batches`). Where a pr
 its last slots are empty: a whole unit of weight 0. Positions after the last sample are padding of weight 0, too: so
 all processes take the same number of steps, and shapes never change. A sample that is skipped because it cannot be read
 also becomes padding, in its own place.
+
+Global micro-batches take the places of an update one after the other. With --data.order shards (shards.py) processes
+do, so that each one has a contiguous part of the update, and so the samples of few shards.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class Plan:
     drop_last: bool = False
     virtual_batch: int = 1  # samples that are always computed together: a unit
     updates: int = NO_END  # of the whole run
+    canonical_nodes: int | None = None  # with --data.order shards: parts of an update's places, each of its own shards
 
     def __post_init__(self) -> None:
         if self.samples < self.batch_size:
@@ -67,9 +71,16 @@ class Plan:
         unit, each = self.virtual_batch, self.share // self.virtual_batch  # each: units of a process, at most
         own = torch.arange(each).view(self.accumulation, 1, -1)  # which of its units a process computes when
         dealt = torch.tensor([self.units_of(process) for process in range(self.processes)])
-        filled = (own < dealt.view(1, -1, 1)).flatten()
-        number = torch.where(filled, filled.cumsum(0) - 1, -1)
-        return torch.where(filled[:, None], number[:, None] * unit + torch.arange(unit), -1).flatten()
+        filled = own < dealt.view(1, -1, 1)
+        number = filled.flatten().cumsum(0).view(filled.shape) - 1
+        if self.canonical_nodes is not None:
+            number = own + (dealt.cumsum(0) - dealt).view(1, -1, 1)
+        return torch.where(filled[..., None], number[..., None] * unit + torch.arange(unit), -1).flatten()
+
+    def places_of(self, processes: range) -> range:
+        """The places in an update of these `processes`, one after the other, if it has `canonical_nodes`."""
+        first, last = (sum(map(self.units_of, range(end))) for end in (processes.start, processes.stop))
+        return range(first * self.virtual_batch, last * self.virtual_batch)
 
     def units_of(self, process: int) -> int:
         """Units of an update that `process` computes."""
@@ -176,7 +187,17 @@ def create_plan(config: Config, samples: int, processes: int, accumulation: int,
     """The plan of a run with `samples` training samples. Raises UserError if they are fewer than a batch."""
     samples = epoch_length(samples, config.data.repeats)
     plan = Plan(samples, config.batch_size, processes, accumulation, config.data.drop_last, virtual_batch)
+    plan = replace(plan, canonical_nodes=_canonical_nodes(config))
     return replace(plan, updates=updates_of_run(config, plan.updates_per_epoch))
+
+
+def _canonical_nodes(config: Config) -> int | None:
+    """None if the order has none. Raises UserError."""
+    if config.data.order == "full":
+        return None
+    from accel_train.data.order.shards import canonical_nodes
+
+    return canonical_nodes(config.data.canonical_nodes, config.batch_size)
 
 
 def updates_of_run(config: Config, updates_per_epoch: int) -> int:
@@ -248,6 +269,7 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[in
     batches (mix_mode batch does), they are single samples, or the pairs that are mixed. With micro_batch_size "auto"
     there is no limit here: the size that fits is found later. Raises UserError if the batch cannot be divided.
     """
+    _canonical_nodes(config)  # may raise
     mixes = config.augment.mixes
     unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")
     size = config.virtual_batch_size

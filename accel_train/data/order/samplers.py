@@ -98,9 +98,11 @@ class TrainingSampler(IndexSampler):
         self.draws = draws
         self.unreadable = unreadable = None if draws is not None else unreadable
         self.substitute = 0 if unreadable is None else int((~unreadable).nonzero()[0])  # a sample that can be read
+        self.window = plan.batch_size  # places in which the copies of a sample are kept apart
         self.batch_size = plan.slots // plan.accumulation
         self.virtual_batch = plan.virtual_batch
         self.places = plan.places()
+        self.filled = self.places >= 0
         self.epoch = 0
         self.position = 0
 
@@ -139,7 +141,7 @@ class TrainingSampler(IndexSampler):
         """The positions at `places` of the windows that begin at `starts`: a window has first one copy of each of its
         samples, then the second copies, … So copies are not neighbours, which might be mixed, nor, where batches are
         large enough, in one virtual batch. (On several processes, RASampler has each copy on another one.)"""
-        lengths = (self.plan.samples - starts).clamp(max=self.plan.batch_size)  # the last window may be shorter
+        lengths = (self.plan.samples - starts).clamp(min=0, max=self.window)  # the last window may be shorter
         whole, rest = lengths // self.repeats, lengths % self.repeats
         longer = rest * (whole + 1)  # the places of the first copies, of which there is one more
         first = places < longer
@@ -156,16 +158,25 @@ class TrainingSampler(IndexSampler):
             places = self.places[slots % plan.slots]
             starts = self.position + slots // plan.slots * plan.batch_size
             positions = starts + places
-            weights = ((places >= 0) & (positions < plan.samples)).to(torch.float32)
+            weights = (self.filled[slots % plan.slots] & (positions < plan.samples)).to(torch.float32)
             if self.repeats > 1:
-                positions = self._apart(starts, places)
-            # Padding repeats the first samples of the epoch, with weight 0; an empty slot has another one.
-            ids = self._ids(positions % plan.samples)
+                first = places.clamp(min=0) // self.window * self.window
+                positions = self._apart(starts + first, places - first)
+            ids = self._ids(self._instead(positions))
             if self.unreadable is not None:
                 skipped = self.unreadable[ids]
-                weights[skipped], ids[skipped] = 0.0, self.substitute
+                weights[skipped], ids[skipped] = 0.0, self._substitutes(ids[skipped])
             repeated = self.draws is not None or self.repeats > 1
             yield IndexBatch(epoch, ids, weights, positions if repeated else None)
+
+    def _instead(self, positions: Tensor) -> Tensor:
+        """These `positions`, or others that have a sample: padding repeats the first samples of the epoch, with weight
+        0; an empty slot has another one."""
+        return positions % self.plan.samples
+
+    def _substitutes(self, ids: Tensor) -> Tensor:
+        """Samples that can be read, for those `ids` that cannot; they have weight 0."""
+        return torch.full_like(ids, self.substitute)
 
 
 class EvaluationSampler(IndexSampler):

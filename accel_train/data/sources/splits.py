@@ -68,7 +68,8 @@ class Splits:
     train_weights: torch.Tensor | None = None
     """float64 [n], the weight of each sample of `train`, for --data.sampler weights; None: the data has none."""
     table: str = ""
-    """SHA-256 of the rows of the table that lists the samples; "": no table does."""
+    """SHA-256 of the rows of the table that lists the samples, or for --data.order shards of the division into shards;
+    "": neither."""
     full_scale: int = 255
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of float ones."""
     value_range: ValueRange | None = None

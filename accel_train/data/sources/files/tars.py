@@ -59,6 +59,11 @@ class TarImages(EncodedImages):
         assert files.positions is not None
         self.positions = files.positions
 
+    @property
+    def shard_numbers(self) -> torch.Tensor:
+        """int64 [n], the tar file of each image; the images of one follow each other."""
+        return torch.from_numpy(self.positions.array[:, 0])
+
     def read(self, id: int) -> bytes:
         self.names.check()
         tar, offset, size = map(int, self.positions.array[id])
