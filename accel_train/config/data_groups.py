@@ -80,7 +80,7 @@ class Data:
     ] = "shuffle"
     """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
     length; weights: draw samples by their weights in the data."""
-    order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES, Synonyms("shuffle-buffer shuffle-algo")] = "full"
+    order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES] = "full"
     """full: random over the whole set; shards (for tar and wds): open a few shards at a time and shuffle among these,
     for data on a network file system or in an object store (docs/large_data.md)."""
     open_shards: Annotated[int, POSITIVE, DECIDES_SAMPLES] = 16

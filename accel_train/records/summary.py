@@ -61,6 +61,7 @@ def describe(
         "unused": splits.ignored,
         "classes": class_counts(splits),
         "drawn": _drawn(config, plan),
+        "order": _ordered(config, plan, splits),
         "input": str(placement),
         "model": f"{model_name} for {size}x{size} pixels{_growing(config)}, {parameters:,} parameters",
         "weights": loaded,
@@ -86,6 +87,19 @@ def _drawn(config: Config, plan: Plan) -> str:
         return ""
     how_often = "an epoch may have an image more than once, or not at all"
     return f"{plan.samples_per_epoch:,} an epoch, {DRAWN[config.data.sampler]}: {how_often}"
+
+
+def _ordered(config: Config, plan: Plan, splits: Splits) -> str:
+    """Return how an epoch's samples are ordered if not at random over the whole set; "" if they are."""
+    if config.data.order == "full":
+        return ""
+    from accel_train.data.sources.sharded import shard_table
+
+    shards, nodes = len(shard_table(config.data, splits.train).numbers), plan.canonical_nodes
+    few = f"; more shards would mix better: at least {nodes}, or smaller --data.canonical-nodes" * (
+        shards < (nodes or 0)
+    )
+    return f"{shards:,} shards; {nodes} canonical nodes, each with at most {config.data.open_shards} open{few}"
 
 
 def _growing(config: Config) -> str:
