@@ -39,10 +39,10 @@ from accel_train.data.loading import start_workers_early
 from accel_train.evaluate import Batch, create_metrics
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.models.trial import unused_parameters_advice
+from accel_train.models.trial import raise_unused_parameters_advice
 from accel_train.optim.bitwise import seed_pass
 from accel_train.optim.ema import update_ema
-from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, training_advice
+from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, raise_memory_advice, training_advice
 from accel_train.optim.optimizer import BIASES, clip_gradients
 from accel_train.ownership.claim import Claim, claim_run
 from accel_train.records.directory import remove_requeue_marker
@@ -103,11 +103,15 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
         warnings = (*setup.warnings, *check.finish(accelerator))
         setup = dataclasses.replace(setup, warnings=warnings, own_metrics=own_metrics)
         run = Run(setup, lease, finished, stop_requests, began, observers)
-        with run, memory_advice(training_advice(setup.plan)), unused_parameters_advice():
+        with run:
             try:
                 fit(setup, run)
             except StopAskedError:
                 return interrupt(run)
+            except RuntimeError as error:  # of the device or of DDP: say what to do instead
+                raise_memory_advice(error, training_advice(setup.plan))
+                raise_unused_parameters_advice(error)
+                raise
             return finish(run)
 
 

@@ -25,7 +25,7 @@ import turns
 from trainer import trainer
 
 from accel_train.bench.statistics import ratio, spread
-from accel_train.records.terminal import print_table
+from accel_train.cli.table import print_table
 from accel_train.report.shared.plots import import_pyplot, save
 
 HERE = Path(__file__).parent

@@ -27,8 +27,8 @@ import torture
 import turns
 from interrupted import observed
 
+from accel_train.cli.table import print_table
 from accel_train.launch.process import hostname
-from accel_train.records.terminal import print_table
 
 AGENTS, KILL_AFTER = 3, 45
 TIMES = "last_call_timeout=5,keep_alive_interval=2"

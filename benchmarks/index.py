@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from accel_train.cli.table import print_table
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import read_splits
-from accel_train.records.terminal import print_table
 
 CLASSES = 1000
 FEW = 1000  # images of the data set to compare with

@@ -37,6 +37,7 @@ from torchvision import transforms  # noqa: E402
 
 from accel_train.bench.statistics import ratio, spread  # noqa: E402
 from accel_train.bench.workload import Clock  # noqa: E402
+from accel_train.cli.table import print_table  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data  # noqa: E402
 from accel_train.data.loading import create_input_pipeline  # noqa: E402
 from accel_train.data.order.plan import Plan  # noqa: E402
@@ -48,7 +49,6 @@ from accel_train.data.torch_loader import create_loader  # noqa: E402
 from accel_train.data.transforms.batch import BatchTransform  # noqa: E402
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
 from accel_train.optim.performance import set_defaults  # noqa: E402
-from accel_train.records.terminal import print_table  # noqa: E402
 
 CROP_AND_FLIP = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
 MEMORY = {  # task of tasks.py, augmentation with torchvision, augmentation with accel_train

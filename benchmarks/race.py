@@ -35,7 +35,7 @@ from compare import OTHERS, script_words
 from trainer import data_words
 
 from accel_train.bench.statistics import ratio, spread
-from accel_train.records.terminal import print_table
+from accel_train.cli.table import print_table
 
 TASK = "mnist_cnn"
 GOAL = 0.985

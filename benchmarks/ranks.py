@@ -26,10 +26,10 @@ from typing import Any
 import document
 from torch import distributed
 
+from accel_train.cli.table import print_table
 from accel_train.errors import UserError
 from accel_train.launch import rendezvous
 from accel_train.launch.environment import Launch
-from accel_train.records.terminal import print_table
 from accel_train.run.progress_store import ProgressStore
 from accel_train.run.watchdog import Watchdog
 

@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.bench.machine import host_peak_bytes, reset_peaks
+from accel_train.cli.table import print_table
 from accel_train.data.order.drawing import Draws
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
@@ -33,7 +34,6 @@ from accel_train.data.sources.divide import stratified_choice
 from accel_train.data.sources.files.listing import find_images
 from accel_train.data.sources.shared import StringArray
 from accel_train.evaluate import evaluate
-from accel_train.records.terminal import print_table
 
 SIZES = [10**5, 10**6, 10**7, 10**8, 10**9]
 CLASSES, IN_A_FOLDER, BATCH = 1000, 1000, 1 << 16

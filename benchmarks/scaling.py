@@ -26,7 +26,7 @@ from trainer import trainer
 
 from accel_train.bench.scaling import Point, plot, speed_ups
 from accel_train.bench.statistics import spread
-from accel_train.records.terminal import print_table
+from accel_train.cli.table import print_table
 
 WARM_UP = 3  # rounds
 STRONG, WEAK = "fixed global batch", "fixed batch per process"

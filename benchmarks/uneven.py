@@ -22,7 +22,7 @@ from scaling import CPU, WARM_UP
 from trainer import trainer
 
 from accel_train.bench.statistics import spread
-from accel_train.records.terminal import print_table
+from accel_train.cli.table import print_table
 
 UNITS = 8  # virtual batches of an update
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from accel_train.records.terminal import print_table
+from accel_train.cli.table import print_table
 
 BATCH = 256
 

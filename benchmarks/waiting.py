@@ -25,9 +25,9 @@ import turns
 from torch import nn
 
 from accel_train.bench.statistics import ratio, spread
+from accel_train.cli.table import print_table
 from accel_train.launch.environment import SPINS
 from accel_train.optim.performance import set_defaults
-from accel_train.records.terminal import print_table
 
 ASLEEP = "sleep at once"
 WAYS = {  # what a thread does when it has no work, and the environment variables for it

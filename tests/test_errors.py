@@ -72,8 +72,8 @@ def test_names_of_any_language_stay_as_they_are(name: str) -> None:
 
 OF_ITS_OWN = {
     "errors.py": "print_line itself",
-    "records/terminal.py": "cells",
-    "records/console.py": "the display",
+    "cli/table.py": "cells",
+    "records/terminal.py": "the display",
     "cli/info/help.py": "styles",
     "cli/info/completion.py": "a script, of our own words alone",
     "run/monitor.py": "a process of its own, which says one sentence",

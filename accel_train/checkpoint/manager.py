@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from accel_train.checkpoint.format import Snapshot
 from accel_train.checkpoint.resume import RunParts, plan_restore
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
-from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import IN_MEMORY, SEMANTICS, check_changes, differences, learning_fingerprint
 from accel_train.config.schema import Config, as_dict
 from accel_train.optim.bitwise import what_bits_depend_on
@@ -74,7 +73,16 @@ class Checkpoints(CheckpointStore):
         """The options that are not those of the checkpoint from which the run goes on. On the main process."""
         self.rate_before = 0.0
         """The learning rate that the next update would have had with the checkpoint's. On the main process."""
-        self._settings = {"configuration": as_dict(config), "configuration_digest": learning_fingerprint(config)}
+        self.description = {
+            "seed": config.seed,
+            "samples": samples,
+            "table": table,
+            "configuration": as_dict(config),
+            "configuration_digest": learning_fingerprint(config),
+            "semantics": SEMANTICS,
+            "pixels": pixels,
+            "bits": self.parts.bits,
+        }
 
     def _plan_restore(self, resume: str, allow: Sequence[str]) -> RestorePlan | None:
         check_changes({}, Config(), allow)  # so that an unknown key is refused in a new run, too
@@ -85,19 +93,6 @@ class Checkpoints(CheckpointStore):
         self.changed = tuple(differences(snapshot.state["configuration"], self.config))
         self.rate_before = _rate_in(snapshot.optimizer)
         return plan
-
-    def _describe(self, state: TrainState) -> dict[str, Any]:
-        return {
-            "train": state.to_saved(),
-            "seed": self.config.seed,
-            "samples": self.parts.samples,
-            "table": self.parts.table,
-            **self._settings,
-            "semantics": SEMANTICS,
-            "pixels": self.parts.pixels,
-            "bits": self.parts.bits,
-            **self._facts(),
-        }
 
 
 def _rate_in(optimizer: Mapping[str, Any]) -> float:

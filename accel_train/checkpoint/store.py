@@ -100,6 +100,8 @@ class CheckpointStore(ABC):
         self.notes: list[str] = []
         self.last_saved: int | None = None
         self.last_seconds = self.stalled_seconds = 0.0
+        self.description: dict[str, Any] = {}
+        """What state.json says of the run itself: the class of the run fills it in."""
         self._writer: threading.Thread | None = None
         self._snapshot: Snapshot | None = None  # to restore; on the main process only
         self._new_optimizer: dict[str, Any] = {}  # its state before any update, if the checkpoint's is of another one
@@ -110,10 +112,6 @@ class CheckpointStore(ABC):
 
         What the user should know is appended to `notes`. Raises UserError if the run cannot go on from it.
         """
-
-    @abstractmethod
-    def _describe(self, state: TrainState) -> dict[str, Any]:
-        """The contents of state.json."""
 
     def check_writable(self) -> None:
         """Raise UserError if no checkpoint can be written here. Before training, on the main process."""
@@ -161,7 +159,8 @@ class CheckpointStore(ABC):
         )
         model, ema, optimizer = gather_to_main(live, here=is_main)
         if is_main:
-            snapshot = Snapshot(model, ema, optimizer, self._describe(state))
+            described = {"train": state.to_saved(), **self.description, **self._facts()}
+            snapshot = Snapshot(model, ema, optimizer, described)
             # Not a daemon thread: even if the program ends with an error, this checkpoint is completed.
             self._writer = threading.Thread(target=self._write, args=(snapshot, started), name="checkpoint")
             self._writer.start()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing
+from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
 from accel_train.errors import print_line, writing
 from accel_train.files import atomic_write
 from accel_train.launch.environment import prepare_environment
-from accel_train.records.terminal import print_table
 
 if TYPE_CHECKING:
     from accel_train.doctor.doctor import Diagnosis

@@ -182,14 +182,9 @@ def float_tensors(output: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in float_tensors(part)]
 
 
-@contextmanager
-def unused_parameters_advice() -> Iterator[None]:
-    """Raise UserError in place of DDP's error for parameters that a pass has left out, unseen in the trial."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "Expected to have finished reduction in the prior iteration" not in str(error):
-            raise
+def raise_unused_parameters_advice(error: Exception) -> None:
+    """Raise UserError if `error` is DDP's for parameters that a pass has left out, unseen in the trial."""
+    if "Expected to have finished reduction in the prior iteration" in str(error):
         raise UserError(
             "model: an update did not use some of the parameters, although the passes that were tried at the start "
             "used them all. Let each pass use all parameters, or give --bitwise true, which does not need that.",

@@ -118,12 +118,17 @@ def set_gradients(model: nn.Module, *, present: bool) -> None:
 
 @contextmanager
 def memory_advice(advice: str) -> Iterator[None]:
-    """Raise UserError with `advice` in place of the device's error for lack of memory. One process alone may see it."""
+    """Raise UserError with `advice` in place of the device's error for lack of memory: see `raise_memory_advice`."""
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
+        raise_memory_advice(error, advice)
+        raise
+
+
+def raise_memory_advice(error: Exception, advice: str) -> None:
+    """Raise UserError with `advice` if `error` is the device's for lack of memory. One process alone may see it."""
+    if is_out_of_memory(error):
         raise UserError(f"out of memory {advice}.", every_process=False) from error
 
 

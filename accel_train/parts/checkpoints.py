@@ -80,6 +80,7 @@ class Checkpoints(CheckpointStore):
     def __enter__(self) -> Checkpoints:
         accelerator, is_main = self.accelerator, self.accelerator.is_main_process
         check_agreement(accelerator, settings=json.dumps(self.settings, sort_keys=True), **self._bits())
+        self.description = {"program": PROGRAM, "configuration": self.settings, "bits": self._bits()}
         with ExitStack() as around:
             self.lease = claim_run(accelerator, self._claim)
             around.callback(self.lease.release)
@@ -167,10 +168,6 @@ class Checkpoints(CheckpointStore):
         optimizer = matching_optimizer(path, snapshot, self.model, self.optimizer, position, (), self.notes)
         plan = RestorePlan(saved, position, outline(optimizer))
         return plan, Snapshot(snapshot.model, None, optimizer, saved)
-
-    def _describe(self, state: TrainState) -> dict[str, Any]:
-        own = {"program": PROGRAM, "configuration": self.settings, "bits": self._bits()}
-        return {"train": state.to_saved(), **own, **self._facts()}
 
     def _bits(self) -> dict[str, str]:
         return what_bits_depend_on(self.accelerator) if torch.are_deterministic_algorithms_enabled() else {}

@@ -1,100 +1,175 @@
-"""Tables, drawn on a terminal and plain columns elsewhere; the parts of a run's display on a terminal of any width, and
-its place in a notebook."""
+"""A run on a terminal and in a notebook: a live display, at any width, and above it a line for each epoch."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import io
+import math
 import os
-import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
-from accel_train.errors import is_terminal, one_line, print_line, wrapped
+from accel_train.errors import one_line, wrapped
+from accel_train.records.console import Console, command_lines, duration, line_of
 
-SHORT = 24  # characters: a column of cells up to this width is never wrapped
+REDRAWS_PER_SECOND = 4
+WIDEST = 100  # characters of the bars, on wider terminals too
 
 
-def print_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[str] = (), grouped: bool = False
-) -> None:
-    """Print a table: with wrapped cells on a terminal, elsewhere as whole, aligned columns for grep and cut.
+class LiveConsole(Console):
+    """A display that a separate thread redraws at a fixed rate, under the lines of the epochs that have ended.
 
-    On a terminal that is too narrow for it, the long cells of a row are written under the short ones.
-
-    `numbers`: the titles of the columns that are aligned on the right. `grouped`: a terminal shows the first cell only
-    once for neighbouring rows in which it is the same.
+    `advance` only stores a number, so it costs next to nothing.
     """
-    head, rows = [one_line(title) for title in head], [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
 
-    def aligned(row: Sequence[str], shown: Iterable[int]) -> str:
-        cells = (row[i].rjust(widths[i]) if head[i] in numbers else row[i].ljust(widths[i]) for i in shown)
-        return "  ".join(cells).rstrip()
+    def __init__(self, rich: RichConsole, **values: Any) -> None:
+        """`rich`: the terminal or notebook. `values`: see `Console`."""
+        super().__init__(prints=True, **values)
+        self._rich = rich
+        self._live: Live | NotebookDisplay | None = None
+        self._drawn: list[int] = []  # the lengths of the lines of the display, as they are on the terminal
+        self._figures: dict[str, str] = {}
+        self._row: EpochRow | None = None  # of the epoch that has just ended
+        self._row_update: int | None = None  # of the last one that was printed
+        self._short: bool | None = None  # whether the lines of epochs have short names of metrics; None: not decided
 
-    if not is_terminal(sys.stdout):
-        for row in [head, *rows]:
-            print_line(aligned(row, range(len(head))))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    long = [i for i, width in enumerate(widths) if width > SHORT]
-    # Paths are broken only in the first column of groups, which cannot be divided over several lines.
-    words = {i: max(len(word) for row in [head, *rows] for word in row[i].split() or [""]) for i in long}
-    if grouped:
-        words[0] = min(widths[0], SHORT)
-    if sum(words.get(i, width) + 2 for i, width in enumerate(widths)) - 2 > console.width:
-        for line in _on_several_lines(head, rows, widths, aligned, console.width):
-            console.print(Text(line), soft_wrap=True)
-        return
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for i, title in enumerate(head):
-        justify = "right" if title in numbers else "left"
-        table.add_column(title, justify=justify, no_wrap=i not in long, overflow="fold", min_width=words.get(i))  # type: ignore[arg-type]
-    before = ""
-    for row in rows:
-        first = "" if grouped and row[0] == before else row[0]
-        before = row[0]
-        table.add_row(*map(Text, (first, *row[1:])))  # Text, so that a "[b]" in a name is not read as markup
-    console.print(table)
-
-
-def _on_several_lines(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    widths: Sequence[int],
-    aligned: Callable[[Sequence[str], Iterable[int]], str],
-    width: int,
-) -> Iterator[str]:
-    """Return the lines of a table that is too wide: short cells in columns, each long one on a line of its own."""
-    short = [i for i in range(1, len(head)) if widths[i] <= SHORT]
-    first = widths[0] + 2
-    if first + sum(widths[i] + 2 for i in short) - 2 > width:
-        first = 2  # the first cell has a line for itself
-    if first + sum(widths[i] + 2 for i in short) - 2 > width:
-        short = []
-    long = [i for i in range(1, len(head)) if i not in short]
-    titles = max((len(head[i]) for i in long), default=0)
-    for row in [head, *rows]:
-        if first > 2:
-            yield f"{row[0]:<{first}}{aligned(row, short)}".rstrip()
+    def __enter__(self) -> LiveConsole:
+        if self._rich.is_jupyter:
+            self._live = NotebookDisplay(self._draw, WIDEST, REDRAWS_PER_SECOND)
         else:
-            yield row[0]
-            if short:
-                yield f"  {aligned(row, short)}"
-        for i in long:
-            if row[i] and row is not head:
-                yield wrapped(f"  {head[i]:<{titles}}  {row[i]}", width)
+            # A forked data worker must not print through the display: it may inherit its lock in the locked state.
+            os.register_at_fork(after_in_child=_use_plain_streams)
+            # The thread that redraws it calls this.
+            display = partial(Display, self._draw, self._drawn)
+            self._live = Live(console=self._rich, get_renderable=display, refresh_per_second=REDRAWS_PER_SECOND)
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def advance(self, update: int) -> None:
+        """Store that `update` updates of the run are done."""
+        if self._row is not None and update > self._row.update:
+            self._print_row()
+        super().advance(update)
+
+    def show_figures(self, update: int, epoch: int, shown: dict[str, str]) -> None:
+        """Show the training's figures in the display."""
+        self._figures = shown
+
+    def show_split(self, split: str, epoch: int, shown: dict[str, str], seconds: float) -> None:
+        """Show the evaluations of an epoch on one line, in the display until training goes on."""
+        row = self._row
+        if row is None or row.epoch != epoch:
+            self._print_row()
+            row = EpochRow(epoch, self.pace.update, {}, 0.0)
+        self._row = EpochRow(epoch, row.update, {**row.splits, split: shown}, row.seconds + seconds)
+
+    def say(self, *lines: str) -> None:
+        """Print lines above the display."""
+        self._print_row()
+        for line in lines:
+            self._print(one_line(line))
+
+    def warn(self, text: str) -> None:
+        """Print a warning above the display."""
+        self._print_row()
+        self._print(one_line(f"warning: {text}"), "bold yellow")
+
+    def finish(self, title: str, figures: Mapping[str, str], commands: Mapping[str, str]) -> None:
+        """End the display and print the final screen. The commands have no frame, so that they can be copied."""
+        self._close()
+        title, figures = one_line(title), {name: one_line(value) for name, value in figures.items()}
+        names = max(map(len, [*figures, *commands]), default=0)
+        table = Table.grid(padding=(0, 2))
+        for name, value in figures.items():
+            table.add_row(Text(name, style="dim"), Text(value, style="bold"))
+        panel = Panel(table, title=Text(title), title_align="left", expand=False, border_style="green")
+        if self._rich.measure(panel, options=self._rich.options.update(width=1000)).maximum <= self._rich.width:
+            self._rich.print(panel)
+        else:  # a frame would break words
+            self._print(title, "bold green")
+            for name, value in figures.items():
+                self._print(f"{name:<{names}}  {value}")
+        for name, command in commands.items():
+            for line in command_lines(f"{name:<{names}}  ", one_line(command), self._rich.width):
+                self._rich.print(Text(line), soft_wrap=True)
+
+    def _close(self) -> None:
+        if self._live is not None:
+            self._print_row()
+            if self._row_update == self.pace.update:  # its figures are older than the epoch's line
+                self._figures = {}
+            self._live.stop()
+            self._live = None
+
+    def _print_row(self) -> None:
+        """Print the line of the epoch that has ended, if it is not printed yet."""
+        row, self._row = self._row, None
+        if row is None:
+            return
+        self._row_update = row.update
+        if self._short is None:  # the first line decides, so that all look the same
+            self._short = row.needs_short_names(self.epoch_text(row.epoch), self._rich.width)
+        self._print(self._row_text(row))
+
+    def _row_text(self, row: EpochRow) -> str:
+        return row.lines(self.epoch_text(row.epoch), width=self._rich.width, short=self._short is True)
+
+    def _print(self, text: str, style: str = "") -> None:
+        """Print on the terminal, broken between words."""
+        self._rich.print(Text(wrapped(text, self._rich.width), style=style), soft_wrap=True)
+
+    def _draw(self, width: int) -> Group:
+        """Return the display for a terminal of this width."""
+        update, total = self.pace.update, self.pace.total_updates
+        extra = total - round(self.epochs * self.updates_per_epoch)  # not 0 if the run began with another batch size
+        epoch = min((update - extra) // self.updates_per_epoch, math.ceil(self.epochs) - 1)
+        done = update - extra - epoch * self.updates_per_epoch
+        of_epoch = min(self.updates_per_epoch, total - extra - epoch * self.updates_per_epoch)
+        bars = Table.grid(padding=(0, 1))
+        bars.width = min(width, WIDEST)
+        bars.add_column(no_wrap=True)
+        bars.add_column(ratio=1)
+        bars.add_column(justify="right", no_wrap=True)
+        eta = f"eta {duration(self.pace.eta_seconds)}"
+        is_narrow = width < 60  # no room for bars beside it
+        for name, completed, of, note in (
+            (self.epoch_text(epoch + 1), done, of_epoch, ""),
+            ("total", update, total, "" if is_narrow else f"{eta}  "),
+        ):
+            bar = ProgressBar(total=max(of, 1), completed=completed)
+            bars.add_row(name, bar, f"{note}{completed}/{of} {completed / max(of, 1):4.0%}")
+        shown = [*([tuple(eta.split())] if is_narrow else []), *self._figures.items()]
+        figures, column = Text(), 0
+        for name, value in shown:
+            if column and column + 3 + len(name) + 1 + len(value) > width:
+                figures.append("\n")
+                column = 0
+            gap = "   " if column else ""
+            figures.append(f"{gap}{name} ", style="dim").append(value, style="bold")
+            column += len(gap) + len(name) + 1 + len(value)
+        row = self._row
+        return Group(*([] if row is None else [Text(self._row_text(row))]), bars, figures)
+
+
+def _use_plain_streams() -> None:
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
 # These cut lines off when they become narrower; all others break them anew.
@@ -152,7 +227,7 @@ class Display:
         """`draw`: makes the display for a width. `drawn`: the lengths of the lines on the terminal, kept here."""
         self.draw, self.drawn = draw, drawn
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         rows = sum(max(1, -(-length // width)) for length in self.drawn)
         if rows > len(self.drawn) and BREAKS_LINES_ANEW:
@@ -163,28 +238,6 @@ class Display:
         for line in lines:
             yield from line
             yield Segment.line()
-
-
-def command_lines(label: str, command: str, width: int | None) -> list[str]:
-    """Return the lines that show a command after a label.
-
-    Where they are longer than `width`, the command begins on a line of its own and goes on after a backslash, so that
-    it can be copied into a shell.
-    """
-    if width is None or len(label) + len(command) <= width:
-        return [label + command]
-    lines, line = [label.rstrip()], " "
-    for word in re.findall(r"(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+", command):
-        if line.strip() and len(line) + 1 + len(word) + 2 > width:
-            lines.append(f"{line} \\")
-            line = "   "
-        line += f" {word}"
-    return [*lines, line]
-
-
-def line_of(figures: Mapping[str, str], between: str = "  ") -> str:
-    """Return "loss 0.5000  accuracy 25.00%"."""
-    return between.join(f"{name} {value}" for name, value in figures.items())
 
 
 PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}</pre>'
@@ -225,7 +278,7 @@ class NotebookDisplay:
                 self._handle.update(drawn, raw=True)
 
     def _drawn(self) -> dict[str, str]:
-        console = Console(
+        console = RichConsole(
             file=io.StringIO(), record=True, width=self.width, force_jupyter=False, force_terminal=True, highlight=False
         )
         console.print(self.draw(self.width))

@@ -15,7 +15,7 @@ from accel_train.launch.precision import precision, precision_notice
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.optimizer import BIASES
 from accel_train.ownership.lease import Lease
-from accel_train.records.console import Console
+from accel_train.records.console import Console, open_console
 from accel_train.records.cost.ledger import Ledger
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Event, Noted, Said, Started, Warned
@@ -86,7 +86,7 @@ def write_metadata(setup: TrainingSetup, directory: RunDirectory, update: int) -
 def create_console(setup: TrainingSetup, update: int, offset: int) -> Console:
     """The output of a run after `update`, which is `offset` updates longer than its plan."""
     plan = setup.plan
-    return Console(
+    return open_console(
         prints=setup.accelerator.is_main_process,
         total_updates=plan.updates + offset,
         updates_per_epoch=plan.updates_per_epoch,

@@ -17,7 +17,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from accel_train.errors import UserError
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.training_pass import TrainingPass, of_all_sizes, try_training
-from accel_train.models.trial import different_images, unused_parameters_advice
+from accel_train.models.trial import different_images, raise_unused_parameters_advice
 
 
 def tried(middle: Callable[[Tensor], Any], *, gradients: bool = True) -> TrainingPass:
@@ -171,10 +171,10 @@ class TestParameters:
             assert try_training(model.train(), different_images(3, 8), [], gradients=True).leaves_out
 
     def test_ddp_s_own_error_becomes_advice(self) -> None:
-        with pytest.raises(Exception, match="--bitwise true"), unused_parameters_advice():
-            raise RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
-        with pytest.raises(RuntimeError, match="another"), unused_parameters_advice():
-            raise RuntimeError("another")
+        error = "Expected to have finished reduction in the prior iteration before starting a new one."
+        with pytest.raises(UserError, match="--bitwise true"):
+            raise_unused_parameters_advice(RuntimeError(error))
+        raise_unused_parameters_advice(RuntimeError("another"))
 
 
 class OfParts(nn.Module):

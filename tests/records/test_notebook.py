@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from accel_train.records.console import Console
+from accel_train.records.console import open_console
 from accel_train.records.terminal import NotebookDisplay
 
 
@@ -70,7 +70,7 @@ def test_the_console_has_a_bar_in_a_notebook_but_not_in_what_it_forks(
     monkeypatch.delenv("RANK", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
-    with Console(prints=True, total_updates=10, updates_per_epoch=5, epochs=2) as console:
+    with open_console(prints=True, total_updates=10, updates_per_epoch=5, epochs=2) as console:
         console.advance(7)
     assert bool(output.shown) == live
     if live:

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing, without_run
+from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
 from accel_train.errors import UserError, print_line, writing
 from accel_train.launch.environment import prepare_environment
-from accel_train.records.terminal import print_table
 
 
 @dataclass(frozen=True)

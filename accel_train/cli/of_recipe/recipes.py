@@ -6,11 +6,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from accel_train.cli.table import print_table
 from accel_train.config.option_types import value
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, is_terminal, print_line, raise_mistakes
-from accel_train.records.terminal import print_table
 
 
 def recipes(arguments: Sequence[str]) -> int:

@@ -15,8 +15,8 @@ from accel_train.analysis.figures import (
     without_images,
 )
 from accel_train.analysis.measure import EvaluationResult
+from accel_train.cli.table import print_table
 from accel_train.errors import print_line
-from accel_train.records.terminal import print_table
 
 SHOWN = 20  # at most so many classes are printed
 

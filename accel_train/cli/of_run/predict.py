@@ -16,13 +16,13 @@ from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing
 from accel_train.cli.of_run.evaluate import SIZES
+from accel_train.cli.table import print_table
 from accel_train.config.declaration import Tta
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
 from accel_train.errors import print_line, writing
 from accel_train.files import atomic_replacement, check_writable, fsync
 from accel_train.launch.environment import prepare_environment
-from accel_train.records.terminal import print_table
 
 if TYPE_CHECKING:
     from accel_train.analysis.inference.predict import Prediction

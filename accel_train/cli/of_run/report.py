@@ -11,11 +11,11 @@ from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing
 from accel_train.cli.of_run.runs import run_folders
+from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
 from accel_train.errors import print_line
 from accel_train.launch.environment import prepare_environment
-from accel_train.records.terminal import print_table
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from accel_train.cli.table import print_table
 from accel_train.cluster.scheduler import LOOK_SECONDS, states_of
 from accel_train.cluster.submission import LISTS, RECIPE, is_job, job_of_run, jobs_of_folder, newest
 from accel_train.config.options import CommandOptions, parse_command
@@ -22,7 +23,6 @@ from accel_train.config.recipe import MAX_BYTES
 from accel_train.errors import UserError, print_line
 from accel_train.ownership.generation import read_result
 from accel_train.ownership.owner import FILE, age_text, read_owner
-from accel_train.records.terminal import print_table
 from accel_train.untrusted import read_json_lines, read_json_object, read_regular_file
 
 

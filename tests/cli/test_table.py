@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.records.terminal import print_table
+from accel_train.cli.table import print_table
 
 HEAD = ("image", "class", "share")
 ROWS = [("a.png", "cat [bold]", "98.00%"), ("a.png", "dog", "2.00%"), ("b" * 40, "dog", "100.00%")]
@@ -40,7 +40,7 @@ def test_a_cell_is_one_line_and_no_command_to_the_terminal(capsys: pytest.Captur
 def test_on_a_terminal_long_cells_wrap_and_repeated_ones_are_left_out() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_table import HEAD, ROWS; "
-        "from accel_train.records.terminal import print_table\n"
+        "from accel_train.cli.table import print_table\n"
         "print_table(HEAD, ROWS, numbers=('share',), grouped=True)"
     )
     terminal, stdout = pty.openpty()
@@ -60,9 +60,7 @@ def test_on_a_terminal_long_cells_wrap_and_repeated_ones_are_left_out() -> None:
 
 
 def shown_at(columns: int, rows: list[tuple[str, ...]], head: tuple[str, ...]) -> list[str]:
-    program = (
-        "import json, sys; from accel_train.records.terminal import print_table; print_table(*json.loads(sys.argv[1]))"
-    )
+    program = "import json, sys; from accel_train.cli.table import print_table; print_table(*json.loads(sys.argv[1]))"
     terminal, stdout = pty.openpty()
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm", "NO_COLOR": "1"}
     line = [sys.executable, "-c", program, json.dumps([head, rows])]
