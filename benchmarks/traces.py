@@ -3,7 +3,8 @@
     python benchmarks/traces.py [--write] [--files]
 
 It runs real commands on the CPU under a profiler that notes each call of a function of accel_train/. A change of file
-is a call of a function in another file than the call before, in the order of time. `--write` puts the table into
+is a call of a function in another file than the call before, in the order of time. Python calls a generator once more
+to close it before its end; if that runs no line (it has no `finally`), it does not count. `--write` puts the table into
 docs/architecture.md, `--files` prints the files of each trace.
 """
 
@@ -35,6 +36,7 @@ STOPPED_UPDATE = 5
 """The update at whose end the traced training gets SIGTERM: then what follows belongs to the signal alone."""
 PARSE, UPDATE, END = "config/options.py parse", "train.py update", "run/run.py end_update"
 DECODE = "data/sources/files/images.py _decode_jpeg"
+CLOSED = ""  # in place of a call that ran no line
 Calls = Sequence[str]  # such as "train.py update", in the order of time
 
 
@@ -58,6 +60,7 @@ def record(output: Path, arguments: Sequence[str], *, stop: bool) -> int:
     `stop`: send SIGTERM at the end of an update.
     """
     found, names, prefix = Record(), {}, f"{PACKAGE}{os.sep}"
+    running: dict[FrameType, tuple[int, int]] = {}  # a generator: the number of its call, and where it goes on
 
     def name_of(code: CodeType) -> str:
         if code not in names:
@@ -77,6 +80,8 @@ def record(output: Path, arguments: Sequence[str], *, stop: bool) -> int:
         name = name_of(frame.f_code)
         if event == "call" and name:
             found.calls.append(name)
+            if frame.f_code.co_flags & CO_GENERATOR:
+                running[frame] = len(found.calls) - 1, frame.f_lasti
             if stop and name == END and found.calls.count(END) == STOPPED_UPDATE:
                 found.signalled = len(found.calls)
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -84,6 +89,10 @@ def record(output: Path, arguments: Sequence[str], *, stop: bool) -> int:
                 found.decoding = decoding(frame)
         elif event == "return" and name == PARSE:
             found.parsed = len(found.calls)
+        elif event == "return" and frame in running:
+            call, before = running.pop(frame)
+            if frame.f_lasti == before:
+                found.calls[call] = CLOSED
 
     def write() -> None:  # registered before all others, so it comes after them
         sys.setprofile(None)
@@ -111,6 +120,10 @@ def traced(folder: Path, arguments: Sequence[str], *, stop: bool = False) -> Rec
 
 def file_of(call: str) -> str:
     return call.split()[0]
+
+
+def without_closed(calls: Calls) -> Calls:
+    return [call for call in calls if call != CLOSED]
 
 
 def files(calls: Calls) -> list[str]:
@@ -160,9 +173,10 @@ def measure(folder: Path) -> list[tuple[str, str, str, list[str]]]:
     """Return the rows of the table: what is traced, what was counted, the limit, the files."""
     digits = ["train", "digits", "--epochs", "1", "--output-dir"]
     whole = traced(folder, [*digits, "whole"])
-    update = steady_update(whole.calls)
+    calls = without_closed(whole.calls)
+    update = steady_update(calls)
     stopped = traced(folder, [*digits, "stopped"], stop=True)
-    exit_calls = stopped.calls[stopped.signalled :]
+    exit_calls = without_closed(stopped.calls[stopped.signalled :])
     option = traced(folder, ["train", "digits", "--batch-size", "32", "--config-only", "true"])
     parsing = option.calls[option.calls.index(PARSE) : option.parsed]
     images = ["train", "digits", "--data.name", "folder", "--data.root", str(pictures(folder)), "--epochs", "1"]
@@ -171,7 +185,7 @@ def measure(folder: Path) -> list[tuple[str, str, str, list[str]]]:
     generators = sum(name.endswith("*") for name in jpeg)
     config = files_with_config()
     return [
-        ("`train digits`, one epoch", count(whole.calls), "", files(whole.calls)),
+        ("`train digits`, one epoch", count(calls), "", files(calls)),
         ("modules it imports", str(len(whole.modules)), "120", sorted(whole.modules)),
         ("an update when no line is due", count(update), "24 files, 30 changes", files(update)),
         ("`digits --batch-size 32`", f"{len(parsing)} calls, {count(parsing)}", "5 files", files(parsing)),

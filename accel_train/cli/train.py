@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from accel_train.cli.common import importing
 from accel_train.errors import UnsavedError, print_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, prepare_environment
-from accel_train.launch.parent import recording_stop_signals
+from accel_train.launch.parent import WARNINGS, record_stop_signal, recorded
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -18,33 +18,41 @@ def train(arguments: Sequence[str]) -> int:
 
         train_help(arguments)
         return 0
-    with recording_stop_signals():
-        from accel_train.config.options import parse
+    # From here on a warning is recorded, whatever it did before: under the job scripts SIGUSR1 is ignored.
+    before = {number: signal.signal(number, record_stop_signal) for number in WARNINGS}
+    try:
+        return _train(arguments)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        recorded.clear()
 
-        config = parse(arguments)
+
+def _train(arguments: Sequence[str]) -> int:
+    from accel_train.config.options import parse
+
+    config = parse(arguments)
+    if config.config_only:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… --config-only | head` ends quietly
+    # Before torch is imported, because torch reads some of these variables.
+    launch = prepare_environment(bitwise=config.bitwise)
+    with importing("" if config.config_only else config.recipe):
+        from accel_train.launch.agreement import end_world
+        from accel_train.train import train, training_plan
+
+    stopped_by: str | None = None
+    code = 0
+    try:
         if config.config_only:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… --config-only | head` ends quietly
-        # Before torch is imported, because torch reads some of these variables.
-        launch = prepare_environment(bitwise=config.bitwise)
-        with importing("" if config.config_only else config.recipe):
-            from accel_train.launch.agreement import end_world
-            from accel_train.train import train, training_plan
-
-        stopped_by: str | None = None
-        code = 0
-        try:
-            if config.config_only:
-                text = training_plan(config, launch)
-                if launch.rank == 0:
-                    print(text)
-            else:
-                result = train(config, launch)
-                stopped_by, code = result.stopped_by, int(result.failed_writes > 0 or result.others_go_on)
-                if result.nothing_left and launch.rank == 0:
-                    print_line(
-                        f"{result.directory} holds a finished run: {result / 'result.json'}. Nothing is left to do."
-                    )
-        except UnsavedError as error:  # the run's console has said why
-            stopped_by, code = error.stopped_by, 1
-        end_world()
-        return INTERRUPTED if stopped_by == "SIGINT" and at_terminal() else code
+            text = training_plan(config, launch)
+            if launch.rank == 0:
+                print(text)
+        else:
+            result = train(config, launch)
+            stopped_by, code = result.stopped_by, int(result.failed_writes > 0 or result.others_go_on)
+            if result.nothing_left and launch.rank == 0:
+                print_line(f"{result.directory} holds a finished run: {result / 'result.json'}. Nothing is left to do.")
+    except UnsavedError as error:  # the run's console has said why
+        stopped_by, code = error.stopped_by, 1
+    end_world()
+    return INTERRUPTED if stopped_by == "SIGINT" and at_terminal() else code

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -173,24 +172,13 @@ def elastic_advice() -> str | None:
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that clusters send. Ctrl-C is not one of them: before there is something to save, it ends the program."""
 
-_recorded: list[int] = []
-
-
-@contextlib.contextmanager
-def recording_stop_signals() -> Iterator[None]:
-    """Within this context a warning is recorded, whatever it did before (under the job scripts SIGUSR1 is ignored)."""
-    before = {number: signal.signal(number, record_stop_signal) for number in WARNINGS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        _recorded.clear()
+recorded: list[int] = []
+"""Those that have come until now."""
 
 
 def recorded_stop_signal() -> str:
     """The name of the latest warning that was recorded, or ""."""
-    return signal.Signals(_recorded[-1]).name if _recorded else ""
+    return signal.Signals(recorded[-1]).name if recorded else ""
 
 
 def signal_to_job_script() -> str:
@@ -201,4 +189,4 @@ def signal_to_job_script() -> str:
 
 def record_stop_signal(number: int, _frame: Any = None) -> None:
     """Record a warning; a signal's handler."""
-    _recorded.append(number)
+    recorded.append(number)

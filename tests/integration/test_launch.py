@@ -329,9 +329,9 @@ def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -
         "from accel_train.errors import UserError\n"
         "rendezvous.AFTER_SIGTERM_SECONDS = 1.0\n"
         "if len(sys.argv) > 2: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "with parent.recording_stop_signals():\n"
-        "    try: store = rendezvous.rendezvous_of_ranks(environment.prepare_environment(), sys.argv[1], 60)\n"
-        "    except UserError as error: print(error)\n"
+        "signal.signal(signal.SIGTERM, parent.record_stop_signal)\n"
+        "try: store = rendezvous.rendezvous_of_ranks(environment.prepare_environment(), sys.argv[1], 60)\n"
+        "except UserError as error: print(error)\n"
     )
 
     def meet(rank: int, port: str, *words: str) -> helpers.Captured:
@@ -355,9 +355,9 @@ def test_a_rank_that_finds_nobody_does_not_outlive_sigterm_and_its_launcher() ->
         "if sys.argv[1] == 'SIGTERM': threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "elif (child := os.fork()) == 0: time.sleep(1); os._exit(0)\n"
         "else: launch = dataclasses.replace(launch, agent=(child, process.start_time(child)))\n"
-        "with parent.recording_stop_signals():\n"
-        "    try: store = rendezvous.rendezvous_of_ranks(launch, '', 100)\n"
-        "    except UserError as error: print(error)\n"
+        "signal.signal(signal.SIGTERM, parent.record_stop_signal)\n"
+        "try: store = rendezvous.rendezvous_of_ranks(launch, '', 100)\n"
+        "except UserError as error: print(error)\n"
     )
     waiting = {
         reason: by_hand(1, helpers.free_port(), 2, "-c", program, word)

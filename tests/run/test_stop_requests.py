@@ -26,7 +26,7 @@ def requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StopRe
     with StopRequests() as requests:
         requests.begin(tmp_path, 0, 1)
         yield requests
-    parent._recorded.clear()
+    parent.recorded.clear()
 
 
 def test_a_file_is_obeyed_once(requests: StopRequests, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_signal_ends_an_evaluation_after_a_batch_and_what_signals_did_before_i
             for batch in requests.interruptible(range(3)):
                 seen.append(batch)
                 os.kill(os.getpid(), signal.SIGTERM)
-    parent._recorded.clear()
+    parent.recorded.clear()
     assert (seen, requests.reason) == ([0], "SIGTERM")
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -61,7 +61,7 @@ def test_a_signal_during_the_imports_is_obeyed() -> None:
     parent.record_stop_signal(signal.SIGUSR1)
     with StopRequests() as requests:
         assert requests.reason == "SIGUSR1"
-    parent._recorded.clear()
+    parent.recorded.clear()
 
 
 def test_the_clock_counts_from_the_last_save(
