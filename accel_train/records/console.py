@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
-from rich.console import Console as RichConsole
-
-from accel_train.errors import LOGGER, columns, is_terminal
+from accel_train.errors import LOGGER, columns
 from accel_train.records.events import (
     Ended,
     Evaluated,
@@ -28,19 +24,6 @@ from accel_train.records.events import (
 )
 from accel_train.records.meter import Pace
 from accel_train.records.metrics import headlines
-
-
-def open_console(*, prints: bool, **values: Any) -> Console:
-    """The output of a run: live on a terminal and in a notebook, else lines. `values`: see `Console`."""
-    rich = RichConsole(highlight=False)
-    is_live = prints and is_terminal(sys.stdout) and rich.is_terminal and not rich.is_dumb_terminal
-    if prints and rich.is_jupyter:  # what notebook_launcher has forked cannot change the output of a cell
-        is_live = "RANK" not in os.environ
-    if not is_live:
-        return Console(prints=prints, **values)
-    from accel_train.records.terminal import LiveConsole
-
-    return LiveConsole(rich, **values)
 
 
 class Console:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from rich.console import Console as RichConsole
 
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
+from accel_train.errors import is_terminal
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
 from accel_train.launch.parent import elastic_advice
 from accel_train.launch.precision import precision, precision_notice
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.optimizer import BIASES
 from accel_train.ownership.lease import Lease
-from accel_train.records.console import Console, open_console
+from accel_train.records.console import Console
 from accel_train.records.cost.ledger import Ledger
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Event, Noted, Said, Started, Warned
@@ -94,6 +99,19 @@ def create_console(setup: TrainingSetup, update: int, offset: int) -> Console:
         first_update=update,
         chosen=setup.config.metrics,
     )
+
+
+def open_console(*, prints: bool, **values: Any) -> Console:
+    """The output of a run: live on a terminal and in a notebook, else lines. `values`: see `Console`."""
+    rich = RichConsole(highlight=False)
+    is_live = prints and is_terminal(sys.stdout) and rich.is_terminal and not rich.is_dumb_terminal
+    if prints and rich.is_jupyter:  # what notebook_launcher has forked cannot change the output of a cell
+        is_live = "RANK" not in os.environ
+    if not is_live:
+        return Console(prints=prints, **values)
+    from accel_train.records.terminal import LiveConsole
+
+    return LiveConsole(rich, **values)
 
 
 def create_sinks(

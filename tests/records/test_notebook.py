@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from accel_train.records.console import open_console
 from accel_train.records.terminal import NotebookDisplay
+from accel_train.run.opening import open_console
 
 
 class Output:

@@ -16,6 +16,7 @@ from accel_train.cli import main
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import Plan
 from accel_train.errors import UnsavedError
+from accel_train.launch.environment import Launch
 from accel_train.records.events import Ended
 from accel_train.run import ending
 from accel_train.run.ending import finish, interrupt
@@ -55,7 +56,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
         checkpoints=SimpleNamespace(**checkpoints, newest=lambda: Path("update"), kept="update 6"),
         directory=SimpleNamespace(**directory, ask_for_requeue=lambda update: True),
         config=Config(epochs=1), state=TrainState(update=7, epoch=1),
-        setup=SimpleNamespace(splits=SimpleNamespace(multi_label=False, to_train_on=[]), plan=PLAN),
+        setup=SimpleNamespace(splits=SimpleNamespace(multi_label=False, to_train_on=[]), plan=PLAN, launch=Launch()),
         stop_requests=SimpleNamespace(end=lambda: None, reason=values["reason"]),
         ledger=SimpleNamespace(end=lambda finished: None, starts=[], start=SimpleNamespace(first_update=0)),
         emit=Mock(), report_saves=Mock(), pace=SimpleNamespace(total_updates=8), accelerator=Accelerator(cpu=True),
