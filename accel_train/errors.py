@@ -101,6 +101,12 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def counted(number: float, thing: str) -> str:
+    """Return "1 update", "0.5 epochs" or "2 processes"."""
+    plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
+    return f"{number} {thing if number == 1 else plural}"
+
+
 @contextlib.contextmanager
 def writing(option: str, path: Path, instead: str = "another file") -> Iterator[None]:
     """Turn an OSError within it into a UserError: the `path` that the `option` names cannot be written."""

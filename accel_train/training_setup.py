@@ -22,11 +22,11 @@ from accel_train.data.loading import InputPipeline, create_input
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import Splits
-from accel_train.errors import UserError
+from accel_train.errors import UserError, counted
 from accel_train.evaluate import Batch, evaluation_batch_size
 from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.collectives import collective_seconds
 from accel_train.launch.environment import Launch
-from accel_train.launch.rendezvous import collective_seconds
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.independence import make_independent
@@ -261,6 +261,6 @@ def _largest_batches(setup: TrainingSetup) -> tuple[int, int]:
             halves = [wanted >> bits for bits in reversed(range(wanted.bit_length()))]
             evaluation_batch = largest_that_fits(halves, evaluate, accelerator)
     if micro_batch is None:
-        images = f"{sizes[0]} image{'s' * (sizes[0] > 1)}"
+        images = counted(sizes[0], "image")
         raise UserError(f"--micro-batch-size auto: not even {images} of a process fit: {LESS_MEMORY}.")
     return micro_batch, evaluation_batch or evaluation_batch_size(config, micro_batch)

@@ -23,10 +23,9 @@ from accel_train.config.declaration import Tta
 from accel_train.config.schema import Config
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
-from accel_train.errors import UserError, first_of
+from accel_train.errors import UserError, counted, first_of
 from accel_train.ownership.generation import read_result
 from accel_train.records.model_info import ModelInfo, read_model_info
-from accel_train.records.result import epochs_text
 from accel_train.untrusted import read_json_lines
 from accel_train.user_code.reference import short_name
 
@@ -58,7 +57,7 @@ class LoadedRun:
                 f"  model    {name}, {parameters:,} parameters, {self.weights}",
                 f"  input    {info.channels} x {info.image_size} x {info.image_size} pixels",
                 f"  classes  {len(info.classes)}: {first_of(info.classes, 5)}",
-                f"  result   {epochs_text(result['epochs'])}, {figures}" if result else "  result   not finished",
+                f"  result   {counted(result['epochs'], 'epoch')}, {figures}" if result else "  result   not finished",
             ]
         )
 

@@ -32,7 +32,7 @@ from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits
 from accel_train.data.sources.splits import has_one_size
-from accel_train.errors import LOGGER, UserError
+from accel_train.errors import LOGGER, UserError, counted
 from accel_train.evaluate import evaluate, evaluation_batch_size
 from accel_train.files import atomic_write
 from accel_train.launch.agreement import broadcast_from_main
@@ -153,7 +153,7 @@ def measure(subject: Subject, accelerator: Accelerator, *, keep_predictions: boo
         return evaluate(accelerator, model, pipeline, keep_logits=True, own=own)
 
     if accelerator.is_main_process:
-        world = f"{processes} process{'es' * (processes > 1)} on {accelerator.device.type}"
+        world = f"{counted(processes, 'process')} on {accelerator.device.type}"
         model_name, data_name = short_name("model.name", config.model.name), short_name("data.name", config.data.name)
         images = f"{len(source):,} images, {world}" + f", test-time augmentation: {tta}" * (tta != "none")
         LOGGER.info(f"{subject.title}: {model_name} on {data_name} {subject.split}, {images}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, counted
 from accel_train.report.shared.plots import import_pyplot, save
 
 
@@ -84,7 +84,7 @@ def plot(curves: Mapping[str, list[Point]], path: Path) -> None:
             side = "right" if number == 0 else "left"
             axis.annotate(text, place, shift, textcoords="offset points", ha=side, color=f"C{number}", fontsize=8)
     axis.set(
-        xlabel="processes", ylabel=f"speed-up over {fewest} process{'es' * (fewest > 1)}", xticks=processes,
+        xlabel="processes", ylabel=f"speed-up over {counted(fewest, 'process')}", xticks=processes,
         xlim=(0, processes[-1] * 1.25), ylim=(0, None),
     )  # fmt: skip
     axis.set_title("speed-up (efficiency)", fontsize=10)

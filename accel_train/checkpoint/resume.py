@@ -217,21 +217,20 @@ def _misplaced(path: Path, run: RunParts, position: TrainState) -> UserError:
 
 def _too_short(path: Path, run: RunParts, position: TrainState) -> str:
     """Why a run of so many epochs or updates has no update `position`; "" if it has."""
-    config, inside_epoch = run.config, position.epoch_samples > 0
-    is_over = math.ceil(config.epochs) < position.epoch + inside_epoch
-    ends_within = config.stop.updates is not None or config.epochs != int(config.epochs)
-    done, updates = 0, 0
-    if not is_over and ends_within and run.samples >= config.batch_size:  # other mistakes are told elsewhere
+    config, stop = run.config, run.config.stop.updates
+    least = position.epoch + (position.epoch_samples > 0)
+    option = f"--epochs {config.epochs}"
+    state = f"epoch {least} has begun" if position.epoch_samples else f"{least} epochs are done"
+    if least <= math.ceil(config.epochs):
+        ends_within = stop is not None or config.epochs != int(config.epochs)
+        if not ends_within or run.samples < config.batch_size:  # other mistakes are told elsewhere
+            return ""
         plan = create_plan(config, run.samples, processes=1, accumulation=1, virtual_batch=1)
-        done, updates = plan.updates_until(position.epoch, position.epoch_samples), plan.updates
-    if not is_over and done <= updates:
-        return ""
-    if not is_over and updates == config.stop.updates:
-        option, state, least = f"--stop.updates {config.stop.updates}", f"{done} updates are done", done
-    else:
-        least = position.epoch + inside_epoch
-        option = f"--epochs {config.epochs}"
-        state = f"epoch {least} has begun" if inside_epoch else f"{least} epochs are done"
+        done = plan.updates_until(position.epoch, position.epoch_samples)
+        if done <= plan.updates:
+            return ""
+        if plan.updates == stop:
+            option, state, least = f"--stop.updates {stop}", f"{done} updates are done", done
     return f"{option}: {state} in {path}. Give at least {least}, or start a new run with another --output-dir."
 
 
@@ -239,7 +238,6 @@ def _obstacle(
     path: Path, snapshot: Snapshot, run: RunParts, position: TrainState, changes: Mapping[str, str]
 ) -> str | None:
     """Why the run cannot go on from the checkpoint even if all changes of settings are allowed; None if it can."""
-    inside_epoch = position.epoch_samples > 0
     if too_short := _too_short(path, run, position):
         return too_short
     by_batch = ("batch-size",) if run.config.data.order == "shards" else ()  # canonical nodes divide the batch
@@ -247,7 +245,7 @@ def _obstacle(
     saved_samples = snapshot.state.get("samples", run.samples)
     if saved_samples != run.samples and "data" not in changes:
         changed.append(f"{saved_samples} -> {run.samples} training samples")
-    if inside_epoch and changed:
+    if position.epoch_samples and changed:
         checkpoints = [checkpoint_path(path.parent, update) for update in list_updates(path.parent)]
         epoch_ends = [checkpoint for checkpoint in checkpoints if epochs_done(checkpoint)]
         instead = f": --resume {shlex.quote(str(epoch_ends[-1]))}" if epoch_ends else ", if there is one"

@@ -15,7 +15,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from accel_train.config.options import CommandOptions, parse_command
-from accel_train.errors import UserError, print_line
+from accel_train.errors import UserError, counted, print_line
 from accel_train.starter import RECIPE, starter_files
 
 
@@ -46,7 +46,7 @@ def init(arguments: Sequence[str]) -> int:
     environment = _link_environment(folder)
     if new:
         print_line(
-            f"{folder}: wrote {len(new)} file{'s' * (len(new) > 1)}"
+            f"{folder}: wrote {counted(len(new), 'file')}"
             + (f", {len(contents) - len(new)} existed already" * (new != [*contents]))
         )
         print_line("  accelerate_configs/   where to train: devices, processes, precision")

@@ -18,7 +18,7 @@ from accel_train.cluster.elements import Element, elements_of
 from accel_train.cluster.scheduler import SCHEDULERS, Pbs, Slurm
 from accel_train.cluster.submission import new_list, plan, queue
 from accel_train.config.options import CommandOptions, parse_command
-from accel_train.errors import UserError, first_of, how_to_get, print_line
+from accel_train.errors import UserError, counted, first_of, how_to_get, print_line
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def submit(arguments: Sequence[str]) -> int:
     if todo.waiting:
         print_line(f"in the queue already: {first_of(todo.waiting)}")
     count = len(todo.missing)
-    queued = f"{count} run{'s' * (count > 1)} queued as {', '.join(numbers)}" if count else "nothing to queue"
+    queued = f"{counted(count, 'run')} queued as {', '.join(numbers)}" if count else "nothing to queue"
     print_line(f"{queued}: accel-train runs {shlex.quote(str(folder))}")
     return 0
 

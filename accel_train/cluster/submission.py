@@ -28,7 +28,7 @@ from accel_train.config.options import parse
 from accel_train.errors import UserError, writing
 from accel_train.files import atomic_write
 from accel_train.ownership.generation import read_result
-from accel_train.ownership.owner import FILE, read_owner
+from accel_train.ownership.owner import has_owner
 from accel_train.untrusted import read_json_lines, read_regular_file
 
 RECIPE, LISTS = "recipe.yaml", "jobs"
@@ -68,7 +68,7 @@ def plan(folder: Path, elements: Sequence[Element]) -> Plan:
             result.finished.append(element.name)
         elif state in WAITING:
             result.waiting.append(f"{element.name} ({state}, {job})")
-        elif _has_owner(run):
+        elif has_owner(run):
             result.waiting.append(f"{element.name} (running)")
         else:
             result.missing.append(element)
@@ -172,13 +172,6 @@ def _check_same(run: Path, element: Element) -> None:
     there, here = learning_settings(parse([str(path)])), learning_settings(element.config)
     if keys := [f"{key} ({there.get(key)} there, {here[key]} here)" for key in here if there.get(key) != here[key]]:
         raise UserError(f"{run} is a run with other settings: {', '.join(keys)}. Give another --output-dir.")
-
-
-def _has_owner(run: Path) -> bool:
-    try:
-        return read_owner(run / FILE).seems_alive()
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager

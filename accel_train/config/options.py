@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from accel_train.config.contradictions import contradictions
 from accel_train.config.declaration import Bound
 from accel_train.config.option_types import (
     REMOVED,
@@ -33,7 +34,7 @@ from accel_train.config.option_types import (
     value,
 )
 from accel_train.config.recipe import Option, Recipe, not_a_run, read_recipe, read_settings
-from accel_train.config.schema import Config, contradictions
+from accel_train.config.schema import Config
 from accel_train.errors import UserError, nearest, raise_mistakes
 from accel_train.user_code.reference import PREFIXES, resolve, texts_of
 from accel_train.user_code.reference import mistakes as code_mistakes

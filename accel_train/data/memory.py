@@ -18,7 +18,7 @@ from accel_train.data.order.samplers import IndexSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.transforms.parameters import AugmentParameters
-from accel_train.errors import UserError
+from accel_train.errors import UserError, counted
 
 DEVICE_SHARE = 4  # a split may take 1/4 of the free device memory: the model needs the rest
 HOST_SHARE = 2  # and 1/2 of the host's free memory, which all its processes share
@@ -42,10 +42,10 @@ class Placement:
     def __str__(self) -> str:
         where = {"device": "on the device", "host": "in host memory", "disk": "on disk"}[self.place]
         size = "" if self.bytes is None else f"{_size(self.bytes)} "
-        workers = f"{self.workers} worker{'s' * (self.workers != 1)}" if self.workers else "no workers"
+        workers = counted(self.workers, "worker") if self.workers else "no workers"
         prefetch = f", each {self.prefetch} batches ahead" if self.workers else ""
         threads = torch.get_num_threads()
-        return f"{size}{where}, {workers}{prefetch}, {threads} thread{'s' * (threads > 1)}"
+        return f"{size}{where}, {workers}{prefetch}, {counted(threads, 'thread')}"
 
 
 def choose_place(

@@ -15,7 +15,7 @@ import torch
 
 from accel_train.bench.machine import computes_bf16
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
-from accel_train.errors import one_line
+from accel_train.errors import counted, one_line
 from accel_train.launch.process import hostname
 
 SIZES, SECONDS, LEAST_SECONDS = (512, 1024, 2048, 4096, 8192), 3.0, 0.005
@@ -128,7 +128,7 @@ def judged(table: str) -> Finding:
                 )
     if not known:
         return Finding(NOT_CHECKED, "nvidia-smi says nothing of memory and clocks", expected)
-    return Finding(PASS, f"{len(rows)} GPU{'s' * (len(rows) > 1)}", expected)
+    return Finding(PASS, counted(len(rows), "GPU"), expected)
 
 
 def _plain(row: Mapping[str, str]) -> dict[str, str]:

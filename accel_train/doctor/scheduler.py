@@ -14,6 +14,7 @@ import torch
 
 from accel_train.doctor import memory
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
+from accel_train.errors import counted
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.process import available_cores, core_set
 from accel_train.untrusted import is_number, read_json_object
@@ -118,7 +119,7 @@ def gpus(exam: Examination) -> Finding:
     def look() -> Finding:
         seen = torch.cuda.device_count() if device.type == "cuda" else 0
         allocated = int(given) if given.isdigit() else seen
-        expected = f"{allocated} GPU{'s' * (allocated != 1)} of this job on each node"
+        expected = f"{counted(allocated, 'GPU')} of this job on each node"
         if allocated == 0:
             return Finding(NOT_CHECKED, "no GPUs were given", expected)
         if device.type != "cuda":

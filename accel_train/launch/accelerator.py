@@ -17,11 +17,11 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from accel_train.errors import UserError, how_to_get, reason_of
+from accel_train.launch.collectives import connecting
 from accel_train.launch.compat import set_collective_timeout, set_store_timeout
 from accel_train.launch.environment import Launch
 from accel_train.launch.parent import gpu_asked_for
 from accel_train.launch.process import hostname
-from accel_train.launch.rendezvous import connecting, rendezvous_of_ranks
 
 LAUNCHER_CONFIG = "ACCEL_TRAIN_LAUNCHER_CONFIG"
 """Names a config file of Accelerate's. slurm/common.sh sets it for processes without a launcher."""
@@ -58,7 +58,13 @@ def create_accelerator(
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
     own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
     missing = _missing_gpu(launch) if device is None and not forced else ""
-    store = None if known else rendezvous_of_ranks(launch, own_gpu, rendezvous_seconds, missing)
+    store = None
+    if launch.world_size > 1 and not known:
+        from accel_train.launch.rendezvous import rendezvous_of_ranks
+
+        store = rendezvous_of_ranks(launch, own_gpu, rendezvous_seconds, missing)
+    elif missing and not known:
+        raise UserError(missing)
     group: dict[str, Any] = {"timeout": timedelta(seconds=rendezvous_seconds)}  # while gloo connects
     if device is not None and not cpu and launch.world_size > 1:
         # Accelerate and DDP use LOCAL_RANK as a device's index. A process that sees only its own GPU (srun

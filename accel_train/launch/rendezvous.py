@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -34,15 +34,11 @@ def rendezvous_of_ranks(launch: Launch, device_id: str, seconds: float, trouble:
     """Wait at most `seconds` for all processes at MASTER_ADDR:MASTER_PORT, and compare what they know.
 
     `device_id` is the GPU of this process, or "". Returns the store in which they met. Rank 0 may be serving it: keep
-    it until the process group exists, which then shares it. Returns None for a single process.
+    it until the process group exists, which then shares it.
 
     Raises UserError if ranks are missing, exist twice, expect different world sizes, or share a GPU of a host; on all
     processes if one has a `trouble` (the message), because the launcher would kill the others before it is printed.
     """
-    if launch.world_size == 1:
-        if trouble:
-            raise UserError(trouble)
-        return None
     store = _connect(launch, seconds)
     try:
         _check_ranks(store, launch, device_id, seconds, trouble)
@@ -260,39 +256,3 @@ def _missing(store: Any, keys: list[str], seconds: float) -> str:
         + (f", and every process of the nodes {', '.join(silent)}." if silent else ".")
         + (" SIGTERM came meanwhile. Has a process failed? See its message." if by_sigterm else "")
     )
-
-
-@contextlib.contextmanager
-def connecting() -> Iterator[None]:
-    """Turn gloo's errors while it creates a group, and connects all processes with each other, into a UserError.
-
-    gloo listens at the address to which this host resolves its own name. The other hosts may be unable to reach it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        absent = isinstance(error, distributed.DistStoreError)  # the address of another one did not come in time
-        if not absent and "gloo" not in str(error).lower():
-            raise
-        if absent:
-            raise UserError(
-                f"{hostname()} did not learn in time where another process listens ({reason_of(error, 200)}). That "
-                "process has failed (see its message) or cannot listen. Set GLOO_SOCKET_IFNAME on all nodes to the "
-                "interface that they share.",
-                every_process=False,
-            ) from error
-        try:
-            address = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            address = "no address"
-        raise UserError(
-            f"The processes cannot connect to each other ({hostname()}: {reason_of(error, 200)}). Each listens at the "
-            f"address of its host's name, here {address}. Set GLOO_SOCKET_IFNAME on all nodes to the interface "
-            "that they share.",
-            every_process=False,
-        ) from error
-
-
-def collective_seconds(limit: float) -> float:
-    """The time-out of collectives where the watchdog ends a hang after `limit` seconds (0: never); it comes first."""
-    return limit + 60 if limit else timedelta(days=365).total_seconds()

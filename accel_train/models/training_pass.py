@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, counted
 from accel_train.launch.compat import TorchDispatchMode
 from accel_train.models.trial import other_states, restored
 
@@ -228,4 +228,4 @@ def _is_of_samples(passes: Sequence[_Pass], number: int) -> bool:
 def _and_others(places: Sequence[str]) -> str:
     """The first of the places, and how many more there are."""
     others = len(places) - 1
-    return places[0] + (f" and {others} other{'s' * (others > 1)}" if others else "")
+    return places[0] + (f" and {counted(others, 'other')}" if others else "")

@@ -16,7 +16,7 @@ from torch import nn
 from accel_train.config.schema import Config
 from accel_train.data.memory import all_agree
 from accel_train.data.order.plan import Plan
-from accel_train.errors import UserError
+from accel_train.errors import UserError, counted
 from accel_train.models.trial import restored
 
 LESS_MEMORY = "use --model.gradient-checkpointing true, a smaller model or a smaller --model.image-size"
@@ -134,7 +134,7 @@ def raise_memory_advice(error: Exception, advice: str) -> None:
 
 def training_advice(plan: Plan) -> str:
     """Return what to do if the memory is too small for an update: the number to give, if there is a smaller one."""
-    images = f"in training, with {plan.micro_batch} image{'s' * (plan.micro_batch > 1)} of a process at once"
+    images = f"in training, with {counted(plan.micro_batch, 'image')} of a process at once"
     smaller = [size for size in plan.micro_batch_sizes if size < plan.micro_batch]
     half = [size for size in smaller if size <= plan.micro_batch // 2] or smaller
     if half:
@@ -144,5 +144,5 @@ def training_advice(plan: Plan) -> str:
 
 def evaluation_advice(images: int) -> str:
     """Return what to do if the memory is too small to evaluate `images` images of a process at once."""
-    what = f"in evaluation, with {images} image{'s' * (images > 1)} of a process at once"
+    what = f"in evaluation, with {counted(images, 'image')} of a process at once"
     return f"{what}: give --eval-batch-size {images // 2}" if images > 1 else f"{what}: {LESS_MEMORY}"

@@ -163,6 +163,14 @@ def _parse(content: bytes) -> Owner | None:
         return None
 
 
+def has_owner(run: Path) -> bool:
+    """Whether a start that seems alive owns the run in a folder."""
+    try:
+        return read_owner(run / FILE).seems_alive()
+    except OSError:
+        return False
+
+
 def remove_owner(directory: Path, judged: OwnerFile, by: Owner) -> None:
     """Remove the entry `judged` of an owner, but not that of another start that has become the owner meanwhile.
 

@@ -18,7 +18,7 @@ from accel_train.config.compatibility import learning_settings
 from accel_train.config.schema import Config, best_metric
 from accel_train.data.order.plan import Plan
 from accel_train.data.sources.splits import Splits, label_numbers
-from accel_train.errors import UserError
+from accel_train.errors import UserError, counted
 from accel_train.launch.environment import Launch
 from accel_train.launch.parent import LAUNCHERS, launcher_command
 from accel_train.records.cost.summary import cost_text
@@ -70,11 +70,6 @@ def result_of(
     return result | {"settings": learning_settings(config)}
 
 
-def epochs_text(epochs: float) -> str:
-    """Return "1 epoch" or "2.5 epochs"."""
-    return f"{epochs} epoch{'s' * (epochs != 1)}"
-
-
 def final_figures(
     result: Mapping[str, Any],
     state: TrainState,
@@ -97,7 +92,7 @@ def final_figures(
             figures["speed"] += f" after {warm_up:.1f} s of the first update"
     figures["time"] = cost_text(result["cost"])
     if state.left_out:
-        figures["skipped"] = f"{len(state.left_out)} update{'s' * (len(state.left_out) > 1)} not finite"
+        figures["skipped"] = f"{counted(len(state.left_out), 'update')} not finite"
     figures["run"] = str(run)
     return figures if stopped is None else figures | {"stopped": stopped}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from accel_train.errors import counted
 from accel_train.records import events
 from accel_train.records.directory import DAMAGED, RunDirectory
 from accel_train.records.events import Event
@@ -79,7 +80,7 @@ class MetricsLines:
                 self._directory.rewind(event.update, event.evaluated)
         if (line := line_of(event)) is not None:
             self._directory.log(**line)
-        return [f"metrics.jsonl: {damaged} damaged line{'s' * (damaged > 1)} moved to {DAMAGED}"] if damaged else []
+        return [f"metrics.jsonl: {counted(damaged, 'damaged line')} moved to {DAMAGED}"] if damaged else []
 
 
 class Status:

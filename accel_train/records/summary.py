@@ -18,7 +18,7 @@ from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits, class_counts, has_one_size
-from accel_train.errors import UserError, one_line
+from accel_train.errors import UserError, counted, one_line
 from accel_train.launch.precision import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
@@ -27,7 +27,6 @@ from accel_train.optim.schedule import check_schedule
 from accel_train.records.cost.ledger import Ledger
 from accel_train.records.metrics import figures_for
 from accel_train.records.model_info import ModelInfo
-from accel_train.records.result import epochs_text
 from accel_train.user_code.reference import parse_reference, short_name
 
 
@@ -50,13 +49,12 @@ def describe(
     images = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
     left_out = f", {splits.left_out} unreadable left out" if splits.left_out else ""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    world = f"{plan.processes} process{'es' * (plan.processes > 1)}"
+    world, updates = counted(plan.processes, "process"), config.stop.updates
+    most = "" if updates is None else f", at most {counted(updates, 'update')}"
     data_name = short_name("data.name", config.data.name)
     model_name = short_name("model.name", config.model.name)
     lines = {
-        "recipe": f"{config.recipe}, {epochs_text(config.epochs)}"
-        + f", at most {config.stop.updates} update{'s' * (config.stop.updates != 1)}"
-        * (config.stop.updates is not None),
+        "recipe": f"{config.recipe}, {counted(config.epochs, 'epoch')}{most}",
         "data": f"{data_name}: {images} images of {len(splits.classes)} classes{_named(splits)}{left_out}",
         "unused": splits.ignored,
         "classes": class_counts(splits),
@@ -66,7 +64,7 @@ def describe(
         "model": f"{model_name} for {size}x{size} pixels{_growing(config)}, {parameters:,} parameters",
         "weights": loaded,
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
-        "batch": f"{plan.division}; {plan.updates_per_epoch} update{'s' * (plan.updates_per_epoch > 1)} an epoch"
+        "batch": f"{plan.division}; {counted(plan.updates_per_epoch, 'update')} an epoch"
         + "; the most images that fit" * searches(config, accelerator),
         "run": str(config.output_dir),
     }
@@ -202,7 +200,7 @@ def resumed_text(state: TrainState, processes: int, ledger: Ledger, *, ended: bo
     place = "with all epochs trained" if ended else f"in epoch {state.epoch + 1}"
     text = f"continuing after update {state.update}, {place}"
     if ledger.processes_before not in (0, processes):
-        text += f", on {processes} process{'es' * (processes > 1)} ({ledger.processes_before} before)"
+        text += f", on {counted(processes, 'process')} ({ledger.processes_before} before)"
     if repeated := ledger.repeated_updates:
         text += f"; at least {repeated} update{'s are' if repeated > 1 else ' is'} trained again"
     return text

@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from accel_train.errors import UnsavedError
+from accel_train.errors import UnsavedError, counted
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.parent import other_agents_restart
 from accel_train.launch.precision import precision
@@ -20,7 +20,7 @@ from accel_train.launch.process import ranges
 from accel_train.records.cost.summary import cost_of
 from accel_train.records.directory import MARKER
 from accel_train.records.events import Ended, Noted, Warned
-from accel_train.records.result import epochs_text, example_image, final_figures, next_steps, result_of, stopped_text
+from accel_train.records.result import example_image, final_figures, next_steps, result_of, stopped_text
 from accel_train.run.run import Run
 from accel_train.run.stopping import LAUNCHER_DEATH
 
@@ -117,12 +117,12 @@ def _finish(run: Run) -> TrainingResult | UnsavedError:
         problem = f"{folder}/result.json could not be written: the run is not finished."
     if stopped := stopped_text(config, run.setup.plan, state, multi_label=multi_label):
         run.emit(Noted(f"stopped: {stopped}", {"update": state.update}))
-    epochs = f"{result['epochs']:g} of " * (result["stopped_by"] != "epochs") + epochs_text(config.epochs)
+    epochs = f"{result['epochs']:g} of " * (result["stopped_by"] != "epochs") + counted(config.epochs, "epoch")
     run.emit(
         Ended(
             state.update,
             "failed" if problem else "finished",
-            f"{config.recipe}: {epochs}, {state.update} update{'s' * (state.update != 1)}",
+            f"{config.recipe}: {epochs}, {counted(state.update, 'update')}",
             final_figures(result, state, last, stopped, folder, config.metrics),
             next_steps(folder, example_image(splits, folder)),
             status={"epoch": epoch, "eta_seconds": 0} | ({"reason": problem} if problem else {}),

@@ -6,7 +6,6 @@ result of other settings is not the result that is asked for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +16,12 @@ from accel_train.config.compatibility import END_KEYS, affects_learning, differe
 from accel_train.config.option_types import value
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict
-from accel_train.errors import UserError
+from accel_train.errors import UserError, counted
 from accel_train.launch.environment import Launch
 from accel_train.ownership.generation import is_late
 from accel_train.ownership.lease import Lease
-from accel_train.records.result import epochs_text, resume_command
-from accel_train.untrusted import read_regular_file
+from accel_train.records.result import resume_command
+from accel_train.untrusted import json_object, read_regular_file
 
 RESULT = "result.json"
 WEIGHTS = ("model.safetensors", "ema.safetensors")
@@ -92,7 +91,7 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
     changed = [key for key in changes if key in END_KEYS or affects_learning(key, config.schedule.name)]
     if not changed:
         return FinishedRun(result)
-    head = f"{run} holds a finished run of {epochs_text(done)}, which differs from this start's settings: "
+    head = f"{run} holds a finished run of {counted(done, 'epoch')}, which differs from this start's settings: "
     head += "; ".join(f"{key}: {changes[key]}" for key in changed)
     if longer := _too_short(result, config):
         raise UserError(f"{head}. Give another --output-dir (or {longer}, to go on from its end).")
@@ -104,7 +103,7 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
     refused += [key for key in changed if key in END_KEYS and not is_under(key, allowed) and key not in refused]
     if not refused:
         renamed = {name: f"{Path(name).stem}-epoch-{done}{Path(name).suffix}" for name in (*WEIGHTS, RESULT)}
-        note = f"goes on from the end of a run of {epochs_text(done)}: its result is kept as {renamed[RESULT]}"
+        note = f"goes on from the end of a run of {counted(done, 'epoch')}: its result is kept as {renamed[RESULT]}"
         return FinishedRun(renamed=renamed, note=note)
     if any(is_under(key, MODEL_KEYS) for key in refused):
         raise UserError(f"{head}. Give another --output-dir.")
@@ -128,11 +127,8 @@ def _too_short(result: Mapping[str, Any], config: Config) -> str:
 
 def _read(content: bytes) -> dict[str, Any] | None:
     """The content of result.json, or None if it is not a result."""
-    try:
-        result = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(result, dict) or not isinstance(result.get("settings", {}), dict):
+    result = json_object(content)
+    if result is None or not isinstance(result.get("settings", {}), dict):
         return None
     kinds: dict[str, Any] = {"recipe": str, "epochs": (int, float), "updates": int}
     return result if all(isinstance(result.get(name), kind) for name, kind in kinds.items()) else None

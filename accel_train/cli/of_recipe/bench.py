@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 from accel_train.cli.common import below_one, importing, without_run
 from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
-from accel_train.errors import UserError, print_line, writing
+from accel_train.errors import UserError, counted, print_line, writing
 from accel_train.launch.environment import prepare_environment
 
 
@@ -103,7 +103,7 @@ def print_figures(figures: dict[str, Any]) -> None:
     processes, mib = figures["processes"], ("{:,.0f} MiB", 2**20)
     print_line("")
     lines = {
-        "device": f"{processes} process{'es' * (processes > 1)} on {host['device']}, {figures['precision']} "
+        "device": f"{counted(processes, 'process')} on {host['device']}, {figures['precision']} "
         f"({host['processor']}, {host['cores']} cores, {host['threads']} threads a process)",
         "batch": figures["division"] + ", synthetic" * figures["synthetic"],
         "memory": f"at most {_shown(memory['host_peak_bytes'], mib)} of the host, "

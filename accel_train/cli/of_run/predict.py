@@ -20,7 +20,7 @@ from accel_train.cli.table import print_table
 from accel_train.config.declaration import Tta
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
-from accel_train.errors import print_line, writing
+from accel_train.errors import counted, print_line, writing
 from accel_train.files import atomic_replacement, check_writable, fsync
 from accel_train.launch.environment import prepare_environment
 
@@ -90,7 +90,7 @@ def predict(arguments: Sequence[str]) -> int:
         if left_out:
             print_line(left_out, sys.stderr)
     output, top_k = options.output, options.top_k
-    images = f"{len(files)} image{'s' * (len(files) != 1)}"
+    images = counted(len(files), "image")
     if output is not None:
         with writing("--output", output):
             check_writable(output)

@@ -14,7 +14,7 @@ from accel_train.checkpoint.directory import MANIFEST, checkpoint_path, list_upd
 from accel_train.config.schema import Config, Stop, to_yaml
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding
 from accel_train.doctor.rehearsal.child import child_command, started
-from accel_train.errors import one_line
+from accel_train.errors import counted, one_line
 from accel_train.launch.agreement import broadcast_from_main
 
 EVERY = 4  # updates between two checkpoints: killed after the first, compared at the second
@@ -57,7 +57,7 @@ def _drill(exam: Examination) -> Finding:
         except DrillError as error:
             return Finding(FAIL, str(error), expected, "Run the recipe for one epoch and look at its messages.")
         whole, resumed = (_weights(scratch / run, 2 * EVERY) for run in ("whole", "killed"))
-    found = f"killed and continued from update {EVERY}, {processes} process{'es' * (processes > 1)} on one host"
+    found = f"killed and continued from update {EVERY}, {counted(processes, 'process')} on one host"
     if whole == resumed:
         return Finding(PASS, found, expected)
     if exam.accelerator.device.type != "cpu" and not exam.config.bitwise:

@@ -13,7 +13,7 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, reason_of
 from accel_train.ownership.generation import read_result
-from accel_train.ownership.owner import FILE, read_owner
+from accel_train.ownership.owner import has_owner
 from accel_train.records.trackers import check_trackers
 from accel_train.records.trackers.curves import points_of, read_lines, saves_in
 from accel_train.records.trackers.services import create_service
@@ -26,7 +26,7 @@ def track(run: Path, name: str) -> str:
     """
     config = parse([str(run / "config.yaml")], checks_code=False)
     check_trackers([name], "--to")
-    if name in config.trackers and _trains(run):
+    if name in config.trackers and has_owner(run):
         raise UserError(f"{run} is training, and sends its curves to {name} itself.")
     try:
         with FileLock(run / ".trackers.lock", timeout=0):
@@ -62,10 +62,3 @@ def _send(config: Config, run: Path, name: str) -> str:
 def _result(run: Path) -> dict[str, Any] | None:
     values = read_result(run)
     return values if isinstance(values.get("updates"), int) else None
-
-
-def _trains(run: Path) -> bool:
-    try:
-        return read_owner(run / FILE).seems_alive()
-    except OSError:
-        return False

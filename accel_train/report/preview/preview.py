@@ -14,7 +14,7 @@ from accel_train import models
 from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.config.schema import Augment, Config
 from accel_train.data.sources.splits import Source, Splits
-from accel_train.errors import UserError, first_of, writing
+from accel_train.errors import UserError, counted, first_of, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo
@@ -117,7 +117,7 @@ def _facts(config: Config, splits: Splits, info: ModelInfo) -> list[tuple[str, s
     return [
         ("data", f"{config.data.name}, {config.data.root}"),
         ("classes", f"{len(splits.classes)}: {first_of(splits.classes, 10)}"),
-        ("input", f"{size} pixels, {info.channels} channel{'s' * (info.channels > 1)}"),
+        ("input", f"{size} pixels, {counted(info.channels, 'channel')}"),
         ("mean", ", ".join(f"{value:.4g}" for value in info.mean)),
         ("std", ", ".join(f"{value:.4g}" for value in info.std)),
         ("augmentation", ", ".join(changed) or "none"),

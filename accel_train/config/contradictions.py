@@ -1,0 +1,104 @@
+"""Options whose values do not fit each other, though each is within its own bounds."""
+
+from __future__ import annotations
+
+import math
+
+from accel_train.config.declaration import BEST_METRICS, FALLING, NAMES_OF_FIGURES
+from accel_train.config.groups import Loss, Model
+from accel_train.config.schema import Config
+from accel_train.user_code.reference import CHOSEN_METRICS, metric_name
+
+
+def contradictions(config: Config) -> dict[str, str]:
+    """Return the options whose values do not fit those of other options: key -> the expected value, in words.
+
+    Each value must be within its own bounds. `configs` in tests/config/test_options.py must avoid each of them.
+    """
+    mistakes: dict[str, str] = {}
+    if config.data.val_fraction + config.data.test_fraction >= 1:
+        mistakes["data.val-fraction"] = "data.val-fraction + data.test-fraction below 1"
+    if config.virtual_batch_size is not None:
+        mistakes |= _contradictions_of_virtual_batch(config, config.virtual_batch_size)
+    if config.schedule.name == "multistep" and not config.schedule.milestones:
+        mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
+    mistakes |= _contradictions_of_model(config.model, config.epochs, cuda_graph=config.cuda_graph)
+    if config.augment.crop_fraction is not None and config.augment.resize is not None:
+        mistakes["augment.crop-fraction"] = "none with augment.resize: both say how evaluation images are resized"
+    if config.optim.head_lr is not None and not config.optim.lr:
+        mistakes["optim.head-lr"] = "none with optim.lr=0, to which it would be in proportion (model.freeze-body?)"
+    if config.data.sampler == "balanced" and config.loss.class_weights == "balanced":
+        mistakes["loss.class-weights"] = "none with data.sampler=balanced: both together correct the imbalance twice"
+    if config.loss.own_class_weights and config.loss.class_weights != "none":
+        mistakes["loss.own-class-weights"] = f"none with loss.class-weights={config.loss.class_weights}"
+    if config.loss.name != "binary_cross_entropy":
+        for name in ("bce_target_threshold", "bce_sum", "bce_pos_weight"):
+            if getattr(config.loss, name) != getattr(Loss(), name):
+                mistakes[f"loss.{name}".replace("_", "-")] = "its default unless loss.name=bce, whose option it is"
+    names = [metric_name(text) for text in config.metrics]
+    users = [metric_name(text) for text in config.metrics if text not in CHOSEN_METRICS]
+    if taken := [name for name in users if name in NAMES_OF_FIGURES or name.startswith("class_")]:
+        mistakes["metrics"] = f"names that no built-in figure has (rename {', '.join(taken)})"
+    elif twice := {name for name in names if names.count(name) > 1}:
+        mistakes["metrics"] = f"each name once (rename {', '.join(sorted(twice))})"
+    if config.best_metric not in (None, *BEST_METRICS, *names):
+        others = f" or {', '.join(names)} of --metrics" if names else " (others: name them with --metrics, too)"
+        mistakes["best-metric"] = f"one of {', '.join(BEST_METRICS)}{others}"
+    mistakes |= _contradictions_of_schedule(config)
+    return mistakes
+
+
+def _contradictions_of_virtual_batch(config: Config, size: int) -> dict[str, str]:
+    mixes = config.augment.mixes
+    possible = [n for n in range(1, config.batch_size + 1) if config.batch_size % n == 0 and not (mixes and n % 2)]
+    if not possible or size in possible:
+        return {}
+    near = sorted(sorted(possible, key=lambda n: abs(math.log(n / size)))[:2])
+    pairs = " that is even, as mixup and cutmix need" * mixes
+    expected = f"a divisor of the batch size {config.batch_size}{pairs}, such as {' or '.join(map(str, near))}"
+    return {"virtual-batch-size": expected}
+
+
+def _contradictions_of_model(model: Model, epochs: float, *, cuda_graph: bool) -> dict[str, str]:
+    mistakes: dict[str, str] = {}
+    if model.weights is not None and model.pretrained:
+        mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
+    frozen = model.freeze_body or model.freeze
+    if model.freeze_body and model.freeze:
+        mistakes["model.freeze"] = "none with model.freeze-body=true, which freezes all but the last layer"
+    if model.freeze_epochs is not None and not frozen:
+        mistakes["model.freeze-epochs"] = "none without model.freeze-body or model.freeze: nothing is frozen"
+    if model.freeze_epochs is not None and cuda_graph:
+        mistakes["cuda-graph"] = "false with model.freeze-epochs: what is recorded does not change"
+    if model.gradual_unfreezing and model.freeze_epochs is None:
+        mistakes["model.gradual-unfreezing"] = "false without model.freeze-epochs, after which it begins"
+    if len(model.progressive_epochs) != len(model.progressive_sizes):
+        mistakes["model.progressive-epochs"] = "as many epochs as model.progressive-sizes has sizes"
+    elif model.progressive_epochs and model.progressive_epochs[-1] >= epochs:
+        mistakes["model.progressive-epochs"] = f"epochs below the {epochs:g} of the run"
+    if model.progressive_sizes and cuda_graph:
+        mistakes["cuda-graph"] = "false with model.progressive-sizes: a graph is recorded for one size"
+    return mistakes
+
+
+def _contradictions_of_schedule(config: Config) -> dict[str, str]:
+    schedule, mistakes = config.schedule, dict[str, str]()
+    if schedule.warmup_epochs > config.epochs:
+        mistakes["schedule.warmup-epochs"] = f"at most the {config.epochs:g} epochs of the run"
+    elif schedule.warmup_epochs + schedule.cooldown_epochs > config.epochs:
+        rest = config.epochs - schedule.warmup_epochs
+        mistakes["schedule.cooldown-epochs"] = f"at most the {rest:g} epochs after the warm-up"
+    moves = schedule.cycle_momentum is not None or schedule.warmup_momentum is not None
+    if schedule.cycle_momentum is not None and schedule.name != "one_cycle":
+        mistakes["schedule.cycle-momentum"] = "none without schedule.name=one_cycle"
+    elif schedule.cycle_momentum is not None and schedule.warmup_momentum is not None:
+        mistakes["schedule.warmup-momentum"] = "none with schedule.cycle-momentum, which moves it in the warm-up, too"
+    for key in ("warmup_momentum", "warmup_bias_lr"):
+        if getattr(schedule, key) is not None and schedule.warmup_epochs == 0:
+            mistakes.setdefault(f"schedule.{key.replace('_', '-')}", "none without schedule.warmup-epochs")
+    if config.ema.scale_decay and schedule.name not in FALLING:
+        mistakes["ema.scale-decay"] = f"false without schedule.name {', '.join(FALLING)}, which fix the epochs, too"
+    if config.cuda_graph and (moves or config.ema.every_updates > 1):
+        option = "ema.every-updates" if config.ema.every_updates > 1 else "a momentum that changes"
+        mistakes["cuda-graph"] = f"false with {option}, which a graph cannot record"
+    return mistakes
