@@ -184,7 +184,7 @@ class CheckpointStore(ABC):
         if not self.accelerator.is_main_process:
             return
         self.wait()
-        self._check_owner()
+        self.lease.check()
         try:
             for weights in sorted(checkpoint_path(self.folder, update).glob("*.safetensors")):
                 with self.lease.replacing(self.folder.parent / weights.name) as temporary:
@@ -235,7 +235,7 @@ class CheckpointStore(ABC):
 
     def _plan_restore(self, resume: str, allow: Sequence[str]) -> RestorePlan | None:
         """On the main process: what to restore, or None for a new run. Sets `_snapshot`."""
-        self._check_owner()
+        self.lease.check()
         try:
             chosen = choose_checkpoint(self.folder, resume, self.notes)
         except OSError as error:
@@ -265,23 +265,19 @@ class CheckpointStore(ABC):
         """In the thread: write a checkpoint, then delete those that are no longer needed."""
         update, best = snapshot.state["train"]["update"], snapshot.state["train"]["best_update"]
         try:
-            commit(self.folder, update, lambda folder: write_checkpoint(folder, snapshot), check=self._check_owner)
+            commit(self.folder, update, lambda folder: write_checkpoint(folder, snapshot), check=self.lease.check)
             self.last_saved = update
             self.committed.append(update)
             self.last_seconds = time.perf_counter() - started
             epochs = {saved: epochs_done(checkpoint_path(self.folder, saved)) for saved in list_updates(self.folder)}
             kept = updates_to_keep(epochs, self.keep, best, self.milestone_epochs)
             for old in sorted(epochs.keys() - kept):
-                self._check_owner()
+                self.lease.check()
                 delete_checkpoint(self.folder, old)
         except LostError:
             pass  # the main thread gets the same error before its next write
         except Exception as error:  # on a full disk, safetensors and torch.save raise their own errors
             self.failures.append(f"checkpoint of update {update}: {type(error).__name__}: {error}{self._free_space()}")
-
-    def _check_owner(self) -> None:
-        """Raise LostError if another start has taken over the run."""
-        self.lease.check()
 
     def _free_space(self) -> str:
         """For the message of a failed save: torch.save's own message does not say that the disk is full."""

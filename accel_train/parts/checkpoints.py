@@ -111,7 +111,7 @@ class Checkpoints(CheckpointStore):
 
         `wait`: until it is on the disk; raises UnsavedError, on all processes, if that fails.
         """
-        broadcast_from_main(self.accelerator, self._check_owner)
+        broadcast_from_main(self.accelerator, self.lease.check)
         super().save(state, wait=wait)
         self.requests.saved()
         if wait:

@@ -100,7 +100,7 @@ class Console:
         """Show the training's figures, by name, in words."""
         if self.prints:
             position = f"{self.epoch_text(epoch)}  update {format_progress(update, self.pace.total_updates)}"
-            LOGGER.info(f"{position}  {line_of(shown)}  eta {duration(self.pace.eta_seconds)}")
+            LOGGER.info(f"{position}  {line_of(shown)}  eta {clock(self.pace.eta_seconds)}")
 
     def show_evaluation(self, split: str, epoch: int, figures: Mapping[str, float], seconds: float) -> None:
         """Show the metrics of an evaluation at the end of `epoch`, which counts from 1."""
@@ -168,6 +168,6 @@ def format_progress(number: int, total: int) -> str:
     return f"{number:>{len(str(total))}}/{total}"
 
 
-def duration(seconds: float | None) -> str:
+def clock(seconds: float | None) -> str:
     """Return "0:01:23"."""
     return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))

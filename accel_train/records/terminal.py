@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_train.errors import one_line, wrapped
-from accel_train.records.console import Console, command_lines, duration, line_of
+from accel_train.records.console import Console, clock, command_lines, line_of
 
 REDRAWS_PER_SECOND = 4
 WIDEST = 100  # characters of the bars, on wider terminals too
@@ -147,7 +147,7 @@ class LiveConsole(Console):
         bars.add_column(no_wrap=True)
         bars.add_column(ratio=1)
         bars.add_column(justify="right", no_wrap=True)
-        eta = f"eta {duration(self.pace.eta_seconds)}"
+        eta = f"eta {clock(self.pace.eta_seconds)}"
         is_narrow = width < 60  # no room for bars beside it
         for name, completed, of, note in (
             (self.epoch_text(epoch + 1), done, of_epoch, ""),
