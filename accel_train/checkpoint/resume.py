@@ -39,8 +39,14 @@ from accel_train.errors import UserError
 from accel_train.models.batchnorm.layers import VirtualBatchNorm
 from accel_train.untrusted import is_count
 
+DECAYS = ("weight-decay", "decay-all", "norm-weight-decay", "bias-weight-decay", "embedding-weight-decay")
+SCALES = ("layer-decay", "layer-decay-min-scale", "head-lr", "bias-lr")
 # The settings of an optimizer's parameter groups that are derived from an option with a different name.
-GROUP_SETTINGS = {"lr": ("lr", "initial_lr"), "weight-decay": ("weight_decay",), "layer-decay": ("lr_scale",)}
+GROUP_SETTINGS = {
+    "lr": ("lr", "initial_lr", "lr_scale"),  # optim.head-lr is a multiple of it
+    **dict.fromkeys(DECAYS, ("weight_decay",)),
+    **dict.fromkeys(SCALES, ("lr_scale",)),
+}
 
 
 @dataclass

@@ -91,10 +91,15 @@ class Optim:
     """Learning rate of biases, as a multiple of the others'; default: the same."""
     weight_decay: Annotated[float, NOT_NEGATIVE, Synonyms("wd weightdecay l2 l2-reg")] = 0.0
     """Weight decay; not for norms and biases, unless optim.decay-all is set."""
-    decay_all: Annotated[bool, Synonyms("bias-weight-decay")] = False
+    decay_all: bool = False
     """Apply weight decay to all weights, norms and biases too, as plain torch.optim does."""
-    decay_biases: Annotated[bool, Synonyms("norm-weight-decay")] = False
-    """Apply weight decay to all weights but those of norms, as torchvision with a weight decay of 0 for norms."""
+    norm_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
+    """Weight decay of norms, weights and biases; default: see optim.decay-all."""
+    bias_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
+    """Weight decay of biases, those of norms too: all that are called bias. Default: see optim.decay-all."""
+    embedding_weight_decay: Annotated[float | None, NOT_NEGATIVE, Synonyms("transformer-embedding-decay")] = None
+    """Weight decay of class tokens and embeddings of positions, by torchvision's names of them, and of all else that a
+    model of timm's excludes; default: see optim.decay-all."""
     momentum: Annotated[float, FRACTION, Synonyms("sgd-momentum opt-momentum")] = 0.9
     """Momentum, for optimizers that have it."""
     betas: Annotated[tuple[float, float] | None, Synonyms("opt-betas adam-betas beta1 beta2")] = None

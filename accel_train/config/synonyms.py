@@ -144,8 +144,6 @@ A training evaluates each image once; a finished run: `accel-train evaluate RUN 
     tta test-time-augmentation
 Set model.freeze to the layers that would have a smaller part of the learning rate.
     layer-decay-no-opt-scale
-Not supported: optim.decay-all decays all weights; else a model of timm's says which embeddings it leaves out.
-    transformer-embedding-decay
 Not supported: weights are float32; for computations in bf16: accelerate launch --mixed_precision bf16.
     model-dtype
 Not supported: code that comes with a data set is never run.

@@ -16,6 +16,9 @@ TABLE: dict[str, str | To] = {
     "lr": "optim.lr",
     "momentum": To("optim.momentum", when=lambda t: t["opt"].lower() != "adamw"),
     "weight-decay": "optim.weight-decay",
+    "norm-weight-decay": "optim.norm-weight-decay",
+    "bias-weight-decay": "optim.bias-weight-decay",
+    "transformer-embedding-decay": "optim.embedding-weight-decay",
     "clip-grad-norm": "optim.clip",
     "label-smoothing": "loss.label-smoothing",
     "epochs": "epochs",
@@ -70,22 +73,11 @@ def model(t: Translation) -> None:
 
 def optimizer(t: Translation) -> None:
     """The optimizer, and which weights decay: all, unless other rates are given for some."""
-    name, decay = t["opt"].lower(), t["weight-decay"]
+    name = t["opt"].lower()
     t.set("optim.name", OPTIMIZERS.get(name, "sgd" if "nesterov" in name else name), of="opt")
     if name == "rmsprop":
         t.set("optim.eps", 0.0316, "torchvision's, with alpha 0.9, which timm's rmsprop has too")
-    others = {each: t[each] for each in ("norm-weight-decay", "bias-weight-decay", "transformer-embedding-decay")}
-    rates = {each: decay if rate is None else rate for each, rate in others.items()}
-    norms, biases, embeddings = rates.values()
-    t.set("optim.decay-all", not (norms == 0 and decay > 0))
-    if norms not in (0, decay):
-        t.lose("norm-weight-decay", "Norms have the weight decay of all weights here, or none.")
-    elif norms != biases and others["bias-weight-decay"] is not None:  # that of the norms' biases, too
-        t.lose("bias-weight-decay", "Norms and biases have weight decay together here, or neither has.")
-    elif norms != biases:
-        t.set("optim.decay-biases", True, "only norms have no weight decay", of="norm-weight-decay")
-    if embeddings != decay:
-        t.lose("transformer-embedding-decay")
+    t.set("optim.decay-all", True, "all weights decay there, unless a rate is given for some")
 
 
 def schedule(t: Translation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from typing import Any, cast
 
 import torch
@@ -35,9 +36,10 @@ def create_optimizer(
     """The optimizer of those parameters of `model` that require gradients; `sharded`: FSDP2 will split them.
 
     The parameter groups are timm's: no weight decay on biases, norms and what the model itself excludes (all have it
-    with optim.decay_all, all but norms with optim.decay_biases), and with optim.layer_decay a group for each layer,
-    with its factor `lr_scale` that only the schedules of `create_schedule` apply. So has the last layer with
-    optim.head_lr. With `own_biases` or optim.bias_lr biases have groups of their own.
+    with optim.decay_all), and with optim.layer_decay a group for each layer, with its factor `lr_scale` that only the
+    schedules of `create_schedule` apply. What has a weight decay or a learning rate of its own gets groups of its own:
+    norms, embeddings and biases (optim.norm_weight_decay, …), the last layer (optim.head_lr), and biases with
+    `own_biases` or optim.bias_lr.
 
     Muon is for the hidden layers' weights (K. Jordan 2024, kellerjordan.github.io/posts/muon): first and last layer
     and embeddings go to timm's fallback, AdamW, as biases and norms do.
@@ -83,16 +85,15 @@ def create_optimizer(
             lr=optim.lr,
             weight_decay=optim.weight_decay,
             momentum=optim.momentum,
-            filter_bias_and_bn=not (optim.decay_all or optim.decay_biases),
+            filter_bias_and_bn=not optim.decay_all,
             layer_decay=optim.layer_decay,
             layer_decay_min_scale=optim.layer_decay_min_scale,
             **options,
         )
-        if optim.decay_all or optim.decay_biases:  # also what timm's models exclude, such as position embeddings
+        if optim.decay_all:  # also what timm's models exclude, such as position embeddings
             for group in optimizer.param_groups:
                 group["weight_decay"] = optim.weight_decay
-            if not optim.decay_all:
-                _separate(optimizer, norm_parameters(model), lambda _: {"weight_decay": 0.0})
+        _set_own_decays(optimizer, model, optim)
         if optim.head_lr is not None:
             _scale_head(optimizer, model, optim.head_lr / optim.lr)
         if own_biases or optim.bias_lr is not None:
@@ -129,19 +130,55 @@ OPTIONS = {
 """Arguments of timm's `create_optimizer_v2` that an option here decides -> that option."""
 
 
+EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
+"""Those that torchvision's references name. Its vit_ models have only the first one (theirs is pos_embedding)."""
+
+
+def _set_own_decays(optimizer: torch.optim.Optimizer, model: nn.Module, optim: Optim) -> None:
+    """Set the weight decay of norms, embeddings and biases where optim has one for them.
+
+    As in torchvision's references (set_weight_decay), a bias is what its module calls "bias": one of a norm is a bias
+    here, and in_proj_bias of an attention is none.
+    """
+    for decay, chosen in (
+        (optim.norm_weight_decay, norm_parameters),
+        (optim.embedding_weight_decay, embedding_parameters),
+        (optim.bias_weight_decay, lambda model: parameters_called(model, "bias")),
+    ):
+        if decay is not None:
+            _separate(optimizer, chosen(model), {"weight_decay": decay})
+
+
+def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The weights and biases of the normalisation layers: torch's kinds, and timm's, such as its own RmsNorm."""
+    batch, instance = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
+    kinds = (batch, instance, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, kinds) or type(module).__module__.startswith("timm.layers.norm")
+    ]
+    return {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
+
+
+def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """EMBEDDINGS, and what the model itself excludes from weight decay, as timm's do: `no_weight_decay()`."""
+    excluded: Any = getattr(model, "no_weight_decay", set)
+    patterns = excluded()
+    own = {p for name, p in model.named_parameters() if any(fnmatch(name, pattern) for pattern in patterns)}
+    return own | parameters_called(model, *EMBEDDINGS)
+
+
+def parameters_called(model: nn.Module, *names: str) -> set[nn.Parameter]:
+    """The parameters that have one of these names in their module."""
+    return {parameter for name, parameter in model.named_parameters() if name.rpartition(".")[2] in names}
+
+
 def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:
     """Give the parameters of the last layer groups of their own, with `lr_scale`, as layer decay has it."""
     heads = tuple(f"{head}." for head in classifier_names(model))
     head = {parameter for name, parameter in model.named_parameters() if name.startswith(heads)}
-    groups = []
-    for group in optimizer.param_groups:
-        for parameters, more in (
-            ([each for each in group["params"] if each not in head], {}),
-            ([each for each in group["params"] if each in head], {"lr_scale": scale}),
-        ):
-            if parameters:
-                groups.append({**group, "params": parameters, **more})
-    optimizer.param_groups[:] = groups
+    _separate(optimizer, head, {"lr_scale": scale}, at_end=False)
 
 
 def _separate_biases(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:
@@ -153,24 +190,29 @@ def _separate_biases(optimizer: torch.optim.Optimizer, model: nn.Module, scale: 
     _separate(optimizer, biases, lambda group: {"lr_scale": group.get("lr_scale", 1.0) * scale, BIASES: True})
 
 
-def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The weights and biases of the normalisation layers, which are the ones that torchvision's references name."""
-    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm, nn.GroupNorm)
-    norms = (module for module in model.modules() if isinstance(module, kinds))
-    return {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
-
-
 def _separate(
-    optimizer: torch.optim.Optimizer, chosen: set[nn.Parameter], added: Callable[[dict[str, Any]], dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    chosen: set[nn.Parameter],
+    settings: dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    at_end: bool = True,
 ) -> None:
-    """Give the `chosen` parameters of each group a group of their own, with what `added` returns for that group."""
-    for group in [*optimizer.param_groups]:
+    """Give the `chosen` parameters of each group a group of their own, with `settings`, which may depend on the group.
+
+    New groups come after all others, or (not `at_end`) after the one that they are from. Their order must not change:
+    a checkpoint has it, too.
+    """
+    groups: list[dict[str, Any]] = []
+    last: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        rest = [parameter for parameter in group["params"] if parameter not in chosen]
         own = [parameter for parameter in group["params"] if parameter in chosen]
-        if len(own) == len(group["params"]):
-            group.update(added(group))
-        elif own:
-            group["params"] = [parameter for parameter in group["params"] if parameter not in chosen]
-            optimizer.add_param_group({**group, **added(group), "params": own})
+        if rest:
+            groups.append({**group, "params": rest})
+        if own:
+            added = settings(group) if callable(settings) else settings
+            (last if rest and at_end else groups).append({**group, **added, "params": own})
+    optimizer.param_groups[:] = [*groups, *last]
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:

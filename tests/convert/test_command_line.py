@@ -167,10 +167,10 @@ def test_words_and_one_word_are_the_same(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_is_lost_is_an_error_unless_it_may_be(capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"{LINE} --norm-weight-decay 0.5"
+    line = f"{LINE} --mixup-alpha 0.2 -b 25"
     assert main(["convert", line]) == 1
     out, err = capsys.readouterr()
-    assert "LOST" in out and "is lost: --norm-weight-decay 0.5." in err
+    assert "LOST" in out and "is lost: --mixup-alpha 0.2." in err
     assert main(["convert", "--lossy", line]) == 0
     assert capsys.readouterr() == (out, "")
     assert main(["convert", "--peer", "fastai", line]) == 2
