@@ -205,6 +205,8 @@ class Augment:
     ] = 9
     """randaugment: strength of each operation, 0 to 30, as in torchvision: 9 turns by 9 degrees. timm's rand-m9 turns
     by 27, and leaves out half of the operations."""
+    augmix_severity: Annotated[int, Bound("a number from 1 to 10", lambda x: 1 <= x <= 10)] = 3
+    """augmix: strength of each operation at most, 1 to 10, as in torchvision. (That of timm's augmix-m5 is its m.)"""
     color_jitter: Annotated[tuple[float, ...], JITTER, Synonyms("colour-jitter jitter colorjitter")] = ()
     """Colour jitter: strength of brightness, contrast, saturation and hue. One number sets the first three."""
     color_jitter_probability: Annotated[float, FRACTION, Synonyms("color-jitter-prob")] = 1.0

@@ -35,7 +35,8 @@ class Model:
         "mnist_cnn"
     )
     """A timm model, torchvision/NAME, your own FILE.py:FUNCTION, or ours: digits_cnn, mnist_cnn, alexnet_bn, …;
-    or, as timm saves models, hf-hub:ORG/NAME or local-dir:DIR."""
+    or, as timm saves models, hf-hub:ORG/NAME or local-dir:DIR. Published weights other than the default are named after
+    a dot: resnet50.a1_in1k, torchvision/resnet50.IMAGENET1K_V1."""
     kwargs: Annotated[str | None, JSON_OBJECT, Synonyms("model-kwargs")] = None
     """More arguments of the model, as JSON: '{"depth": 3}'. In a recipe also as a mapping."""
     pretrained: Annotated[
@@ -143,6 +144,8 @@ class Schedule:
     """Epochs in which the learning rate rises from schedule.warmup-lr to optim.lr."""
     warmup_lr: Annotated[float, NOT_NEGATIVE, Synonyms("warmup-start-lr")] = 0.0
     """Learning rate at the start of the warm-up."""
+    warmup_method: Annotated[Literal["linear", "constant"], Synonyms("lr-warmup-method")] = "linear"
+    """constant: the learning rate stays at schedule.warmup-lr until the end of the warm-up, as torchvision's does."""
     warmup_prefix: Annotated[bool, Synonyms("warmup-prefix")] = True
     """cosine, poly: fall from the end of the warm-up on; false: as if from the start of the run (timm's default)."""
     warmup_bias_lr: Annotated[float | None, NOT_NEGATIVE] = None

@@ -63,8 +63,8 @@ Set data.channels: 1 reads images as grey ones.
     input-img-mode
 optim.lr is that of the whole batch: give lr * batch-size / base size.
     lr-base lr-base-size lr-base-scale scale-lr auto-scale-lr
-The warm-up is linear, from schedule.warmup-lr: optim.lr times the factor there.
-    lr-warmup-method lr-warmup-decay
+Set schedule.warmup-lr: optim.lr times the factor there.
+    lr-warmup-decay
 Set schedule.name cosine.
     cos-lr
 Set schedule.min-lr: optim.lr times this fraction.
@@ -79,8 +79,6 @@ Set loss.class-weights balanced, data.sampler balanced, or loss.own-class-weight
     cls-pw
 Set augment.color-jitter: brightness contrast saturation hue.
     hsv-h hsv-s hsv-v
-Set augment.policy augmix-m5, timm's: m is its strength. torchvision's augmix has strength 3.
-    augmix-severity
 BatchNorm is the same on all processes in any case; its batch is virtual-batch-size.
     dist-bn
 Write the data into one file with `accel-train cache-data`.

@@ -25,7 +25,7 @@ TABLE: dict[str, str | To] = {
     "interpolation": "augment.interpolation",
     "auto-augment": To("augment.policy", POLICIES),
     "ra-magnitude": To("augment.randaugment-magnitude", when=lambda t: t["auto-augment"] == "ra"),
-    "augmix-severity": To(fine=(3,), when=lambda t: t["auto-augment"] == "augmix"),
+    "augmix-severity": To("augment.augmix-severity", when=lambda t: t["auto-augment"] == "augmix"),
     "random-erase": To("augment.erase", fine=(0.0,)),
     "mixup-alpha": To("augment.mixup", fine=(0.0,)),
     "cutmix-alpha": To("augment.cutmix", fine=(0.0,)),
@@ -65,10 +65,17 @@ def translate(t: Translation) -> None:
 
 def model(t: Translation) -> None:
     """The model, and the published weights that it begins with."""
-    t.set("model.name", f"torchvision/{t['model']}", of="model")
-    if t["weights"]:
+    name, given = f"torchvision/{t['model']}", t["weights"]
+    if given:
+        from accel_train.models.torchvision_models import published_weights
+
+        kind, _, weights = given.rpartition(".")
+        found = published_weights(f"{name}.{weights}")
+        if kind not in ("", type(found).__name__):
+            raise UserError(f"--weights {given}: of another model; those of {t['model']} are {type(found).__name__}.")
+        name += f".{found.name}"
         t.set("model.pretrained", True)
-        t.differs.append(f"--weights {t['weights']}: model.pretrained takes torchvision's default weights of the model")
+    t.set("model.name", name, of="model")
 
 
 def optimizer(t: Translation) -> None:
@@ -103,14 +110,15 @@ def schedule(t: Translation) -> None:
         t.set("schedule.warmup-epochs", warmup)
         start = rounded(t["lr"] * t["lr-warmup-decay"])
         t.set("schedule.warmup-lr", start, f"--lr-warmup-decay {t['lr-warmup-decay']:g} x --lr")
-        if t["lr-warmup-method"] == "constant" and warmup > 1 and t["lr-warmup-decay"] != 1:
-            t.lose("lr-warmup-method", "The rate stays there and jumps at the end of the warm-up; here it rises.")
+        t.set("schedule.warmup-method", t["lr-warmup-method"], of="lr-warmup-method")
     else:
         t.ignore("lr-warmup-method", "lr-warmup-decay", because="without a warm-up")
     if name == "cosineannealinglr":
         t.ignore("lr-gamma", "lr-step-size", because="with a cosine")
     else:
         t.ignore("lr-min", because=f"with {name}")
+        if name == "exponentiallr":
+            t.ignore("lr-step-size", because="with exponentiallr")
     if warmup or name == "cosineannealinglr":
         t.set("schedule.per", "epoch", "torchvision's schedulers step after each epoch")
 

@@ -16,7 +16,7 @@ from accel_train.errors import UserError
 from accel_train.export.formats import Loaded, quietly
 from accel_train.models.factory import more_arguments
 from accel_train.models.nets import NETS, TORCHVISION
-from accel_train.models.torchvision_models import torchvision_names
+from accel_train.models.torchvision_models import architecture, is_torchvisions
 from accel_train.models.weights.hub import CONFIG, FILES, KEPT, architecture_of, is_hub_name
 from accel_train.records.model_info import ModelInfo
 from accel_train.user_code.reference import parse_reference, short_name
@@ -43,12 +43,13 @@ def timm_architecture(model: Model, info: ModelInfo) -> tuple[str, dict[str, Any
         name, described, _ = architecture_of(model.name, info.origin.architecture)
         reserved = ("num_classes", "in_chans", "img_size")
         return name, {key: value for key, value in described.items() if key not in reserved} | arguments
-    if model.name in SAME:
-        if arguments and model.name.startswith(TORCHVISION):
+    theirs = model.name.startswith(TORCHVISION)
+    if (same := TORCHVISION + architecture(model.name) if theirs else model.name) in SAME:
+        if arguments and theirs:
             raise _not_timms(model, ", with model.kwargs")
-        name, own = SAME[model.name]
+        name, own = SAME[same]
         return name, own | arguments
-    of_others = model.name in NETS or model.name in torchvision_names()
+    of_others = model.name in NETS or is_torchvisions(model.name)
     if of_others or parse_reference("model.name", model.name) is not None:
         raise _not_timms(model)
     return model.name.partition(".")[0], arguments

@@ -192,9 +192,9 @@ def _check_name(model: Model) -> None:
     """Raise UserError if no library has a model of this name, or if published weights are wanted and do not exist."""
     published = hub.is_hub_name(model.name)
     if not (published or model.name in NETS or parse_reference("model.name", model.name) is not None):
-        from accel_train.models.torchvision_models import torchvision_names
+        from accel_train.models.torchvision_models import is_torchvisions, torchvision_names
 
-        published = model.name in torchvision_names() or _check_timm_name(model.name, torchvision_names())
+        published = is_torchvisions(model.name) or _check_timm_name(model.name, torchvision_names())
     if model.pretrained and not published:
         raise UserError(f"model.pretrained: {model.name} has no published weights; set it to false.")
 
@@ -222,8 +222,9 @@ def _is_timms(name: str) -> bool:
 def _download_command(name: str) -> str:
     """The command that puts the published weights of a model into the cache."""
     if name.startswith(TORCHVISION):
-        short = name.removeprefix(TORCHVISION)
-        return f"""python -c "from torchvision.models import get_model; get_model('{short}', weights='DEFAULT')\""""
+        short, _, weights = name.removeprefix(TORCHVISION).partition(".")
+        call = f"get_model({short!r}, weights={weights or 'DEFAULT'!r})"
+        return f'python -c "from torchvision.models import get_model; {call}"'
     if repository := _timm_config(name).hf_hub_id:
         return hub.download_command(repository)
     return f"""python -c "import timm; timm.create_model('{name}', pretrained=True)\""""

@@ -1,4 +1,7 @@
-"""torchvision's classifiers, named `torchvision/NAME`, for any number of classes and channels."""
+"""torchvision's classifiers, named `torchvision/NAME`, for any number of classes and channels.
+
+As in timm's names, published weights other than the newest are named after a dot: `torchvision/NAME.IMAGENET1K_V1`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.config.schema import Model
-from accel_train.errors import UserError, reason_of
+from accel_train.errors import UserError, nearest, reason_of
 from accel_train.models.nets import TORCHVISION, without_none
 from accel_train.models.wrapping import classifier_names
 
@@ -29,17 +32,39 @@ def torchvision_names() -> list[str]:
     return [TORCHVISION + name for name in torchvision.models.list_models(module=torchvision.models)]
 
 
+def architecture(name: str) -> str:
+    """torchvision's own name of the model: without the prefix, and without the name of its weights."""
+    return name.removeprefix(TORCHVISION).partition(".")[0]
+
+
+def is_torchvisions(name: str) -> bool:
+    """Whether torchvision has this model. Raises UserError if it has the model, but not the weights that are named."""
+    found = name.startswith(TORCHVISION) and TORCHVISION + architecture(name) in torchvision_names()
+    return found and published_weights(name) is not None
+
+
 def published_weights(name: str) -> Any:
-    """The newest published weights of a model; `.transforms()` has their crop_size, mean and std."""
+    """The published weights of a model that its name says, or its newest; `.transforms()` has their crop_size, mean and
+    std. Raises UserError for an unknown name of weights."""
     import torchvision
 
-    return torchvision.models.get_model_weights(name.removeprefix(TORCHVISION)).DEFAULT
+    short = architecture(name)
+    if TORCHVISION + short not in torchvision_names():
+        raise UserError(f"torchvision has no model {short!r}.{nearest(TORCHVISION + short, torchvision_names())}")
+    _, dot, wanted = name.partition(".")
+    kinds = torchvision.models.get_model_weights(short)
+    if dot and wanted not in kinds.__members__:
+        known = [each.name for each in kinds]
+        raise UserError(
+            f"model.name: {TORCHVISION}{short} has no weights {wanted!r}.{nearest(wanted, known)} Its weights are "
+            f"{', '.join(known)}."
+        )
+    return kinds[wanted or "DEFAULT"]
 
 
 def size_argument(name: str) -> str | None:
     """The argument that sets the fixed input size of a model; None if the model takes any size."""
-    short = name.removeprefix(TORCHVISION)
-    return next((argument for start, argument in SIZED.items() if short.startswith(start)), None)
+    return next((argument for start, argument in SIZED.items() if architecture(name).startswith(start)), None)
 
 
 def create_torchvision(
@@ -52,7 +77,7 @@ def create_torchvision(
     """
     import torchvision
 
-    short = model.name.removeprefix(TORCHVISION)
+    short = architecture(model.name)
     options = without_none(dropout=model.dropout)
     if not short.startswith(OWN_DEPTH):
         options |= without_none(stochastic_depth_prob=model.drop_path)

@@ -93,7 +93,8 @@ class OneCycleScheduler(Scheduler):  # type: ignore[misc]
 
 
 class AdjustedScheduler(Scheduler):  # type: ignore[misc]
-    """Another schedule, `made`, at the beginnings of epochs only, or with a momentum and a rate of biases that move.
+    """Another schedule, `made`, at the beginnings of epochs only, with a constant warm-up, or with a momentum and a
+    rate of biases that move.
 
     Each is a function of the update, too.
     """
@@ -116,6 +117,8 @@ class AdjustedScheduler(Scheduler):  # type: ignore[misc]
 
     def step_update(self, num_updates: int, metric: float | None = None) -> None:
         t = num_updates // self.interval * self.interval
+        if self.schedule.warmup_method == "constant" and t < self.warmup:
+            t = 0
         super().step_update(t)
         groups, start = self.optimizer.param_groups, self.schedule.warmup_bias_lr
         if start is not None and t < self.warmup:
@@ -172,10 +175,10 @@ def create_schedule(
     plateau has a state (`state_dict`), which `step(epochs_done, figure)` changes after an
     evaluation.
 
-    During the warm-up the rate rises in a straight line from warmup_lr (at update 0). step, multistep and
-    plateau count their epochs from the start of the run; cosine and poly fall from the end of the warm-up (without
-    warmup_prefix: as if from the start) to min_lr where the run ends, or its cooldown_epochs begin. Raises UserError if
-    a momentum is to change and the optimizer has none.
+    During the warm-up the rate rises in a straight line from warmup_lr (at update 0), or it stays there. step,
+    multistep and plateau count their epochs from the start of the run; cosine and poly fall from the end of the warm-up
+    (without warmup_prefix: as if from the start) to min_lr where the run ends, or its cooldown_epochs begin. Raises
+    UserError if a momentum is to change and the optimizer has none.
     """
     warmup = round(schedule.warmup_epochs * updates_per_epoch)
     shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
@@ -229,7 +232,8 @@ def create_schedule(
             warmup_lr=schedule.warmup_lr,
         )
     moving = (schedule.warmup_bias_lr, schedule.warmup_momentum, schedule.cycle_momentum)
-    if schedule.per == "epoch" or any(value is not None for value in moving):
+    adjusted = schedule.per == "epoch" or schedule.warmup_method == "constant"
+    if adjusted or any(value is not None for value in moving):
         made = AdjustedScheduler(made, optimizer, schedule, warmup=warmup, epoch=updates_per_epoch)
     made.step_update(0)  # the constructors do not apply the groups' lr_scale
     return made

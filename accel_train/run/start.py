@@ -146,7 +146,9 @@ def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
     """
     option = f"--model.weights: {path}"
     if not path.exists():
-        raise UserError(f"{option}: no such file, run or checkpoint.")
+        _, torchvisions, name = path.name.partition("_Weights.")
+        advice = f" torchvision's: --model.name torchvision/NAME.{name} --model.pretrained true." * bool(torchvisions)
+        raise UserError(f"{option}: no such file, run or checkpoint.{advice}")
     if path.is_dir() and (path / MANIFEST).exists():
         file = path / ("ema.safetensors" if (path / "ema.safetensors").exists() else "model.safetensors")
         try:

@@ -463,6 +463,8 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from([*LOSSES, "torch.nn.functional:cross_entropy"])
     if key == "augment.policy":
         return st.sampled_from(["none", "augmix", "rand-m9-n2-mstd0.5-inc1", "original-mstd0.5"])
+    if key == "augment.augmix-severity":
+        return st.integers(1, 10)
     if key == "augment.own":
         return st.sampled_from(["none", "torch.nn.functional:relu"])
     if key == "model.name":

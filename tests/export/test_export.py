@@ -190,7 +190,7 @@ def test_a_timm_directory(photos: Path, tmp_path: Path, capsys: pytest.CaptureFi
     [
         ("test_vit", 64, 3, ("--model.gradient-checkpointing", "true")),
         ("test_efficientnet", 32, 1, ("--model.freeze-body", "true")),
-        ("torchvision/resnet18", 32, 1, ()),
+        ("torchvision/resnet18.IMAGENET1K_V1", 32, 1, ()),
         ("vit_s16_plain", 32, 3, ()),
     ],
 )

@@ -334,13 +334,15 @@ def test_pretrained_normalization() -> None:
     assert half == ((0.5,) * 3, (0.5,) * 3)
 
 
-def cache_torchvision(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, torch.Tensor]:
+def cache_torchvision(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, which: str = "DEFAULT"
+) -> dict[str, torch.Tensor]:
     """Put weights where torchvision looks for those that it has downloaded; they are drawn, not trained."""
-    weights = torchvision.models.get_model_weights(name).DEFAULT
+    weights = torchvision.models.get_model_weights(name)[which]
     options = {"aux_logits": True, "init_weights": False} if name == "googlenet" else {}
     state: dict[str, torch.Tensor] = torchvision.models.get_model(name, **options).state_dict()
     folder = tmp_path / "hub" / "checkpoints"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     torch.save(state, folder / weights.url.rpartition("/")[2])
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     return state
@@ -355,6 +357,22 @@ def test_published_torchvision_weights(monkeypatch: pytest.MonkeyPatch, tmp_path
     torch.testing.assert_close(other["conv1.weight"], state["conv1.weight"].sum(1, keepdim=True))
     assert torch.equal(other["layer4.1.conv2.weight"], state["layer4.1.conv2.weight"])
     assert other["fc.weight"].shape == (7, 512)
+
+
+def test_the_name_says_which_weights_of_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    states = {
+        which: cache_torchvision("resnet50", monkeypatch, tmp_path, which) for which in ("IMAGENET1K_V1", "DEFAULT")
+    }
+    for name, which in (("", "DEFAULT"), (".IMAGENET1K_V1", "IMAGENET1K_V1"), (".IMAGENET1K_V2", "DEFAULT")):
+        made = make(f"torchvision/resnet50{name}", num_classes=7, pretrained=True).state_dict()
+        assert torch.equal(made["layer4.2.conv3.weight"], states[which]["layer4.2.conv3.weight"])
+    swag = Model(name="torchvision/vit_b_16.IMAGENET1K_SWAG_E2E_V1", pretrained=True)
+    assert input_size(swag, None) == 384  # its own, and not the 224 of the default ones
+    assert pretrained_normalization(swag) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    for pretrained in (True, False):
+        typed = Model(name="torchvision/resnet50.IMAGENET1K_V3", pretrained=pretrained)
+        with pytest.raises(UserError, match=r"no weights 'IMAGENET1K_V3'\. Did you mean '?IMAGENET1K_V[12]"):
+            create_model(typed, num_classes=7, channels=3, image_size=64)
 
 
 def test_published_weights_without_their_auxiliary_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

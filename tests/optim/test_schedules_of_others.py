@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,6 +146,16 @@ def test_biases_have_a_multiple_of_the_rate() -> None:
         made.step_update(update)
         rates = {bool(group.get("biases")): group["lr"] for group in optimizer.param_groups}
         assert rates[True] == pytest.approx(64 * rates[False])
+
+
+@pytest.mark.parametrize("per", ["epoch", "update"])
+@pytest.mark.parametrize("name", ["constant", "cosine", "step", "multistep", "poly", "one_cycle", "plateau"])
+def test_a_constant_warmup_changes_the_warmup_alone(name: Any, per: Any) -> None:
+    linear = Schedule(name=name, per=per, warmup_epochs=3, warmup_lr=0.01, milestones=(5,), step_epochs=4)
+    before = [each["lr"] for each in values(linear, sgd())]
+    found = [each["lr"] for each in values(replace(linear, warmup_method="constant"), sgd())]
+    assert found == pytest.approx([0.01] * 3 * UPDATES + before[3 * UPDATES :])
+    assert len(set(before[: 3 * UPDATES])) > 1
 
 
 def test_what_cannot_move_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[flo
         probability = augment.perspective_probability
         steps.append(v2.RandomPerspective(augment.perspective, probability, interpolation=mode, fill=fill or 0))
     if augment.policy == "augmix":
-        return [*_of_pil(steps), v2.AugMix(fill=fill)]
+        return [*_of_pil(steps), v2.AugMix(augment.augmix_severity, fill=fill)]
     if augment.timm_policy:
         steps.append(_Called(_timm_policy(augment, size, interpolation, mean)))
     elif augment.policy == "randaugment":

@@ -319,7 +319,10 @@ def test_a_policy_is_torchvisions_with_the_images_key_as_its_seed(
 ) -> None:
     """As torchvision's presets have it: of PIL images, with the interpolation of the resizing. They have no AugMix with
     bicubic, which fails."""
-    augment = Augment(policy=policy, resize=20, interpolation=interpolation)  # type: ignore[arg-type]
+    severity = 7
+    if policy == "augmix":
+        theirs = partial(theirs, severity)
+    augment = Augment(policy=policy, augmix_severity=severity, resize=20, interpolation=interpolation)  # type: ignore[arg-type]
     used = "bilinear" if policy == "augmix" else interpolation
     transform = theirs(interpolation=v2.InterpolationMode(used))
     images = [image[:, :20, :20].contiguous() for image in IMAGES]
