@@ -108,6 +108,8 @@ EXAMPLES: dict[str, str] = {
     "model.freeze-epochs": "--model.pretrained true --model.freeze-body true --model.freeze-epochs 3",
     "model.gradual-unfreezing": "--model.freeze-body true --model.freeze-epochs 1 --model.gradual-unfreezing true",
     "model.dropout": "0.2",
+    "model.head-init-scale": "--model.name resnet18 --model.head-init-scale 0.001",
+    "model.head-init-bias": "--loss.name bce --model.head-init-bias -6.9",
     "model.drop-path": "--model.name vit_small_patch16_224 --model.drop-path 0.1",
     "optim.name": "adamw",
     "optim.lr": "0.01",

@@ -72,6 +72,10 @@ class Model:
         float | None, FRACTION, Synonyms("drop-path-rate drop-connect stochastic-depth stochastic-depth-prob")
     ] = None
     """Stochastic depth rate, if the model has it; default: the model's."""
+    head_init_scale: Annotated[float | None, NOT_NEGATIVE] = None
+    """Multiply the weights that the last layer begins with; 0: all classes are equally likely at first."""
+    head_init_bias: float | None = None
+    """The bias that the last layer begins with, such as -6 for bce with many classes."""
     gradient_checkpointing: Annotated[
         bool,
         Free("how gradients are computed, not their values"),

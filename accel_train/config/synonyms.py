@@ -72,7 +72,7 @@ Set schedule.min-lr: optim.lr times this fraction.
 Set schedule.name one_cycle, schedule.warmup-epochs (their part of the epochs), schedule.warmup-lr and schedule.min-lr.
     pct-start div-factor final-div-factor div final-div
 Set model.kwargs, as JSON, if the model has it.
-    drop-block bn-momentum bn-eps head-init-scale head-init-bias gp
+    drop-block bn-momentum bn-eps gp
 Set model.weights to the file.
     pretrained-path initial-checkpoint
 Set loss.class-weights balanced, data.sampler balanced, or loss.own-class-weights.

@@ -46,6 +46,8 @@ TABLE: dict[str, str | To] = {
     "drop": To("model.dropout", fine=(0.0,)),
     "drop-connect": To("model.drop-path", when=lambda t: t["drop-path"] is None),
     "drop-path": "model.drop-path",
+    "head-init-scale": "model.head-init-scale",
+    "head-init-bias": "model.head-init-bias",
     "grad-checkpointing": To("model.gradient-checkpointing", fine=(False,)),
     "sync-bn": To("model.sync-batchnorm", fine=(False,), when=lambda t: t.processes > 1),
     "opt": "optim.name",

@@ -40,6 +40,10 @@ def converted(command: str) -> Translation:
         ("--bce-loss --bce-sum --smoothing 0", {"loss.name": None, "loss.bce-sum": None}),
         ("--bce-loss --smoothing 0 --mixup 0.2", {"loss.name": "binary_cross_entropy"}),
         ("--aug-repeats 3", {"data.repeats": 3}),
+        (
+            "--head-init-scale 0.001 --head-init-bias -6.9",
+            {"model.head-init-scale": 0.001, "model.head-init-bias": -6.9},
+        ),
         ("--aa augmix", {"augment.policy": "augmix-m3"}),
         ("--aa original-mstd0.5", {"augment.policy": "original-mstd0.5", "augment.color-jitter": None}),
         ("--aa 3a", {"augment.policy": "3a", "augment.color-jitter": 0.4}),

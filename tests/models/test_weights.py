@@ -15,11 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accel_train.config.origin import Origin
-from accel_train.config.schema import Model
+from accel_train.config.schema import Config, Model
 from accel_train.errors import UserError
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
 from accel_train.models import create_model
 from accel_train.models.weights import hub
-from accel_train.models.weights.new_model import Weights, load_into, read_state
+from accel_train.models.weights.new_model import Weights, create_new_model, load_into, read_state
 
 LETTERS = tuple("abcdefghij")
 
@@ -36,6 +38,35 @@ def written(state: dict[str, Tensor], folder: Path) -> Path:
 
 def load(model: nn.Module, file: Path, classes: Any = LETTERS, theirs: Any = None, channels: int = 3) -> str:
     return load_into(model, Weights(file, file.name, theirs), classes, channels)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext", "test_mambaout", "mobilenetv3_small_050"])
+@pytest.mark.parametrize(("scale", "bias"), [(0.001, None), (None, -6.5), (0.5, 2.0), (0.0, None)])
+def test_the_last_layer_begins_as_with_timms_options(
+    name: str, scale: float | None, bias: float | None, tmp_path: Path
+) -> None:
+    """timm's train.py: it multiplies the classifier's weight and bias, then sets the bias, after weights are loaded."""
+    size = 160 if name == "test_vit" else 96
+    theirs = timm.create_model(name, num_classes=10)
+    weights = Weights(written(theirs.state_dict(), tmp_path), "weights", LETTERS)
+    with torch.no_grad():
+        if scale is not None:
+            theirs.get_classifier().weight.mul_(scale)
+            theirs.get_classifier().bias.mul_(scale)
+    if bias is not None:
+        nn.init.constant_(theirs.get_classifier().bias, bias)
+    config = Config(model=Model(name=name, head_init_scale=scale, head_init_bias=bias))
+    ours, _, _ = create_new_model(config, create_accelerator(Launch()), LETTERS, 3, size, weights, published=False)
+    expected = theirs.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in ours.state_dict().items())
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_a_last_layer_without_a_bias_is_told() -> None:
+    config = Config(model=Model(name="resnet9", head_init_bias=-1.0))
+    with pytest.raises(UserError, match=r"model\.head-init-bias: the last layer, .* has no bias"):
+        create_new_model(config, create_accelerator(Launch()), LETTERS, 3, 32, None, published=False)
 
 
 @pytest.mark.parametrize("wrap", ["", "state_dict", "model", "model_ema"])
