@@ -151,7 +151,7 @@ def check_changes(
     return changes
 
 
-SEMANTICS = 6
+SEMANTICS = 7
 """It rises when the same configuration and the same data would lead to another trained model.
 
 1   The first version; checkpoints, caches and model.json without a number have this one.
@@ -168,6 +168,7 @@ SEMANTICS = 6
 6   RandAugment, TrivialAugment and AutoAugment turn and shift PIL images with --augment.interpolation; before, tensors,
     to the nearest pixel. --optim.decay-all also decays what a model of timm's excludes, such as position embeddings.
     (A checkpoint has the weight decay of each of its groups, so an older run keeps its own.)
+7   --schedule.name plateau does not count the evaluations of its warm-up. (A checkpoint says whether it does.)
 
 A run continues only with the semantics that it began with: an older run that a change affects is refused. No change has
 affected the pixels of datasets in memory (digits, MNIST, …).

@@ -138,7 +138,9 @@ NAMES_OF_FIGURES = {
     "images", "lr", "images_per_second", "data_wait_fraction",
 }  # fmt: skip
 """The keys beside which a user's metric is written: in metrics.jsonl, in evaluation-SPLIT.json, and in result.json."""
-FALLING: tuple[Literal["cosine", "poly", "one_cycle"], ...] = ("cosine", "poly", "one_cycle")
+CYCLIC: tuple[Literal["cosine", "tanh", "poly"], ...] = ("cosine", "tanh", "poly")
+"""Schedules that can fall several times."""
+FALLING: tuple[Literal["cosine", "tanh", "poly", "one_cycle"], ...] = (*CYCLIC, "one_cycle")
 """Schedules that fall until the last epoch, so that the number of epochs cannot change in a run."""
 
 

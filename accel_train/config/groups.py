@@ -13,7 +13,9 @@ from typing import Annotated, Literal
 
 from accel_train.config.declaration import (
     ALL_POSITIVE,
+    CYCLIC,
     ENDS_RUN,
+    FALLING,
     FRACTION,
     JSON_OBJECT,
     LOSS_NAME,
@@ -132,7 +134,7 @@ class Optim:
 @dataclass(frozen=True)
 class Schedule:
     name: Annotated[
-        Literal["constant", "cosine", "step", "multistep", "poly", "one_cycle", "plateau"],
+        Literal["constant", "cosine", "tanh", "step", "multistep", "poly", "one_cycle", "plateau"],
         Synonyms("scheduler sched lr-scheduler lr-schedule lr-scheduler-type lr-policy schedule"),
     ] = "constant"
     """Learning rate after the warm-up; all but plateau depend on the update number alone."""
@@ -151,7 +153,7 @@ class Schedule:
     warmup_method: Annotated[Literal["linear", "constant"], Synonyms("lr-warmup-method")] = "linear"
     """constant: the learning rate stays at schedule.warmup-lr until the end of the warm-up, as torchvision's does."""
     warmup_prefix: Annotated[bool, Synonyms("warmup-prefix")] = True
-    """cosine, poly: fall from the end of the warm-up on; false: as if from the start of the run (timm's default)."""
+    """cosine, tanh, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
     warmup_bias_lr: Annotated[float | None, NOT_NEGATIVE] = None
     """Learning rate of biases at the start of the warm-up, as YOLO's 0.1; default: schedule.warmup-lr."""
     warmup_momentum: Annotated[float | None, FRACTION] = None
@@ -159,9 +161,15 @@ class Schedule:
     cycle_momentum: Annotated[float | None, FRACTION, Synonyms("base-momentum")] = None
     """one_cycle: momentum (Adam: the first beta) at the highest learning rate; it has its own value at both ends."""
     cooldown_epochs: Annotated[float, NOT_NEGATIVE, Synonyms("cooldown")] = 0.0
-    """cosine, poly, one_cycle: the last epochs, which have the lowest learning rate."""
+    """cosine, tanh, poly, one_cycle: the last epochs, which have the lowest learning rate."""
     min_lr: Annotated[float, NOT_NEGATIVE, Synonyms("lr-min eta-min final-lr lr-end")] = 0.0
-    """cosine, poly, one_cycle, plateau: lowest learning rate."""
+    """cosine, tanh, poly, one_cycle, plateau: lowest learning rate."""
+    cycle_epochs: Annotated[float | None, POSITIVE, Synonyms("t-0 cycle-limit lr-cycle-limit restarts")] = None
+    """cosine, tanh, poly: fall again and again (SGDR); the first cycle has so many epochs. Default: fall once."""
+    cycle_mul: Annotated[float, POSITIVE, Synonyms("t-mult lr-cycle-mul")] = 1.0
+    """The length of a cycle, as a multiple of the one before. With 2, cycles end at 1, 3, 7, 15 times the first."""
+    cycle_decay: Annotated[float, FRACTION, Synonyms("lr-cycle-decay")] = 1.0
+    """The learning rate at the start of a cycle, as a multiple of that of the one before."""
     step_epochs: Annotated[float, POSITIVE, Synonyms("step-size lr-step-size decay-epochs lr-step lr-decay-epochs")] = (
         30.0
     )
@@ -176,6 +184,13 @@ class Schedule:
     """cosine, poly: exponent of the time since the warm-up; above 1 the rate stays high for longer."""
     patience_epochs: Annotated[int, NOT_NEGATIVE] = 10
     """plateau: decay after more than this many epochs without a better value of best-metric."""
+    threshold: Annotated[float, PART] = 0.0
+    """plateau: a value counts as better if it is so by more than this fraction of the best one; in timm 0.0001."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the learning rate falls in cycles."""
+        return self.cycle_epochs is not None and self.name in CYCLIC
 
 
 @dataclass(frozen=True)
@@ -235,11 +250,12 @@ class Stop:
     updates: Annotated[
         int | None,
         POSITIVE,
-        Free("a run may end earlier or later", unless=("cosine", "poly", "one_cycle")),
+        Free("a run may end earlier or later", unless=FALLING),
         ENDS_RUN,
         Synonyms("max-steps num-steps total-steps max-iters max-iter iterations num-iterations"),
     ] = None
-    """End the run after this many updates, if epochs are not done earlier; cosine, poly, one_cycle fall until there."""
+    """End the run after this many updates, if epochs are not done earlier. What falls to the end of a run, falls until
+    there: cosine, tanh, poly, one_cycle."""
     hours: Annotated[float | None, POSITIVE, ENDS_RUN, Synonyms("max-time max-hours time-limit max-duration")] = None
     """End the run after the epoch in which its total time over all starts reaches this many hours; default: never."""
 

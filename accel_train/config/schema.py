@@ -64,7 +64,7 @@ class Config:
     epochs: Annotated[
         int | float,
         POSITIVE,
-        Free("a run may become longer", unless=("cosine", "poly", "one_cycle")),
+        Free("a run may become longer", unless=FALLING),
         ENDS_RUN,
         Synonyms("epoch max-epochs num-epochs n-epochs nepochs num-train-epochs n-epoch total-epochs"),
     ] = 1

@@ -128,8 +128,6 @@ Not supported: a model learns from labels, not from a teacher; a loss of your ow
     kd-student-feature-dim kd-teacher-feature-dim kd-token-distill-type distill-model dis
 Not supported: the learning rate has no noise, nor has it in timm's recipes since 2021 (A1, A2, A3).
     lr-noise lr-noise-pct lr-noise-std
-Not supported: the learning rate falls once. For another cycle begin a run with --model.weights RUN.
-    lr-cycle-mul lr-cycle-decay lr-cycle-limit
 Multiply epochs. For several copies of an image in one batch: data.repeats.
     epoch-repeats
 Not supported: one view of each image, and no loss between views.

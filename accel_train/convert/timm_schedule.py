@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from accel_train.config.declaration import CYCLIC
 from accel_train.convert.translation import Translation, rounded
 
 
@@ -23,23 +24,27 @@ def learning_rate(t: Translation) -> None:
 def schedule(t: Translation) -> None:
     """The schedule. timm's counts epochs, unless --sched-on-updates is given."""
     name, warmup, epochs = t["sched"], t["warmup-epochs"], t["epochs"]
-    prefix, falls = t["warmup-prefix"], name in ("cosine", "poly")
+    prefix, falls = t["warmup-prefix"], name in CYCLIC
     if name == "none":
         name, warmup = "constant", 0
-    names = ("cosine", "step", "multistep", "poly", "plateau", "constant")
+    names = (*CYCLIC, "step", "multistep", "plateau", "constant")
     if name not in names:
         t.lose("sched", f"Not supported; schedules here: {', '.join(names)}.")
     else:
         t.set("schedule.name", name)
-    t.set("epochs", epochs + warmup * bool(prefix) + t["cooldown-epochs"] * falls)
-    if t["cooldown-epochs"] and falls:
-        t.set("schedule.cooldown-epochs", t["cooldown-epochs"])
+    cooldown = t["cooldown-epochs"] * falls
+    if falls and t["lr-cycle-limit"] > 1:
+        cycles(t, warmup * bool(prefix), cooldown)
+    else:
+        t.set("epochs", epochs + warmup * bool(prefix) + cooldown)
+        if cooldown:
+            t.set("schedule.cooldown-epochs", cooldown)
     if warmup:
         t.set("schedule.warmup-epochs", warmup)
         t.set("schedule.warmup-lr", t["warmup-lr"])
-    if name in ("cosine", "poly", "plateau") and t["min-lr"]:
+    if name in (*CYCLIC, "plateau") and t["min-lr"]:
         t.set("schedule.min-lr", t["min-lr"])
-    if falls and t["lr-k-decay"] != 1:
+    if name in ("cosine", "poly") and t["lr-k-decay"] != 1:
         t.set("schedule.k-decay", t["lr-k-decay"])
     if name == "step":
         t.set("schedule.step-epochs", t["decay-epochs"])
@@ -53,7 +58,7 @@ def schedule(t: Translation) -> None:
     elif name == "plateau":
         t.set("schedule.patience-epochs", t["patience-epochs"])
         t.set("schedule.decay", t["decay-rate"])
-        t.lose("sched", "Its plateau must rise by 0.01 % to count; here any rise counts.")
+        t.set("schedule.threshold", 0.0001, "timm's, of torch's ReduceLROnPlateau")
     if warmup and falls:
         t.set("schedule.warmup-prefix", bool(prefix))
     elif warmup and name in ("step", "multistep") and prefix:
@@ -65,17 +70,34 @@ def schedule(t: Translation) -> None:
     ignore_unused(t, name, bool(warmup))
 
 
+def cycles(t: Translation, before: int, cooldown: int) -> None:
+    """Cycles of timm's schedules: there --epochs is the first one, here epochs is the whole run.
+
+    `before`: epochs before the first one; `cooldown`: epochs after the last one.
+    """
+    first, number, factor = t["epochs"], t["lr-cycle-limit"], t["lr-cycle-mul"]
+    # As in get_cycle_length of timm's schedules: whole epochs, of which the rest of the last cycle is left out.
+    length = first * number if factor == 1 else -first * (factor**number - 1) / (1 - factor)
+    total = before + math.floor(length) + cooldown
+    t.set("epochs", total, f"{number} cycles, of which the first one has {first} epochs", of="lr-cycle-limit")
+    t.set("schedule.cycle-epochs", first, of="lr-cycle-limit")
+    t.set("schedule.cycle-mul", factor, of="lr-cycle-mul")
+    t.set("schedule.cycle-decay", t["lr-cycle-decay"], of="lr-cycle-decay")
+    if cooldown:
+        t.set("schedule.cooldown-epochs", rounded(total - before - length))
+
+
 USED_BY = {  # options of some schedules -> which those are
     "decay-epochs": ("step",),
     "decay-milestones": ("multistep",),
     "decay-rate": ("step", "multistep", "poly", "plateau"),
-    "cooldown-epochs": ("cosine", "poly"),
+    "cooldown-epochs": CYCLIC,
     "patience-epochs": ("plateau",),
-    "min-lr": ("cosine", "poly", "plateau"),
+    "min-lr": (*CYCLIC, "plateau"),
     "lr-k-decay": ("cosine", "poly"),
-    "lr-cycle-mul": ("cosine", "poly"),
-    "lr-cycle-decay": ("cosine", "poly"),
-    "lr-cycle-limit": ("cosine", "poly"),
+    "lr-cycle-mul": CYCLIC,
+    "lr-cycle-decay": CYCLIC,
+    "lr-cycle-limit": CYCLIC,
 }
 
 
@@ -83,6 +105,8 @@ def ignore_unused(t: Translation, name: str, warms_up: bool) -> None:
     """Note the options of other schedules than the one `name`."""
     unused = [option for option, schedules in USED_BY.items() if name not in schedules]
     t.ignore(*unused, because=f"with --sched {name}")
+    if name in CYCLIC and t["lr-cycle-limit"] <= 1:
+        t.ignore("lr-cycle-mul", "lr-cycle-decay", because="with one cycle")
     if not warms_up:
         t.ignore("warmup-lr", because="without a warm-up")
 

@@ -6,9 +6,16 @@ import math
 from typing import Any, cast
 
 import torch
-from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
+from timm.scheduler import (
+    CosineLRScheduler,
+    MultiStepLRScheduler,
+    PolyLRScheduler,
+    StepLRScheduler,
+    TanhLRScheduler,
+)
 from timm.scheduler.scheduler import Scheduler
 
+from accel_train.config.declaration import CYCLIC
 from accel_train.config.schema import Schedule
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
@@ -19,7 +26,7 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
     """Decays the learning rate when a figure of the validation split no longer rises.
 
     timm's own does not save its counters and will be removed. This one's state is a few numbers, from which
-    the rate of any update follows. The rule is torch's ReduceLROnPlateau (mode max, threshold 0): the rate
+    the rate of any update follows. The rule is torch's ReduceLROnPlateau (mode max, a relative threshold): the rate
     decays after the first evaluation that makes more than `patience` epochs without a better figure, counted
     from the best evaluation or from the last decay.
     """
@@ -30,16 +37,21 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         *,
         decay: float,
         patience: int,
+        threshold: float,
         min_lr: float,
+        warmup_epochs: float,
         warmup_updates: int,
         warmup_lr: float,
     ) -> None:
         super().__init__(optimizer, param_group_field="lr", t_in_epochs=False)
-        self.decay, self.patience, self.min_lr = decay, patience, min_lr
+        self.decay, self.patience, self.threshold, self.min_lr = decay, patience, threshold, min_lr
         self.warmup_updates, self.warmup_lr = warmup_updates, warmup_lr
         self.best: float | None = None
         self.bad_epochs = 0
         self.decays = 0
+        # Evaluations until then do not count, as in timm. 0 in a run whose checkpoint does not have the number: earlier
+        # versions counted them, and such a run continues to do so.
+        self.warmup_epochs = warmup_epochs
         # The epochs that were done at the last evaluation. None in a run whose checkpoint does not have the number:
         # earlier versions counted evaluations instead of epochs, and such a run continues to do so.
         self.epoch: int | None = 0
@@ -53,7 +65,10 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         """Record the figure `metric` after `epoch` epochs, higher if better; the next `step_update` uses it."""
         if metric is None:
             return
-        if math.isfinite(metric) and (self.best is None or metric > self.best):
+        if epoch <= self.warmup_epochs:
+            self.epoch = epoch
+            return
+        if math.isfinite(metric) and (self.best is None or metric > self._to_surpass(self.best)):
             self.best, self.bad_epochs = metric, 0
         else:
             self.bad_epochs += 1 if self.epoch is None else epoch - self.epoch
@@ -62,12 +77,18 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         if self.bad_epochs > self.patience:
             self.decays, self.bad_epochs = self.decays + 1, 0
 
+    def _to_surpass(self, best: float) -> float:
+        return best * (1 + math.copysign(self.threshold, best))  # a loss counts with a minus here
+
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "bad_epochs": self.bad_epochs, "decays": self.decays, "epoch": self.epoch}
+        counts = {"bad_epochs": self.bad_epochs, "decays": self.decays, "epoch": self.epoch}
+        return {"best": self.best, **counts, "warmup_epochs": self.warmup_epochs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.bad_epochs = state_dict["best"], state_dict["bad_epochs"]
         self.decays, self.epoch = state_dict["decays"], state_dict.get("epoch")
+        if not state_dict.get("warmup_epochs"):
+            self.warmup_epochs = 0
 
 
 class OneCycleScheduler(Scheduler):  # type: ignore[misc]
@@ -93,18 +114,26 @@ class OneCycleScheduler(Scheduler):  # type: ignore[misc]
 
 
 class AdjustedScheduler(Scheduler):  # type: ignore[misc]
-    """Another schedule, `made`, at the beginnings of epochs only, with a constant warm-up, or with a momentum and a
-    rate of biases that move.
+    """Another schedule, `made`, at the beginnings of epochs only, with a constant warm-up, with restarts until its
+    cooldown, or with a momentum and a rate of biases that move.
 
     Each is a function of the update, too.
     """
 
     def __init__(
-        self, made: Scheduler, optimizer: torch.optim.Optimizer, schedule: Schedule, *, warmup: int, epoch: int
+        self,
+        made: Scheduler,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        *,
+        warmup: int,
+        epoch: int,
+        end: int,
     ) -> None:
-        """`epoch`: its updates. Raises UserError if a momentum is to move and the optimizer has none."""
+        """`epoch`: its updates; `end`: the update at which a cooldown begins. Raises UserError if a momentum is to
+        move and the optimizer has none."""
         super().__init__(optimizer, param_group_field="lr", t_in_epochs=False)
-        self.made, self.schedule, self.warmup = made, schedule, warmup
+        self.made, self.schedule, self.warmup, self.end = made, schedule, warmup, end
         self.interval = epoch if schedule.per == "epoch" else 1
         self.momenta = [_momentum(group) for group in optimizer.param_groups]
         self.moves = schedule.warmup_momentum is not None or schedule.cycle_momentum is not None
@@ -113,6 +142,8 @@ class AdjustedScheduler(Scheduler):  # type: ignore[misc]
             raise UserError(f"schedule.{option}-momentum: this optimizer has no momentum; leave it out.")
 
     def _get_lr(self, t: int) -> list[float]:
+        if self.schedule.restarts and self.schedule.cooldown_epochs > 0 and t >= self.end:
+            return [self.schedule.min_lr for _ in self.base_values]
         return cast(list[float], self.made._get_lr(t))
 
     def step_update(self, num_updates: int, metric: float | None = None) -> None:
@@ -176,15 +207,13 @@ def create_schedule(
     evaluation.
 
     During the warm-up the rate rises in a straight line from warmup_lr (at update 0), or it stays there. step,
-    multistep and plateau count their epochs from the start of the run; cosine and poly fall from the end of the warm-up
-    (without warmup_prefix: as if from the start) to min_lr where the run ends, or its cooldown_epochs begin. Raises
-    UserError if a momentum is to change and the optimizer has none.
+    multistep and plateau count their epochs from the start of the run; cosine, tanh and poly fall from the end of the
+    warm-up (without warmup_prefix: as if from the start) to min_lr where the run ends, or its cooldown_epochs begin.
+    Raises UserError if a momentum is to change and the optimizer has none, or if cycles become too short before the end.
     """
     warmup = round(schedule.warmup_epochs * updates_per_epoch)
     shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
-    end, prefix = updates - round(schedule.cooldown_epochs * updates_per_epoch), schedule.warmup_prefix
-    # At least 2: with 1 timm warns that the schedule has no effect, and in a run of one update that is expected.
-    fall = max(end - warmup if prefix else end, 2)
+    end = updates - math.floor(schedule.cooldown_epochs * updates_per_epoch + 1e-9)  # 0.1 * 30 may be below 3
     made: Scheduler
     if schedule.name == "constant":
         made = StepLRScheduler(optimizer, decay_t=1, decay_rate=1.0, warmup_prefix=False, **shared)
@@ -200,25 +229,8 @@ def create_schedule(
         made = MultiStepLRScheduler(
             optimizer, decay_t=milestones, decay_rate=schedule.decay, warmup_prefix=False, **shared
         )
-    elif schedule.name == "cosine":
-        made = CosineLRScheduler(
-            optimizer,
-            t_initial=fall,
-            lr_min=schedule.min_lr,
-            warmup_prefix=prefix,
-            k_decay=schedule.k_decay,
-            **shared,
-        )
-    elif schedule.name == "poly":
-        made = PolyLRScheduler(
-            optimizer,
-            t_initial=fall,
-            lr_min=schedule.min_lr,
-            power=schedule.power,
-            warmup_prefix=prefix,
-            k_decay=schedule.k_decay,
-            **shared,
-        )
+    elif schedule.name in CYCLIC:
+        made = _create_cyclic(schedule, optimizer, end=end, updates_per_epoch=updates_per_epoch, shared=shared)
     elif schedule.name == "one_cycle":
         rates = {"warmup_lr": schedule.warmup_lr, "min_lr": schedule.min_lr}
         made = OneCycleScheduler(optimizer, updates=end, warmup=warmup, **rates)
@@ -227,13 +239,40 @@ def create_schedule(
             optimizer,
             decay=schedule.decay,
             patience=schedule.patience_epochs,
+            threshold=schedule.threshold,
             min_lr=schedule.min_lr,
+            warmup_epochs=schedule.warmup_epochs,
             warmup_updates=warmup,
             warmup_lr=schedule.warmup_lr,
         )
     moving = (schedule.warmup_bias_lr, schedule.warmup_momentum, schedule.cycle_momentum)
-    adjusted = schedule.per == "epoch" or schedule.warmup_method == "constant"
+    adjusted = schedule.per == "epoch" or schedule.warmup_method == "constant" or schedule.restarts
     if adjusted or any(value is not None for value in moving):
-        made = AdjustedScheduler(made, optimizer, schedule, warmup=warmup, epoch=updates_per_epoch)
+        made = AdjustedScheduler(made, optimizer, schedule, warmup=warmup, epoch=updates_per_epoch, end=end)
     made.step_update(0)  # the constructors do not apply the groups' lr_scale
     return made
+
+
+def _create_cyclic(
+    schedule: Schedule, optimizer: torch.optim.Optimizer, *, end: int, updates_per_epoch: int, shared: dict[str, Any]
+) -> Scheduler:
+    """cosine, tanh or poly: it falls once until update `end`, or in cycles (SGDR: Loshchilov and Hutter 2016,
+    arxiv.org/abs/1608.03983). `shared`: what all of timm's schedules are given."""
+    # At least 2: with 1 timm warns that the schedule has no effect, and in a run of one update that is expected.
+    fall = max(end - shared["warmup_t"] if schedule.warmup_prefix else end, 2)
+    shared = {**shared, "t_initial": fall, "lr_min": schedule.min_lr, "warmup_prefix": schedule.warmup_prefix}
+    if schedule.cycle_epochs is not None:
+        first, factor = schedule.cycle_epochs * updates_per_epoch, schedule.cycle_mul
+        if (1 - factor) * fall >= first:
+            raise UserError(
+                f"--schedule.cycle-mul {factor:g}: cycles that begin with {schedule.cycle_epochs:g} epochs and become "
+                f"shorter end after {schedule.cycle_epochs / (1 - factor):g}, before the run; use a larger one, or "
+                "fewer epochs."
+            )
+        shared |= {"t_initial": first, "cycle_mul": factor, "cycle_decay": schedule.cycle_decay}
+        shared["cycle_limit"] = math.inf  # AdjustedScheduler ends them
+    if schedule.name == "tanh":
+        return TanhLRScheduler(optimizer, **shared)
+    if schedule.name == "poly":
+        return PolyLRScheduler(optimizer, power=schedule.power, k_decay=schedule.k_decay, **shared)
+    return CosineLRScheduler(optimizer, k_decay=schedule.k_decay, **shared)

@@ -27,7 +27,7 @@ def schedule_change(
     `before`: the rate that the next update would have had. `rate`: the rate that it has. `lr`: optim.lr. `epochs` and
     `updates`: of the whole run.
     """
-    ends = ("epochs", "stop.updates") if schedule.name in FALLING else ("epochs",)
+    ends = ("epochs", "stop.updates") if _ends_with_run(schedule) else ("epochs",)
     keys = [key for key in changed if key in (*ends, "optim.lr") or key.startswith("schedule.")]
     if not keys:
         return ""
@@ -42,10 +42,14 @@ def schedule_change(
     return f"{text}; then it falls to {last:.3g}" if last < rate * 0.999 else text
 
 
+def _ends_with_run(schedule: Schedule) -> bool:
+    return schedule.name in FALLING and not (schedule.restarts and schedule.cooldown_epochs == 0)
+
+
 def _reason(schedule: Schedule, keys: list[str], end: str) -> str:
     reasons = [f"the schedule is now {schedule.name}"] if "schedule.name" in keys else []
     reasons += [f"{key} has changed" for key in keys if key not in ("epochs", "stop.updates", "schedule.name")]
-    if ("epochs" in keys or "stop.updates" in keys) and schedule.name in FALLING:
+    if ("epochs" in keys or "stop.updates" in keys) and _ends_with_run(schedule):
         reasons.append(f"{schedule.name} now ends at {end}")
     return " and ".join(reasons) or f"{schedule.name} does not depend on the number of epochs"
 

@@ -49,6 +49,12 @@ def converted(command: str) -> Translation:
         ("--aa 3a", {"augment.policy": "3a", "augment.color-jitter": 0.4}),
         ("--interpolation bilinear --train-interpolation bicubic", {"augment.train-interpolation": "bicubic"}),
         ("--train-interpolation bicubic --interpolation bicubic", {"augment.train-interpolation": None}),
+        (
+            "--sched tanh --lr-cycle-limit 3 --lr-cycle-mul 2 --epochs 10 --cooldown-epochs 5 --warmup-prefix",
+            {"epochs": 80, "schedule.cycle-epochs": 10, "schedule.cycle-decay": 0.5, "schedule.cooldown-epochs": 5},
+        ),
+        ("--lr-cycle-mul 2 --epochs 10", {"epochs": 10, "schedule.cycle-epochs": None, "schedule.cycle-mul": None}),
+        ("--sched plateau", {"schedule.threshold": 0.0001}),
         ("--sched step --cooldown-epochs 10 --epochs 20", {"epochs": 20, "schedule.cooldown-epochs": None}),
     ],
 )

@@ -40,6 +40,10 @@ def rate_at(update: int, schedule: Schedule, epochs: int, lr: float = 0.1) -> fl
             "goes from 0 back up to 0.05, because poly now ends at epoch 20; then it falls to 0.0005",
         ),
         (
+            Schedule("cosine", cycle_epochs=8),
+            "stays at 0.0854, because cosine does not depend on the number of epochs; then it falls to 0.052",
+        ),
+        (
             Schedule("constant"),
             "stays at 0.1, because constant does not depend on the number of epochs",
         ),

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import timm.scheduler
 import torch
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.optim import lr_scheduler
@@ -15,6 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from accel_train.config.options import parse
 from accel_train.config.schema import Ema, Optim, Schedule
+from accel_train.convert.command_line import read_command
+from accel_train.convert.recipe import convert
 from accel_train.errors import UserError
 from accel_train.optim.ema import create_ema, update_ema
 from accel_train.optim.optimizer import create_optimizer
@@ -37,28 +41,11 @@ def values(schedule: Schedule, optimizer: torch.optim.Optimizer, epochs: int = E
     return [found[update] for update in sorted(found)]
 
 
-@pytest.mark.parametrize("k_decay", [1.0, 1.5])
-@pytest.mark.parametrize("per", ["epoch", "update"])
-@pytest.mark.parametrize(
-    ("name", "cooldown", "prefix"),  # step counts from the start of the run here
-    [("cosine", 2, False), ("cosine", 2, True), ("poly", 2, False), ("poly", 2, True), ("step", 0, False)],
-)
-def test_rates_are_those_of_timms_training(name: str, cooldown: int, prefix: bool, per: str, k_decay: float) -> None:
+def rates_of_timm(per: str, **options: Any) -> list[float]:
+    """The rate of each update of a training by timm's train.py with these options of `create_scheduler_v2`."""
     theirs = sgd()
     scheduler, epochs = timm.scheduler.create_scheduler_v2(
-        theirs,
-        sched=name,
-        num_epochs=EPOCHS,
-        decay_epochs=3,
-        decay_rate=0.5,
-        cooldown_epochs=cooldown,
-        warmup_epochs=3,
-        warmup_lr=0.01,
-        min_lr=0.02,
-        warmup_prefix=prefix,
-        k_decay=k_decay,
-        step_on_epochs=per == "epoch",
-        updates_per_epoch=UPDATES,
+        theirs, step_on_epochs=per == "epoch", updates_per_epoch=UPDATES, **options
     )
     # As timm's train.py: step(epoch + 1) after an epoch, step_update after each update.
     expected, number = [], 0
@@ -69,10 +56,139 @@ def test_rates_are_those_of_timms_training(name: str, cooldown: int, prefix: boo
             number += 1
             scheduler.step_update(num_updates=number)
         scheduler.step(epoch + 1)
+    return expected
+
+
+@pytest.mark.parametrize("k_decay", [1.0, 1.5])
+@pytest.mark.parametrize("per", ["epoch", "update"])
+@pytest.mark.parametrize(
+    ("name", "cooldown", "prefix"),  # step counts from the start of the run here
+    [*((name, 2, prefix) for name in ("cosine", "tanh", "poly") for prefix in (False, True)), ("step", 0, False)],
+)
+def test_rates_are_those_of_timms_training(name: str, cooldown: int, prefix: bool, per: str, k_decay: float) -> None:
+    expected = rates_of_timm(
+        per,
+        sched=name,
+        num_epochs=EPOCHS,
+        decay_epochs=3,
+        decay_rate=0.5,
+        cooldown_epochs=cooldown,
+        warmup_epochs=3,
+        warmup_lr=0.01,
+        min_lr=0.02,
+        warmup_prefix=prefix,
+        k_decay=k_decay,
+    )
     common: dict[str, Any] = {"warmup_epochs": 3, "warmup_lr": 0.01, "min_lr": 0.02, "cooldown_epochs": cooldown}
     common |= {"power": 0.5, "k_decay": k_decay}  # timm's power is its decay_rate
     schedule = Schedule(name=name, per=per, warmup_prefix=prefix, step_epochs=3, decay=0.5, **common)  # type: ignore[arg-type]
+    epochs = len(expected) // UPDATES
     assert [group["lr"] for group in values(schedule, sgd(), epochs)] == pytest.approx(expected, rel=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(["cosine", "tanh", "poly"]),
+    per=st.sampled_from(["epoch", "update"]),
+    first=st.integers(2, 9),
+    cycles=st.integers(1, 5),
+    factor=st.sampled_from([0.5, 0.9, 1.0, 1.5, 2.0, 3.0]),
+    decay=st.sampled_from([1.0, 0.5, 0.1]),
+    warmup=st.integers(0, 3),
+    cooldown=st.integers(0, 3),
+    prefix=st.booleans(),
+    k_decay=st.sampled_from([1.0, 1.5]),
+)
+def test_cycles_are_those_of_timms_training(
+    name: str,
+    per: str,
+    first: int,
+    cycles: int,
+    factor: float,
+    decay: float,
+    warmup: int,
+    cooldown: int,
+    prefix: bool,
+    k_decay: float,
+) -> None:
+    """From the options of `accel-train convert`; epochs is the length of the first cycle there, of the run here."""
+    command = f"timm/train.py --model resnet18 --color-jitter 0 --lr 0.4 --min-lr 0.002 --sched {name} --epochs {first}"
+    command += f" --lr-cycle-limit {cycles} --lr-cycle-mul {factor} --lr-cycle-decay {decay} --warmup-epochs {warmup}"
+    command += f" --warmup-lr 0.01 --cooldown-epochs {cooldown} --decay-rate 0.5 --lr-k-decay {k_decay}"
+    command += " --warmup-prefix" * prefix + " --sched-on-updates" * (per == "update")
+    translation = convert(read_command([command], "timm"))
+    assert not translation.lost
+    found = {key: setting.value for key, setting in translation.settings.items()}
+    options = {key.partition(".")[2].replace("-", "_"): found[key] for key in found if key.startswith("schedule.")}
+    try:
+        expected = rates_of_timm(
+            per,
+            sched=name,
+            num_epochs=first,
+            decay_rate=0.5,
+            min_lr=0.002,
+            warmup_lr=0.01,
+            warmup_epochs=warmup,
+            cooldown_epochs=cooldown,
+            warmup_prefix=prefix,
+            k_decay=k_decay,
+            cycle_limit=cycles,
+            cycle_mul=factor,
+            cycle_decay=decay,
+        )
+    except ValueError:  # timm's logarithm of a negative number, where shrinking cycles have ended before the cooldown
+        assert factor < 1 and cooldown
+        reject()
+    assert found["epochs"] * UPDATES == len(expected)
+    rates = [group["lr"] for group in values(Schedule(**options), sgd(), found["epochs"])]
+    assert rates == pytest.approx(expected, rel=1e-9)
+
+
+def test_cycles_that_become_too_short_are_refused() -> None:
+    schedule = Schedule(name="cosine", cycle_epochs=2, cycle_mul=0.5)
+    with pytest.raises(UserError, match=r"schedule.cycle-mul 0.5: cycles that begin with 2 epochs .* after 4, before"):
+        create_schedule(schedule, sgd(), updates=5 * UPDATES, updates_per_epoch=UPDATES)
+    create_schedule(schedule, sgd(), updates=4 * UPDATES - 1, updates_per_epoch=UPDATES)
+
+
+@pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated")
+@settings(max_examples=100, deadline=None)
+@given(
+    figures=st.lists(st.sampled_from([0.5, 0.5 * 1.0001, 0.50004, 0.50006, 0.6, 0.4]), min_size=20, max_size=20),
+    warmup=st.integers(0, 3),
+    patience=st.integers(0, 3),
+    lower=st.booleans(),
+)
+def test_plateau_is_timms(figures: list[float], warmup: int, patience: int, lower: bool) -> None:
+    theirs, ours = sgd(), sgd()
+    scheduler, _ = timm.scheduler.create_scheduler_v2(
+        theirs,
+        sched="plateau",
+        num_epochs=20,
+        decay_rate=0.5,
+        patience_epochs=patience,
+        min_lr=0.01,
+        warmup_epochs=warmup,
+        warmup_lr=0.02,
+        plateau_mode="min" if lower else "max",
+    )
+    schedule = Schedule(
+        name="plateau",
+        per="epoch",
+        decay=0.5,
+        patience_epochs=patience,
+        threshold=1e-4,
+        min_lr=0.01,
+        warmup_epochs=warmup,
+        warmup_lr=0.02,
+    )
+    made = create_schedule(schedule, ours, updates=20 * UPDATES, updates_per_epoch=UPDATES)
+    for epoch, figure in enumerate(figures):
+        for update in range(UPDATES):
+            made.step_update(epoch * UPDATES + update)
+            assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-9)
+        scheduler.step(epoch + 1, figure)
+        made.step(epoch + 1, -figure if lower else figure)  # as `evaluate` in train.py
 
 
 def test_rates_are_those_of_torchvisions_training() -> None:
