@@ -14,7 +14,7 @@ from PIL import Image
 
 from accel_train.audit.audit import AuditResult, size_figures
 from accel_train.audit.findings import Finding
-from accel_train.data.transforms.image import resized_to_short_side
+from accel_train.data.transforms.resizing import resized_to_short_side
 from accel_train.errors import UserError, writing
 from accel_train.files import atomic_write
 from accel_train.report.shared.render import check_library, render

@@ -25,6 +25,7 @@ from accel_train.config.declaration import (
     SHARES,
     Bound,
     Free,
+    Interpolation,
     Synonyms,
 )
 
@@ -151,23 +152,30 @@ class Data:
 @dataclass(frozen=True)
 class Augment:
     resize: Annotated[int | None, POSITIVE, Synonyms("val-resize-size resize-size")] = None
-    """Resize the short side to this many pixels before cropping, in training (not for crop=resized) and evaluation."""
+    """Resize the short side to this many pixels before cropping, in evaluation, and in training if augment.crop is
+    center or random."""
     crop_fraction: Annotated[float | None, ABOVE_0, Synonyms("crop-pct")] = None
     """In evaluation the crop has this fraction of the image's short side, at any size, as with timm's crop_pct; in
     place of augment.resize. Training: as without either."""
-    crop: Annotated[Literal["center", "random", "resized"], Synonyms("random-crop random-resized-crop rrc")] = "center"
-    """Training crop: the centre, a random position, or torchvision's RandomResizedCrop."""
+    crop: Annotated[
+        Literal["center", "random", "resized", "rkrc", "rkrr", "squash"],
+        Synonyms("random-crop random-resized-crop rrc train-crop-mode"),
+    ] = "center"
+    """Training crop: the centre; a random position; torchvision's RandomResizedCrop (resized); timm's rkrc or rkrr:
+    nearly the whole image in its proportions, its centre or a random position; or the whole image as a square (squash).
+    """
     pad: Annotated[int, NOT_NEGATIVE] = 0
     """Pixels to add on each side before a random crop; see augment.pad-mode."""
     pad_mode: Literal["constant", "reflect"] = "constant"
     """Padding: black (constant), or the image mirrored at its edge (reflect)."""
     scale: Annotated[tuple[float, float], INTERVAL] = (0.08, 1.0)
-    """crop=resized: smallest and largest fraction of the image's area."""
+    """crop=resized, rkrc, rkrr: smallest and largest fraction of the image's area."""
     ratio: Annotated[tuple[float, float], INTERVAL] = (0.75, 4 / 3)
-    """crop=resized: smallest and largest width / height."""
-    interpolation: Annotated[Literal["bilinear", "bicubic"], Synonyms("interp resample")] = "bilinear"
-    """How images are resized, in training and evaluation, both with antialiasing; and how augment.policy turns them."""
-    train_interpolation: Literal["bilinear", "bicubic", "random"] | None = None
+    """crop=resized: smallest and largest width / height; rkrc, rkrr: its change, such as 0.9 1.1."""
+    interpolation: Annotated[Interpolation, Synonyms("interp resample")] = "bilinear"
+    """How images are resized, in training and evaluation, all but nearest with antialiasing; and how augment.policy
+    turns them."""
+    train_interpolation: Literal[Interpolation, "random"] | None = None
     """Another one in training; random: bilinear or bicubic, drawn for each image. Default: augment.interpolation."""
     flip: Annotated[float, FRACTION, Synonyms("hflip fliplr horizontal-flip random-flip random-horizontal-flip")] = 0.0
     """Probability of a horizontal flip."""
@@ -271,7 +279,7 @@ class Augment:
     def each_image(self) -> bool:
         """Whether images of one size, too, are augmented one at a time, by data workers."""
         transforms = self.policy != "none" or self.own != "none" or self.turns or self.perspective > 0
-        return transforms or self.crop == "resized" or self.train_interpolation == "random"
+        return transforms or self.crop not in ("center", "random") or self.train_interpolation == "random"
 
     def in_evaluation(self, size: int) -> Augment:
         """The same for an evaluation with an input of `size` pixels: `crop_fraction` has become the `resize` that it is
@@ -281,5 +289,5 @@ class Augment:
         return replace(self, resize=math.floor(size / self.crop_fraction), crop_fraction=None)
 
     def interpolation_of(self, *, training: bool) -> str:
-        """How images are resized: bilinear, bicubic or random."""
+        """How images are resized: an Interpolation, or random."""
         return self.train_interpolation or self.interpolation if training else self.interpolation

@@ -73,6 +73,9 @@ OWN = Bound(
     lambda x: x == "none" or parse_reference("augment.own", x) is not None or x.endswith(".py"),
 )
 
+Interpolation = Literal["bilinear", "bicubic", "nearest", "box", "hamming", "lanczos"]
+PILLOWS_OWN = ("nearest", "box", "hamming", "lanczos")
+"""Interpolations with which Pillow resizes images; torch does so with the others."""
 Tta = Literal["none", "flip", "ten-crop"]
 """Test-time augmentation, of evaluate and predict."""
 

@@ -132,8 +132,6 @@ Multiply epochs. For several copies of an image in one batch: data.repeats.
     epoch-repeats
 Not supported: one view of each image, and no loss between views.
     aug-splits resplit jsd-loss split-bn
-augment.crop resized is rrc; rkrc and rkrr are not supported.
-    train-crop-mode
 Not supported; augment.mixup and augment.cutmix mix images.
     mosaic close-mosaic bgr copy-paste copy-paste-mode
 A training evaluates each image once; a finished run: `accel-train evaluate RUN --tta flip`, and predict, too.

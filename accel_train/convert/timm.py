@@ -91,7 +91,7 @@ HARMLESS = """
 config dataset-download channels-last fuser fast-norm torchscript device no-ddp-bb
 synchronize-step local-rank device-modules worker-seeding recovery-interval save-images pin-mem
 no-prefetcher output experiment tta use-multi-epochs-loader log-wandb wandb-project wandb-tags wandb-resume-id resume
-no-resume-opt start-epoch validation-batch-size num-classes dist-bn model-ema-force-cpu naflex-max-seq-len lr-noise-pct
+validation-batch-size num-classes dist-bn model-ema-force-cpu naflex-max-seq-len lr-noise-pct
 lr-noise-std kd-distill-type kd-loss-type kd-temperature warmup-prefix eval-metric amp-impl
 aot-autograd num-gpu train-num-samples val-num-samples
 """.split()  # noqa: SIM905
@@ -102,6 +102,7 @@ def translate(t: Translation) -> None:
     """Write the recipe of a command of timm's train.py."""
     model(t)
     data(t)
+    beginning(t)
     set_batch(t, t["batch-size"], max(t["grad-accum-steps"], 1))
     t.apply(TABLE)
     t.apply(MEASURED, only_given=True)
@@ -163,6 +164,17 @@ def model(t: Translation) -> None:
     given |= keywords(t["model-kwargs"])
     if kwargs := {name: value for name, value in given.items() if value is not None}:
         t.set("model.kwargs", kwargs, of="model-kwargs")
+
+
+def beginning(t: Translation) -> None:
+    """Where the training begins: --resume with --no-resume-opt reads the weights of a checkpoint, and its epoch."""
+    epoch = t["start-epoch"]
+    if t["resume"] and t["no-resume-opt"]:
+        t.set("model.weights", t["resume"], "the weights alone, as --no-resume-opt", of="resume")
+        if epoch is None:
+            t.lose("no-resume-opt", "timm goes on with the checkpoint's next epoch; such a run begins with the first.")
+    if epoch:
+        t.lose("start-epoch", "A run that goes on knows its epoch, and a new one begins with the first.")
 
 
 def keywords(words: Any) -> dict[str, Any]:

@@ -32,6 +32,8 @@ def preprocessing(t: Translation) -> None:
         t.lose("input-size", "Images are squares here.")
     if channels != 3:
         t.set("data.channels", channels, of="in-chans")
+    if t["input-img-mode"] not in (None, "RGB" if channels == 3 else "L"):
+        t.lose("input-img-mode", "Images are RGB here, or grey (L) with data.channels 1.")
     t.set("model.image-size", height, of="img-size")
     t.set("augment.crop-fraction", config["crop_pct"], "timm's --crop-pct", of="crop-pct")
     if config["crop_mode"] != "center":
@@ -41,14 +43,12 @@ def preprocessing(t: Translation) -> None:
             t.set(f"augment.{key}", list(config[key]))
     interpolation(t, config["interpolation"])
     if t["no-aug"]:
-        t.set("augment.crop", "center")
-        t.lose("no-aug", "timm then resizes training images to the model's size, evaluation images by --crop-pct.")
+        t.set("augment.crop", "squash", "timm's --no-aug resizes training images to the model's input")
         return
-    t.set("augment.crop", "resized")
+    mode = t["train-crop-mode"] or "rrc"
+    t.set("augment.crop", "resized" if mode == "rrc" else mode, of="train-crop-mode")
     t.set("augment.scale", t["scale"], of="scale")
     t.set("augment.ratio", t["ratio"], of="ratio")
-    if t.is_given("train-crop-mode") and t["train-crop-mode"] != "rrc":
-        t.lose("train-crop-mode")
 
 
 def interpolation(t: Translation, in_evaluation: str) -> None:

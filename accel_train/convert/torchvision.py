@@ -22,7 +22,7 @@ TABLE: dict[str, str | To] = {
     "clip-grad-norm": "optim.clip",
     "label-smoothing": "loss.label-smoothing",
     "epochs": "epochs",
-    "interpolation": "augment.interpolation",
+    "interpolation": To("augment.interpolation", {"nearest-exact": "nearest"}),  # of Pillow's images they are the same
     "auto-augment": To("augment.policy", POLICIES),
     "ra-magnitude": To("augment.randaugment-magnitude", when=lambda t: t["auto-augment"] == "ra"),
     "augmix-severity": To("augment.augmix-severity", when=lambda t: t["auto-augment"] == "augmix"),

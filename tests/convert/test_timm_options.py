@@ -55,6 +55,17 @@ def converted(command: str) -> Translation:
         ),
         ("--lr-cycle-mul 2 --epochs 10", {"epochs": 10, "schedule.cycle-epochs": None, "schedule.cycle-mul": None}),
         ("--sched plateau", {"schedule.threshold": 0.0001}),
+        ("--train-interpolation lanczos", {"augment.train-interpolation": "lanczos"}),
+        ("--no-aug --interpolation box", {"augment.crop": "squash", "augment.interpolation": "box"}),
+        ("--train-crop-mode rkrc --scale 0.8 1", {"augment.crop": "rkrc", "augment.scale": [0.8, 1.0]}),
+        ("--train-crop-mode rkrr", {"augment.crop": "rkrr", "augment.scale": [0.08, 1.0]}),
+        ("--train-crop-mode rrc", {"augment.crop": "resized"}),
+        ("--input-img-mode RGB", {"data.channels": None}),
+        ("--input-size 1 224 224 --input-img-mode L", {"data.channels": 1}),
+        (
+            "--resume last.pth.tar --no-resume-opt --start-epoch 0",
+            {"model.weights": "last.pth.tar"},
+        ),
         ("--sched step --cooldown-epochs 10 --epochs 20", {"epochs": 20, "schedule.cooldown-epochs": None}),
     ],
 )
@@ -75,7 +86,12 @@ def test_an_option_with_others(words: str, expected: dict[str, object], tmp_path
         ("--mixup 0.2 --mixup-mode half", "--mixup-mode half"),
         ("--mixup 0.2 --reprob 0.1", "--reprob 0.1"),  # erased after mixing, unless --no-prefetcher
         ("--aa randaugment", "--aa randaugment"),
-        ("--train-interpolation lanczos", "--train-interpolation lanczos"),
+        ("--train-interpolation area", "--train-interpolation area"),
+        ("--train-crop-mode rkr", "--train-crop-mode rkr"),
+        ("--input-img-mode HSV", "--input-img-mode HSV"),
+        ("--input-size 1 224 224 --input-img-mode RGB", "--input-img-mode RGB"),
+        ("--start-epoch 3", "--start-epoch 3"),
+        ("--resume last.pth.tar --no-resume-opt", "--no-resume-opt"),
     ],
 )
 def test_what_is_still_lost(words: str, lost: str) -> None:

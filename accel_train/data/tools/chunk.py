@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.splits import Source
-from accel_train.data.transforms.image import resized_to_short_side
+from accel_train.data.transforms.resizing import resized_to_short_side
 from accel_train.errors import UserError
 
 JPEG_QUALITY = 90

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel_train.config.declaration import PILLOWS_OWN
 from accel_train.config.schema import Augment
 from accel_train.data.transforms.parameters import AugmentParameters, Column, over_pixels
 
@@ -90,9 +91,7 @@ class BatchTransform:
         images, labels = batch["images"], batch["labels"]
         resize = self.augment.resize or self.size
         if not self.per_image and images.shape[-1] != resize:
-            images = F.interpolate(images.float(), (resize, resize), mode=self.interpolation, antialias=True)
-            if self.clamps:
-                images = images.clamp_(0, 255)
+            images = self._resized(images, resize)
         if self.draw_parameters is None:
             return self._normalise(self._center(images)), self._targets(labels)
         parameters = batch["parameters"]
@@ -111,6 +110,14 @@ class BatchTransform:
         if self.mixes:
             return self._mix(images, labels, parameters, boxes[:, -1:] if boxes is not None and cuts else None)
         return images, self._targets(labels)
+
+    def _resized(self, images: Tensor, side: int) -> Tensor:
+        if self.interpolation in PILLOWS_OWN:
+            from accel_train.data.transforms.resizing import resized_by_pillow
+
+            return resized_by_pillow(images, side, side, self.interpolation)
+        images = F.interpolate(images.float(), (side, side), mode=self.interpolation, antialias=True)
+        return images.clamp_(0, 255) if self.clamps else images
 
     def _targets(self, labels: Tensor) -> Tensor:
         return labels.float() if self.training and labels.ndim == 2 else labels

@@ -7,11 +7,10 @@ mixing) run later on the device (batch.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -19,6 +18,7 @@ from accel_train.config.schema import Augment
 from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.transforms.parameters import Stream, resize_default
 from accel_train.data.transforms.policies import image_steps
+from accel_train.data.transforms.resizing import resized, sides
 from accel_train.keyed import uniform, uniforms
 
 TRIES = 10  # attempts to draw a box inside the image, as in torchvision
@@ -43,17 +43,17 @@ class ImageTransform:
     ) -> None:
         """`mean`: of each channel, 0 to 1; timm's policies have this colour outside the image."""
         self.augment, self.size, self.training = augment, size, training
-        self.decodes_smaller = training and decodes_smaller
+        self.crop = augment.crop if training else "center"
         self.short_side = augment.resize or resize_default(size)
-        self.resized_crop = training and augment.crop == "resized"
         self.interpolation = augment.interpolation_of(training=training)
+        # The decoder takes means of pixels, and nearest takes one of them.
+        self.decodes_smaller = training and decodes_smaller and self.interpolation != "nearest"
         crops: list[torch.nn.Module] = []
-        if not self.resized_crop:
-            if training and augment.crop == "random":
-                padding = {"padding": augment.pad or None, "padding_mode": augment.pad_mode}
-                crops.append(v2.RandomCrop(size, pad_if_needed=True, **padding))
-            else:
-                crops.append(v2.CenterCrop(size))
+        if self.crop == "random":
+            padding = {"padding": augment.pad or None, "padding_mode": augment.pad_mode}
+            crops.append(v2.RandomCrop(size, pad_if_needed=True, **padding))
+        elif self.crop == "center":
+            crops.append(v2.CenterCrop(size))
         own: list[torch.nn.Module] = []
         if training and augment.own != "none":
             from accel_train.data.transforms.own import OwnTransform
@@ -72,13 +72,7 @@ class ImageTransform:
     def __call__(self, images: Sequence[Tensor | LazyImage], keys: Tensor) -> Tensor:
         """`images`: each uint8 [C, H, W] or not yet decoded; `keys`: int64 [b]. Returns uint8 [b, C, size, size]."""
         modes = self._modes(keys)
-        if self.resized_crop:
-            boxes = drawn_boxes(images, keys, self.augment)
-            decoded = (
-                self._resized_crop(image, mode, *box) for image, box, mode in zip(images, boxes, modes, strict=True)
-            )
-        else:
-            decoded = (self._whole(image, mode) for image, mode in zip(images, modes, strict=True))
+        decoded = self._resized(images, modes, keys)
         flips = drawn_flips(keys, self.augment, training=self.training)
         batch: Tensor | None = None
         with self._restored_generators():
@@ -90,6 +84,25 @@ class ImageTransform:
                 batch[index] = (image.flip(flips[index]) if flips[index] else image).permute(1, 2, 0)
         assert batch is not None
         return batch.permute(0, 3, 1, 2)
+
+    def _resized(self, images: Sequence[Tensor | LazyImage], modes: Sequence[str], keys: Tensor) -> Iterator[Tensor]:
+        """Yield each image, resized and, unless that is one of `steps`, cropped."""
+        sizes = [_size(image) for image in images]
+        if self.crop == "resized":
+            boxes = drawn_boxes(sizes, keys, self.augment)
+            for image, mode, box in zip(images, modes, boxes, strict=True):
+                yield self._resized_crop(image, mode, *box)
+        elif self.crop in ("rkrc", "rkrr"):
+            from accel_train.data.transforms.keep_ratio import cut, drawn_windows
+
+            windows = drawn_windows(sizes, keys, self.augment, self.size)
+            for image, mode, (height, width, top, left) in zip(images, modes, windows, strict=True):
+                yield cut(self._whole(image, mode, height, width), top, left, self.size)
+        else:
+            for image, mode, (height, width) in zip(images, modes, sizes, strict=True):
+                squashed = self.crop == "squash"
+                target = (self.size, self.size) if squashed else sides(height, width, self.short_side)
+                yield self._whole(image, mode, *target)
 
     def _modes(self, keys: Tensor) -> Sequence[str]:
         """How each image is resized."""
@@ -114,16 +127,15 @@ class ImageTransform:
         elif self.is_random:
             torch.default_generator.manual_seed(word)  # torch.manual_seed would also seed GPUs
 
-    def _whole(self, image: Tensor | LazyImage, mode: str) -> Tensor:
-        """The whole image, resized to the short side."""
+    def _whole(self, image: Tensor | LazyImage, mode: str, height: int, width: int) -> Tensor:
+        """The whole image, resized to this height and width."""
         if isinstance(image, LazyImage):
-            reduction = self._reduction(image, min(image.height, image.width), self.short_side)
+            both = (image.height, height), (image.width, width)
+            reduction = self._reduction(image, *min(both, key=lambda pair: pair[0] / pair[1]))
             if reduction > 1:
-                box = 0, 0, image.height, image.width
-                target = sides(image.height, image.width, self.short_side)
-                return image.reduced(box, *target, reduction, mode)
+                return image.reduced((0, 0, image.height, image.width), height, width, reduction, mode)
             image = image.pixels()
-        return resized_to_short_side(image, self.short_side, mode)
+        return resized(image, height, width, mode)
 
     def _resized_crop(
         self, image: Tensor | LazyImage, mode: str, top: int, left: int, height: int, width: int
@@ -135,10 +147,7 @@ class ImageTransform:
                 box = top, left, height, width
                 return image.reduced(box, self.size, self.size, reduction, mode)
             image = image.pixels()
-        crop = image[:, top : top + height, left : left + width]
-        if crop.shape[1:] == (self.size, self.size):
-            return crop
-        return resized(crop, self.size, self.size, mode)
+        return resized(image[:, top : top + height, left : left + width], self.size, self.size, mode)
 
     def _reduction(self, image: LazyImage, side: int, needed: int) -> int:
         """The largest JPEG scale factor at which `side` pixels of the image still give `needed` pixels."""
@@ -147,10 +156,11 @@ class ImageTransform:
         return max(factor for factor in (1, 2, 4, 8) if factor == 1 or side >= factor * needed)
 
 
-def drawn_boxes(images: Sequence[Tensor | LazyImage], keys: Tensor, augment: Augment) -> list[list[int]]:
-    """Top, left, height and width of each image's crop with crop=resized, drawn from the keys (int64 [b])."""
-    sizes = torch.tensor([_size(image) for image in images])
-    boxes: list[list[int]] = crop_boxes(keys, sizes[:, 0], sizes[:, 1], augment.scale, augment.ratio).tolist()
+def drawn_boxes(sizes: Sequence[tuple[int, int]], keys: Tensor, augment: Augment) -> list[list[int]]:
+    """Top, left, height and width of each crop with crop=resized of an image of this height and width, drawn from the
+    keys (int64 [b])."""
+    heights, widths = torch.tensor(sizes).T
+    boxes: list[list[int]] = crop_boxes(keys, heights, widths, augment.scale, augment.ratio).tolist()
     return boxes
 
 
@@ -199,26 +209,3 @@ def crop_boxes(
 
 def _size(image: Tensor | LazyImage) -> tuple[int, int]:
     return (image.shape[1], image.shape[2]) if isinstance(image, Tensor) else (image.height, image.width)
-
-
-def sides(height: int, width: int, short_side: int) -> tuple[int, int]:
-    """Height and width of an image resized to this short side, rounded as in torchvision's Resize."""
-    short = min(height, width)
-    return int(short_side * height / short), int(short_side * width / short)
-
-
-def resized_to_short_side(image: Tensor, short_side: int, interpolation: str = "bilinear") -> Tensor:
-    """`image`, uint8 [C, H, W], resized so that the shorter of its sides has `short_side` pixels.
-
-    The pixels are those of torchvision's Resize in 0.29. Older versions of it computed in float32 on some CPUs, so that
-    pixels differed by 1.
-    """
-    height, width = sides(image.shape[1], image.shape[2], short_side)
-    return image if image.shape[1:] == (height, width) else resized(image, height, width, interpolation)
-
-
-def resized(image: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
-    """`image`, uint8 [C, H, W] on the CPU, resized to uint8 [C, height, width] with antialiasing."""
-    # image[None] would not count as channels last, and interpolate would copy the pixels twice.
-    batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-    return F.interpolate(batch, (height, width), mode=interpolation, antialias=True)[0]

@@ -44,6 +44,10 @@ class Stream(IntEnum):
     INTERPOLATION = auto()
     ERASE_COUNT = auto()
     ERASE_NOISE = auto()
+    KEPT_SCALED = auto()
+    KEPT_SCALE = auto()
+    KEPT_STRETCHED = auto()
+    KEPT_STRETCH = auto()
     JITTER_ORDER = 100  # and following: one of each Jitter
     JITTER_FACTOR = 110  # and following: one of each Jitter
     ERASE_MORE = 200  # and following: area, ratio, top and left of each box after the first

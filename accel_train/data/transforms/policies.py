@@ -13,13 +13,14 @@ from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
+from accel_train.errors import UserError
 
 AUTOAUGMENT = {
     "autoaugment": v2.AutoAugmentPolicy.IMAGENET,
     "autoaugment_cifar10": v2.AutoAugmentPolicy.CIFAR10,
     "autoaugment_svhn": v2.AutoAugmentPolicy.SVHN,
 }
-RESAMPLING = {"bilinear": 2, "bicubic": 3}  # PIL's numbers
+RESAMPLING = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # PIL's numbers
 
 
 def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> list[torch.nn.Module]:
@@ -27,8 +28,14 @@ def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[flo
 
     They turn and shift PIL images with `interpolation` (or random), as torchvision's training script does: its tensors
     cannot be turned bicubically. torchvision's AugMix computes with tensors in any case, and so bilinearly.
-    `mean`: of each channel, 0 to 1.
+    `mean`: of each channel, 0 to 1. Raises UserError if Pillow cannot turn images with this interpolation.
     """
+    uses_it = augment.turns or augment.perspective > 0 or augment.policy not in ("none", "augmix")
+    if uses_it and interpolation not in (*RESAMPLING, "random"):
+        raise UserError(
+            f"--augment.interpolation {interpolation}: images can be resized with it, but not turned or sheared, as an "
+            f"augment.policy, degrees, … need. Use {', '.join(RESAMPLING)}, or none of these."
+        )
     steps: list[torch.nn.Module] = []
     mode = v2.InterpolationMode("bilinear" if interpolation == "random" else interpolation)
     fill = _fill(augment.fill)

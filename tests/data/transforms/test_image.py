@@ -24,8 +24,9 @@ from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.files.images import ImageError, LazyImage
 from accel_train.data.sources.load import Source, load_splits
 from accel_train.data.torch_loader import create_loader
-from accel_train.data.transforms.image import ImageTransform, crop_boxes, resized_to_short_side
+from accel_train.data.transforms.image import ImageTransform, crop_boxes
 from accel_train.data.transforms.parameters import resize_default
+from accel_train.data.transforms.resizing import resized_to_short_side
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator
@@ -46,6 +47,9 @@ POLICIES = {
     "autoaugment": Augment(crop="resized", policy="autoaugment"),
     "autoaugment_svhn": Augment(crop="resized", policy="autoaugment_svhn"),
     "augmix": Augment(crop="resized", policy="augmix"),
+    "kept, centre": Augment(crop="rkrc", flip=0.5, train_interpolation="random"),
+    "kept, random": Augment(crop="rkrr", train_interpolation="random"),
+    "squashed": Augment(crop="squash", interpolation="lanczos", flip=0.5, policy="augmix"),
     "upended": Augment(crop="resized", flip=0.5, vertical_flip=0.5),
 }
 
