@@ -105,7 +105,8 @@ def differences(
     if samples is not None and samples[0] != samples[1] and not explained:
         changes["data"] = f"{samples[0]} -> {samples[1]} training samples"
     elif all(tables) and tables[0] != tables[1]:
-        changes["data"] = f"the {'table has' if config.data.order == 'full' else 'shards have'} changed"
+        what = "table or the class map has" if config.data.order == "full" else "shards or the class map have"
+        changes["data"] = f"the {what} changed"
     return changes
 
 

@@ -56,6 +56,10 @@ def _is_mapping(text: str) -> bool:
         return False
 
 
+SPLIT = Bound(
+    "the name of a split (data.val-fraction and data.test-fraction take a part)",
+    lambda x: bool(x.strip()) and not x.replace(".", "").isdigit(),
+)
 MODEL_NAME = Bound("the name of a model", bool, prefix="timm/")  # timm's models are called so on the hub
 JSON_OBJECT = Bound("""a JSON object with names as keys, such as '{"depth": 3}'""", _is_mapping)
 LOSSES = ("cross_entropy", "binary_cross_entropy")

@@ -41,8 +41,6 @@ Name the recipe without an option: accel-train train RECIPE.
     config cfg recipe config-name mode task
 The number of classes follows from the data.
     num-classes nb-classes n-classes
-Set data.val-fraction or data.test-fraction, or give the data a folder for each split.
-    train-split
 A run ends after its epochs (a part of one: 0.5), stop.updates or stop.hours, whichever is first.
     min-steps min-epochs train-batches-per-epoch
 Set stop.hours and epochs: the run ends at the earlier one.
@@ -89,8 +87,6 @@ Data is loaded ahead, and augmented on the device, by itself.
     no-prefetcher use-multi-epochs-loader prefetch-factor persistent-workers
 Data sets that can be downloaded are, into data.root.
     dataset-download download
-The classes are the names of the folders, or those in the table: data.name csv.
-    class-map
 Not supported: the EMA is on the model's device; on the CPU each update would wait for a copy of all weights.
     model-ema-force-cpu
 To begin with the weights of a run alone: --model.weights RUN.

@@ -197,8 +197,16 @@ def data(t: Translation) -> None:
     t.set("data.name", "folder" if name in ("", "folder", "ImageFolder") else name, of="dataset")
     if root:
         t.set("data.root", root)
+    named = t.settings["data.name"].value.partition("/")[0] in ("folder", "hfds", "hfids", "tfds")
     for split, usual in (("train-split", ("train", "training")), ("val-split", ("validation", "val", "valid"))):
         if t.is_given(split) and t[split] not in usual:
-            t.lose(split)
+            if named:
+                t.set(f"data.{split}", t[split], of=split)
+            else:
+                t.lose(split, "Shards have the usual names of splits here, and torchvision's sets theirs.")
+    if str(t["class-map"]).endswith(".pkl"):
+        t.lose("class-map", "Write the names of the classes into a text file, in their order, one a line.")
+    elif t["class-map"]:
+        t.set("data.class-map", t["class-map"])
     # timm leaves out the last images of an epoch that fill no batch; with accumulation it makes a smaller update.
     t.set("data.drop-last", max(t["grad-accum-steps"], 1) == 1, "as timm's loader")

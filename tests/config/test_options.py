@@ -469,6 +469,8 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(["none", "torch.nn.functional:relu"])
     if key == "model.name":
         return words.filter(bool)
+    if key.endswith("-split"):
+        return st.none() | st.sampled_from(["train[:90%]", "fold 1", "0x"])
     if key in ("model.kwargs", "optim.kwargs"):
         return st.none() | st.dictionaries(st.sampled_from("abc"), st.integers() | st.text()).map(json.dumps)
     if origin is Literal:

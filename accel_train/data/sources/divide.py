@@ -66,7 +66,7 @@ def stratified_choice(keys: Iterable[str], labels: npt.ArrayLike, count: int, sa
 
 
 def divide(splits: Splits, data: Data, seed: int) -> Splits:
-    """Split off, limit and skip samples, in this order, as `data` says. Raises UserError.
+    """Choose classes, and split off, limit and skip samples, in this order, as `data` says. Raises UserError.
 
     Because of this order, an unreadable image does not move another image into a different split.
     """
@@ -80,6 +80,11 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
             note = f"--data.skip-unreadable: {data.skip_unreadable} is empty, and does not say of which data it is"
             splits = replace(splits, notes=(*splits.notes, note))
     unreadable = _unreadable(splits, data, listed)
+    if data.only_classes or data.class_map is not None:
+        from accel_train.data.sources.classes import choose_classes
+
+        splits = choose_classes(splits, data)
+        _check(splits, data)
     splits = _split_off(splits, data, seed)
     for split, limit in (
         ("train", data.train_limit),

@@ -22,7 +22,15 @@ from accel_train.config.compatibility import IMAGE_FILES, IN_MEMORY
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import EncodedImages, read_image
 from accel_train.data.sources.files.images import ImageError, decode
-from accel_train.data.sources.splits import SPLIT_NAMES, Source, Splits, numbered, splits_of_files
+from accel_train.data.sources.splits import (
+    SPLIT_NAMES,
+    Source,
+    Splits,
+    check_splits,
+    given_splits,
+    numbered,
+    splits_of_files,
+)
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import short_name
 
@@ -184,7 +192,10 @@ def _tensorflow(data: Data) -> Splits:
 def _named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
     """split -> its name in the dataset."""
     stored = list(stored)
-    named = {SPLIT_NAMES[name.lower()]: name for name in reversed(stored) if name.lower() in SPLIT_NAMES}
+    given = given_splits(data)
+    check_splits(given, stored, f"the data '{data.name}'")
+    usual = {SPLIT_NAMES[name.lower()]: name for name in reversed(stored) if name.lower() in SPLIT_NAMES}
+    named = {split: name for split, name in usual.items() if name not in given.values()} | given
     if "train" not in named:
         raise UserError(f"the data '{data.name}' has no train split, only {', '.join(stored) or 'none'}.")
     return named

@@ -14,7 +14,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import PUBLISHED, digits, torchvision_set
 from accel_train.data.sources.divide import divide
 from accel_train.data.sources.files.depth import range_text
-from accel_train.data.sources.splits import Source, Splits, Subset
+from accel_train.data.sources.splits import Source, Splits, Subset, given_splits
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import parse_reference, short_name
 
@@ -60,6 +60,11 @@ def read_splits(data: Data, *, download: bool = True, record: Path | None = None
                 f"--data.{option} {column}: only csv, hfds/NAME and hfids/NAME have columns, and --data.name is "
                 f"'{short_name('data.name', data.name)}'; remove it."
             )
+    if given_splits(data) and data.name.partition("/")[0] not in ("folder", "hfds", "hfids", "tfds"):
+        raise UserError(
+            "--data.train-split, --data.val-split, --data.test-split: only folder, hfds/NAME, hfids/NAME and tfds/NAME "
+            f"take them, and --data.name is '{short_name('data.name', data.name)}'; remove them."
+        )
     if data.range is not None and splits.value_range != data.range:
         raise UserError(
             f"--data.range {range_text(data.range)}: it is for image files and PIL images of more than 8 bits, but "

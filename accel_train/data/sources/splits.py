@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from accel_train.config.compatibility import IMAGE_FILES, IN_MEMORY
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.depth import ValueRange
 from accel_train.data.sources.files.images import default_mean_std
-from accel_train.errors import UserError, first_of
+from accel_train.errors import UserError, first_of, nearest
 
 
 class Source(Protocol):
@@ -126,17 +126,38 @@ SPLIT_NAMES = {  # accepted names of folders, tar files, shards and splits on a 
 }  # fmt: skip
 
 
+def given_splits(data: Data) -> dict[str, str]:
+    """split -> its name, for those that --data.train-split, --data.val-split and --data.test-split name."""
+    options = {"train": data.train_split, "validation": data.val_split, "test": data.test_split}
+    return {split: name for split, name in options.items() if name is not None}
+
+
+def check_splits(given: Mapping[str, str], stored: Sequence[str], where: str) -> None:
+    """Raise UserError unless all `given` splits (split -> name, or a part of it: "train[:90%]") are `stored` there."""
+    for split, name in given.items():
+        option = f"--data.{'val' if split == 'validation' else split}-split {name}"
+        for part in name.split("+"):
+            if (base := part.partition("[")[0].strip()) not in stored:
+                found = first_of(stored, 5) or "nothing"
+                raise UserError(f"{option}: {where} has no split {base!r}, only {found}.{nearest(base, stored)}")
+        if list(given.values()).count(name) > 1:
+            raise UserError(f"{option}: it is given for two splits; the same images would be in both.")
+
+
 @dataclass
 class Subset:
     """The samples `ids` (int64 [n]) of a source, renumbered from 0."""
 
     source: Source
     ids: torch.Tensor
+    relabelled: InitVar[torch.Tensor | None] = None
+    """Other labels of these samples than the source's."""
     labels: torch.Tensor = field(init=False)
     in_memory: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.labels, self.in_memory = self.source.labels[self.ids], self.source.in_memory
+    def __post_init__(self, relabelled: torch.Tensor | None) -> None:
+        self.labels = self.source.labels[self.ids] if relabelled is None else relabelled
+        self.in_memory = self.source.in_memory
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -177,10 +198,12 @@ def unwrap_subset(source: Source) -> tuple[Source, torch.Tensor | None]:
     return (source.source, source.ids) if isinstance(source, Subset) else (source, None)
 
 
-def subset(source: Source, chosen: npt.NDArray[np.bool_]) -> Source:
-    """The samples of `source` for which `chosen` (bool [n]) is true, in their order."""
+def subset(source: Source, chosen: npt.NDArray[np.bool_], labels: torch.Tensor | None = None) -> Source:
+    """The samples of `source` for which `chosen` (bool [n]) is true, in their order. `labels`: of all samples of
+    `source`, if they become others."""
     ids = torch.from_numpy(np.flatnonzero(chosen))
-    return Subset(source.source, source.ids[ids]) if isinstance(source, Subset) else Subset(source, ids)
+    labels = (source.labels if labels is None else labels)[ids]
+    return Subset(source.source, source.ids[ids], labels) if isinstance(source, Subset) else Subset(source, ids, labels)
 
 
 def splits_of_files(data: Data, classes: tuple[str, ...], sources: Mapping[str, Source], **more: Any) -> Splits:

@@ -54,6 +54,17 @@ def test_a_folder_read_by_hugging_face(tmp_path: Path, datasets, prefix: str) ->
     assert (len(divided.train), len(divided.test)) == (6, 2)
 
 
+def test_splits_and_parts_of_them_that_are_named(tmp_path: Path, datasets) -> None:
+    name = f"hfds/{image_folder(tmp_path / 'pets', ('train', 'validation', 'test'))}"
+    found = load(name, tmp_path / "cache", val_split="test")
+    assert values(found.validation) == [200, 201, 202, 203, 210, 211, 212, 213] and found.test is None
+    found = load(name, tmp_path / "cache", train_split="train[:75%]+test", val_split="train[75%:]")
+    assert values(found.train) == [0, 1, 2, 3, 10, 11, 200, 201, 202, 203, 210, 211, 212, 213]
+    assert values(found.validation) == [12, 13]
+    with pytest.raises(UserError, match=r"--data\.val-split dev: .* has no split 'dev', only train, validation, test"):
+        load(name, tmp_path / "cache", val_split="dev")
+
+
 def test_other_column_names_unreadable_images_and_unlabelled_tests(tmp_path: Path, datasets) -> None:
     def png(value: int) -> bytes:
         file = io.BytesIO()

@@ -54,3 +54,9 @@ def test_the_libraries_are_imported_only_where_used(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("option", ["train_split", "val_split", "test_split"])
+def test_data_whose_splits_have_no_names(option: str) -> None:
+    with pytest.raises(UserError, match=r"--data\.test-split: only folder, .* take them, and --data.name is 'digits'"):
+        load_splits(Data(**{option: "x"}), 0)  # type: ignore[arg-type]

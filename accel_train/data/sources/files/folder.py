@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import torch
 
@@ -15,7 +16,7 @@ from accel_train.data.sources.files.index import Progress, indexed, splits_of_in
 from accel_train.data.sources.files.index_file import Index, SplitFiles
 from accel_train.data.sources.files.listing import EXTENSIONS, NEWER_EXTENSIONS, find_images
 from accel_train.data.sources.shared import SharedArray, StringArray
-from accel_train.data.sources.splits import SPLIT_NAMES, Splits
+from accel_train.data.sources.splits import SPLIT_NAMES, Splits, check_splits, given_splits
 from accel_train.errors import UserError, first_of
 
 
@@ -73,7 +74,10 @@ def index_of(data: Data) -> Index:
         what = "is a file, not a folder" if root.exists() else "does not exist"
         table = " To train on a table, give --data.name csv." if root.suffix.lower() == ".csv" else ""
         raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.{table}")
-    return indexed(root, "folder", lambda progress: _look(root, progress), verify=data.verify)
+    # With other folders for its splits, the same tree is other data.
+    given = given_splits(data)
+    kind = "folder" + "".join(f"-{split}={quote(name, safe='')}" for split, name in given.items())
+    return indexed(root, kind, lambda progress: _look(root, given, progress), verify=data.verify)
 
 
 def splits_of_image_files(data: Data, root: Path, index: Index) -> Splits:
@@ -84,13 +88,14 @@ def splits_of_image_files(data: Data, root: Path, index: Index) -> Splits:
     return splits_of_index(data, index, sources)
 
 
-def _look(root: Path, progress: Progress) -> Index:
-    """Look through the tree of `root`. Raises UserError."""
+def _look(root: Path, given: Mapping[str, str], progress: Progress) -> Index:
+    """Look through the tree of `root`. `given`: split -> its folder. Raises UserError."""
     contents = find_images(root, progress)
     if not contents.images:
         others = f"; found {ignored_text(contents.others)}" if contents.others else ""
         raise UserError(f"--data.root {root} contains no image (searched for {' '.join(EXTENSIONS)}{others}).")
-    classes, splits, notes, mistake = arrange(contents.images, contents.folders, str(root))
+    check_splits(given, [path for path in contents.folders if "/" not in path], str(root))
+    classes, splits, notes, mistake = arrange(contents.images, contents.folders, str(root), given)
     if contents.repeated:
         notes.append(
             f"{root} has symbolic links to folders that are already included; they are not followed: "
@@ -120,18 +125,20 @@ def ignored_text(others: Counter[str], outside: int = 0) -> str:
 
 
 def arrange(
-    images: Iterable[str], folders: Iterable[str], where: str
+    images: Iterable[str], folders: Iterable[str], where: str, given: Mapping[str, str] | None = None
 ) -> tuple[tuple[str, ...], dict[str, Samples], list[str], str]:
     """Classes and splits of a tree, warnings about them, and its `Splits.mistake`: classes without a training image.
 
     images, folders: paths relative to the tree's root `where`, with "/". The classes are the sorted folders
-    in train/, or at the top if there is no train/. Raises UserError if splits differ in their classes.
+    in train/, or at the top if there is no train/. `given`: split -> its folder, if the usual names are not meant.
+    Raises UserError if splits differ in their classes.
     """
-    folders = sorted(folders)
-    named: dict[str, str] = {}  # split -> its folder
+    folders, named = sorted(folders), dict(given or {})  # split -> its folder
     for top in folders:
         split = SPLIT_NAMES.get(top.lower())
-        if split is not None and any(path.startswith(top + "/") for path in folders):
+        if split is None or top in named.values() or not any(path.startswith(top + "/") for path in folders):
+            continue
+        if split not in (given or {}):
             if split in named:
                 raise UserError(
                     f"{where} has both {named[split]}/ and {top}/; only one can be the {split} split: rename the other."
