@@ -147,19 +147,24 @@ def predict(
     top_k: int | None = None,
     threshold: float | None = None,
     tta: Tta = "none",
+    embeddings: bool = False,
+    layer: str | None = None,
     trust_code: bool = False,
 ) -> list[Prediction]:
     """Return the most probable classes of image files, the most probable one first, in the order of `images`.
 
     `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
-    `threshold` (default: 0.5), which only such runs take. `tta`: as in `evaluate`.
+    `threshold` (default: 0.5), which only such runs take. `tta`: as in `evaluate`. `embeddings`: each
+    prediction has an `embedding`, float32 [features]: what the model computes before its last layer, or the outputs of
+    its module `layer`, the mean over the positions in the image.
 
     The prediction of a file that cannot be read has no classes, but an `error`.
     """
     if isinstance(images, (str, os.PathLike)):
         raise UserError(f"images: expected a list of paths, found one: give [{os.fspath(images)!r}].")
     loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, os.PathLike)) else run
-    return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold, tta=tta)
+    asked: dict[str, Any] = {"top_k": top_k, "threshold": threshold, "tta": tta}
+    return loaded.predict([Path(image) for image in images], embeddings=embeddings, layer=layer, **asked)
 
 
 def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:

@@ -102,6 +102,7 @@ EXAMPLES: dict[str, str] = {
     "model.kwargs": """'{"stem_type": "deep"}'""",
     "model.pretrained": "--model.name resnet18 --model.pretrained true",
     "model.weights": "runs/first",
+    "model.remap-classes": "--model.weights runs/first --model.remap-classes true",
     "model.image-size": "224",
     "data.image-column": "img",
     "data.label-column": "fine_label",

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from accel_train.analysis.inference.calibrated import Calibration, find_calibration, not_with_views
+from accel_train.analysis.inference.embeddings import Embeddings
 from accel_train.analysis.inference.predict import Prediction, classify_files
 from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.analysis.inference.tta import check_tta, size_of_images, with_tta
@@ -92,12 +93,20 @@ class LoadedRun:
         return self.preprocessing.to_input(self.preprocessing.resize(image))[0]
 
     def predict(
-        self, images: Sequence[Path], *, top_k: int | None = None, threshold: float | None = None, tta: Tta = "none"
+        self,
+        images: Sequence[Path],
+        *,
+        top_k: int | None = None,
+        threshold: float | None = None,
+        tta: Tta = "none",
+        embeddings: bool = False,
+        layer: str | None = None,
     ) -> list[Prediction]:
         """The most probable classes of image files: see `api.predict`."""
         if top_k is None and not self.info.multi_label:
             top_k = 5
-        return list(self.classify(list(images), top_k, threshold, tta=tta))
+        found = self.classify(list(images), top_k, threshold, tta=tta, embeddings=embeddings, layer=layer)
+        return list(found)
 
     def classify(
         self,
@@ -106,11 +115,18 @@ class LoadedRun:
         threshold: float | None = None,
         max_pixels: int | None = None,
         tta: Tta = "none",
+        *,
+        embeddings: bool = False,
+        layer: str | None = None,
         **options: Any,
     ) -> Iterator[Prediction]:
-        """Yield the prediction of each file. `max_pixels`: None: as in training. `tta`: see inference/tta.py. For
-        `options` see `classify_files`. Raises UserError."""
+        """Yield the prediction of each file. `max_pixels`: None: as in training. `tta`: see inference/tta.py.
+        `embeddings`: with its embedding, by `layer` (see inference/embeddings.py). For `options` see `classify_files`.
+        Raises UserError."""
         check_tta(tta)
+        if embeddings and tta != "none":
+            raise UserError(f"--embeddings: they are of one view of an image; leave out --tta {tta}.")
+        options["embeddings"] = Embeddings(self.model, layer) if embeddings else None
         info, augment, prepared = self.info, self.config.augment, self.preprocessing
         size = size_of_images(tta, augment, info.image_size, one_size=info.native_size is not None)
         if size != info.image_size:

@@ -47,6 +47,9 @@ class Model:
     """Start from published weights. The last layer is new if the number of classes differs."""
     weights: Path | None = None
     """Start from the weights in this file (.safetensors, .pth), run or checkpoint."""
+    remap_classes: Annotated[bool, Synonyms("cls-remap")] = False
+    """If model.weights is of other classes, take the rows of the last layer for those that both have, by name; the
+    other rows are new. Default: then the whole last layer is new."""
     image_size: Annotated[
         int | None, POSITIVE, Synonyms("img-size imgsz image-size input-size size resolution imsize train-crop-size")
     ] = None

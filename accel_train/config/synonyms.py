@@ -149,8 +149,6 @@ Not supported: this trainer is for classification.
     dlam line-width save-crop save-frames show-labels show-conf show-boxes vid-stride stream-buffer dnn
 Not supported: a class of the data is a class of the model; move the images to one folder.
     single-cls
-The last layer is loaded if it is of the same classes, by name, in any order; else it is new.
-    cls-remap
 Console lines: log-every-updates.
     verbose
 Set --threshold of `accel-train predict`.

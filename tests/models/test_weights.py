@@ -36,8 +36,10 @@ def written(state: dict[str, Tensor], folder: Path) -> Path:
     return path
 
 
-def load(model: nn.Module, file: Path, classes: Any = LETTERS, theirs: Any = None, channels: int = 3) -> str:
-    return load_into(model, Weights(file, file.name, theirs), classes, channels)
+def load(
+    model: nn.Module, file: Path, classes: Any = LETTERS, theirs: Any = None, channels: int = 3, **options: bool
+) -> str:
+    return load_into(model, Weights(file, file.name, theirs), classes, channels, **options)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
@@ -106,6 +108,32 @@ def test_the_last_layer_is_loaded_for_the_same_classes_by_name(
         assert torch.equal(here.fc.weight, there.fc.weight[rows])  # type: ignore[arg-type]
     else:
         assert torch.equal(here.fc.weight, fresh)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "deit_tiny_distilled_patch16_224", "torchvision/squeezenet1_1"])
+def test_the_rows_of_the_classes_that_both_have_are_loaded(tmp_path: Path, name: str) -> None:
+    size = 224 if "224" in name or "/" in name else 32
+    there, here = model_of(name, 10, size=size), model_of(name, 4, size=size)
+    fresh = {key: value.clone() for key, value in here.state_dict().items()}
+    text = load(here, written(there.state_dict(), tmp_path), ("new", "j", " B", "other"), LETTERS, remaps=True)
+    assert "last layer: 2 of its 4 rows loaded, those of classes with the same name" in text
+    given = there.state_dict()
+    heads = [key for key, value in given.items() if value.shape != fresh[key].shape]
+    assert len(heads) >= 2
+    for key, value in here.state_dict().items():
+        if key in heads:
+            assert torch.equal(value[[1, 2]], given[key][[9, 1]]) and torch.equal(value[[0, 3]], fresh[key][[0, 3]])
+        else:
+            assert torch.equal(value, given[key])
+
+
+def test_no_row_is_loaded_without_a_name_in_both(tmp_path: Path) -> None:
+    file = written(timm.create_model("test_resnet", num_classes=10).state_dict(), tmp_path)
+    here = model_of("test_resnet", 2)
+    assert "new last layer: 10 classes there, 2 here" in load(here, file, ("x", "y"), LETTERS, remaps=True)
+    assert "the same classes" in load(model_of("test_resnet"), file, LETTERS, LETTERS, remaps=True)
+    with pytest.raises(UserError, match=r"--model\.remap-classes: weights\.safetensors does not name its classes"):
+        load(here, file, ("x", "y"), None, remaps=True)
 
 
 def test_a_transformer_takes_weights_of_another_image_size_and_of_colour_images(tmp_path: Path) -> None:

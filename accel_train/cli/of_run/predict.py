@@ -47,6 +47,11 @@ class Predict(CommandOptions):
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
     output: Path | None = None
     """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
+    embeddings: Path | None = None
+    """Write what the model computes before its last layer to this .npy file, a row of float32 for each image in their
+    order; NaN for one that cannot be read."""
+    layer: str | None = None
+    """--embeddings: another layer, by its name, such as layer4; the mean of its outputs over the image."""
     tta: Tta = "none"
     """Test-time augmentation, the mean of the probabilities over views of each image: flip (the image and its mirror
     image, twice the time); ten-crop (the corners, the centre and their mirror images, ten times the time)."""
@@ -63,6 +68,10 @@ class Predict(CommandOptions):
             mistakes.append(f"--threshold: expected a number from 0 to 1, found {self.threshold}.")
         if self.output is not None and self.output.suffix not in (".csv", ".jsonl"):
             mistakes.append(f"--output: expected a name that ends in .csv or .jsonl, found '{self.output}'.")
+        if self.embeddings is not None and self.embeddings.suffix != ".npy":
+            mistakes.append(f"--embeddings: expected a name that ends in .npy, found '{self.embeddings}'.")
+        if self.layer is not None and self.embeddings is None:
+            mistakes.append("--layer: it is of --embeddings; give that, too, or leave it out.")
         mistakes += not_a_run(self.run)
         return mistakes + [f"{image}: no such image or folder." for image in self.images if not image.exists()]
 
@@ -89,11 +98,12 @@ def predict(arguments: Sequence[str]) -> int:
         files += found
         if left_out:
             print_line(left_out, sys.stderr)
-    output, top_k = options.output, options.top_k
+    output, top_k, embeddings = options.output, options.top_k, options.embeddings
     images = counted(len(files), "image")
-    if output is not None:
-        with writing("--output", output):
-            check_writable(output)
+    for option, file in (("--output", output), ("--embeddings", embeddings)):
+        if file is not None:
+            with writing(option, file):
+                check_writable(file)
     print_line(run.title, sys.stderr)
     if options.tta != "none":
         print_line(f"test-time augmentation: {options.tta}", sys.stderr)
@@ -102,8 +112,19 @@ def predict(arguments: Sequence[str]) -> int:
 
     if top_k is None and not run.info.multi_label:
         top_k = 1 if output is None else 5
-    sized = {"batch_size": options.batch_size, "autocast": accelerator.autocast}
-    found_classes = run.classify(files, top_k, options.threshold, options.max_pixels, options.tta, **sized)
+    found_classes = run.classify(
+        files,
+        top_k,
+        options.threshold,
+        options.max_pixels,
+        options.tta,
+        embeddings=embeddings is not None,
+        layer=options.layer,
+        batch_size=options.batch_size,
+        autocast=accelerator.autocast,
+    )
+    if embeddings is not None:
+        found_classes = _keeping_embeddings(found_classes, len(files), embeddings)
     predictions = _Told(_with_progress(found_classes, len(files), options.batch_size))
     if output is None:
         _print(list(predictions), calibrated=calibration.temperature is not None)
@@ -125,6 +146,27 @@ def _with_progress(predictions: Iterable[Prediction], count: int, batch_size: in
     if not console.is_terminal or count <= batch_size:
         return predictions
     return track(predictions, "classifying", count, console=console, transient=True)
+
+
+def _keeping_embeddings(predictions: Iterable[Prediction], count: int, path: Path) -> Iterator[Prediction]:
+    """Yield the same; the file `path` is there, with the embeddings of all, after the last one."""
+    import numpy as np
+
+    with writing("--embeddings", path), atomic_replacement(path) as temporary:
+        rows: Any = None
+        for number, prediction in enumerate(predictions):
+            if rows is None and prediction.embedding is not None:
+                shape = count, len(prediction.embedding)
+                rows = np.lib.format.open_memmap(temporary, "w+", np.float32, shape)
+                rows[:number] = np.nan
+            if rows is not None:
+                rows[number] = np.nan if prediction.embedding is None else prediction.embedding
+            yield prediction
+        if rows is None:  # no image can be read
+            rows = np.lib.format.open_memmap(temporary, "w+", np.float32, (count, 0))
+        rows.flush()
+        fsync(temporary)
+    print_line(f"embeddings: {path}, {rows.shape[0]} rows of {rows.shape[1]} numbers", sys.stderr)
 
 
 class _Told:

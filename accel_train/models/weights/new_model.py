@@ -57,7 +57,8 @@ def create_new_model(
         )
     for smaller in config.model.progressive_sizes:
         check_forward(model, short_name("model.name", config.model.name), channels, smaller, "progressive_sizes")
-    loaded = load_into(model, weights, classes, channels) if weights is not None else ""
+    remaps = config.model.remap_classes
+    loaded = load_into(model, weights, classes, channels, remaps=remaps) if weights is not None else ""
     _set_head(model, config.model)
     model = model.to(accelerator.device)
     if not config.model.sync_batchnorm:
@@ -88,13 +89,18 @@ LEAST = 0.9
 FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained")
 
 
-def load_into(model: nn.Module, weights: Weights, classes: Sequence[str], channels: int) -> str:
+def load_into(
+    model: nn.Module, weights: Weights, classes: Sequence[str], channels: int, *, remaps: bool = False
+) -> str:
     """Load `weights` into `model`, which has `classes` and takes `channels`. Returns a line that says what was done.
 
     The body is loaded, and adapted to the image size and to the channels as timm does. The last layer is loaded if it
     is of the same classes, by name, in whatever order; if the file does not name its classes, as many are enough, as
-    for published weights. Raises UserError if the file cannot be read, or is of another model.
+    for published weights. `remaps`: of other classes, the rows of those that both have are loaded. Raises UserError if
+    the file cannot be read, or is of another model.
     """
+    from accel_train.models.weights.head import with_head
+
     given = read_state(weights.file)
     target = model.state_dict()
     state = _resized(model, given, target)
@@ -102,7 +108,9 @@ def load_into(model: nn.Module, weights: Weights, classes: Sequence[str], channe
     both = [name for name in state if name in given and name in target]
     adapted = [name for name in both if given[name].shape != state[name].shape]
     head = [name for name in target if name.startswith(tuple(f"{layer}." for layer in classifier_names(model)))]
-    state, head_text = _with_head(state, {name: target[name] for name in head}, weights, classes)
+    state, head_text = with_head(
+        state, {name: target[name] for name in head}, weights.classes, classes, weights.shown, remaps=remaps
+    )
 
     loaded = {name: value for name, value in state.items() if name in target and _fits(value, target[name])}
     body = [name for name, value in target.items() if name not in head and value.is_floating_point()]
@@ -166,36 +174,6 @@ def _adapt_channels(model: nn.Module, state: dict[str, Tensor], channels: int) -
             state[name] = timm.models.adapt_input_conv(channels, value, **more)
         except (NotImplementedError, TypeError, AssertionError):
             continue
-
-
-def _with_head(
-    state: dict[str, Tensor], head: dict[str, Tensor], weights: Weights, classes: Sequence[str]
-) -> tuple[dict[str, Tensor], str]:
-    """The state with the rows of the last layer in the order of `classes`, or without it; and words for that."""
-    theirs, rows = weights.classes, list(range(len(classes)))
-    rest = {name: value for name, value in state.items() if name not in head}
-    found = {name: state[name] for name in head if name in state}
-    if len(found) < len(head):
-        return rest, "new last layer: the file has none"
-    count = next(iter(found.values())).shape[0] if found else 0
-    if theirs is not None and len(theirs) == count:
-        if sorted(theirs) != sorted(classes) or len(set(theirs)) < len(theirs):
-            return rest, f"new last layer: {_difference(theirs, classes)}"
-        rows = [theirs.index(name) for name in classes]
-        text = "last layer loaded: the same classes" + ", in another order" * (list(theirs) != list(classes))
-    elif count != len(classes):
-        return rest, f"new last layer: {count} classes there, {len(classes)} here"
-    else:
-        text = f"last layer loaded: as many classes ({count}), which the file does not name"
-    if any(value.shape != head[name].shape for name, value in found.items()):
-        return rest, "new last layer: that of the file has another shape"
-    return rest | {name: value[rows] for name, value in found.items()}, text
-
-
-def _difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
-    if len(theirs) != len(ours):
-        return f"{len(theirs)} classes there, {len(ours)} here"
-    return f"other classes ({next(name for name in theirs if name not in ours)!r} is not here)"
 
 
 def _fits(value: Tensor, target: Tensor) -> bool:
