@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from torchvision.datasets import MNIST
 
 from accel_train.api import train
+from accel_train.cli.table import print_table
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.order.shard_sampler import ShardSampler
 from accel_train.data.order.shards import ShardOrder, ShardTable
-from accel_train.records.terminal import print_table
 
 # How the rows are named: open shards of each canonical node, and canonical nodes; None: the full shuffle.
 ORDERS: dict[str, tuple[int, int] | None] = {

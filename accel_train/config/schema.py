@@ -19,6 +19,7 @@ from accel_train.config.declaration import (
     AFTER_FAILURE,
     DECIDES_SAMPLES,
     ENDS_RUN,
+    FALLING,
     NOT_NEGATIVE,
     ONE_START,
     POSITIVE,

@@ -209,7 +209,7 @@ def create_schedule(
     During the warm-up the rate rises in a straight line from warmup_lr (at update 0), or it stays there. step,
     multistep and plateau count their epochs from the start of the run; cosine, tanh and poly fall from the end of the
     warm-up (without warmup_prefix: as if from the start) to min_lr where the run ends, or its cooldown_epochs begin.
-    Raises UserError if a momentum is to change and the optimizer has none, or if cycles become too short before the end.
+    Raises UserError if a momentum is to change and the optimizer has none, or if cycles become too short too early.
     """
     warmup = round(schedule.warmup_epochs * updates_per_epoch)
     shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
