@@ -45,6 +45,7 @@ def becomes(base: Translation, changed: Translation) -> str:
     parts += [word for word in changed.launch if word not in base.launch]
     parts += [f"processes={changed.processes}"] * (changed.processes != base.processes)
     parts += ["left out"] * (changed.left_out != base.left_out)
+    parts += ["told"] * (not {*changed.differs} <= {*base.differs})
     parts += [f"LOST {name}" for name in changed.lost.keys() - base.lost.keys()]
     return ", ".join(sorted(parts)) or "nothing"
 
