@@ -51,8 +51,10 @@ Evaluation is after epochs: set eval-every-epochs, or eval-every-updates.
     val-check-interval eval-strategy evaluation-strategy
 All augmentation is off unless the recipe turns it on; training images are then cropped as in evaluation.
     no-aug
-Policies are of PIL images, by torchvision.transforms.v2 or timm; a backend of processes is set on the launch command.
-    use-v2 backend
+Policies are those of torchvision.transforms.v2, or timm's.
+    use-v2
+Images are resized as tensors, policies change PIL images; a backend of processes is set on the launch command.
+    backend
 batch-size is that of an update; micro-batch-size is what a process computes at once.
     nbs
 Give the whole path of the run: output-dir.

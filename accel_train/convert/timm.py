@@ -169,7 +169,7 @@ def model(t: Translation) -> None:
 def beginning(t: Translation) -> None:
     """Where the training begins: --resume with --no-resume-opt reads the weights of a checkpoint, and its epoch."""
     epoch = t["start-epoch"]
-    if t["resume"] and t["no-resume-opt"]:
+    if t["no-resume-opt"] and t["resume"]:
         t.set("model.weights", t["resume"], "the weights alone, as --no-resume-opt", of="resume")
         if epoch is None:
             t.lose("no-resume-opt", "timm goes on with the checkpoint's next epoch; such a run begins with the first.")

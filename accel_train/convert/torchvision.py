@@ -33,7 +33,7 @@ TABLE: dict[str, str | To] = {
 }
 MEASURED: dict[str, str | To] = {"workers": "data.workers", "print-freq": "log-every-updates"}
 HARMLESS = """
-device output-dir resume start-epoch cache-dataset world-size dist-url use-deterministic-algorithms backend use-v2
+device output-dir resume cache-dataset world-size dist-url use-deterministic-algorithms use-v2
 """.split()  # noqa: SIM905
 
 
@@ -60,6 +60,14 @@ def translate(t: Translation) -> None:
         t.ignore("ra-sampler", "ra-reps", because="without --ra-sampler on several processes")
     if t["amp"]:
         set_precision(t, "fp16")
+    if t["start-epoch"] and t["resume"]:
+        t.ignore("start-epoch", because="with --resume, whose checkpoint says the epoch")
+    elif t["start-epoch"]:
+        t.lose(
+            "start-epoch", "The last epochs alone, with the beginning of the schedule; here a run begins at its first."
+        )
+    if t["backend"].lower() != "pil":
+        t.differs.append(f"--backend {t['backend']}: policies change PIL images here, whose pixels differ by rounding")
     t.finish(HARMLESS)
 
 

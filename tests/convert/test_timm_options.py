@@ -39,6 +39,7 @@ def converted(command: str) -> Translation:
         ),
         ("--bce-loss --bce-sum --smoothing 0", {"loss.name": None, "loss.bce-sum": None}),
         ("--bce-loss --smoothing 0 --mixup 0.2", {"loss.name": "binary_cross_entropy"}),
+        ("--resume last.pth.tar", {"epochs": 300}),
         ("--aug-repeats 3", {"data.repeats": 3}),
         (
             "--head-init-scale 0.001 --head-init-bias -6.9",
