@@ -191,7 +191,7 @@ MUTANTS = [
            "run/test_observers.py", "no observer sees what another one does to a value"),
     Mutant("run/observers.py", "            self._observers.remove(observer)\n", "",
            "run/test_observers.py", "an observer that failed is warned of once, and dropped"),
-    Mutant(WATCHDOG, " or self._last_heard[rank][0] != progress.beat:", ":",
+    Mutant("run/progress_store.py", " or self._last_heard[rank][0] != progress.beat:", ":",
            "run/test_signs_of_life.py", "a living process is not called lost"),
     Mutant(WATCHDOG, "                if self._has_updated\n", "                if not self._has_updated\n",
            "run/test_signs_of_life.py", "until the first update another time limit counts"),

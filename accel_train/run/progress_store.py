@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ class ProgressStore:
             f"accel_train/watchdog/{restart_count()}", process_group_store().clone()
         )
         self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self._last_heard: dict[int, tuple[int, int]] = {}  # rank: its last beat, and our beat when it came
 
     @property
     def others(self) -> list[int]:
@@ -65,9 +67,52 @@ class ProgressStore:
             return None
         return Progress(*json.loads(self._store.get(f"rank/{rank}")))
 
+    def silent(self, beat: int, most: float) -> list[int]:
+        """The ranks that have not been heard from for `most` beats of this process, which is at `beat`.
+
+        The main process asks for all others, they only for the main one: so the store gets few requests.
+        """
+        found = []
+        for rank in self.others if self.rank == 0 else [0]:
+            progress = self.progress(rank)
+            if progress is None:
+                continue  # it has not begun
+            if progress.has_left or rank not in self._last_heard or self._last_heard[rank][0] != progress.beat:
+                self._last_heard[rank] = (progress.beat, beat)
+            if not progress.has_left and beat - self._last_heard[rank][1] >= most:
+                found.append(rank)
+        return found
+
+    def slowest(self, count: int) -> list[int]:
+        """The ranks that have made the fewest steps; this process has made `count`."""
+        published = {rank: self.progress(rank) for rank in self.others}
+        counts = {rank: progress.steps for rank, progress in published.items() if progress} | {self.rank: count}
+        return [rank for rank, steps in counts.items() if steps == min(counts.values())]
+
     def searches_first(self) -> bool:
         """Whether this process is the first that asks, and has to search for the lost ones."""
         return bool(self._store.add("search", 1) == 1)
+
+    def find_lost(self, seconds: float, leaving: threading.Event) -> str:
+        """After a failed collective: a message that names the processes without a sign of life in `seconds`, or "".
+
+        It fails on all processes at once. One of them asks the store about all others, and these wait for what it says.
+        """
+        if not self.searches_first():
+            deadline = time.monotonic() + seconds + 1
+            while self.end() is None and time.monotonic() < deadline and not leaving.wait(0.5):
+                pass
+            return ""
+        before = self._beats()
+        if leaving.wait(seconds) or self.end() is not None:
+            return ""
+        after = self._beats()
+        lost = [rank for rank in before if after.get(rank) == before[rank]]
+        return f"A process was killed, or its node is lost: {self.describe(lost)}" if lost else ""
+
+    def _beats(self) -> dict[int, int]:
+        published = {rank: self.progress(rank) for rank in self.others}
+        return {rank: progress.beat for rank, progress in published.items() if progress and not progress.has_left}
 
     def end(self) -> End | None:
         """Why the run ends, or None if it does not."""

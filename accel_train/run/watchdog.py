@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import NoReturn, TypeVar
@@ -70,7 +69,6 @@ class Watchdog:
         self.tick = min([TICK_SECONDS, *(limit / 4 for limit in (start_seconds, hang_seconds) if limit)])
         self._count, self._activity, self._update, self._has_updated = 0, "begins", 0, False
         self._beat = 0
-        self._last_heard: dict[int, tuple[int, int]] = {}  # rank: its last beat, and our beat when it came
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._store: ProgressStore | None = None
@@ -169,18 +167,8 @@ class Watchdog:
         end = self._store.end()
         if end is not None and end.rank != self.rank:
             self._follow(end)
-        ranks = self._store.others if self.rank == 0 else [0]
-        silent = [rank for rank in ranks if self._is_silent(self._store, rank)]
-        if silent:
+        if silent := self._store.silent(self._beat, SILENT_SECONDS / self.tick):
             self._end_run(f"Not heard from for {SILENT_SECONDS:.0f} s: {self._store.describe(silent)}.")
-
-    def _is_silent(self, store: ProgressStore, rank: int) -> bool:
-        progress = store.progress(rank)
-        if progress is None:
-            return False  # it has not begun
-        if progress.has_left or rank not in self._last_heard or self._last_heard[rank][0] != progress.beat:
-            self._last_heard[rank] = (progress.beat, self._beat)
-        return not progress.has_left and (self._beat - self._last_heard[rank][1]) * self.tick >= SILENT_SECONDS
 
     def _end_run(self, text: str) -> NoReturn:
         """End the run: all processes write their stacks, and the first that ends the run prints the message."""
@@ -224,18 +212,14 @@ class Watchdog:
 
     def _name_slowest(self) -> str:
         """A sentence that names the slow process, once all have had the time to write their stacks."""
-        store = self._store
-        if store is None:
+        if self._store is None:
             return f" It {self._activity}, after update {self._update}."
-        silent = store.wait_for_stacks(STACKS_SECONDS)
-        if silent:
-            return f" The slow one: {store.describe(silent)}; no answer (stopped, killed, or its node is lost)."
-        published = {rank: store.progress(rank) for rank in store.others}
-        counts = {rank: progress.steps for rank, progress in published.items() if progress} | {self.rank: self._count}
-        slow = [rank for rank, count in counts.items() if count == min(counts.values())]
+        if silent := self._store.wait_for_stacks(STACKS_SECONDS):
+            return f" The slow one: {self._store.describe(silent)}; no answer (stopped, killed, or its node is lost)."
+        slow = self._store.slowest(self._count)
         if len(slow) == self.world_size:
-            return f" All processes stopped at the same step: {store.describe([self.rank])}."
-        return f" The slow one: {store.describe(slow)}."
+            return f" All processes stopped at the same step: {self._store.describe([self.rank])}."
+        return f" The slow one: {self._store.describe(slow)}."
 
     def _write_stacks(self, text: str) -> None:
         """Write the stacks of all threads of this process and of its data workers into the run's folder."""
@@ -263,7 +247,7 @@ class Watchdog:
         first, lost = self.rank, ""
         try:
             if self._store is not None and isinstance(error, RuntimeError) and self._store.end() is None:
-                lost = self._find_lost(self._store)
+                lost = self._store.find_lost(3 * self.tick, self._leaving)
             end = self._announce(lost or text, with_stacks=False)
             first, text = end.rank, end.text
         except RuntimeError:  # the store's
@@ -275,25 +259,3 @@ class Watchdog:
             raise UserError(f"Rank {self.rank} ends with rank {first}, which says: {text}") from error
         if lost:
             raise UserError(lost, every_process=False) from error
-
-    def _find_lost(self, store: ProgressStore) -> str:
-        """After a failed collective: a message that names the processes without a sign of life, or "".
-
-        It fails on all processes at once. One of them asks the store about all others, and these wait for what it says.
-        """
-        if not store.searches_first():
-            deadline = time.monotonic() + 3 * self.tick + 1
-            while store.end() is None and time.monotonic() < deadline and not self._leaving.wait(0.5):
-                pass
-            return ""
-
-        def beats() -> dict[int, int]:
-            published = {rank: store.progress(rank) for rank in store.others}
-            return {rank: progress.beat for rank, progress in published.items() if progress and not progress.has_left}
-
-        before = beats()
-        if self._leaving.wait(3 * self.tick) or store.end() is not None:
-            return ""
-        after = beats()
-        lost = [rank for rank in before if after.get(rank) == before[rank]]
-        return f"A process was killed, or its node is lost: {store.describe(lost)}" if lost else ""

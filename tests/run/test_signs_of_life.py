@@ -11,7 +11,7 @@ import pytest
 from torch import distributed
 
 from accel_train.run.progress_store import Progress, ProgressStore
-from accel_train.run.watchdog import SILENT_SECONDS, Watchdog
+from accel_train.run.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -50,20 +50,20 @@ def test_processes_are_described_and_those_without_stacks_are_found(stores: list
 
 
 def test_a_process_is_silent_after_so_many_ticks_without_a_new_beat(stores: list[ProgressStore]) -> None:
-    dog = watchdog(6)
-    ticks = int(SILENT_SECONDS / dog.tick) + 1
+    ticks, now = 23, 0
 
-    def silent_after(number: int, rank: int) -> bool:
-        dog._beat += number
-        return bool(dog._is_silent(stores[0], rank))
+    def silent_after(number: int) -> list[int]:
+        nonlocal now
+        now += number
+        return stores[0].silent(now, ticks)
 
-    assert not silent_after(10 * ticks, 1)  # it has not begun
+    assert not silent_after(10 * ticks)  # nobody has begun
     for beat in range(3):
         stores[1].publish(progress(beat))
-        assert not silent_after(ticks, 1) and not silent_after(ticks - 1, 1)
-    assert silent_after(1, 1)
+        assert not silent_after(ticks) and not silent_after(ticks - 1)
+    assert silent_after(1) == [1]
     stores[1].publish(progress(2, has_left=True))
-    assert not silent_after(10 * ticks, 1)
+    assert not silent_after(10 * ticks)
 
 
 @pytest.mark.parametrize("has_updated", [False, True])
