@@ -92,7 +92,7 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
         if finished is not None and (result := finished.result):
             return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
 
-        splits = load_data(config, accelerator)
+        splits = load_data(config, accelerator, stop_requests.ask)
         own_metrics = create_metrics(config, accelerator, splits)
         # Tries to open the images of validation and test in the background, while the model is created.
         check = HeldOutCheck(splits, launch.rank, launch.world_size)

@@ -30,6 +30,19 @@ class Bound:
     """What else to say of a value that is not within them, "" if nothing."""
 
 
+def bytes_of(size: str) -> int:
+    """The bytes of a size such as "200GB", "1.5 TB" or "512MiB"; 0 if it is none."""
+    match = re.fullmatch(r"([\d.]+) ?([kKMGTP]?)(i?)B", size)
+    try:
+        return (
+            int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGTP".index(match[2].upper() or " "))
+            if match
+            else 0
+        )
+    except ValueError:  # two points
+        return 0
+
+
 POSITIVE = Bound("a number greater than 0", lambda x: x > 0)
 NOT_NEGATIVE = Bound("a number that is not negative", lambda x: x >= 0)
 FRACTION = Bound("a number from 0 to 1", lambda x: 0 <= x <= 1)  # and a probability
@@ -38,6 +51,7 @@ PART = Bound("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
 INTERVAL = Bound("two numbers, 0 < smallest <= largest", lambda x: 0 < x[0] <= x[1])
 COUNT = Bound("a whole number from 1 to 100", lambda x: 1 <= x <= 100)
 PIXELS = Bound("one number from 0 to 255, or one of each channel", lambda x: all(0 <= pixel <= 255 for pixel in x))
+SIZE = Bound("a size such as 500MB, 200GB or 1.5TB", lambda x: bytes_of(x) > 0)
 ALL_POSITIVE = Bound("numbers greater than 0", lambda x: all(number > 0 for number in x))
 NONE_NEGATIVE = Bound("numbers that are not negative", lambda x: all(number >= 0 for number in x))
 SHARES = Bound("two numbers, 0 <= smallest < largest <= 1", lambda x: 0 <= x[0] < x[1] <= 1)

@@ -257,6 +257,10 @@ def typed_value(option: Option, kind: Any) -> tuple[Any] | None:
 
 @functools.cache  # of a thousand configurations most values are the same
 def _typed_value(kind: Any, words: tuple[str, ...]) -> tuple[Any] | None:
+    if "://" in words[0] and is_or_contains(kind, Path):
+        from accel_train.config.url import url_of
+
+        return (url_of(words[0].partition("=")[2]),)
     parsed: Any = run_tyro(dataclasses.make_dataclass("Value", [("value", kind)]), words)
     return None if parsed is None else (parsed.value,)
 

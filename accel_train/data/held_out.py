@@ -56,8 +56,11 @@ def _check_image(source: Source, id: int) -> UserError | None:
     """The error that reading this image gives, or None."""
     held, ids = unwrap_subset(source)
     assert isinstance(held, EncodedImages)
+    number = id if ids is None else int(ids[id])
+    if not held.is_near(number):
+        return None
     try:
-        image = held.open(id if ids is None else int(ids[id]))
+        image = held.open(number)
         if image.looks_truncated():
             image.pixels()
     except UserError as error:

@@ -213,6 +213,10 @@ def create_input_pipeline(
         )
         workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(torch_loader)
+        if "://" in str(config.data.root):
+            from accel_train.data.sources.remote.ahead import follow
+
+            loader = follow(loader, source, sampler, accelerator)
     else:
         workers = prefetch = 0
         loader = MemoryLoader(

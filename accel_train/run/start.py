@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,8 +77,11 @@ def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
     return StartPoint(config, None if resumes else found, resumes)
 
 
-def load_data(config: Config, accelerator: Accelerator) -> Splits:
-    """The dataset with its splits. Raises UserError unless all processes have the same."""
+def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[str], None] | None = None) -> Splits:
+    """The dataset with its splits. Raises UserError unless all processes have the same.
+
+    `ask_to_stop`: called with a reason if data on a storage is lost while the run goes on, before it is needed.
+    """
     check_agreement(accelerator, **code_facts(config))  # before the user's own code runs
 
     def load() -> Splits:
@@ -91,6 +95,10 @@ def load_data(config: Config, accelerator: Accelerator) -> Splits:
     # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
     is_users = parse_reference("data.name", config.data.name) is not None
     splits = load() if is_users else fail_together(accelerator, load)
+    if "://" in str(config.data.root):
+        from accel_train.data.sources.remote.images import when_lost
+
+        when_lost(splits, ask_to_stop)
     check_schedule(config.schedule, splits)
     check_best_metric(config, splits)
     weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)

@@ -155,6 +155,10 @@ class StopRequests:
         if _remove(self.run / "STOP"):
             self.reason = "the file STOP"
 
+    def ask(self, reason: str) -> None:
+        """Ask for a stop, unless this process does already."""
+        self.reason = self.reason or reason
+
     def request_save(self) -> None:
         """Ask for a checkpoint at the end of an update; one that is asked for and not made yet is enough."""
         if self.saves_requested == self.saves_done:  # at most one request at a time

@@ -87,6 +87,10 @@ def _load(data: Data, download: bool) -> Splits:
         )
     if name == "digits":
         return digits()
+    if "://" in str(data.root):
+        from accel_train.data.sources.remote.remote_index import remote
+
+        return remote(data)
     if name == "folder":
         from accel_train.data.sources.files.folder import folder
 

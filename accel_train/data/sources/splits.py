@@ -172,9 +172,11 @@ class Subset:
 def names_root(data: Data) -> Path:
     """The path to which the names of samples are relative in lists and in the division into splits.
 
-    It is data.root, but the folder of a table: the same files have the same names in the table and in the folder.
+    It is data.root, but the folder of a table, and of the files that a URL with braces names: the same files have the
+    same names in the table and in the folder.
     """
-    return data.root.parent if data.name == "csv" else data.root
+    names_files = "://" in str(data.root) and "{" in data.root.name
+    return data.root.parent if data.name == "csv" or names_files else data.root
 
 
 def sample_keys(source: Source, root: Path) -> Iterator[str]:

@@ -39,6 +39,10 @@ def make_index(data: Data) -> IndexResult:
             f"'{data.name}' needs no index; these do: folder (images in folders), csv (a table of images), "
             "tar (tar files), wds (WebDataset shards)."
         )
+    if "://" in str(data.root):
+        from accel_train.data.sources.remote import remote_index
+
+        index_of = remote_index.index_of
     began = time.perf_counter()
     index: Index = index_of(data)
     if index.unkept == CHANGING:

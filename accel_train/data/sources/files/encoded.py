@@ -38,6 +38,10 @@ class EncodedImages(ABC):
     @abstractmethod
     def name(self, id: int) -> str: ...
 
+    def is_near(self, id: int) -> bool:
+        """Whether the image can be read without a download."""
+        return True
+
     def states(self) -> Iterable[str]:
         """Texts that change when an image is changed, such as size and time of its file. Raises OSError."""
         return ()
@@ -133,8 +137,11 @@ def depth_notes(source: Source) -> list[str]:
     deep = looked_at = 0
     for number in range(count):
         position = number * (len(source) - 1) // max(1, count - 1)
+        id = position if ids is None else int(ids[position])
+        if not held.is_near(id):
+            continue
         try:
-            image = held.open(position if ids is None else int(ids[position]))
+            image = held.open(id)
             deep += image.is_deep
             looked_at += 1
             if held.value_range is None and (value := image.largest_of_16_bits()) is not None:

@@ -67,7 +67,7 @@ class TarImages(EncodedImages):
     def read(self, id: int) -> bytes:
         self.names.check()
         tar, offset, size = map(int, self.positions.array[id])
-        with (self.root / self.tars[tar]).open("rb", buffering=0) as file:
+        with self.open_tar(tar) as file:
             file.seek(offset - tarfile.BLOCKSIZE)
             content = file.read(tarfile.BLOCKSIZE + size)
         header, image = content[: tarfile.BLOCKSIZE], content[tarfile.BLOCKSIZE :]
@@ -76,6 +76,10 @@ class TarImages(EncodedImages):
         if len(image) < size:
             raise OSError("the tar file ends before this image")
         return image
+
+    def open_tar(self, number: int) -> IO[bytes]:
+        """Raises OSError."""
+        return (self.root / self.tars[number]).open("rb", buffering=0)
 
     def name(self, id: int) -> str:
         tar = self.tars[int(self.positions.array[id, 0])]
@@ -92,10 +96,11 @@ def _is_header(block: bytes, size: int) -> bool:
     return False
 
 
-def members_of(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
+def members_of(root: Path, tar: str, copy: Path | None = None) -> Iterator[tuple[Member, IO[bytes]]]:
     """Yields each file in the tar file `root / tar`, and in tar files inside it, with its content.
 
-    It clears `TarFile.members` and reads `TarFile.offset` (checked with Python 3.11). Raises UserError.
+    `copy`: where it is read, if `root` is a URL. It clears `TarFile.members` and reads `TarFile.offset` (checked with
+    Python 3.11). Raises UserError.
     """
 
     def walk(archive: tarfile.TarFile, start: int, prefix: str, depth: int) -> Iterator[tuple[Member, IO[bytes]]]:
@@ -123,13 +128,14 @@ def members_of(root: Path, tar: str) -> Iterator[tuple[Member, IO[bytes]]]:
 
     path = root / tar
     try:
-        size = require_regular_file(path, follow=True).st_size
-        with tarfile.open(path, mode="r:") as archive:
+        readable = copy or path
+        size = require_regular_file(readable, follow=True).st_size
+        with tarfile.open(readable, mode="r:") as archive:
             for member, content in walk(archive, 0, "", 0):
                 if member.offset + member.size > size:
                     raise tarfile.ReadError("unexpected end of data")
                 yield member, content
-            with path.open("rb") as file:
+            with readable.open("rb") as file:
                 _check_end(archive, file)
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(
@@ -168,17 +174,25 @@ def index_of(data: Data) -> Index:
 
     if not (root.is_file() or (root.is_dir() and places())):
         raise UserError(f"--data.root {root} is neither a tar file nor a folder with tar files.")
+
     return indexed(root, "tar", lambda progress: _look(root, places(), progress), places, verify=data.verify)
 
 
 def _look(root: Path, tars: list[str], progress: Progress) -> Index:
     """Read the headers of all tar files in `root`. Raises UserError."""
+    return index_of_trees(root, tars, on_all_cores(partial(images_in, root), tars), progress)
+
+
+def index_of_trees(
+    root: Path, tars: Sequence[str], found: Iterable[tuple[dict[str, Member], Counter[str]]], progress: Progress
+) -> Index:
+    """The index of trees of class folders in `tars`, from what `images_in` has found in each. Raises UserError."""
     others: Counter[str] = Counter()
     images: dict[str, Member] = {}
-    for name, (members, others_there) in zip(tars, on_all_cores(partial(_images_in, root), tars), strict=True):
+    for name, (members, others_there) in zip(tars, found, strict=True):
         others.update(others_there)
         progress.images += len(members)
-        if root.is_file():
+        if not name:
             images = members
         else:
             prefix = _common_top(members, exclude=())
@@ -197,11 +211,11 @@ def _look(root: Path, tars: list[str], progress: Progress) -> Index:
     return replace(index, ignored=ignored, notes=tuple(notes), mistake=mistake)
 
 
-def _images_in(root: Path, tar: str) -> tuple[dict[str, Member], Counter[str]]:
+def images_in(root: Path, tar: str, copy: Path | None = None) -> tuple[dict[str, Member], Counter[str]]:
     """The images in a tar file by their names, and the extensions of the other files. Raises UserError."""
     members: dict[str, Member] = {}
     others: Counter[str] = Counter()
-    for member, _ in members_of(root, tar):
+    for member, _ in members_of(root, tar, copy):
         if is_image(posixpath.basename(member.name)):
             members[member.name] = member
         else:

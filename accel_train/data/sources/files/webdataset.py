@@ -7,6 +7,7 @@ import json
 import posixpath
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,12 +58,26 @@ def _places(root: Path) -> list[str]:
 
 def _look(root: Path, progress: Progress) -> Index:
     """Read the headers and labels in all shards. Raises UserError."""
+    return index_of_shards(root, _places(root), _shards(root), partial(on_all_cores, partial(pairs_in, root)), progress)
+
+
+Pairs = tuple[list[tuple[Member, int]], Counter[str]]
+"""What is in a shard: see `pairs_in`."""
+
+
+def index_of_shards(
+    root: Path,
+    places: Sequence[str],
+    shards: Mapping[str, Sequence[str]],
+    look: Callable[[Sequence[str]], Iterable[Pairs]],
+    progress: Progress,
+) -> Index:
+    """The index of the `shards` of each split; `look` calls `pairs_in` for each of several. Raises UserError."""
     samples: dict[str, tuple[list[Member], torch.Tensor]] = {}
     others: Counter[str] = Counter()
-    places = _places(root)
-    for split, shards in _shards(root).items():
+    for split, names in shards.items():
         pairs: list[tuple[Member, int]] = []
-        for found, others_there in on_all_cores(partial(_pairs, root), shards):
+        for found, others_there in look(names):
             pairs += found
             others.update(others_there)
             progress.images += len(found)
@@ -76,23 +91,34 @@ def _look(root: Path, progress: Progress) -> Index:
 
 def _shards(root: Path) -> dict[str, list[str]]:
     """split -> paths of its shards, relative to `root`."""
-    shards: dict[str, list[str]] = {}
     for name in LISTS:
         if (root / name).is_file():
-            try:
-                for split, info in json.loads(read_regular_file(root / name, follow=True))["splits"].items():
-                    if split.lower() in SPLIT_NAMES:
-                        shards[SPLIT_NAMES[split.lower()]] = list(info["filenames"])
-                for path in itertools.chain(*shards.values()):
-                    if not isinstance(path, str) or path.startswith("/") or ".." in path.split("/"):
-                        raise ValueError(f"{path!r} is not in this folder")
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise UserError(
-                    f"{root / name} does not list shards as splits -> SPLIT -> filenames ({error}): "
-                    "correct or remove it (then the shards' names give their splits)."
-                ) from error
-            return shards
-    for path in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.tar")):
+            return listed_shards(root / name, lambda file: read_regular_file(file, follow=True))
+    return named_shards(root, [path.relative_to(root).as_posix() for path in root.rglob("*.tar")])
+
+
+def listed_shards(file: Path, read: Callable[[Path], bytes]) -> dict[str, list[str]]:
+    """split -> paths of its shards, as the `file` lists them. Raises UserError."""
+    shards: dict[str, list[str]] = {}
+    try:
+        for split, info in json.loads(read(file))["splits"].items():
+            if split.lower() in SPLIT_NAMES:
+                shards[SPLIT_NAMES[split.lower()]] = list(info["filenames"])
+        for path in itertools.chain(*shards.values()):
+            if not isinstance(path, str) or path.startswith("/") or ".." in path.split("/"):
+                raise ValueError(f"{path!r} is not in this folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{file} does not list shards as splits -> SPLIT -> filenames ({error}): "
+            "correct or remove it (then the shards' names give their splits)."
+        ) from error
+    return shards
+
+
+def named_shards(root: Path, paths: Iterable[str]) -> dict[str, list[str]]:
+    """split -> its shards among `paths`, by their names. Raises UserError."""
+    shards: dict[str, list[str]] = {}
+    for path in sorted(paths):
         words = [SPLIT_NAMES[word] for word in re.split("[^a-z]+", path.lower()) if word in SPLIT_NAMES]
         shards.setdefault(words[-1] if words else "", []).append(path)
     if "" in shards and len(shards) > 1:
@@ -104,13 +130,13 @@ def _shards(root: Path) -> dict[str, list[str]]:
     return shards
 
 
-def _pairs(root: Path, shard: str) -> tuple[list[tuple[Member, int]], Counter[str]]:
+def pairs_in(root: Path, shard: str, copy: Path | None = None) -> Pairs:
     """The images of a shard and their labels; and how many samples have a label but another file than an image, by its
-    extension. Raises UserError."""
+    extension. `copy`: as `members_of` has it. Raises UserError."""
     beside: dict[str, str] = {}
     images: dict[str, Member] = {}
     labels: dict[str, int] = {}
-    for member, content in members_of(root, shard):
+    for member, content in members_of(root, shard, copy):
         folder, name = posixpath.split(member.name)
         stem, _, extension = name.partition(".")  # WebDataset: the key ends at the name's first dot
         key = f"{folder}/{stem}"
