@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +28,9 @@ from accel_train.errors import LOGGER, UserError
 
 FETCHES = 8
 """Shards that are fetched at a time."""
+AHEAD = 2 * FETCHES
+"""Shards before whose use others are removed to make room for them. The later that is decided, the fewer are fetched
+again (Cao et al. 1995, doi.org/10.1145/223587.223608: prefetching and Bélády's rule disagree)."""
 RETRY_SECONDS, FULL_SECONDS, LOOK_SECONDS = 60.0, 0.5, 0.1
 """After which a shard is fetched ahead again that could not be fetched (who needs it tries at once) or had no room, and
 between two looks at what is missing."""
@@ -119,20 +121,20 @@ class FetchAhead:
         self._fetching: set[int] = set()
         self._not_before: dict[int, float] = {}  # when a shard is tried again
         self._full_until = 0.0
-        self._pool: ThreadPoolExecutor | None = None
+        self._looks = False  # whether the thread runs
 
     def at(self, which: Pass, batch: int) -> None:
         """Say that so many batches of this pass are done."""
         self._here = which, batch
         if isinstance(which.sampler, TrainingSampler):
             self._training = which, batch
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch-ahead")
+        if not self._looks:
+            self._looks = True
             threading.Thread(target=_keep_looking, args=(weakref.ref(self),), name="ahead", daemon=True).start()
 
     def look(self) -> None:
         """Fetch what is missing and will be needed first."""
-        if self._here is None or self._pool is None:
+        if self._here is None:
             return
         which, batch = self._here
         if which is not self._planned:
@@ -143,13 +145,16 @@ class FetchAhead:
         if now < self._full_until:
             return
         present, order = self.cache.names(), np.argsort(at, kind="stable")[: int((at < NEVER).sum())].tolist()
-        for shard in order:
+        near = AHEAD + int((at <= batch - self._start).sum())
+        for number, shard in enumerate(order):
             if len(self._fetching) >= FETCHES:
                 return
             is_missing = self.cache.path(self.tars[shard]).name not in present
             if is_missing and shard not in self._fetching and self._not_before.get(shard, 0.0) < now:
                 self._fetching.add(shard)
-                self._pool.submit(self._fetch, shard, self._began - int(at[shard]))
+                worth, removes = self._began - int(at[shard]), number < near
+                # Not a pool: at the program's end it would wait until all is fetched.
+                threading.Thread(target=self._fetch, args=(shard, worth, removes), name="fetch", daemon=True).start()
 
     def _plan(self, which: Pass, batch: int) -> None:
         if isinstance(which.sampler, TrainingSampler):
@@ -178,11 +183,12 @@ class FetchAhead:
         changed = range(len(at)) if self._written is None else np.flatnonzero(at != self._written).tolist()
         for shard in changed:
             self.cache.set_worth(self.tars[shard], self._began - int(at[shard]) if at[shard] < NEVER else 0.0)
-        self._written = at
+        if changed:
+            self._written, self._full_until = at, 0.0
 
-    def _fetch(self, shard: int, worth: float) -> None:
+    def _fetch(self, shard: int, worth: float, removes: bool) -> None:
         try:
-            if not self.cache.fetch(self.tars[shard], worth):  # all that is there is needed earlier
+            if not self.cache.fetch(self.tars[shard], worth, removes=removes):  # all that is there is needed earlier
                 self._full_until = time.monotonic() + FULL_SECONDS
         except UserError as error:
             LOGGER.debug(f"not fetched ahead: {error}")

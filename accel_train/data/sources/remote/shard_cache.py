@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -99,11 +100,11 @@ class ShardCache:
                 self.path(name).unlink(missing_ok=True)
             self.fetch(name)
 
-    def fetch(self, name: str, worth: float | None = None) -> bool:
+    def fetch(self, name: str, worth: float | None = None, *, removes: bool = True) -> bool:
         """Copy the shard, unless it is there; wait if another process copies it. Return whether it is there now.
 
-        `worth`: its place in the order of removal, as a time; only copies with an earlier one make room for it. None:
-        it is needed now, and gets room in any case. Raises UserError.
+        `worth`: its place in the order of removal, as a time; only copies with an earlier one make room for it, or none
+        if not `removes`. None: it is needed now, and gets room in any case. Raises UserError.
         """
         shard, path = self.shards[name], self.path(name)
         with self.locked(path.name):
@@ -111,7 +112,7 @@ class ShardCache:
                 return True
             part = path.with_name(f".{path.name}.part")
             try:
-                if not self._reserve(part, shard, worth):
+                if not self._reserve(part, shard, worth if removes else -math.inf):
                     return False
                 self.storage.download(shard, part)
                 fsync(part)

@@ -218,11 +218,18 @@ def _is_final(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
         return 400 <= status < 500 and status not in PASSING
-    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:  # fsspec says so of any failure of a HEAD
-        return _is_final(error.__cause__)
+    if cause := _of_head(error):
+        return _is_final(cause)
     return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotImplementedError) or (
         type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "RepositoryNotFoundError")
     )
+
+
+def _of_head(error: BaseException) -> BaseException | None:
+    """Why a HEAD has failed: fsspec says of all failures that there is no such file."""
+    if isinstance(error, FileNotFoundError) and type(error.__cause__).__module__.startswith(("aiohttp", "asyncio")):
+        return error.__cause__
+    return None
 
 
 def _status(error: BaseException) -> int | None:
@@ -232,8 +239,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _reason(error: BaseException) -> str:
-    while isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__
+    error = _of_head(error) or error
     status = _status(error)
     if status is not None:
         return f"the server answers {status} {reason_of(error, 60) if not hasattr(error, 'message') else error.message}"

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="accel-train[remote] is not installed")
 
-from shards import write_shards
+from shard_files import write_shards
 from storage_server import StorageServer
 
 from accel_train.config.schema import Data

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="accel-train[remote] is not installed")
 
-from shards import size_of, write_shards
+from shard_files import size_of, write_shards
 from storage_server import StorageServer
 
 from accel_train.config.url import Url
