@@ -41,6 +41,8 @@ EXAMPLES: dict[str, str] = {
     "data.test-split": "--data.name folder --data.root photos --data.test-split holdout",
     "data.only-classes": "3 8",
     "data.class-map": "--data.name folder --data.root photos --data.class-map classes.txt",
+    "data.cache-dir": "--data.name wds --data.root s3://bucket/shards --data.cache-dir /scratch/shards",
+    "data.cache-size": "--data.name wds --data.root s3://bucket/shards --data.cache-size 200GB",
     "data.val-fraction": "0.1",
     "data.test-fraction": "--data.name folder --data.root photos --data.test-fraction 0.1",
     "data.train-limit": "1000",

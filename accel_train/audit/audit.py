@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from accel_train.data.sources.divide import divide
 from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
 from accel_train.data.sources.load import read_splits
 from accel_train.data.sources.splits import Splits, names_root, unwrap_subset
-from accel_train.data.sources.unreadable_list import check_own_list, default_list, write_list
+from accel_train.data.sources.unreadable_list import check_own_list, default_list, real, write_list
 from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError
@@ -71,7 +70,7 @@ class AuditResult:
     def as_dict(self) -> dict[str, Any]:
         """What audit.json has."""
         return {
-            "data": {"name": self.name, "root": os.path.realpath(self.root)},
+            "data": {"name": self.name, "root": real(self.root)},
             "images": len(self.images),
             "classes": self.images.classes,
             "counts": self.images.counts,
@@ -228,7 +227,7 @@ def _look_at_all(
 def _check_folder(folder: Path, data: Data) -> None:
     """Raise UserError if the folder has the audit of other data."""
     about: Mapping[str, Any] = read_json_object(folder / "audit.json").get("data") or {}
-    here = {"name": data.name, "root": os.path.realpath(data.root)}
+    here = {"name": data.name, "root": real(data.root)}
     objects = OBJECT in data.name and OBJECT in str(about.get("name"))  # their names have a fingerprint
     if about and about != here and not objects:
         raise UserError(

@@ -13,7 +13,7 @@ import torch
 
 from accel_train.data.sources.files.encoded import depth_notes, read_image
 from accel_train.data.sources.load import Splits
-from accel_train.data.sources.splits import Source
+from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
 from accel_train.errors import UserError
 from accel_train.files import file_system
@@ -40,7 +40,7 @@ def contents(exam: Examination) -> Finding:
     splits = exam.splits
     if splits is None:
         return Finding(NOT_CHECKED, "the data could not be loaded")
-    ids = range(0, len(splits.train), max(1, len(splits.train) // (READ_QUICKLY if exam.quick else READ)))
+    ids = _spread(splits.train, READ_QUICKLY if exam.quick else READ)
     names, sizes = _names_and_sizes(splits.train, exam.config.data.root)
     everyone = exam.gather({"names": names, "sizes": sizes, "images": _images(splits, ids)})
     expected = "equal on all ranks: a node with older files trains something else"
@@ -57,6 +57,17 @@ def contents(exam: Examination) -> Finding:
         first = next((id for id, one, another in pairs if one != another), None)
         measured += "" if first is None else f", for example {splits.train.name(first)}"
     return Finding(FAIL, measured, expected, f"Compare {exam.config.data.root} on these nodes; copy it anew.")
+
+
+def _spread(source: Source, count: int) -> list[int]:
+    """About `count` numbers of its samples, evenly spaced; of shards on a storage those of the first one only."""
+    held, ids = unwrap_subset(source)
+    spread = range(0, len(source), max(1, len(source) // count))
+    numbers = getattr(held, "shard_numbers", None)
+    if numbers is None or not hasattr(held, "cache"):
+        return list(spread)
+    of_first = (numbers if ids is None else numbers[ids]) == numbers[0]
+    return [int(id) for id in of_first.nonzero()[:count, 0]]
 
 
 def _names_and_sizes(source: Source, root: Path) -> tuple[str, str]:
@@ -94,6 +105,8 @@ def readable(exam: Examination) -> Finding:
     source = splits.to_train_on
     draw = torch.Generator().manual_seed(exam.launch.rank)
     ids = torch.randint(len(source), (count,), generator=draw).tolist()
+    if "://" in str(exam.config.data.root):  # not from as many shards
+        ids = _spread(source, count)
     expected = f"{count} random images of each rank can be read"
 
     def look() -> Finding:
@@ -105,7 +118,7 @@ def readable(exam: Examination) -> Finding:
             return Finding(FAIL, str(error), expected, advice)
         if dark := depth_notes(source):
             return Finding(WARN, dark[0], "pictures that use the range of their values", "See --data.range")
-        return Finding(PASS, f"{count} on each rank", expected)
+        return Finding(PASS, f"{len(ids)} on each rank", expected)
 
     return worst_rank(exam, look)
 
@@ -113,7 +126,7 @@ def readable(exam: Examination) -> Finding:
 def reading(exam: Examination) -> Finding:
     """How long this file system takes to hand out a file of the data, others on each rank."""
     splits = exam.splits
-    if splits is None or splits.train.in_memory:
+    if splits is None or splits.train.in_memory or "://" in str(exam.config.data.root):
         return Finding(NOT_CHECKED, "no image files")
     draw = torch.Generator().manual_seed(1000 + exam.launch.rank)
     ids = torch.randint(len(splits.train), (READ_QUICKLY if exam.quick else READ,), generator=draw).tolist()

@@ -109,6 +109,39 @@ def _refused(folder: Path, size: int) -> str:
     return ""
 
 
+def remote(exam: Examination) -> Finding:
+    """A storage (data.root is a URL) is as fast as the recipe trains, and the node has room for its shards."""
+    if "://" not in str(exam.config.data.root) or exam.splits is None:
+        return Finding(NOT_CHECKED, "the data is on no storage")
+    from accel_train.data.sources.remote.probe import measure
+    from accel_train.data.sources.remote.shard_cache import cache_folder, size_text
+
+    splits, nodes = exam.splits, len(set(exam.hosts))
+
+    def look() -> Finding:
+        if exam.launch.local_rank != 0:  # one of each node
+            return Finding(PASS, "")
+        speed = measure(splits, quick=exam.quick)
+        if speed is None:
+            return Finding(NOT_CHECKED, "the data is on no storage")
+        found = f"{size_text(speed.bandwidth)}/s on each node, {speed.latency * 1000:.0f} ms until an answer"
+        expected, seconds = "", exam.measured.get("update_seconds")
+        needed = 0.0 if seconds is None else exam.config.batch_size / seconds * speed.image_bytes / nodes
+        if needed:
+            expected = f"{size_text(needed)}/s to train the first epoch at full speed"
+        folder = cache_folder(exam.config.data)
+        free = shutil.disk_usage(folder).free
+        if free < min(speed.missing, speed.wanted):
+            room = f"{size_text(free)} free in {folder} for shards of {size_text(speed.wanted)}"
+            return Finding(FAIL, room, "room for the shards", "Give --data.cache-dir, or less --data.cache-size.")
+        if speed.bandwidth < needed and speed.missing:
+            advice = f"The first epoch waits: {size_text(speed.missing)} are not on this node yet. Later ones wait if "
+            return Finding(WARN, found, expected, advice + "--data.cache-size is less than the data.")
+        return Finding(PASS, f"{found}; {size_text(speed.missing)} to fetch", expected)
+
+    return worst_rank(exam, look)
+
+
 def save(exam: Examination) -> Finding:
     """A save of this recipe's size, down to the disk, and its rename."""
     finding, seconds = broadcast_from_main(exam.accelerator, lambda: _save(exam))
@@ -197,6 +230,7 @@ def import_time(exam: Examination) -> Finding:
 
 CHECKS = (
     Check("room", room, quick=True),
+    Check("remote-data", remote, quick=True, seconds=5),
     Check("save", save, quick=True, seconds=3),
     Check("shared-memory", shared_memory, quick=True),
     Check("open-files", open_files, quick=True),

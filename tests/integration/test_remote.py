@@ -1,4 +1,4 @@
-"""Runs on shards of a web server are the runs on local shards: killed, resumed, on several processes, with lost shards."""
+"""Runs on a web server's shards are those on local ones: killed, resumed, on several processes, with lost shards."""
 
 from __future__ import annotations
 

@@ -46,9 +46,14 @@ def default_list(data: Data) -> Path:
     """Where check-data writes the list, unless the user names a file: it is named after the data's folder or file. Of
     other data, many of which may be in one folder, after its name."""
     if data.name in OF_ONE_PLACE:
-        return Path(f"unreadable-{Path(os.path.realpath(data.root)).name}.txt")
+        return Path(f"unreadable-{Path(real(data.root)).name}.txt")
     name = re.sub(r"[^\w.]+", "-", short_name("data.name", data.name)).strip("-")
     return Path(f"unreadable-{name}.txt")
+
+
+def real(root: Path) -> str:
+    """The path without symbolic links; a URL as it is."""
+    return str(root) if "://" in str(root) else os.path.realpath(root)
 
 
 def read_list(path: Path) -> UnreadableList:
@@ -99,7 +104,7 @@ def check_own_list(path: Path, data: Data, sources: Sequence[Source]) -> None:
         reason = error.strerror or error
         raise UserError(f"the list {path} cannot be read ({reason}): give another --output.") from error
     if listed.name:
-        if (listed.name, listed.root) != (data.name, os.path.realpath(data.root)):
+        if (listed.name, listed.root) != (data.name, real(data.root)):
             raise UserError(
                 f"{path} is the list of {listed.name} {listed.root}, not of {data.name} {data.root}: give another "
                 "--output, or delete it."
@@ -113,7 +118,7 @@ def check_own_list(path: Path, data: Data, sources: Sequence[Source]) -> None:
 
 def write_list(path: Path, data: Data, sources: Sequence[Source], names: Iterable[str]) -> None:
     """Write the `names` of unreadable images, as their source calls them. Raises OSError."""
-    root, prefix = os.path.realpath(data.root), f"{names_root(data)}/"
+    root, prefix = real(data.root), f"{names_root(data)}/"
     about = {"name": data.name, "root": root, "samples": _digest(_keys(sources, data))}
     lines = sorted(_line(name.removeprefix(prefix)) for name in names)
     atomic_write(path, "".join(f"{line}\n" for line in (HEAD + json.dumps(about), *lines)))
@@ -133,7 +138,7 @@ def _name(line: str) -> str:
 
 def _folder(data: Data) -> tuple[Path, str]:
     """To what the paths are relative: a folder and its tables are one. Of a hub, many data sets are in one folder."""
-    return Path(os.path.realpath(names_root(data))), data.name if "/" in data.name else ""
+    return Path(real(names_root(data))), data.name if "/" in data.name else ""
 
 
 def _keys(sources: Sequence[Source], data: Data) -> list[str]:

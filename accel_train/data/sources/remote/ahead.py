@@ -74,8 +74,8 @@ class Pass:
     """Batches of an update."""
 
     def started(self) -> Pass:
-        """The pass that begins where the sampler is now."""
-        return replace(self, sampler=copy.copy(self.sampler))
+        """The pass that begins where the sampler is now, for another thread: a sampler remembers its epoch."""
+        return replace(self, sampler=copy.deepcopy(self.sampler))
 
     def at(self, epoch: int, position: int) -> Pass:
         """The pass of training that begins after `position` samples of `epoch`."""
@@ -248,7 +248,7 @@ def follow(loader: Any, source: Source, sampler: IndexSampler, accelerator: Acce
     first = accelerator.process_index - accelerator.local_process_index
     which = Pass(
         sampler,
-        images.shard_numbers if ids is None else images.shard_numbers[ids.numpy()],
+        (images.shard_numbers if ids is None else images.shard_numbers[ids]).numpy(),
         slice(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         accelerator.num_processes,
         sampler.plan.accumulation if isinstance(sampler, TrainingSampler) else 1,

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-import numpy.typing as npt
-
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.index_file import SplitFiles
 from accel_train.data.sources.files.tars import TarImages
@@ -32,11 +29,6 @@ class RemoteImages(TarImages):
 
     def states(self) -> Iterable[str]:
         return (self.cache.shards[tar].state for tar in self.tars)
-
-    @property
-    def shard_numbers(self) -> npt.NDArray[np.int64]:
-        """int64 [n]: the number in `tars` of each image's shard."""
-        return self.positions.array[:, 0]
 
 
 def when_lost(splits: Splits, ask_to_stop: Callable[[str], None] | None) -> None:

@@ -175,6 +175,11 @@ class Storage:
                 "data is complete; the index is then made anew."
             )
 
+    def sample(self, shard: Shard, most: int) -> int:
+        """Read the first `most` bytes of a shard, and return how many came. Raises StorageError."""
+        url, wanted = self.url(shard.name), min(most, shard.size)
+        return len(self._patiently(url, lambda: self.client.cat_file(url, start=0, end=wanted)))
+
     def _part(self, url: str, shard: Shard, start: int) -> bytes:
         wanted = min(PART, shard.size - start)
         options = {} if getattr(self.client, "async_impl", False) else {"cache_type": "none"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -125,9 +126,9 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
     s3fs = pytest.importorskip("s3fs")
     folder = write_shards(tmp_path_factory.mktemp("s3"))
-    (folder / "_info.json").write_text(
-        '{"splits": {"train": {"filenames": ["train-000.tar", "train-001.tar"]}, "val": {"filenames": ["val-000.tar"]}}}'
-    )
+    splits = {"train": ["train-000.tar", "train-001.tar"], "val": ["val-000.tar"]}
+    listed = {"splits": {split: {"filenames": names} for split, names in splits.items()}}
+    (folder / "_info.json").write_text(json.dumps(listed))
     port = free_port()
     moto = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port], stderr=subprocess.DEVNULL
