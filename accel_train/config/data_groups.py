@@ -54,9 +54,7 @@ class Data:
     ] = Path("data")
     """Folder of the dataset, a cache file, or the folder torchvision downloads to; of tar and wds also the URL of a
     folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
-    cache_dir: Annotated[
-        Path | None, Free("where copies of shards are kept, not what is in them"), Synonyms("local-cache cache-folder")
-    ] = None
+    cache_dir: Annotated[Path | None, Free("where copies of shards are kept, not what is in them")] = None
     """Folder on a disk of this node for the shards of a data.root that is a URL, shared by its processes and kept for
     the next start; default: ~/.cache/accel_train/shards."""
     cache_size: Annotated[str | None, SIZE, Free("how many copies of shards are kept, not what is in them")] = None

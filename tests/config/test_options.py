@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_train.config.declaration import BEST_METRICS, LOSSES, Synonyms
+from accel_train.config.declaration import BEST_METRICS, LOSSES, Synonyms, bytes_of
 from accel_train.config.option_types import declared, option_types
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe, parse_settings
 from accel_train.config.recipe import read_recipe, recipe_names
 from accel_train.config.schema import Config, Data, Optim, to_yaml
 from accel_train.config.synonyms import ANSWERS, LAUNCHER, advice
+from accel_train.config.url import Url
 from accel_train.convert.peers import PEERS
 from accel_train.errors import UserError
 
@@ -465,6 +467,10 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(["none", "augmix", "rand-m9-n2-mstd0.5-inc1", "original-mstd0.5"])
     if key == "augment.augmix-severity":
         return st.integers(1, 10)
+    if key == "data.cache-size":
+        return st.none() | st.sampled_from(["200GB", "1.5 TB", "512MiB"])
+    if key == "data.root":
+        return st.sampled_from([Path("data"), Url("s3://bucket/a b"), Url("https://host/train-{000..127}.tar")])
     if key == "augment.own":
         return st.sampled_from(["none", "torch.nn.functional:relu"])
     if key == "model.name":
@@ -499,6 +505,28 @@ def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
         # Path("None") and Path("~/x") are told from None and a home folder by "./" only
         Path: words.map(lambda word: Path("/") / word.replace("/", "_")),
     }[kind]
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://key:secret@bucket/x", "https://user@host/x.tar", "https://host/x.tar?X-Amz-Signature=1", "s3://b/x#1"]
+)
+def test_a_url_with_a_secret_is_refused_and_not_said(url: str) -> None:
+    text = told("digits", "--data.name", "wds", "--data.root", url)
+    assert "leave it out, and give credentials where the storage's own client looks" in text
+    assert "secret@" not in text and "user@" not in text and "Signature" not in text
+
+
+def test_a_url_keeps_its_slashes() -> None:
+    root = parse(["digits", "--data.name", "wds", "--data.root", "s3://bucket/a"]).data.root
+    for each in (root, pickle.loads(pickle.dumps(root))):
+        assert (str(each), str(each / "b.tar"), each.name) == ("s3://bucket/a", "s3://bucket/a/b.tar", "a")
+
+
+@pytest.mark.parametrize(("size", "count"), [("200GB", 2e11), ("1.5 TB", 1.5e12), ("512MiB", 2**29), ("10B", 10)])
+def test_sizes(size: str, count: float) -> None:
+    assert bytes_of(size) == count
+    for wrong in (size[:-1], f"-{size}", f"{size}s", "1.2.3GB", "0GB"):
+        assert "--data.cache-size: expected a size such as" in told("digits", "--data.cache-size", wrong)
 
 
 @st.composite
