@@ -54,11 +54,6 @@ class Data:
     ] = Path("data")
     """Folder of the dataset, a cache file, or the folder torchvision downloads to; of tar and wds also the URL of a
     folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
-    cache_dir: Annotated[Path | None, Free("where copies of shards are kept, not what is in them")] = None
-    """Folder on a disk of this node for the shards of a data.root that is a URL, shared by its processes and kept for
-    the next start; default: ~/.cache/accel_train/shards."""
-    cache_size: Annotated[str | None, SIZE, Free("how many copies of shards are kept, not what is in them")] = None
-    """The shards of one data.root take at most this much of data.cache-dir, such as 200GB; default: all are kept."""
     train_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
     """folder, hfds, hfids, tfds: the folder, or the split of the hub, to train on. Of hfds and tfds also a part of one:
     train[:90%]. Default: train or training."""
@@ -132,6 +127,11 @@ class Data:
         Synonyms("cache-images ram-cache"),
     ] = "auto"
     """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
+    cache_dir: Annotated[Path | None, Free("where copies of shards are kept, not what is in them")] = None
+    """Folder on a disk of this node for the shards of a data.root that is a URL, shared by its processes and kept for
+    the next start; default: ~/.cache/accel_train/shards."""
+    cache_size: Annotated[str | None, SIZE, Free("how many copies of shards are kept, not what is in them")] = None
+    """The shards of one data.root take at most this much of data.cache-dir, such as 200GB; default: all are kept."""
     reduced_decode: bool = True
     """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
     # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
