@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train.launch import accelerator
+from accel_train.launch import accelerator, rendezvous
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 
@@ -55,7 +55,7 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(seen))
         monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-        monkeypatch.setattr(accelerator, "rendezvous_of_ranks", rendezvous_of_ranks)
+        monkeypatch.setattr(rendezvous, "rendezvous_of_ranks", rendezvous_of_ranks)
         monkeypatch.setattr(accelerator, "Accelerator", make)
         monkeypatch.setenv("LOCAL_RANK", str(launch.local_rank))
         monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
