@@ -153,8 +153,9 @@ class Schedule:
     """Epochs in which the learning rate rises from schedule.warmup-lr to optim.lr."""
     warmup_lr: Annotated[float, NOT_NEGATIVE, Synonyms("warmup-start-lr")] = 0.0
     """Learning rate at the start of the warm-up."""
-    warmup_method: Annotated[Literal["linear", "constant"], Synonyms("lr-warmup-method")] = "linear"
-    """constant: the learning rate stays at schedule.warmup-lr until the end of the warm-up, as torchvision's does."""
+    warmup_method: Annotated[Literal["linear", "constant", "scaled"], Synonyms("lr-warmup-method")] = "linear"
+    """constant: the learning rate stays at schedule.warmup-lr until the end of the warm-up, as torchvision's does;
+    scaled: it rises at each update to the rate that the schedule has meanwhile without a warm-up, as YOLO's does."""
     warmup_prefix: Annotated[bool, Synonyms("warmup-prefix")] = True
     """cosine, tanh, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
     warmup_bias_lr: Annotated[float | None, NOT_NEGATIVE] = None

@@ -113,7 +113,7 @@ Accelerate imports the modules of the devices that it knows, such as torch_npu.
     device-modules
 The number of samples follows from the data; data.train-limit and data.test-limit use a part of it.
     fraction overfit-batches fast-dev-run train-num-samples val-num-samples
-In Python, accel_train.api.load_run returns the model.
+`accel-train predict RUN IMAGE --embeddings FILE.npy` writes what is before the last layer, or in --layer.
     embed
 Not supported: sizes drawn within an epoch. Sizes that grow from epoch to epoch: model.progressive-sizes.
     train-img-sizes train-batch-sizes train-size-probs train-size-schedule train-size-schedule-spread
@@ -149,7 +149,7 @@ Not supported: to wait for the GPU after each update takes time and changes no r
 Not supported: this trainer is for classification.
     overlap-mask mask-ratio retina-masks iou max-det nms agnostic-nms box cls dfl pose kobj rle angle dlog dgrad
     dlam line-width save-crop save-frames show-labels show-conf show-boxes vid-stride stream-buffer dnn
-Not supported: a class of the data is a class of the model; move the images to one folder.
+Not supported: a classifier with one class has nothing to learn; some of the classes: data.only-classes.
     single-cls
 Console lines: log-every-updates.
     verbose

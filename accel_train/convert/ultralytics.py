@@ -26,12 +26,12 @@ MEASURED: dict[str, str | To] = {
     "workers": "data.workers",
 }
 HARMLESS = """
-task mode save cache device project name exist-ok verbose deterministic profile channels-last val split
+task mode cache device project name exist-ok verbose deterministic profile channels-last val split
 save-json conf iou max-det dnn plots nms source vid-stride stream-buffer visualize augment agnostic-nms
 retina-masks embed show save-frames save-txt save-conf save-crop show-labels show-conf show-boxes line-width format
 optimize dynamic simplify opset workspace box cls dfl pose kobj rle angle dlog dgrad dlam overlap-mask mask-ratio
-degrees translate shear perspective bgr mosaic mixup cutmix copy-paste copy-paste-mode close-mosaic multi-scale tracker
-resume rect cfg dis
+degrees translate shear perspective bgr mosaic mixup cutmix copy-paste copy-paste-mode close-mosaic tracker resume
+cfg dis
 """.split()  # noqa: SIM905
 """Many are for detection: classification does not use mosaic, mixup or degrees."""
 
@@ -46,6 +46,8 @@ def translate(t: Translation) -> None:
     t.set("model.name", OTHER_MODEL, "in place of ultralytics' model")
     t.lose("model", "ultralytics' models are in that package only; choose one of timm's or torchvision's.")
     t["pretrained"], t["cls-remap"]  # they belong to the model
+    t.ignore("classes", "cls-remap", "multi-scale", "rect", because="in a training of its classifiers")
+    saving(t)
     data(t)
     processes = t.processes = max(t.processes, devices(t["device"]))
     batch, passes = t["batch"], max(round(t["nbs"] / t["batch"]), 1)
@@ -67,6 +69,13 @@ def translate(t: Translation) -> None:
     mode = t["compile"]
     set_compilation(t, "inductor" if mode else None, mode if isinstance(mode, str) else None)
     t.finish(HARMLESS)
+
+
+def saving(t: Translation) -> None:
+    """save=False: only the last epoch's checkpoint is written."""
+    if not t["save"]:
+        t.set("checkpoint.every-epochs", max(round(t["epochs"]), 1), "save=False: at the end only")
+        t.set("checkpoint.every-seconds", 0.0)
 
 
 def devices(device: object) -> int:
@@ -165,16 +174,13 @@ def schedule(t: Translation, passes: int) -> None:
         t.set("schedule.per", "epoch", "as there")
         t.ignore("warmup-bias-lr", "warmup-momentum", because="without a warm-up")
         return
+    t.set("schedule.per", "epoch", "as there; the warm-up rises at each update")
     t.set("schedule.warmup-epochs", warmup)
-    t.set("schedule.warmup-prefix", False)
+    t.set("schedule.warmup-method", "scaled")
     if str(t["optimizer"]).lower() != "auto":  # with it, ultralytics lets biases begin with 0 as all others
         scale = rate / lr if lr else 1
         t.set("schedule.warmup-bias-lr", rounded(biases * scale), f"{biases:g} x {scale:g}, as optim.lr" * (scale != 1))
     if "optim.momentum" in t.settings:  # the betas of Adam do not change there
         t.set("schedule.warmup-momentum", momentum)
-    t.lose(
-        "warmup-epochs",
-        "The rate rises at each batch there, in at least 100 batches, to that of the epoch, and changes after each "
-        "epoch then; here it changes at each update"
-        + (f". Accumulation grows from 1 to {passes} passes there." if passes > 1 else "."),
-    )
+    if passes > 1:
+        t.lose("nbs", f"In the warm-up accumulation grows from 1 to {passes} passes there.")

@@ -281,3 +281,17 @@ def _clip_split_adaptively(parameters: Sequence[nn.Parameter], factor: float) ->
         scales = torch.where(found < limits, 1.0, limits / found.clamp(min=1e-6))
         for (_, gradient), scale in zip(vectors, scales, strict=True):
             gradient.to_local().mul_(scale)
+
+
+def momentum_of(group: dict[str, Any]) -> float | None:
+    """The momentum of a group of parameters, of Adam the first beta; None: the optimizer has none."""
+    found = group["betas"][0] if "betas" in group else group.get("momentum")
+    return None if found is None else float(found)
+
+
+def set_momentum(group: dict[str, Any], momentum: float) -> None:
+    """Set what `momentum_of` returns."""
+    if "betas" in group:
+        group["betas"] = (momentum, *group["betas"][1:])
+    else:
+        group["momentum"] = momentum

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from accel_train.config.declaration import CYCLIC
 from accel_train.config.schema import Schedule
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
-from accel_train.optim.optimizer import BIASES
+from accel_train.optim.optimizer import BIASES, momentum_of, set_momentum
 
 
 class PlateauScheduler(Scheduler):  # type: ignore[misc]
@@ -135,7 +136,7 @@ class AdjustedScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(optimizer, param_group_field="lr", t_in_epochs=False)
         self.made, self.schedule, self.warmup, self.end = made, schedule, warmup, end
         self.interval = epoch if schedule.per == "epoch" else 1
-        self.momenta = [_momentum(group) for group in optimizer.param_groups]
+        self.momenta = [momentum_of(group) for group in optimizer.param_groups]
         self.moves = schedule.warmup_momentum is not None or schedule.cycle_momentum is not None
         if self.moves and all(momentum is None for momentum in self.momenta):
             option = "cycle" if schedule.warmup_momentum is None else "warmup"
@@ -158,7 +159,7 @@ class AdjustedScheduler(Scheduler):  # type: ignore[misc]
                     group["lr"] = (start + (base - start) * t / self.warmup) * group.get("lr_scale", 1.0)
         for group, momentum in zip(groups, self.momenta, strict=True):
             if self.moves and momentum is not None:
-                _set_momentum(group, self._momentum_at(num_updates, momentum))
+                set_momentum(group, self._momentum_at(num_updates, momentum))
 
     def _momentum_at(self, t: int, end: float) -> float:
         if isinstance(self.made, OneCycleScheduler) and self.schedule.cycle_momentum is not None:
@@ -174,18 +175,6 @@ class AdjustedScheduler(Scheduler):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.made.load_state_dict(state_dict)
-
-
-def _momentum(group: dict[str, Any]) -> float | None:
-    found = group["betas"][0] if "betas" in group else group.get("momentum")
-    return None if found is None else float(found)
-
-
-def _set_momentum(group: dict[str, Any], momentum: float) -> None:
-    if "betas" in group:
-        group["betas"] = (momentum, *group["betas"][1:])
-    else:
-        group["momentum"] = momentum
 
 
 def check_schedule(schedule: Schedule, splits: Splits) -> None:
@@ -212,9 +201,11 @@ def create_schedule(
     Raises UserError if a momentum is to change and the optimizer has none, or if cycles become too short too early.
     """
     warmup = round(schedule.warmup_epochs * updates_per_epoch)
+    made: Scheduler
+    if schedule.warmup_method == "scaled" and warmup:
+        return _with_scaled_warmup(schedule, optimizer, updates, updates_per_epoch, warmup)
     shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
     end = updates - math.floor(schedule.cooldown_epochs * updates_per_epoch + 1e-9)  # 0.1 * 30 may be below 3
-    made: Scheduler
     if schedule.name == "constant":
         made = StepLRScheduler(optimizer, decay_t=1, decay_rate=1.0, warmup_prefix=False, **shared)
     elif schedule.name == "step":
@@ -276,3 +267,19 @@ def _create_cyclic(
     if schedule.name == "poly":
         return PolyLRScheduler(optimizer, power=schedule.power, k_decay=schedule.k_decay, **shared)
     return CosineLRScheduler(optimizer, k_decay=schedule.k_decay, **shared)
+
+
+def _with_scaled_warmup(
+    schedule: Schedule, optimizer: torch.optim.Optimizer, updates: int, updates_per_epoch: int, warmup: int
+) -> Scheduler:
+    """The schedule without its warm-up, and a warm-up of `warmup` updates that scales it."""
+    from accel_train.optim.warmup import ScaledWarmup
+
+    if schedule.name == "one_cycle":
+        raise UserError("schedule.warmup-method scaled: leave it out with one_cycle, whose rise is a part of it.")
+    rest = replace(schedule, warmup_epochs=0.0, warmup_prefix=False, warmup_method="linear")
+    rest = replace(rest, warmup_bias_lr=None, warmup_momentum=None)
+    made = create_schedule(rest, optimizer, updates=updates, updates_per_epoch=updates_per_epoch)
+    scaled = ScaledWarmup(made, optimizer, schedule, warmup=warmup)
+    scaled.step_update(0)
+    return scaled

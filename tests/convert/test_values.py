@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from timm.scheduler import create_scheduler_v2
@@ -26,6 +27,7 @@ from accel_train.convert.recipe import convert
 from accel_train.convert.torchvision import adjusted_decay
 from accel_train.convert.translation import Translation
 from accel_train.optim.ema import create_ema, update_ema
+from accel_train.optim.optimizer import BIASES
 from accel_train.optim.schedule import create_schedule
 
 UPDATES = 4  # of an epoch
@@ -97,6 +99,33 @@ def test_each_epoch_begins_with_the_rate_of_timm(options: dict[str, object]) -> 
     translation = converted(" ".join(words))
     assert rates(translation) == pytest.approx(expected)
     assert rates(translation, last=True) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("words", ["", "cos_lr=True warmup_epochs=1.5", "warmup_epochs=20"])
+def test_a_warm_up_is_that_of_ultralytics(words: str) -> None:
+    """At each update, as _setup_scheduler, _get_warmup_iterations and _do_train of its engine/trainer.py compute it."""
+    translation = converted(f"yolo classify train data=photos model=x.pt optimizer=SGD batch=64 epochs=6 {words}")
+    config = config_of(translation)
+    given, biases = ([nn.Parameter(torch.zeros(1))] for _ in range(2))
+    optimizer = torch.optim.SGD(
+        [{"params": given}, {"params": biases, BIASES: True}], lr=config.optim.lr, momentum=0.937
+    )
+    schedule = create_schedule(config.schedule, optimizer, updates=6 * UPDATES, updates_per_epoch=UPDATES)
+    options = translation.command.values
+    lrf, epochs = options["lrf"], 6
+    iterations = round(min(options["warmup-epochs"], epochs - 1) * UPDATES)
+    for ni in range(epochs * UPDATES):
+        epoch = ni // UPDATES
+        falls = max(1 - epoch / epochs, 0) * (1 - lrf) + lrf
+        if options["cos-lr"]:
+            falls = max((1 - math.cos(epoch * math.pi / epochs)) / 2, 0) * (lrf - 1) + 1
+        expected, momentum = [0.01 * falls] * 2, 0.937
+        if ni <= iterations:
+            expected = [float(np.interp(ni, [0, iterations], [first, 0.01 * falls])) for first in (0.0, 0.1)]
+            momentum = float(np.interp(ni, [0, iterations], [0.8, 0.937]))
+        schedule.step_update(ni)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected), ni
+        assert [group["momentum"] for group in optimizer.param_groups] == pytest.approx([momentum] * 2)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about SequentialLR
@@ -195,8 +224,8 @@ def test_the_warmup_of_ultralytics() -> None:
     line = "yolo classify train data=photos model=m.pt batch=16 lr0=0.01 optimizer="
     config = config_of(converted(line + "SGD warmup_momentum=0.7"))
     schedule = config.schedule
-    assert (schedule.warmup_bias_lr, schedule.warmup_momentum, schedule.warmup_prefix) == (0.4, 0.7, False)
-    assert (schedule.warmup_epochs, config.optim.lr, schedule.per) == (3, 0.04, "update")
+    assert (schedule.warmup_bias_lr, schedule.warmup_momentum, schedule.warmup_method) == (0.4, 0.7, "scaled")
+    assert (schedule.warmup_epochs, config.optim.lr, schedule.per) == (3, 0.04, "epoch")
     adam = config_of(converted(line + "Adam")).schedule
     assert (adam.warmup_bias_lr, adam.warmup_momentum) == (0.1, None)
     without = converted(line + "SGD warmup_epochs=0")
