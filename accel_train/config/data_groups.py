@@ -54,6 +54,18 @@ class Data:
     ] = Path("data")
     """Folder of the dataset, a cache file, or the folder torchvision downloads to; of tar and wds also the URL of a
     folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
+    val_fraction: Annotated[
+        float,
+        PART,
+        DECIDES_SAMPLES,
+        Synonyms("val-size val-ratio validation-fraction val-percent val-pct"),
+        Synonyms("val-split validation-split", beside="data.val-split"),
+    ] = 0.0
+    """Fraction of the training samples for validation, if the dataset has no such split."""
+    test_fraction: Annotated[
+        float, PART, DECIDES_SAMPLES, Synonyms("test-size test-ratio"), Synonyms("test-split", beside="data.test-split")
+    ] = 0.0
+    """Fraction of the samples for the test, if the dataset has no such split."""
     train_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
     """folder, hfds, hfids, tfds: the folder, or the split of the hub, to train on. Of hfds and tfds also a part of one:
     train[:90%]. Default: train or training."""
@@ -67,18 +79,6 @@ class Data:
     """Use only the images of these classes, by name; their order is that of the model's outputs. Default: all."""
     class_map: Annotated[Path | None, DECIDES_SAMPLES, Synonyms("class-names class-list classes-file")] = None
     """The classes and their order in a text file, a name a line, as timm's; images of other classes are left out."""
-    val_fraction: Annotated[
-        float,
-        PART,
-        DECIDES_SAMPLES,
-        Synonyms("val-size val-ratio validation-fraction val-percent val-pct"),
-        Synonyms("val-split validation-split", beside="data.val-split"),
-    ] = 0.0
-    """Fraction of the training samples for validation, if the dataset has no such split."""
-    test_fraction: Annotated[
-        float, PART, DECIDES_SAMPLES, Synonyms("test-size test-ratio"), Synonyms("test-split", beside="data.test-split")
-    ] = 0.0
-    """Fraction of the samples for the test, if the dataset has no such split."""
     train_limit: Annotated[
         int | None,
         POSITIVE,

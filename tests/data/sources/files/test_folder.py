@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_splits_that_are_named(tmp_path: Path) -> None:
     folders = ("train", "fold1", "fold2", "val", "test")
     tree(tmp_path, *(f"{folder}/{kind}/{folder}.png" for folder in folders for kind in ("cat", "dog")))
 
-    def found(**options: str) -> dict[str, set[str]]:
+    def found(**options: Any) -> dict[str, set[str]]:
         splits = load(tmp_path, **options)
         sources = {"train": splits.train, "val": splits.validation, "test": splits.test}
         return {name: {path.split("/")[-3] for path in names(each)} for name, each in sources.items() if each}
