@@ -113,3 +113,21 @@ def test_a_lost_shard_stops_the_run_after_it_is_saved(tmp_path: Path, processes:
         there = helpers.run(*options, processes=processes)
         assert there.returncode == 0, there.stderr
     assert f"update {status['update']}" in there.stdout
+
+
+def test_a_cache_smaller_than_the_data_with_the_order_of_shards(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "data", train=12, val=1, side=32, per_shard=64)
+    make_index(Data("wds", folder))
+    order = ["--data.order", "shards", "--data.canonical-nodes", 1, "--data.open-shards", 2, "--data.workers", 0]
+    size = size_of(folder) // 13
+    with StorageServer(folder) as server:
+        options = [*WORDS.split(), *order, "--data.cache-dir", tmp_path / "cache", "--data.cache-size", f"{8 * size}B"]
+        ended = helpers.run(*options, "--data.root", server.url, "--output-dir", tmp_path / "run", "--epochs", 1)
+        assert ended.returncode == 0, ended.stderr
+        assert server.bytes <= 1.02 * size_of(folder) + (folder / ".accel-train-index-wds.safetensors").stat().st_size
+    local = helpers.run(
+        *WORDS.split(), *order, "--data.root", folder, "--output-dir", tmp_path / "local", "--epochs", 1
+    )
+    assert local.returncode == 0, local.stderr
+    assert weights(tmp_path / "run") == weights(tmp_path / "local")
+    assert size_of(tmp_path / "cache", "*/*.tar") <= 8 * size

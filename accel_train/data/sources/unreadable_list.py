@@ -46,7 +46,8 @@ def default_list(data: Data) -> Path:
     """Where check-data writes the list, unless the user names a file: it is named after the data's folder or file. Of
     other data, many of which may be in one folder, after its name."""
     if data.name in OF_ONE_PLACE:
-        return Path(f"unreadable-{Path(real(data.root)).name}.txt")
+        named = data.root if data.name == "csv" else names_root(data)  # without the braces of a URL
+        return Path(f"unreadable-{Path(real(named)).name}.txt")
     name = re.sub(r"[^\w.]+", "-", short_name("data.name", data.name)).strip("-")
     return Path(f"unreadable-{name}.txt")
 

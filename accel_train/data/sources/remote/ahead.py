@@ -34,8 +34,9 @@ again (Cao et al. 1995, doi.org/10.1145/223587.223608: prefetching and Bélády'
 RETRY_SECONDS, FULL_SECONDS, LOOK_SECONDS = 60.0, 0.5, 0.1
 """After which a shard is fetched ahead again that could not be fetched (who needs it tries at once) or had no room, and
 between two looks at what is missing."""
-BEHIND = 2
-"""Updates that another process of this node may be behind this one: what they need is kept."""
+HELD = 2
+"""Updates whose batches a `FollowedLoader` holds. Processes are never two updates apart, so what one has trained the others
+have read."""
 NEVER = 1 << 40  # a time in batches
 Batches = npt.NDArray[np.int64]
 
@@ -115,7 +116,6 @@ class FetchAhead:
         self._training: tuple[Pass, int] | None = None  # the same of the training, also while something is evaluated
         self._planned: Pass | None = None
         self._passes: list[Uses] = []
-        self._behind = 0
         self._start, self._began = 0, 0.0  # the batch and the time at which the plan begins
         self._written: Batches | None = None  # what `_order_removals` has written, so that only changes are
         self._fetching: set[int] = set()
@@ -163,7 +163,6 @@ class FetchAhead:
         else:
             coming = [which, *(self._training[0].rest(self._training[1]) if self._training is not None else ())]
             batch = 0
-        self._behind = BEHIND * which.accumulation
         self._passes = [each.uses(len(self.tars)) for each in coming]
         self._start, self._began, self._written, self._planned = batch, time.time(), None, which
 
@@ -172,8 +171,7 @@ class FetchAhead:
         done; in use: of its first one. NEVER: not known."""
         at, start = np.full(len(self.tars), NEVER), 0
         for number, each in enumerate(self._passes):
-            until = done - self._behind if number == 0 else 0
-            at = np.minimum(at, np.where(each.last >= until, start + each.first, NEVER))
+            at = np.minimum(at, np.where(each.last >= (done if number == 0 else 0), start + each.first, NEVER))
             start += each.length
         return at
 
@@ -225,7 +223,7 @@ class FollowedLoader:
             if isinstance(batch, UserError) and given and ask is not None:
                 ask(f"data that is lost ({str(batch).rstrip('.')})")
             held.append(batch)
-            if len(held) > BEHIND * which.accumulation:
+            if len(held) > HELD * which.accumulation:
                 yield held.popleft()
                 given += 1
                 if ahead is not None:
@@ -267,7 +265,7 @@ def _check_room(cache: ShardCache, tars: tuple[str, ...], which: Pass) -> None:
     """Raise UserError if the cache is smaller than the shards that the first epoch uses at the same time: each batch
     would fetch shards again."""
     sizes = np.array([cache.shards[tar].size for tar in tars], dtype=np.int64)
-    needed, total = which.uses(len(tars)).most_at_once(sizes, BEHIND * which.accumulation), int(sizes.sum())
+    needed, total = which.uses(len(tars)).most_at_once(sizes, HELD * which.accumulation), int(sizes.sum())
     if cache.limit is not None and cache.limit < needed:
         every = "all shards" if needed > 0.9 * total else f"shards of {size_text(needed)}"
         raise UserError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -60,11 +59,12 @@ def _cached_index(data: Data) -> tuple[ShardCache, Index]:
         )
     storage = Storage(data.root)
     cache = ShardCache.of(data, storage)
-    began = time.time()
     with cache.locked("index"):  # the processes of a node ask the storage one after the other, the first one alone
-        shards = _listing(cache, storage, kind, began)
+        shards = _listing(cache, storage, kind)
         cache.shards = {shard.name: shard for shard in shards}
-        return cache, _index(data, kind, cache, verify=data.verify and not _newer(_index_file(cache, kind), began))
+        return cache, _index(
+            data, kind, cache, verify=data.verify and not _newer(_index_file(cache, kind), cache.began)
+        )
 
 
 def _index_file(cache: ShardCache, kind: str) -> Path:
@@ -82,11 +82,11 @@ def _newer(file: Path, than: float) -> bool:
     return False
 
 
-def _listing(cache: ShardCache, storage: Storage, kind: str, began: float) -> list[Shard]:
-    """The shards as the storage has them now; what another process of this node was told since `began` is new enough.
+def _listing(cache: ShardCache, storage: Storage, kind: str) -> list[Shard]:
+    """The shards as the storage has them now; what another process of this node was told since this one began is new enough.
     Raises UserError."""
     file = cache.folder / f"listing-{kind}.json"
-    if _newer(file, began):
+    if _newer(file, cache.began):
         with contextlib.suppress(OSError, ValueError, TypeError):
             return [Shard(**shard) for shard in json.loads(file.read_text())]
     shards = storage.shards(below=kind == "wds")
@@ -109,6 +109,8 @@ def _listing(cache: ShardCache, storage: Storage, kind: str, began: float) -> li
 def _beside(cache: ShardCache, storage: Storage, kind: str) -> KeptIndex | None:
     """The index that lies on the storage. Raises UserError."""
     file = cache.folder / f"beside-{kind}.safetensors"
+    if _newer(file, cache.began):
+        return read_index(file, Url(storage.folder))
     if not storage.folder.lower().endswith(".tar") and (content := storage.read(index_name(kind))) is not None:
         with contextlib.suppress(OSError):
             atomic_write(file, content)
@@ -130,11 +132,12 @@ def _index(data: Data, kind: str, cache: ShardCache, *, verify: bool) -> Index:
         LOGGER.info(f"{root}: using the index {storage.url(index_name(kind))}.")
         index = beside.index
     else:
-        size = sum(shard.size for shard in cache.shards.values())
-        LOGGER.info(
-            f"{root}: fetching its {len(cache.shards):,} shards ({size_text(size)}) to make their index; "
-            f"{index_name(kind)} beside them would spare this."
-        )
+        missing = [shard.size for shard in cache.shards.values() if not cache.has(shard.name)]
+        if missing:
+            LOGGER.info(
+                f"{root}: fetching {len(missing):,} shards ({size_text(sum(missing))}) to make the index; "
+                f"{index_name(kind)} beside them would spare this."
+            )
         with Progress(root) as progress:
             index = _made(kind, root, cache, lists, progress)
     written = write_index([file], root, index, states)

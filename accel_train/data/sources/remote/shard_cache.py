@@ -57,6 +57,7 @@ class ShardCache:
         """`limit`: bytes that all copies take together; None: as many as the disk has room for. `shards`: by their
         names."""
         self.storage, self.folder, self.limit, self.shards = storage, folder, limit, dict(shards)
+        self.began = time.time()
         self.ahead: Any = None
         """The `FetchAhead` of this process, if it has one."""
         self.ask_to_stop: Callable[[str], None] | None = None
