@@ -6,6 +6,7 @@ time. A process that needs a shard which is not there fetches it itself.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import threading
@@ -31,12 +32,13 @@ FETCHES = 8
 AHEAD = 2 * FETCHES
 """Shards before whose use others are removed to make room for them. The later that is decided, the fewer are fetched
 again (Cao et al. 1995, doi.org/10.1145/223587.223608: prefetching and Bélády's rule disagree)."""
-RETRY_SECONDS, FULL_SECONDS, LOOK_SECONDS = 60.0, 0.5, 0.1
-"""After which a shard is fetched ahead again that could not be fetched (who needs it tries at once) or had no room, and
-between two looks at what is missing."""
+RETRY_SECONDS, FULL_SECONDS = 60.0, 0.5
+"""After which a shard is fetched ahead again that could not be fetched (who needs it tries at once), or had no room."""
+LOOK_SECONDS, ORDER_SECONDS = 0.1, 0.01
+"""Between two looks at what is missing, and at what was trained, which may be removed."""
 HELD = 2
-"""Updates whose batches a `FollowedLoader` holds. Processes are never two updates apart, so what one has trained the others
-have read."""
+"""Updates whose batches a `FollowedLoader` holds. Processes are never two updates apart, so what one has trained the
+others have read."""
 NEVER = 1 << 40  # a time in batches
 Batches = npt.NDArray[np.int64]
 
@@ -110,6 +112,7 @@ class FetchAhead:
 
     def __init__(self, cache: ShardCache, tars: tuple[str, ...]) -> None:
         self.cache, self.tars = cache, tars
+        self.sizes = np.array([cache.shards[tar].size for tar in tars], dtype=np.int64)
         self.evaluations: list[Pass] = []
         """Those that are expected after each epoch."""
         self._here: tuple[Pass, int] | None = None  # the pass that goes on, and how many of its batches are done
@@ -120,7 +123,7 @@ class FetchAhead:
         self._written: Batches | None = None  # what `_order_removals` has written, so that only changes are
         self._fetching: set[int] = set()
         self._not_before: dict[int, float] = {}  # when a shard is tried again
-        self._full_until = 0.0
+        self._full_until = self._next_look = 0.0
         self._looks = False  # whether the thread runs
 
     def at(self, which: Pass, batch: int) -> None:
@@ -136,17 +139,20 @@ class FetchAhead:
         """Fetch what is missing and will be needed first."""
         if self._here is None:
             return
-        which, batch = self._here
+        (which, batch), now = self._here, time.monotonic()
         if which is not self._planned:
             self._plan(which, batch)
         at = self._next_uses(batch - self._start)
         self._order_removals(at)
-        now = time.monotonic()
-        if now < self._full_until:
+        if now < max(self._full_until, self._next_look):
             return
-        present, order = self.cache.names(), np.argsort(at, kind="stable")[: int((at < NEVER).sum())].tolist()
+        self._next_look = now + LOOK_SECONDS
+        order = np.argsort(at, kind="stable")[: int((at < NEVER).sum())]
+        if self.cache.limit is not None:  # what comes after these would take the room of one of them
+            order = order[self.sizes[order].cumsum() <= self.cache.limit]
+        present = self.cache.names()
         near = AHEAD + int((at <= batch - self._start).sum())
-        for number, shard in enumerate(order):
+        for number, shard in enumerate(order.tolist()):
             if len(self._fetching) >= FETCHES:
                 return
             is_missing = self.cache.path(self.tars[shard]).name not in present
@@ -198,9 +204,10 @@ class FetchAhead:
 def _keep_looking(ahead_of: weakref.ref[FetchAhead]) -> None:
     """The thread. It does not keep what it works for, and ends with it."""
     while (ahead := ahead_of()) is not None:
-        ahead.look()
+        with contextlib.suppress(OSError):  # somebody has removed the folder
+            ahead.look()
         del ahead
-        time.sleep(LOOK_SECONDS)
+        time.sleep(ORDER_SECONDS)
 
 
 class FollowedLoader:

@@ -83,8 +83,8 @@ def _newer(file: Path, than: float) -> bool:
 
 
 def _listing(cache: ShardCache, storage: Storage, kind: str) -> list[Shard]:
-    """The shards as the storage has them now; what another process of this node was told since this one began is new enough.
-    Raises UserError."""
+    """The shards as the storage has them now; what it told another process of this node since this one began is new
+    enough. Raises UserError."""
     file = cache.folder / f"listing-{kind}.json"
     if _newer(file, cache.began):
         with contextlib.suppress(OSError, ValueError, TypeError):
