@@ -232,12 +232,15 @@ def create_input_pipeline(
             pixels=like.loader.pixels if like is not None and isinstance(like.loader, MemoryLoader) else None,
         )
     placement = Placement(place, size_bytes, workers, prefetch)
-    side = None
-    if device.type == "cuda" and place != "device":
-        from accel_train.data.side_stream import SideStream
+    return InputPipeline(loader, transform, len(source), placement, _side(device, place), splits.multi_label)
 
-        side = SideStream(device)
-    return InputPipeline(loader, transform, len(source), placement, side, splits.multi_label)
+
+def _side(device: torch.device, place: Place) -> SideStream | None:
+    if device.type != "cuda" or place == "device":
+        return None
+    from accel_train.data.side_stream import SideStream
+
+    return SideStream(device)
 
 
 def _place(
