@@ -115,6 +115,15 @@ def test_a_lost_shard_stops_the_run_after_it_is_saved(tmp_path: Path, processes:
     assert f"update {status['update']}" in there.stdout
 
 
+def test_a_lost_shard_of_validation_stops_the_run_before_the_epoch_ends(server: StorageServer, tmp_path: Path) -> None:
+    make_index(Data("wds", server.folder))
+    server.fault = lambda method, path, times: "404" if path == "val-000.tar" and method == "GET" else None
+    lost = helpers.run(*words(server, tmp_path), "--checkpoint.every-updates", 100)
+    assert lost.returncode == 0, lost.stderr
+    assert f"Stopped by data that is lost ({server.url}/val-000.tar cannot be read" in lost.stdout
+    assert 0 < json.loads((tmp_path / "run" / "status.json").read_text())["update"] < 6
+
+
 def test_a_cache_smaller_than_the_data_with_the_order_of_shards(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "data", train=12, val=1, side=32, per_shard=64)
     make_index(Data("wds", folder))

@@ -25,7 +25,7 @@ from accel_train.data.order.samplers import IndexSampler, TrainingSampler
 from accel_train.data.sources.remote.images import RemoteImages
 from accel_train.data.sources.remote.shard_cache import ShardCache, size_text
 from accel_train.data.sources.splits import Source, unwrap_subset
-from accel_train.errors import LOGGER, UserError
+from accel_train.errors import UserError
 
 FETCHES = 8
 """Shards that are fetched at a time."""
@@ -39,6 +39,9 @@ LOOK_SECONDS, ORDER_SECONDS = 0.1, 0.01
 HELD = 2
 """Updates whose batches a `FollowedLoader` holds. Processes are never two updates apart, so what one has trained the
 others have read."""
+SOON = 4
+"""Updates before its use at which a shard that could not be fetched ahead ends the run."""
+LOST = "data that is lost ({})"
 NEVER = 1 << 40  # a time in batches
 Batches = npt.NDArray[np.int64]
 
@@ -122,7 +125,7 @@ class FetchAhead:
         self._start, self._began = 0, 0.0  # the batch and the time at which the plan begins
         self._written: Batches | None = None  # what `_order_removals` has written, so that only changes are
         self._fetching: set[int] = set()
-        self._not_before: dict[int, float] = {}  # when a shard is tried again
+        self._failed: dict[int, tuple[float, str]] = {}  # shard -> when it is tried again, and why it has failed
         self._full_until = self._next_look = 0.0
         self._looks = False  # whether the thread runs
 
@@ -144,6 +147,7 @@ class FetchAhead:
             self._plan(which, batch)
         at = self._next_uses(batch - self._start)
         self._order_removals(at)
+        self._ask_to_stop(at - (batch - self._start) <= SOON * which.accumulation)
         if now < max(self._full_until, self._next_look):
             return
         self._next_look = now + LOOK_SECONDS
@@ -156,7 +160,7 @@ class FetchAhead:
             if len(self._fetching) >= FETCHES:
                 return
             is_missing = self.cache.path(self.tars[shard]).name not in present
-            if is_missing and shard not in self._fetching and self._not_before.get(shard, 0.0) < now:
+            if is_missing and shard not in self._fetching and self._failed.get(shard, (0.0, ""))[0] < now:
                 self._fetching.add(shard)
                 worth, removes = self._began - int(at[shard]), number < near
                 # Not a pool: at the program's end it would wait until all is fetched.
@@ -190,13 +194,21 @@ class FetchAhead:
         if changed:
             self._written, self._full_until = at, 0.0
 
+    def _ask_to_stop(self, is_soon: npt.NDArray[np.bool_]) -> None:
+        """Let the run be saved while it can be, if a shard that is needed soon has failed: at the beginning of an
+        evaluation, or of an epoch, no loader has looked ahead yet."""
+        ask = self.cache.ask_to_stop
+        for shard, (_, reason) in list(self._failed.items()) if ask is not None else ():
+            if is_soon[shard] and ask is not None:
+                ask(LOST.format(reason.rstrip(".")))
+
     def _fetch(self, shard: int, worth: float, removes: bool) -> None:
         try:
             if not self.cache.fetch(self.tars[shard], worth, removes=removes):  # all that is there is needed earlier
                 self._full_until = time.monotonic() + FULL_SECONDS
+            self._failed.pop(shard, None)
         except UserError as error:
-            LOGGER.debug(f"not fetched ahead: {error}")
-            self._not_before[shard] = time.monotonic() + RETRY_SECONDS
+            self._failed[shard] = time.monotonic() + RETRY_SECONDS, str(error)
         finally:
             self._fetching.discard(shard)
 
@@ -228,7 +240,7 @@ class FollowedLoader:
         for batch in self.loader:
             ask = self._cache.ask_to_stop
             if isinstance(batch, UserError) and given and ask is not None:
-                ask(f"data that is lost ({str(batch).rstrip('.')})")
+                ask(LOST.format(str(batch).rstrip(".")))
             held.append(batch)
             if len(held) > HELD * which.accumulation:
                 yield held.popleft()
