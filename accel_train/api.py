@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from accel_train.bench.lr_finder import LearningRates
     from accel_train.config.declaration import Tta
     from accel_train.config.schema import Config
+    from accel_train.data.tools.index import IndexResult
+    from accel_train.data.tools.shards import ShardsResult
     from accel_train.doctor.doctor import Diagnosis
     from accel_train.export.export import ExportResult
     from accel_train.report.preview.preview import PreviewResult
@@ -47,10 +49,12 @@ __all__ = [
     "evaluate",
     "export",
     "find_lr",
+    "index",
     "load_run",
     "predict",
     "preview",
     "report",
+    "shards",
     "train",
 ]
 
@@ -202,6 +206,27 @@ def check_data(
     places = [None if path is None else Path(path) for path in (output, folder)]
     with _configured({"data": data}, (), {}) as (config, _):
         return audit(config.data, output=places[0], folder=places[1], processes=processes)
+
+
+def index(data: Any, *, verify: bool = False) -> IndexResult:
+    """Look through a data set of files, `data` as `train` takes it, and keep what is found: see data/tools/index.py."""
+    prepare_environment()
+    from accel_train.data.tools.index import make_index
+
+    with _configured({"data": data}, (), {}) as (config, _):
+        return make_index(replace(config.data, verify=verify))
+
+
+def shards(data: Any, output: str | Path, **options: Any) -> ShardsResult:
+    """Write a data set, `data` as `train` takes it, as WebDataset shards into the folder `output`, with their index.
+
+    For `shard_size`, `keep_order`, … see data/tools/shards.py. The result has the options to train on them.
+    """
+    prepare_environment()
+    from accel_train.data.tools.shards import write_shards
+
+    with _configured({"data": data}, (), {}) as (config, _):
+        return write_shards(config.data, Path(output), **options)
 
 
 def doctor(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> Diagnosis:

@@ -24,7 +24,7 @@ from accel_train.launch.process import available_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PACKAGES = ("torch", "torchvision", "accelerate", "timm", "lightning", "pillow")
+PACKAGES: tuple[str, ...] = ("torch", "torchvision", "accelerate", "timm", "lightning", "pillow")
 
 
 def circumstances(command: str) -> dict[str, Any]:

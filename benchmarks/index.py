@@ -2,10 +2,12 @@
 
     python benchmarks/index.py                      # 200,000 images
     python benchmarks/index.py --images 1300000     # as many as ImageNet has; needs 5 GB and ten minutes
+    python benchmarks/index.py --images 1000000 --kinds wds
 
 The images are tiny (those of a class in folders are one file of many names); what is measured is the finding of them,
 in a new process each time, from the page cache. A network file system makes the first start slower, not the others. How
-much a start takes more than with 1,000 images, and the memory of a process, have limits that this program checks.
+much a start takes more than with 1,000 images, and the memory of a process, have limits that this program checks. Then
+comes the order of an epoch: the numbers of all its samples, which each process computes batch by batch.
 """
 
 from __future__ import annotations
@@ -15,22 +17,29 @@ import io
 import multiprocessing
 import os
 import re
+import resource
 import sys
 import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from PIL import Image
 
 from accel_train.cli.table import print_table
-from accel_train.config.schema import Data
-from accel_train.data.sources.load import read_splits
+from accel_train.config.schema import Config, Data
+from accel_train.data.loading import create_sampler
+from accel_train.data.order.plan import create_plan
+from accel_train.data.sources.load import Splits, read_splits
 
 CLASSES = 1000
 FEW = 1000  # images of the data set to compare with
-KINDS = ("folder", "csv", "tar", "wds")
+TARS = ("tar", "wds")
+ORDERS = ("full", "shards")
+KINDS = ("folder", "csv", *TARS)
+SHARD = 10_000  # images of a tar file, of which there are ten or more
+BATCH = 256
 LONGEST, LARGEST = 2.0, 40.0  # seconds more than with few images, for each 1.3 million; bytes of memory an image
 
 
@@ -41,6 +50,10 @@ class Start(NamedTuple):
     """Seconds of the processor, in this process and those that it started."""
     memory: int
     """Bytes that the process has more, beside what is mapped from a file."""
+    peak: int
+    """The most that it had until then, of all kinds."""
+    order: dict[str, float]
+    """--data.order -> seconds of the processor for the order of an epoch."""
 
 
 def picture() -> bytes:
@@ -67,8 +80,9 @@ def write_table(root: Path, images: int) -> None:
 
 
 def write_tars(root: Path, images: int, *, labels: bool) -> None:
-    """Ten tar files; with `labels` as WebDataset has them."""
+    """Ten tar files, or more; with `labels` as WebDataset has them."""
     root.mkdir()
+    parts = max(10, images // SHARD)
     content = picture()
 
     def blocks(content: bytes) -> tuple[bytes, int, bytes]:
@@ -86,9 +100,9 @@ def write_tars(root: Path, images: int, *, labels: bool) -> None:
         file.write(encoded.ljust(100, b"\0") + header[100:148] + checksum + header[156:] + padded)
 
     image, numbers = blocks(content), [blocks(str(label).encode()) for label in range(CLASSES)]
-    for part in range(10):
-        with (root / f"train-{part}.tar").open("wb") as file:
-            for number in range(part * images // 10, (part + 1) * images // 10):
+    for part in range(parts):
+        with (root / f"train-{part:04}.tar").open("wb") as file:
+            for number in range(part * images // parts, (part + 1) * images // parts):
                 add(file, f"{number:08}.jpg" if labels else f"{number % CLASSES:04}/{number:08}.jpg", image)
                 if labels:
                     add(file, f"{number:08}.cls", numbers[number % CLASSES])
@@ -120,8 +134,21 @@ def _child(kind: str, root: Path, images: int, cores: int, answer: object) -> No
     began, before = time.perf_counter(), memory()
     splits = read_splits(Data(name=kind, root=root))
     assert len(splits.train) == images
-    seconds, held = time.perf_counter() - began, memory() - before
-    answer.send(Start(seconds, sum(os.times()[:4]), held))  # type: ignore[attr-defined]
+    seconds, held, work = time.perf_counter() - began, memory() - before, sum(os.times()[:4])
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    orders = {"full": epoch(kind, splits, "full")}
+    if kind in TARS:
+        orders["shards"] = epoch(kind, splits, "shards")
+    answer.send(Start(seconds, work, held, peak, orders))  # type: ignore[attr-defined]
+
+
+def epoch(kind: str, splits: Splits, order: Literal["full", "shards"]) -> float:
+    """Seconds of the processor for the numbers of all samples of an epoch."""
+    began = time.process_time()
+    config = Config(batch_size=BATCH, data=Data(name=kind, order=order))
+    sampler = create_sampler(config, splits, create_plan(config, len(splits.train), 1, 1, 1))
+    assert sum(len(batch) for batch in sampler) >= len(splits.train)
+    return time.process_time() - began
 
 
 def start(kind: str, root: Path, images: int, cores: int) -> Start:
@@ -165,11 +192,14 @@ def main() -> int:
                 f"{one.seconds / all_of_them.seconds:.1f}", f"{small.seconds:.3f} s",
                 f"{large.seconds:.3f} s ({large.work:.2f} s)",
                 f"{more:.2f} s", f"{one.work / large.work:.0f}", f"{held:.1f}", f"{size:.0f}",
+                f"{(one.peak - small.peak) / 1e6:.0f} MB",
+                *(f"{large.order[order]:.2f} s" if order in large.order else "" for order in ORDERS),
             ])  # fmt: skip
     print(f"{options.images:,} images: seconds until the data set is known, and of the processor")
     print_table([
         "--data.name", "index made, 1 core", f"{all_cores} cores", "times as fast", f"start with {FEW:,} images",
         f"with {options.images:,}", "more", "the index saves (times)", "bytes an image: memory", "index",
+        "memory to make it", *(f"an epoch's order, {order}" for order in ORDERS),
     ], rows)  # fmt: skip
     answer = "yes" if within else "NO"
     print(f"at most {LONGEST:g} s more for 1.3 million images, and {LARGEST:g} bytes an image: {answer}")

@@ -545,6 +545,7 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
         "check-data",
         "cache-data",
         "index",
+        "shards",
         "doctor",
         "find-lr",
         "preview",

@@ -1,7 +1,8 @@
-"""`accel-train check-data`, `cache-data` and `index`: the images of a dataset, before training."""
+"""`accel-train check-data`, `cache-data`, `shards` and `index`: the images of a dataset, before training."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing
+from accel_train.config.declaration import bytes_of
 from accel_train.config.option_types import out_of_bounds
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.schema import Config, Data
 from accel_train.errors import UserError, print_line
 from accel_train.launch.process import available_cores
+from accel_train.user_code.reference import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,48 @@ class CacheData(_Images):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shards(_Data):
+    """Write a dataset as WebDataset shards, tar files that are read from their beginning to their end, into OUTPUT.
+
+    Train on it with --data.name wds --data.root OUTPUT: images, labels, classes and splits are the same. Image files
+    are copied, arrays become PNG. The samples are shuffled, because shards of a single class make bad batches for a
+    reader that has only a few shards at a time. If the command is killed, the same command continues.
+    """
+
+    output: Annotated[Positional[Path], arg(metavar="OUTPUT")]
+    """The folder to write: a new or an empty one."""
+    shard_size: str = "256MB"
+    """Largest size of a shard, such as 64MB or 1GB."""
+    shard_samples: int | None = None
+    """Largest number of samples in a shard."""
+    keep_order: bool = False
+    """Keep the order of the data, so that a training on the shards has the same batches as one on the data."""
+    seed: int = 0
+    """The order, and the division into splits, as --seed of a training."""
+    val_fraction: float = 0.0
+    """Write this fraction of the training samples as validation split, as --data.val-fraction takes them."""
+    test_fraction: float = 0.0
+    """Write this fraction as test split, as --data.test-fraction takes them."""
+    skip_unreadable: Path | None = None
+    """Leave out the images in this list, as in --data.skip-unreadable."""
+    image_column: str | None = None
+    """csv and hfds: the column of the images, as in --data.image-column."""
+    label_column: str | None = None
+    """csv and hfds: the column of the labels, as in --data.label-column."""
+    processes: int | None = None
+    """Processes that read; default: all cores."""
+
+    def mistakes(self) -> list[str]:
+        wrong = below_one(shard_samples=self.shard_samples, processes=self.processes)
+        for name, value in (("val", self.val_fraction), ("test", self.test_fraction)):
+            if not 0 <= value < 1:
+                wrong.append(f"--{name}-fraction: expected at least 0 and less than 1, found {value:g}.")
+        if not bytes_of(self.shard_size):
+            wrong.append(f"--shard-size: expected a size such as 256MB or 1GB, found {self.shard_size!r}.")
+        return wrong
+
+
+@dataclass(frozen=True, kw_only=True)
 class Index(_Data):
     """Look through a dataset of files (folder, csv, tar, wds) and keep what is found, so that no training has to.
 
@@ -144,6 +189,41 @@ def cache_data(arguments: Sequence[str]) -> int:
         processes=options.processes or available_cores(),
     )
     return 1 if unreadable else 0
+
+
+def shards(arguments: Sequence[str]) -> int:
+    """Run `accel-train shards`; return the exit code."""
+    options, _ = parse_command(Shards, arguments, "accel-train shards", positional=("name", "output"))
+    data = Data(
+        name=resolve("data.name", options.name, Path.cwd()),
+        root=options.root,
+        val_fraction=options.val_fraction,
+        test_fraction=options.test_fraction,
+        skip_unreadable=options.skip_unreadable,
+        image_column=options.image_column,
+        label_column=options.label_column,
+    )
+
+    with importing(options.name):
+        from accel_train.data.tools.shards import write_shards
+
+    written = write_shards(
+        data,
+        options.output,
+        shard_size=options.shard_size,
+        shard_samples=options.shard_samples,
+        keep_order=options.keep_order,
+        seed=options.seed,
+        processes=options.processes,
+        shows_progress=True,
+    )
+    if written.was_there:
+        print_line(f"{options.output} is complete: nothing is left to do.")
+    print_line(
+        f"{written.images:,} images in {written.shards:,} shards, {written.bytes / 1e9:.3f} GB. Train on them with"
+    )
+    print_line(f"  accel-train train RECIPE {shlex.join(written.options)}", wraps=False)
+    return 0
 
 
 def index(arguments: Sequence[str]) -> int:

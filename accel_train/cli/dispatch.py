@@ -32,6 +32,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "completion": ("info.completion", "complete commands and options with Tab in your shell"),
     "check-data": ("data", "find unreadable, equal and odd images of a dataset"),
     "index": ("data", "look through image files once, before the first training"),
+    "shards": ("data", "write a dataset as WebDataset shards, for storage that reads in order"),
     "cache-data": ("data", "preprocess a dataset's images into a single cache file"),
     "scaling": ("of_recipe.bench", "compare the speed of finished runs on different numbers of processes"),
 }

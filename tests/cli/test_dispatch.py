@@ -45,6 +45,7 @@ def test_traceback_is_an_option_of_every_command() -> None:
         ["--help"], ["train", "--help"], ["evaluate", "--help"], ["predict", "-h"], ["recipes", "--help"],
         ["check-data", "--help"], ["init", "--help"], ["bench", "--help"], ["recipes"], ["runs", "--help"],
         ["index", "--help"], ["completion", "--help"], ["convert", "--help"], ["meet", "--help"], ["submit", "--help"],
+        ["shards", "--help"],
     ],
 )  # fmt: skip
 def test_help_exits_0_and_does_not_import_torch(words: list[str]) -> None:

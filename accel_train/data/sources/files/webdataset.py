@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,14 +28,16 @@ from accel_train.untrusted import read_regular_file
 
 MOST_CLASSES = 1_000_000
 LISTS = ("_info.json", "info.json")
-"""Files that say which shards belong to which split."""
+"""Files that say which shards belong to which split, and may have the names of the classes."""
+UNFINISHED = ".accel-train-shards.partial"
+"""In a folder into which `accel-train shards` is writing."""
 
 
 def webdataset(data: Data) -> Splits:
     """WebDataset shards in `data.root` (or its subfolder NAME, for `wds/NAME`): KEY.jpg with KEY.cls.
 
-    Their splits follow from _info.json, if there is one, or else from their names: NAME-train-0000.tar.
-    Raises UserError.
+    Their splits follow from _info.json, if there is one, or else from their names: NAME-train-0000.tar. The names
+    of the classes are its `classes`, or else their numbers. Raises UserError.
     """
     return splits_of_tars(data, _root(data), index_of(data))
 
@@ -42,6 +45,8 @@ def webdataset(data: Data) -> Splits:
 def index_of(data: Data) -> Index:
     """Raises UserError."""
     root = _root(data)
+    if (root / UNFINISHED).exists():
+        raise UserError(f"{root}: not all of its shards are written; give the same `accel-train shards` command again.")
     return indexed(root, "wds", lambda progress: _look(root, progress), lambda: _places(root), verify=data.verify)
 
 
@@ -58,7 +63,8 @@ def _places(root: Path) -> list[str]:
 
 def _look(root: Path, progress: Progress) -> Index:
     """Read the headers and labels in all shards. Raises UserError."""
-    return index_of_shards(root, _places(root), _shards(root), partial(on_all_cores, partial(pairs_in, root)), progress)
+    look = partial(on_all_cores, partial(pairs_in, root))
+    return index_of_shards(root, _places(root), *_shards(root), look, progress)
 
 
 Pairs = tuple[list[tuple[Member, int]], Counter[str]]
@@ -69,10 +75,14 @@ def index_of_shards(
     root: Path,
     places: Sequence[str],
     shards: Mapping[str, Sequence[str]],
+    classes: tuple[str, ...],
     look: Callable[[Sequence[str]], Iterable[Pairs]],
     progress: Progress,
 ) -> Index:
-    """The index of the `shards` of each split; `look` calls `pairs_in` for each of several. Raises UserError."""
+    """The index of the `shards` of each split; `look` calls `pairs_in` for each of several. `classes`: as in `Listed`.
+
+    Raises UserError.
+    """
     samples: dict[str, tuple[list[Member], torch.Tensor]] = {}
     others: Counter[str] = Counter()
     for split, names in shards.items():
@@ -85,34 +95,44 @@ def index_of_shards(
     if "train" not in samples:
         raise UserError(f"--data.root {root}: found no shard (*.tar) of a train split.")
     count = 1 + max((int(labels.max()) for _, labels in samples.values() if len(labels)), default=-1)
-    index = index_of_members(places, tuple(str(label) for label in range(count)), samples)
+    if classes and count > len(classes):
+        raise UserError(f"{root}: the labels go up to {count - 1}, but _info.json names {len(classes)} classes.")
+    index = index_of_members(places, classes or tuple(map(str, range(count))), samples)
     return replace(index, ignored=ignored_text(others))
 
 
-def _shards(root: Path) -> dict[str, list[str]]:
-    """split -> paths of its shards, relative to `root`."""
+Listed = tuple[dict[str, list[str]], tuple[str, ...]]
+"""split -> paths of its shards, relative to the root; and the names of the classes, () if no file says them."""
+
+
+def _shards(root: Path) -> Listed:
+    """Raises UserError."""
     for name in LISTS:
         if (root / name).is_file():
             return listed_shards(root / name, lambda file: read_regular_file(file, follow=True))
-    return named_shards(root, [path.relative_to(root).as_posix() for path in root.rglob("*.tar")])
+    return named_shards(root, [path.relative_to(root).as_posix() for path in root.rglob("*.tar")]), ()
 
 
-def listed_shards(file: Path, read: Callable[[Path], bytes]) -> dict[str, list[str]]:
-    """split -> paths of its shards, as the `file` lists them. Raises UserError."""
+def listed_shards(file: Path, read: Callable[[Path], bytes]) -> Listed:
+    """What the `file` lists. Raises UserError."""
     shards: dict[str, list[str]] = {}
     try:
-        for split, info in json.loads(read(file))["splits"].items():
+        info: dict[str, Any] = json.loads(read(file))
+        for split, about in info["splits"].items():
             if split.lower() in SPLIT_NAMES:
-                shards[SPLIT_NAMES[split.lower()]] = list(info["filenames"])
+                shards[SPLIT_NAMES[split.lower()]] = list(about["filenames"])
         for path in itertools.chain(*shards.values()):
             if not isinstance(path, str) or path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"{path!r} is not in this folder")
+        classes = info.get("classes", [])
+        if not (isinstance(classes, list) and all(isinstance(each, str) for each in classes)):
+            raise ValueError("its classes are not a list of names")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{file} does not list shards as splits -> SPLIT -> filenames ({error}): "
             "correct or remove it (then the shards' names give their splits)."
         ) from error
-    return shards
+    return shards, tuple(classes)
 
 
 def named_shards(root: Path, paths: Iterable[str]) -> dict[str, list[str]]:

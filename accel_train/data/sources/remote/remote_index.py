@@ -22,7 +22,14 @@ from accel_train.config.url import Url
 from accel_train.data.sources.files.index import Progress, splits_of_index
 from accel_train.data.sources.files.index_file import Index, KeptIndex, read_index, write_index
 from accel_train.data.sources.files.tars import images_in, index_of_trees
-from accel_train.data.sources.files.webdataset import LISTS, index_of_shards, listed_shards, named_shards, pairs_in
+from accel_train.data.sources.files.webdataset import (
+    LISTS,
+    Listed,
+    index_of_shards,
+    listed_shards,
+    named_shards,
+    pairs_in,
+)
 from accel_train.data.sources.remote.images import RemoteImages
 from accel_train.data.sources.remote.shard_cache import ShardCache, size_text
 from accel_train.data.sources.remote.storage import Shard, Storage
@@ -165,13 +172,13 @@ def _made(kind: str, root: Path, cache: ShardCache, lists: dict[str, bytes], pro
     names = list(cache.shards)
     if kind == "tar":
         return index_of_trees(root, names, _through(cache, names, partial(images_in, root)), progress)
-    splits = named_shards(root, names)
+    listed: Listed = named_shards(root, names), ()
     for name, text in lists.items():
-        splits = listed_shards(root / name, lambda _: text)  # noqa: B023 -- called at once
-        if absent := [shard for shard in itertools.chain(*splits.values()) if shard not in cache.shards]:
+        listed = listed_shards(root / name, lambda _: text)  # noqa: B023 -- called at once
+        if absent := [shard for shard in itertools.chain(*listed[0].values()) if shard not in cache.shards]:
             raise UserError(f"{root / name} lists {absent[0]}, which is not there; upload it, or correct the list.")
     look: Callable[[Sequence[str]], Iterable[Any]] = lambda shards: _through(cache, shards, partial(pairs_in, root))  # noqa: E731
-    return index_of_shards(root, [*lists, *names], splits, look, progress)
+    return index_of_shards(root, [*lists, *names], *listed, look, progress)
 
 
 def _through(cache: ShardCache, names: Sequence[str], look: Callable[[str, Path], Found]) -> Iterator[Found]:

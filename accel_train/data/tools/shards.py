@@ -1,0 +1,201 @@
+"""The work of `accel-train shards`: write a dataset as WebDataset shards, which sources/files/webdataset.py reads."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import posixpath
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from accel_train.config.declaration import bytes_of
+from accel_train.config.schema import Data
+from accel_train.data.sources.arrays import ArraySource
+from accel_train.data.sources.files.encoded import EncodedImages
+from accel_train.data.sources.files.images import default_mean_std
+from accel_train.data.sources.files.listing import is_image
+from accel_train.data.sources.load import Source, Splits, Subset, load_splits
+from accel_train.data.sources.splits import names_root, sample_keys, unwrap_subset
+from accel_train.data.sources.user.dataset import UserDataset
+from accel_train.data.tools.index import make_index
+from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes
+from accel_train.data.tools.shard_samples import pack
+from accel_train.data.tools.shard_writer import FINISHED, ShardWriter, begin, finish
+from accel_train.errors import LOGGER, UserError
+from accel_train.keyed import key, permuted
+from accel_train.launch.process import available_cores
+
+CHUNK = 16  # images of one job: those of a camera have some megabytes each, and several jobs wait for their turn
+WORTH_A_PROCESS = 1000  # images; to start one takes some seconds
+
+
+@dataclass(frozen=True)
+class ShardsResult:
+    """A dataset that was written as shards."""
+
+    folder: Path
+    shards: int
+    images: int
+    bytes: int
+    """Of the shards."""
+    was_there: bool
+    """Whether an earlier call had written all of them."""
+    options: tuple[str, ...]
+    """What a training needs so that it learns the same as from the original, such as "--data.name", "wds"."""
+
+
+def write_shards(
+    data: Data,
+    output: Path,
+    *,
+    shard_size: str = "256MB",
+    shard_samples: int | None = None,
+    keep_order: bool = False,
+    seed: int = 0,
+    processes: int | None = None,
+    shows_progress: bool = False,
+) -> ShardsResult:
+    """Write the images, labels and splits of `data` into the folder `output`, which is new, empty or unfinished.
+
+    A shard has at most `shard_size` (or one sample, if that is larger) and at most `shard_samples` images. `seed`
+    decides how `data` is divided, as in a training, and the order of the samples, unless `keep_order`. `processes`
+    read; None: as many as there are cores. Their number changes nothing: the same data and options give the same bytes.
+    Images that are no files become PNG, whose bytes may change with the version of Pillow. Raises UserError.
+    """
+    shard_bytes = bytes_of(shard_size)
+    if not shard_bytes:
+        raise UserError(f"shard_size: expected a size such as 256MB or 1GB, found {shard_size!r}.")
+    splits = load_splits(replace(data, verify=True), seed)  # all images are read, so that to compare them costs little
+    _check(splits, data)
+    sources = _ordered(splits, None if keep_order else seed)
+    keys = _keys(sources.values(), names_root(data))
+    settings = [shard_bytes, shard_samples, splits.classes]
+    held = [unwrap_subset(source)[0] for source in sources.values()]
+    if any(isinstance(each, UserDataset) and each.stays_here() for each in held):
+        processes = 1
+    processes = min(processes or available_cores(), 1 + len(splits.train) // WORTH_A_PROCESS)
+    lock = output / f"{FINISHED}.lock"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock, timeout=0):
+            try:
+                shards, was_there = begin(output, _fingerprint(settings, sources, keys))
+                if not was_there:
+                    with ShardWriter(output, shards, shard_bytes, shard_samples) as writer:
+                        _write(writer, sources, keys, processes, shows_progress=shows_progress)
+                    finish(output, shards, splits.classes)
+            finally:
+                lock.unlink(missing_ok=True)
+    except Timeout:
+        raise UserError(f"{output}: another process is writing it.") from None
+    except OSError as error:
+        raise UserError(
+            f"{output} cannot be written: {error.strerror or error}. Shards that are complete are kept, and the same "
+            "command goes on behind them."
+        ) from error
+    images, found = sum(map(len, sources.values())), make_index(Data(name="wds", root=output)).images
+    if found != images:
+        raise UserError(f"{output}: {images:,} images were written, {found:,} are there. Delete it and start again.")
+    total = sum(shard.bytes for shard in shards)
+    return ShardsResult(output, len(shards), images, total, was_there, tuple(_options(splits, output)))
+
+
+def _check(splits: Splits, data: Data) -> None:
+    """Warn of what shards do not have. Raises UserError for data that they cannot have."""
+    if splits.multi_label:
+        raise UserError(f"'{data.name}' has images with several labels or none, but KEY.cls of a shard is one number.")
+    for note in splits.notes:
+        LOGGER.warning(note)
+    if splits.train_weights is not None:
+        LOGGER.warning("the weights of the samples are not written: shards have images and labels only.")
+    if splits.ignored:
+        LOGGER.info(f"Not used: {splits.ignored}.")
+
+
+def _ordered(splits: Splits, seed: int | None) -> dict[str, Source]:
+    """The samples of each split in the order in which they are written: shuffled, or with None in their own."""
+    named = {"train": splits.to_train_on, "validation": splits.validation, "test": splits.test}
+    sources: dict[str, Source] = {}
+    for split, source in named.items():
+        if source is not None:
+            held, ids = unwrap_subset(source)
+            places = torch.arange(len(source))
+            if seed is not None:
+                places = permuted(places, len(source), key(seed, "shards", split))
+            sources[split] = Subset(held, places if ids is None else ids[places])
+    return sources
+
+
+def _keys(sources: Iterable[Source], root: Path) -> list[list[str]]:
+    """The key of each sample: the path of its image without the extension, or a number if not all have such a path.
+
+    WebDataset's key of a file ends at the first dot of its name.
+    """
+
+    def key_of(name: str) -> str:
+        folder, file = posixpath.split(name)
+        hidden = any(part.startswith(".") for part in name.split("/"))
+        return "" if hidden or not is_image(file) else posixpath.join(folder, file.rpartition(".")[0].replace(".", "_"))
+
+    sources = list(sources)
+    keys = [[key_of(name) for name in sample_keys(source, root)] for source in sources]
+    if all(map(all, keys)) and len(set().union(*keys)) == sum(map(len, keys)):
+        return keys
+    return [[f"{number:09}" for number in range(len(source))] for source in sources]
+
+
+def _fingerprint(settings: list[Any], sources: Mapping[str, Source], keys: list[list[str]]) -> str:
+    """SHA-256 of what the shards depend on: settings, samples, labels, and the state (size, time) of image files."""
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    for (split, source), own in zip(sources.items(), keys, strict=True):
+        held, ids = unwrap_subset(source)
+        assert ids is not None
+        digest.update(f"\0{split}\0{len(source)}\0".encode() + ids.numpy().tobytes() + source.labels.numpy().tobytes())
+        digest.update("\0".join(own).encode(errors="surrogateescape"))
+        if isinstance(held, ArraySource):
+            digest.update(held.pixels.numpy().tobytes())
+        for state in held.states() if isinstance(held, EncodedImages) else ():
+            digest.update(f"\0{state}".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _write(
+    writer: ShardWriter, sources: Mapping[str, Source], keys: list[list[str]], processes: int, *, shows_progress: bool
+) -> None:
+    """Write all samples that are not in a complete shard."""
+    names, jobs, total = list(sources), list[Job](), sum(map(len, sources.values()))
+    for number, (split, source) in enumerate(sources.items()):
+        written = sum(shard.images for shard in writer.shards if shard.split == split)
+        jobs += [(number, at, min(at + CHUNK, len(source))) for at in range(written, len(source), CHUNK)]
+    done = total - sum(last - first for _, first, last in jobs)
+
+    def keys_of(job: Job) -> tuple[list[str]]:
+        number, first, last = job
+        return (keys[number][first:last],)
+
+    with contextlib.ExitStack() as stack:
+        shown = stack.enter_context(ProgressDisplay("pack", total, done)) if shows_progress else None
+        packed: Iterator[list[bytes]] = in_processes(pack, list(sources.values()), jobs, processes, of_job=keys_of)
+        for (number, _, _), samples in zip(jobs, packed, strict=True):
+            for sample in samples:
+                writer.add(names[number], sample)
+            if shown is not None:
+                shown.advance(len(samples), 0)
+        writer.complete()
+
+
+def _options(splits: Splits, output: Path) -> Iterator[str]:
+    """What a training on the shards needs besides its recipe: of what is not files, one knows more about all images."""
+    yield from ("--data.name", "wds", "--data.root", str(output))
+    if splits.channels != Data().channels:
+        yield from ("--data.channels", str(splits.channels))
+    if splits.image_size is not None:
+        yield from ("--model.image-size", str(splits.image_size), "--augment.resize", str(splits.image_size))
+    if (splits.mean, splits.std) != default_mean_std(splits.channels):
+        yield from ("--augment.mean", *map(str, splits.mean), "--augment.std", *map(str, splits.std))
