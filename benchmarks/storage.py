@@ -40,6 +40,7 @@ import document  # noqa: E402
 import torch  # noqa: E402
 from slow_storage import SlowStorage, slowed  # noqa: E402
 
+from accel_train.cli.table import print_table  # noqa: E402
 from accel_train.config.schema import Augment, Config, Data, Model  # noqa: E402
 from accel_train.config.url import Url  # noqa: E402
 from accel_train.data.loading import create_input  # noqa: E402
@@ -49,7 +50,6 @@ from accel_train.data.sources.splits import unwrap_subset  # noqa: E402
 from accel_train.data.tools.index import make_index  # noqa: E402
 from accel_train.data.tools.shards import write_shards  # noqa: E402
 from accel_train.launch.accelerator import create_accelerator  # noqa: E402
-from accel_train.records.terminal import print_table  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 BANDWIDTH = 50e6  # bytes a second
