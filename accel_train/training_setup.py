@@ -24,8 +24,7 @@ from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError, counted
 from accel_train.evaluate import Batch, evaluation_batch_size
-from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.collectives import collective_seconds
+from accel_train.launch.accelerator import collective_seconds, create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions

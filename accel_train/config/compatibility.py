@@ -1,6 +1,6 @@
 """Which options may change when a run is resumed, how two configurations differ, and what older versions did.
 
-An option affects what is learned unless its declaration says that it is `Free` (groups.py): so a change of a new
+An option affects what is learned unless its declaration says that it is `Free` (declaration.py): so a change of a new
 option is refused. Weights may have another path: the file is compared by its SHA-256. The options that decide the
 samples of an epoch (`DecidesSamples`) can change between two epochs only.
 """

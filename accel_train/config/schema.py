@@ -3,7 +3,7 @@
 The recipe says what to learn. Where to learn it (the number of processes, the kind of device, the precision) is set by
 the launcher and is not part of `Config`.
 
-The groups of options, such as `optim`, are in groups.py, which says how an option is declared. Values that
+The groups of options, such as `optim`, are in groups/; training.py there says how an option is declared. Values that
 do not fit each other are in contradictions.py.
 """
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from accel_train.config.data_groups import Augment, Data
 from accel_train.config.declaration import (
     AFTER_FAILURE,
     DECIDES_SAMPLES,
@@ -26,7 +25,9 @@ from accel_train.config.declaration import (
     Free,
     Synonyms,
 )
-from accel_train.config.groups import Checkpoint, Ema, Loss, Model, Optim, Schedule, Stop
+from accel_train.config.groups.augment import Augment
+from accel_train.config.groups.data import Data
+from accel_train.config.groups.training import Checkpoint, Ema, Loss, Model, Optim, Schedule, Stop
 from accel_train.config.origin import Origin
 
 __all__ = [

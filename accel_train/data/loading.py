@@ -16,7 +16,6 @@ from accelerate.utils import gather_object
 from accel_train import models
 from accel_train.config.schema import Augment, Config
 from accel_train.data.memory import MemoryLoader, Place, Placement, choose_place
-from accel_train.data.order.drawing import create_draws
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, IndexSampler, TrainingSampler
 from accel_train.data.sources.load import IN_MEMORY
@@ -150,7 +149,11 @@ def create_sampler(config: Config, splits: Splits, plan: Plan) -> TrainingSample
         from accel_train.data.sources.sharded import create_shard_sampler
 
         return create_shard_sampler(config, splits, plan)
-    draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
+    draws = None
+    if config.data.sampler != "shuffle":
+        from accel_train.data.order.drawing import create_draws
+
+        draws = create_draws(config, splits.train.labels, splits.train_weights, splits.unreadable)
     repeated = {"repeats": config.data.repeats, "samples": len(splits.train)}
     return TrainingSampler(plan, config.seed, splits.unreadable, draws, **repeated)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import socket
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ import yaml
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
+from torch import distributed
 
 from accel_train.errors import UserError, how_to_get, reason_of
-from accel_train.launch.collectives import connecting
 from accel_train.launch.compat import set_collective_timeout, set_store_timeout
 from accel_train.launch.environment import Launch
 from accel_train.launch.parent import gpu_asked_for
@@ -197,3 +199,39 @@ def launcher_variables(file: str, launch: Launch) -> Mapping[str, str]:
         environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(arguments.main_process_port)}
     return environment
+
+
+@contextlib.contextmanager
+def connecting() -> Iterator[None]:
+    """Turn gloo's errors while it creates a group, and connects all processes with each other, into a UserError.
+
+    gloo listens at the address to which this host resolves its own name. The other hosts may be unable to reach it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        absent = isinstance(error, distributed.DistStoreError)  # the address of another one did not come in time
+        if not absent and "gloo" not in str(error).lower():
+            raise
+        if absent:
+            raise UserError(
+                f"{hostname()} did not learn in time where another process listens ({reason_of(error, 200)}). That "
+                "process has failed (see its message) or cannot listen. Set GLOO_SOCKET_IFNAME on all nodes to the "
+                "interface that they share.",
+                every_process=False,
+            ) from error
+        try:
+            address = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            address = "no address"
+        raise UserError(
+            f"The processes cannot connect to each other ({hostname()}: {reason_of(error, 200)}). Each listens at the "
+            f"address of its host's name, here {address}. Set GLOO_SOCKET_IFNAME on all nodes to the interface "
+            "that they share.",
+            every_process=False,
+        ) from error
+
+
+def collective_seconds(limit: float) -> float:
+    """The time-out of collectives where the watchdog ends a hang after `limit` seconds (0: never); it comes first."""
+    return limit + 60 if limit else timedelta(days=365).total_seconds()

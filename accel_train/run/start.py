@@ -15,7 +15,6 @@ from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
 from accel_train.config.compatibility import learning_fingerprint
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Config
-from accel_train.data.order.drawing import digest, sample_weights
 from accel_train.data.sources.load import Splits, load_splits
 from accel_train.errors import UserError
 from accel_train.files import sha256
@@ -90,7 +89,7 @@ def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[s
             return splits
         from accel_train.data.sources.sharded import shard_table
 
-        return dataclasses.replace(splits, table=shard_table(config.data, splits.train).digest())
+        return dataclasses.replace(splits, table=shard_table(config.data, splits.train).digest(splits.table))
 
     # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
     is_users = parse_reference("data.name", config.data.name) is not None
@@ -101,14 +100,20 @@ def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[s
         when_lost(splits, ask_to_stop)
     check_schedule(config.schedule, splits)
     check_best_metric(config, splits)
-    weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)
+    drawn = {}
+    if config.data.sampler != "shuffle":
+        from accel_train.data.order.drawing import digest, sample_weights
+
+        weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)
+        assert weights is not None
+        drawn = {"how often samples are drawn": digest(weights)}
     check_agreement(
         accelerator,
         configuration=learning_fingerprint(config),
         samples=str(len(splits.train)),
         classes=" ".join(splits.classes),
         table=splits.table,
-        **({} if weights is None else {"how often samples are drawn": digest(weights)}),
+        **drawn,
         **(what_bits_depend_on(accelerator) if config.bitwise else {}),
     )
     return splits

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accel_train.errors import UserError, print_line
-from accel_train.launch.collectives import connecting
+from accel_train.launch.accelerator import connecting
 from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.environment import in_job
 from accel_train.launch.parent import WARNINGS, record_stop_signal, recorded_stop_signal, signal_to_job_script

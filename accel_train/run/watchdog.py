@@ -30,7 +30,7 @@ from typing import NoReturn, TypeVar
 from accelerate import Accelerator
 
 from accel_train.errors import UserError, print_line, reason_of
-from accel_train.launch.collectives import collective_seconds
+from accel_train.launch.accelerator import collective_seconds
 from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.process import has_ended, hostname, write_stacks
 from accel_train.records.directory import RunDirectory

@@ -5,14 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from accel_train.data.order.drawing import Draws
 from accel_train.data.order.plan import Plan
 from accel_train.keyed import hashed, key, permuted
+
+if TYPE_CHECKING:
+    from accel_train.data.order.drawing import Draws
 
 BLOCK = 1 << 15  # positions of one call: large enough to hide the overhead, small enough for memory
 

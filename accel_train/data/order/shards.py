@@ -65,9 +65,9 @@ class ShardTable:
         starts = first.nonzero()[:, 0]
         return cls(torch.cat([starts, torch.tensor([len(numbers)])]), numbers[starts])
 
-    def digest(self) -> str:
-        """A SHA-256 that differs if the samples are divided into other shards."""
-        return hashlib.sha256(self.prefix.numpy().tobytes()).hexdigest()
+    def digest(self, table: str = "") -> str:
+        """A SHA-256 that differs if the samples are divided into other shards, or if `table` is another text."""
+        return hashlib.sha256(self.prefix.numpy().tobytes() + table.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""The groups of options, such as `optim`: the fields of each are keys of a recipe and of the command line.
+"""The options of the model and of its training, and how an option is declared.
+
+The fields of each group are keys of a recipe and of the command line.
 
 All that there is to say about an option is said here, once: its type, bounds (POSITIVE, …), whether it may change when
 a run goes on (Free, …), what other trainers call it (Synonyms), its default, and its help text in the string under it.
-`schema.Config` puts the groups together; data_groups.py has those of the data.
 """
 
 from __future__ import annotations
