@@ -218,10 +218,7 @@ def index(data: Any, *, verify: bool = False) -> IndexResult:
 
 
 def shards(data: Any, output: str | Path, **options: Any) -> ShardsResult:
-    """Write a data set, `data` as `train` takes it, as WebDataset shards into the folder `output`, with their index.
-
-    For `shard_size`, `keep_order`, … see data/tools/shards.py. The result has the options to train on them.
-    """
+    """Write a data set, `data` as `train` takes it, as WebDataset shards into `output`: see data/tools/shards.py."""
     prepare_environment()
     from accel_train.data.tools.shards import write_shards
 

@@ -13,12 +13,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_train import models
 from accel_train.config.schema import Augment, Config
 from accel_train.data.memory import MemoryLoader, Place, Placement, choose_place
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, IndexSampler, TrainingSampler
-from accel_train.data.sources.load import IN_MEMORY
+from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
 from accel_train.data.sources.splits import Source, Splits, has_one_size
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.parameters import (
@@ -283,20 +282,3 @@ def _cores(accelerator: Accelerator) -> int:
             everyone = gather_object(everyone)
         _cores_of[accelerator] = share_of_cores(own_cores, [cores for host, cores in everyone if host == hostname()])
     return _cores_of[accelerator]
-
-
-def resolve_mean_std(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel: the configured, else the pretrained weights', else the data's."""
-    for name, values in (("mean", config.augment.mean), ("std", config.augment.std)):
-        if values is not None and len(values) != splits.channels:
-            raise UserError(
-                f"--augment.{name}: found {len(values)} values; the images have {splits.channels} channels."
-            )
-    origin = config.origin
-    if origin.mean is not None and origin.std is not None:
-        mean, std = origin.mean, origin.std
-    else:
-        mean, std = models.pretrained_normalization(config.model) or (splits.mean, splits.std)
-    if len(mean) != splits.channels:  # weights pretrained on colour images, used for grey ones, or the reverse
-        mean, std = (sum(mean) / len(mean),) * splits.channels, (sum(std) / len(std),) * splits.channels
-    return config.augment.mean or mean, config.augment.std or std

@@ -13,10 +13,10 @@ from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.compatibility import SEMANTICS
 from accel_train.config.declaration import BEST_METRICS
 from accel_train.config.schema import Config, to_yaml
-from accel_train.data.loading import create_sampler, resolve_mean_std
+from accel_train.data.loading import create_sampler
 from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
-from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.load import load_splits, resolve_mean_std
 from accel_train.data.sources.splits import Splits, class_counts, has_one_size
 from accel_train.errors import UserError, counted, one_line
 from accel_train.launch.precision import precision, precision_notice

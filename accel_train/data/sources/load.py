@@ -10,7 +10,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from accel_train.config.schema import Data
+from accel_train import models
+from accel_train.config.schema import Config, Data
 from accel_train.data.sources.arrays import PUBLISHED, digits, torchvision_set
 from accel_train.data.sources.divide import divide
 from accel_train.data.sources.files.depth import range_text
@@ -127,3 +128,20 @@ def _load(data: Data, download: bool) -> Splits:
         f"--data.name: unknown dataset '{data.name}'.{nearest(data.name, known_sources())} "
         f"Known datasets: {', '.join(known_sources())}, and your own FILE.py:FUNCTION."
     )
+
+
+def resolve_mean_std(config: Config, splits: Splits) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel: the configured, else the pretrained weights', else the data's."""
+    for name, values in (("mean", config.augment.mean), ("std", config.augment.std)):
+        if values is not None and len(values) != splits.channels:
+            raise UserError(
+                f"--augment.{name}: found {len(values)} values; the images have {splits.channels} channels."
+            )
+    origin = config.origin
+    if origin.mean is not None and origin.std is not None:
+        mean, std = origin.mean, origin.std
+    else:
+        mean, std = models.pretrained_normalization(config.model) or (splits.mean, splits.std)
+    if len(mean) != splits.channels:  # weights pretrained on colour images, used for grey ones, or the reverse
+        mean, std = (sum(mean) / len(mean),) * splits.channels, (sum(std) / len(std),) * splits.channels
+    return config.augment.mean or mean, config.augment.std or std
