@@ -51,6 +51,7 @@ def schedule(t: Translation) -> None:
         t.set("schedule.decay", t["decay-rate"])
     elif name == "multistep":
         ends = milestones(t["decay-milestones"], bool(t["sched-on-updates"]))
+        ends = [end + warmup * bool(prefix) for end in ends]
         t.set("schedule.milestones", ends, "timm decays one epoch before its milestones", of="decay-milestones")
         t.set("schedule.decay", t["decay-rate"])
     elif name == "poly":
@@ -61,13 +62,27 @@ def schedule(t: Translation) -> None:
         t.set("schedule.threshold", 0.0001, "timm's, of torch's ReduceLROnPlateau")
     if warmup and falls:
         t.set("schedule.warmup-prefix", bool(prefix))
-    elif warmup and name in ("step", "multistep") and prefix:
-        t.lose("warmup-prefix", "Epochs of decay are counted from the start of the run.")
     fraction = name == "step" and not float(t["decay-epochs"]).is_integer()
+    if warmup and name == "step" and prefix:
+        steps_after_warmup(t, warmup, fraction=fraction)
     if name in names and not t["sched-on-updates"] and (warmup or falls or fraction):
         t.set("schedule.per", "epoch", "as timm without --sched-on-updates")
 
     ignore_unused(t, name, bool(warmup))
+
+
+def steps_after_warmup(t: Translation, warmup: int, *, fraction: bool) -> None:
+    """--sched step with --warmup-prefix counts from the end of the warm-up; step here from the start of the run."""
+    if fraction:
+        t.lose("warmup-prefix", "A fraction of an epoch is counted from the start of the run.")
+        return
+    ends = range(warmup + int(t["decay-epochs"]), warmup + t["epochs"], int(t["decay-epochs"]))
+    if not ends:  # later than the run
+        t.set("schedule.step-epochs", warmup + t["decay-epochs"])
+        return
+    del t.settings["schedule.step-epochs"]
+    t.set("schedule.name", "multistep")
+    t.set("schedule.milestones", list(ends), "the steps, from the end of the warm-up on", of="decay-epochs")
 
 
 def cycles(t: Translation, before: int, cooldown: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,10 +80,13 @@ def rates(translation: Translation, *, last: bool = False) -> list[float]:
         {"sched": "poly", "decay_rate": 2.0, "warmup_epochs": 3, "cooldown_epochs": 2},
         {"sched": "cosine", "warmup_epochs": 3, "warmup_prefix": True, "cooldown_epochs": 2, "min_lr": 0.01},
         {"sched": "constant", "warmup_epochs": 3},
+        {"sched": "step", "decay_epochs": 3, "decay_rate": 0.5, "warmup_epochs": 2, "warmup_prefix": True},
+        {"sched": "step", "decay_epochs": 30, "decay_rate": 0.5, "warmup_epochs": 2, "warmup_prefix": True},
+        {"sched": "multistep", "decay_milestones": [3, 7], "warmup_epochs": 2, "warmup_prefix": True},
         {"sched": "step", "decay_epochs": 2.4, "decay_rate": 0.97, "warmup_epochs": 3, "cooldown_epochs": 2},
     ],
 )
-def test_each_epoch_begins_with_the_rate_of_timm(options: dict[str, object]) -> None:
+def test_each_epoch_begins_with_the_rate_of_timm(options: dict[str, Any]) -> None:
     words = ["timm/train.py --model resnet18 --color-jitter 0 --epochs 14 --lr 0.8 --warmup-lr 0.1"]
     for name, given in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -107,9 +111,8 @@ def test_a_warm_up_is_that_of_ultralytics(words: str) -> None:
     translation = converted(f"yolo classify train data=photos model=x.pt optimizer=SGD batch=64 epochs=6 {words}")
     config = config_of(translation)
     given, biases = ([nn.Parameter(torch.zeros(1))] for _ in range(2))
-    optimizer = torch.optim.SGD(
-        [{"params": given}, {"params": biases, BIASES: True}], lr=config.optim.lr, momentum=0.937
-    )
+    groups: list[dict[str, Any]] = [{"params": given}, {"params": biases, BIASES: True}]
+    optimizer = torch.optim.SGD(groups, lr=config.optim.lr, momentum=0.937)
     schedule = create_schedule(config.schedule, optimizer, updates=6 * UPDATES, updates_per_epoch=UPDATES)
     options = translation.command.values
     lrf, epochs = options["lrf"], 6
