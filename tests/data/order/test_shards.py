@@ -229,6 +229,12 @@ def test_drawn_samples_are_those_of_the_sampler(drawn: tuple[Plan, list[int]], o
     found = by_place(plan, slots_of(sampler))
     assert torch.equal(found.ids[: plan.samples].sort().values, draws.of_epoch(4).sort().values)
     assert found.positions is not None  # two draws of a sample are augmented differently
+    bad = torch.arange(plan.samples) % 4 == 1
+    skipping = ShardSampler(plan, sampler.order, bad)
+    skipping.seek(4)
+    rest = by_place(plan, slots_of(skipping))
+    assert torch.equal(rest.weights > 0, (found.weights > 0) & ~bad[found.ids])
+    assert torch.equal(rest.ids[rest.weights > 0], found.ids[rest.weights > 0])
 
 
 def test_a_million_samples_take_less_than_a_second_and_no_table_of_them() -> None:
@@ -238,7 +244,7 @@ def test_a_million_samples_take_less_than_a_second_and_no_table_of_them() -> Non
         began = time.process_time()
         count = sum(len(block) for block in sampler.blocks())
         assert count == 1 << 20
-        assert time.process_time() - began < 3  # measured: 0.4 s, on a busy core
+        assert time.process_time() - began < 3  # measured: 0.3 s, shards of one sample 1.2 s
     huge = Plan(10**12, 1000, 4, 1, canonical_nodes=4)
     table = ShardTable(torch.arange(0, 10**12 + 1, 10**9), torch.arange(1000))
     order = ShardOrder(table, seed=0, places=10**12, batch_size=1000, canonical_nodes=4, open_shards=16)
