@@ -122,6 +122,7 @@ class FetchAhead:
         self._training: tuple[Pass, int] | None = None  # the same of the training, also while something is evaluated
         self._planned: Pass | None = None
         self._passes: list[Uses] = []
+        self._capacity = 0
         self._start, self._began = 0, 0.0  # the batch and the time at which the plan begins
         self._written: Batches | None = None  # what `_order_removals` has written, so that only changes are
         self._fetching: set[int] = set()
@@ -152,8 +153,7 @@ class FetchAhead:
             return
         self._next_look = now + LOOK_SECONDS
         order = np.argsort(at, kind="stable")[: int((at < NEVER).sum())]
-        if self.cache.limit is not None:  # what comes after these would take the room of one of them
-            order = order[self.sizes[order].cumsum() <= self.cache.limit]
+        order = order[self.sizes[order].cumsum() <= self._capacity]  # what comes after takes the room of one of these
         present = self.cache.names()
         near = AHEAD + int((at <= batch - self._start).sum())
         for number, shard in enumerate(order.tolist()):
@@ -174,6 +174,7 @@ class FetchAhead:
             coming = [which, *(self._training[0].rest(self._training[1]) if self._training is not None else ())]
             batch = 0
         self._passes = [each.uses(len(self.tars)) for each in coming]
+        self._capacity = self.cache.capacity()
         self._start, self._began, self._written, self._planned = batch, time.time(), None, which
 
     def _next_uses(self, done: int) -> Batches:
@@ -285,10 +286,11 @@ def _check_room(cache: ShardCache, tars: tuple[str, ...], which: Pass) -> None:
     would fetch shards again."""
     sizes = np.array([cache.shards[tar].size for tar in tars], dtype=np.int64)
     needed, total = which.uses(len(tars)).most_at_once(sizes, HELD * which.accumulation), int(sizes.sum())
-    if cache.limit is not None and cache.limit < needed:
+    if (capacity := cache.capacity()) < needed:
+        where = "--data.cache-size" if cache.limit is not None else f"--data.cache-dir: {cache.folder} has room for"
         every = "all shards" if needed > 0.9 * total else f"shards of {size_text(needed)}"
         raise UserError(
-            f"--data.cache-size {size_text(cache.limit)}: in this order batches come from {every} at a time, which "
+            f"{where} {size_text(capacity)}: in this order batches come from {every} at a time, which "
             f"would be fetched again and again: give at least {size_text(needed)} (all shards: {size_text(total)})"
             f"{', or --data.order shards' * (needed > 0.9 * total)}."
         )

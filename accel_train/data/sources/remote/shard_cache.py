@@ -140,7 +140,7 @@ class ShardCache:
         with self.locked("room"):
             copies = self.copies()
             total = sum(copy.size for copy in copies)
-            limit = self.limit if self.limit is not None else total + shutil.disk_usage(self.folder).free - SPARE
+            limit = self.capacity(total)
             if self.limit is not None and shard.size > self.limit:
                 raise UserError(f"--data.cache-size: {self.storage.url(shard.name)} alone has {shard.size:,} bytes.")
             for copy in sorted(copies, key=lambda copy: (copy.complete, copy.time)):
@@ -157,6 +157,13 @@ class ShardCache:
             with part.open("wb") as file:
                 file.truncate(shard.size)
         return True
+
+    def capacity(self, total: int | None = None) -> int:
+        """Bytes that all copies may take together. `total`: those that they take, if that is known."""
+        if self.limit is not None:
+            return self.limit
+        total = sum(copy.size for copy in self.copies()) if total is None else total
+        return total + max(0, shutil.disk_usage(self.folder).free - SPARE)
 
     def names(self) -> set[str]:
         """The names of all files in the folder."""

@@ -23,7 +23,7 @@ from accel_train.config.url import Url
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, IndexSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
-from accel_train.data.sources.remote import ahead
+from accel_train.data.sources.remote import ahead, shard_cache
 from accel_train.data.sources.remote.ahead import NEVER, Pass, follow
 from accel_train.data.sources.splits import Splits
 from accel_train.data.tools.index import make_index
@@ -144,6 +144,15 @@ def test_an_order_that_needs_all_shards_at_a_time_is_refused(server: StorageServ
     with pytest.raises(UserError, match=r"--data\.cache-size .* come from all shards at a time.*--data\.order shards"):
         follow([], train, shuffled, one_process())
     follow([], train, in_order(), one_process())
+
+
+def test_so_is_one_for_which_the_disk_has_no_room(
+    server: StorageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = splits(server, tmp_path, None).train
+    monkeypatch.setattr(shard_cache, "SPARE", 1 << 60)
+    with pytest.raises(UserError, match=r"--data\.cache-dir: .* has room for 0 B: .* all shards at a time"):
+        follow([], train, TrainingSampler(Plan(len(train), BATCH, 1, 1), 0), one_process())
 
 
 def test_an_evaluation_fetches_each_shard_once(server: StorageServer, tmp_path: Path) -> None:
