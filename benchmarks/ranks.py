@@ -129,6 +129,7 @@ def _watchdog(rank: int, stores: Sequence[Counted]) -> Watchdog:
     watchdog = Watchdog(accelerator, run, SimpleNamespace(reason=""), 0, 0)  # type: ignore[arg-type]
     watchdog._store = store = ProgressStore.__new__(ProgressStore)
     store.rank, store.world_size, store._store = rank, len(stores), stores[rank]
+    store._last_heard = {}
     return watchdog
 
 

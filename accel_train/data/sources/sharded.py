@@ -24,7 +24,7 @@ def shard_table(data: Data, source: Source) -> ShardTable:
     if numbers is None:
         raise UserError(
             f"--data.order shards: the images of '{short_name('data.name', data.name)}' are not in shards; write them "
-            "into tar files and give --data.name wds (docs/large_data.md), or use --data.order full."
+            "with `accel-train shards` and give --data.name wds (docs/large_data.md), or use --data.order full."
         )
     return ShardTable.of(numbers if ids is None else numbers[ids])
 
