@@ -292,5 +292,5 @@ def _check_room(cache: ShardCache, tars: tuple[str, ...], which: Pass) -> None:
         raise UserError(
             f"{where} {size_text(capacity)}: in this order batches come from {every} at a time, which "
             f"would be fetched again and again: give at least {size_text(needed)} (all shards: {size_text(total)})"
-            f"{', or --data.order shards' * (needed > 0.9 * total)}."
+            f"{', or --data.order shards with few --data.open-shards' * (needed > 0.9 * total)}."
         )
