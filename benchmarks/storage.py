@@ -93,7 +93,7 @@ def accel_train(name: str, order: str, root: str, cache: Path, storage: SlowStor
         yield (int(batch["weights"].sum()) for batch in made["training"].batches)
 
 
-def others_transform() -> Callable[[Any], torch.Tensor]:
+def others_transform() -> Any:
     """The same crop and flip, to uint8, as torchvision does them."""
     from torchvision.transforms import v2
 
@@ -103,8 +103,7 @@ def others_transform() -> Callable[[Any], torch.Tensor]:
 
 def webdataset(root: str, cache: Path, storage: SlowStorage | None) -> Epochs:
     """WebDataset as its documentation has it, with a cache and a buffer of 1,000 samples."""
-    import webdataset as wds
-
+    wds: Any = importlib.import_module("webdataset")
     transform = others_transform()
     cache.mkdir()
     urls = sorted(json.loads((cache.parent / "shards.json").read_text()))
@@ -127,7 +126,7 @@ def streaming(root: str, cache: Path, storage: SlowStorage | None) -> Epochs:
     download: Any = importlib.import_module("streaming.base.storage.download")
     transform = others_transform()
 
-    class Photographs(package.StreamingDataset):  # type: ignore[misc, name-defined]
+    class Photographs(package.StreamingDataset):  # type: ignore[misc]
         def __getitem__(self, at: int) -> Any:
             sample = super().__getitem__(at)
             return transform(Image.open(io.BytesIO(sample["jpg"])).convert("RGB")), sample["cls"]
@@ -197,22 +196,23 @@ def measure(layout: Layout, root: str, latency: float, seconds: float, work: Pat
             counted = tuple(json.loads(sys.stdin.readline()))
         requests.append(counted[0])
         sizes.append(counted[1])
-    later = lambda totals: [after - before for before, after in itertools.pairwise(totals)]  # noqa: E731
-    return Found(first_batch, rates, later(requests), later(sizes))
+    of_epochs = [[after - before for before, after in itertools.pairwise(totals)] for totals in (requests, sizes)]
+    return Found(first_batch, rates, *of_epochs)
 
 
 def in_a_process(layout: Layout, data: Path, latency: float, options: argparse.Namespace, work: Path) -> Found:
     """Measure in a new process, with an empty cache."""
     sys.path.append(str(TESTS))
-    from storage_server import StorageServer
-
+    storage_server: Any = importlib.import_module("storage_server")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     (work / "shards.json").write_text(json.dumps([path.name for path in sorted((data / "shards").glob("*.tar"))]))
     with contextlib.ExitStack() as stack:
         root, server = str(data / layout.folder), None
         if latency and layout.served:
-            server = stack.enter_context(StorageServer(data / layout.folder, latency=latency, bandwidth=BANDWIDTH))
+            server = stack.enter_context(
+                storage_server.StorageServer(data / layout.folder, latency=latency, bandwidth=BANDWIDTH)
+            )
             root = server.url
         words = ["--one", str(LAYOUTS.index(layout)), root, str(latency), str(options.model), str(work)]
         environment = {
