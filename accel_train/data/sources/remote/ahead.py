@@ -148,7 +148,8 @@ class FetchAhead:
             self._plan(which, batch)
         at = self._next_uses(batch - self._start)
         self._order_removals(at)
-        self._ask_to_stop(at - (batch - self._start) <= SOON * which.accumulation)
+        done = batch - self._start
+        self._ask_to_stop((at - done <= SOON * which.accumulation) & (at >= self._passes[0].length))
         if now < max(self._full_until, self._next_look):
             return
         self._next_look = now + LOOK_SECONDS
@@ -196,8 +197,8 @@ class FetchAhead:
             self._written, self._full_until = at, 0.0
 
     def _ask_to_stop(self, is_soon: npt.NDArray[np.bool_]) -> None:
-        """Let the run be saved while it can be, if a shard that is needed soon has failed: at the beginning of an
-        evaluation, or of an epoch, no loader has looked ahead yet."""
+        """Let the run be saved while it can be, if a shard has failed that is needed soon after this pass: where the
+        next one begins, no loader has looked ahead yet."""
         ask = self.cache.ask_to_stop
         for shard, (_, reason) in list(self._failed.items()) if ask is not None else ():
             if is_soon[shard] and ask is not None:
