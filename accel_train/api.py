@@ -153,6 +153,7 @@ def predict(
     tta: Tta = "none",
     embeddings: bool = False,
     layer: str | None = None,
+    page: str | Path | None = None,
     trust_code: bool = False,
 ) -> list[Prediction]:
     """Return the most probable classes of image files, the most probable one first, in the order of `images`.
@@ -160,7 +161,8 @@ def predict(
     `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
     `threshold` (default: 0.5), which only such runs take. `tta`: as in `evaluate`. `embeddings`: each
     prediction has an `embedding`, float32 [features]: what the model computes before its last layer, or the outputs of
-    its module `layer`, the mean over the positions in the image.
+    its module `layer`, the mean over the positions in the image. `page`: also write the images with their classes to
+    this HTML file, see report/predictions/predictions.py.
 
     The prediction of a file that cannot be read has no classes, but an `error`.
     """
@@ -168,7 +170,14 @@ def predict(
         raise UserError(f"images: expected a list of paths, found one: give [{os.fspath(images)!r}].")
     loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, os.PathLike)) else run
     asked: dict[str, Any] = {"top_k": top_k, "threshold": threshold, "tta": tta}
-    return loaded.predict([Path(image) for image in images], embeddings=embeddings, layer=layer, **asked)
+    files = [Path(image) for image in images]
+    if page is None:
+        return loaded.predict(files, embeddings=embeddings, layer=layer, **asked)
+    from accel_train.report.predictions.predictions import check_page, keeping_page
+
+    check_page(Path(page))
+    found = loaded.predict(files, embeddings=embeddings, layer=layer, **asked)
+    return list(keeping_page(found, loaded, Path(page), tta=tta))
 
 
 def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:

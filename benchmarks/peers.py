@@ -39,8 +39,7 @@ these names, too, and answers; [`accel-train convert`](convert.md) translates wh
 *Of other tasks* are options that ultralytics itself describes as those of something else than training and using a
 classifier: the column "Supported Tasks" of its documentation of augmentation does not have classify, its default.yaml
 says another task or has them among its export settings, or the description is of boxes, masks, keypoints, videos,
-tracking or detections; and the two that its code for classifiers sets to 0 or never reads (models/yolo/classify,
-data/dataset.py, engine).
+tracking or detections.
 """
 
 

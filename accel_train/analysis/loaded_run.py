@@ -73,15 +73,16 @@ class LoadedRun:
         """The names of the classes, in the order of the logits."""
         return self.info.classes
 
-    def transform(self, image: Image.Image | str | Path | Tensor) -> Tensor:
+    def transform(self, image: Image.Image | str | Path | Tensor, *, max_pixels: int | None = None) -> Tensor:
         """The model's input for one image, float32 [channels, size, size], as in the run's evaluation.
 
         `image`: a PIL image, an image file, or a tensor [channels, H, W] of the type that the data has: uint8, or
-        float32 from a user's own Dataset. Raises UserError if a file cannot be read.
+        float32 from a user's own Dataset. `max_pixels`: of a file; None: as in training. Raises UserError if a file
+        cannot be read.
         """
         try:
             if isinstance(image, (str, Path)):
-                most = self.config.data.max_pixels
+                most = max_pixels or self.config.data.max_pixels
                 image = decode(read_image(Path(image), most), self.info.channels, most, self.info.range)
             elif isinstance(image, Image.Image):
                 image = to_tensor(image, self.info.channels, self.info.range)

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,11 +43,14 @@ class Predict(CommandOptions):
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE|FOLDER …")]
     """Image files, or folders of them."""
     top_k: int | None = None
-    """Number of classes for each image; default: 1 on the console, 5 in a file; with several labels an image: all."""
+    """Number of classes for each image; default: 1 on the console, 5 in a file or page; with several labels an
+    image: all."""
     threshold: float | None = None
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
     output: Path | None = None
     """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
+    page: Path | None = None
+    """Also write a page (.html) that shows the first 500 images, each with its classes and their probabilities."""
     embeddings: Path | None = None
     """Write what the model computes before its last layer to this .npy file, a row of float32 for each image in their
     order; NaN for one that cannot be read."""
@@ -68,6 +72,8 @@ class Predict(CommandOptions):
             mistakes.append(f"--threshold: expected a number from 0 to 1, found {self.threshold}.")
         if self.output is not None and self.output.suffix not in (".csv", ".jsonl"):
             mistakes.append(f"--output: expected a name that ends in .csv or .jsonl, found '{self.output}'.")
+        if self.page is not None and self.page.suffix != ".html":
+            mistakes.append(f"--page: expected a name that ends in .html, found '{self.page}'.")
         if self.embeddings is not None and self.embeddings.suffix != ".npy":
             mistakes.append(f"--embeddings: expected a name that ends in .npy, found '{self.embeddings}'.")
         if self.layer is not None and self.embeddings is None:
@@ -98,20 +104,25 @@ def predict(arguments: Sequence[str]) -> int:
         files += found
         if left_out:
             print_line(left_out, sys.stderr)
-    output, top_k, embeddings = options.output, options.top_k, options.embeddings
+    output, page, embeddings = options.output, options.page, options.embeddings
     images = counted(len(files), "image")
     for option, file in (("--output", output), ("--embeddings", embeddings)):
         if file is not None:
             with writing(option, file):
                 check_writable(file)
+    if page is not None:
+        from accel_train.report.predictions.predictions import check_page, keeping_page
+
+        check_page(page)
     print_line(run.title, sys.stderr)
     if options.tta != "none":
         print_line(f"test-time augmentation: {options.tta}", sys.stderr)
     calibration = run.calibration_with(options.tta)
     print_line(calibration.text, sys.stderr)
 
+    top_k = printed = options.top_k
     if top_k is None and not run.info.multi_label:
-        top_k = 1 if output is None else 5
+        top_k, printed = (1 if output is None and page is None else 5), 1
     found_classes = run.classify(
         files,
         top_k,
@@ -125,13 +136,17 @@ def predict(arguments: Sequence[str]) -> int:
     )
     if embeddings is not None:
         found_classes = _keeping_embeddings(found_classes, len(files), embeddings)
+    if page is not None:
+        found_classes = keeping_page(found_classes, run, page, max_pixels=options.max_pixels, tta=options.tta)
     predictions = _Told(_with_progress(found_classes, len(files), options.batch_size))
     if output is None:
-        _print(list(predictions), calibrated=calibration.temperature is not None)
+        _print(list(predictions), printed, calibrated=calibration.temperature is not None)
     else:
         with writing("--output", output):
             _write(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
         print_line(f"{images}: {output}")
+    if page is not None:
+        print_line(f"page: {page}", sys.stderr)
     if predictions.unreadable:
         print_line(f"{predictions.unreadable} of {images} cannot be read.", sys.stderr)
     return 1 if predictions.unreadable else 0
@@ -183,11 +198,11 @@ class _Told:
             yield prediction
 
 
-def _print(predictions: Sequence[Prediction], *, calibrated: bool) -> None:
+def _print(predictions: Sequence[Prediction], top_k: int | None, *, calibrated: bool) -> None:
     head = ("image", "class", "probability", *["calibrated"] * calibrated)
     rows: list[tuple[str, ...]] = []
     for prediction in predictions:
-        shown = [(name, *(f"{value:.2%}" for value in values)) for name, *values in _classes(prediction)]
+        shown = [(name, *(f"{value:.2%}" for value in values)) for name, *values in islice(_classes(prediction), top_k)]
         nothing = "cannot be read" if prediction.error else "none"
         rows += [(str(prediction.image), *row) for row in shown or [(nothing, *[""] * (len(head) - 2))]]
     if rows:

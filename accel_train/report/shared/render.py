@@ -8,7 +8,14 @@ from typing import Any
 from accel_train import __version__
 from accel_train.errors import UserError, one_line
 
-ROOMS = ["report.shared", "report.one_run", "report.several_runs", "report.preview", "audit"]  # where templates are
+ROOMS = [
+    "report.shared",
+    "report.one_run",
+    "report.several_runs",
+    "report.preview",
+    "report.predictions",
+    "audit",
+]  # where templates are
 
 
 def check_library() -> None:

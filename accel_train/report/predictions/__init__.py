@@ -1,0 +1,1 @@
+"""The page of what a model answers: images with their most probable classes."""
