@@ -105,8 +105,9 @@ def differences(
     if samples is not None and samples[0] != samples[1] and not explained:
         changes["data"] = f"{samples[0]} -> {samples[1]} training samples"
     elif all(tables) and tables[0] != tables[1]:
-        what = "table or the class map has" if config.data.order == "full" else "shards or the class map have"
-        changes["data"] = f"the {what} changed"
+        what, verb = ("table", "has") if config.data.order == "full" else ("shards", "have")
+        what += " or the class map" * (config.data.class_map is not None)
+        changes["data"] = f"the {what} {verb} changed"
     return changes
 
 
