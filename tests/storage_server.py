@@ -116,11 +116,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{tag}"')
         if wanted is not None:
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+        if not with_body:
+            server.log.append((self.command, path, 0))  # before the client hears of it, and counts
         self.end_headers()
         if with_body:
             self._send(path, body, fault)
-        else:
-            server.log.append((self.command, path, 0))
         return None
 
     def _send(self, path: str, body: bytes, fault: str | None) -> None:
@@ -146,5 +146,5 @@ class _Handler(BaseHTTPRequestHandler):
     def _end(self, path: str, status: int) -> None:
         self.send_response(status)
         self.send_header("Content-Length", "0")
-        self.end_headers()
         self.server.log.append((self.command, path, 0))
+        self.end_headers()
