@@ -61,15 +61,15 @@ def test_two_nodes_fetch_a_share_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_killed_ten_times_at_random_moments(tmp_path: Path, processes: int) -> None:
     folder = write_shards(tmp_path / "data", train=24, val=1, per_shard=16, side=32)
-    expected = local_weights(folder, tmp_path / "local", "--epochs", 10)
+    expected = local_weights(folder, tmp_path / "local", "--epochs", 16)
     draw, kills = random.Random(processes), 0
     with StorageServer(folder, latency=0.02, bandwidth=2_000_000.0) as server:
         url = f"{server.url}/{{train-{{000..023}},val-000}}.tar"
-        options = [*WORDS.split(), "--epochs", 10, "--data.root", url, "--data.cache-dir", tmp_path / "cache"]
+        options = [*WORDS.split(), "--epochs", 16, "--data.root", url, "--data.cache-dir", tmp_path / "cache"]
         options += ["--data.cache-size", f"{18 * size_of(folder) // 25}B", "--output-dir", tmp_path / "run"]
         while True:
             run = helpers.Captured(["-m", "accel_train.train", *options], helpers.environment(), processes=processes)
-            deadline = time.monotonic() + (draw.uniform(1, 6) if kills < 10 else 240)
+            deadline = time.monotonic() + (draw.uniform(1, 4) if kills < 10 else 240)
             while run.popen.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
             if run.popen.poll() is not None:
