@@ -19,8 +19,14 @@ def is_url(path: Path) -> bool:
     return "://" in str(path)
 
 
+def folder_of(url: Path) -> Path:
+    """The folder of the files that a URL with braces names, s3://bucket/{train/{0..7},val/0}.tar; other URLs unchanged."""
+    before, brace, _ = str(url).partition("{")
+    return Url(before.rpartition("/")[0]) if brace else url
+
+
 def url_of(text: str) -> Url:
-    """The URL that a user has written. Raises UserError if it has, or may have, something secret in it.
+    """The URL that a user has written. Raises UserError for a local file's, and if it may have something secret in it.
 
     The URL is kept in the run's files and said in its messages: what is secret in it would be, too.
     """
@@ -35,4 +41,6 @@ def url_of(text: str) -> Url:
             f"{scheme}://…: the URL has {secret}, and would be kept in the run's files; leave it out, and give "
             "credentials where the storage's own client looks for them (~/.aws, ~/.netrc, `hf auth login`)."
         )
-    return Url(text)
+    if scheme.lower() == "file":
+        raise UserError(f"{text}: a folder of this machine is given as a path: {rest.removeprefix('localhost')}.")
+    return Url(f"{scheme.lower()}://{rest}")

@@ -58,7 +58,7 @@ def begin(output: Path, fingerprint: str) -> tuple[list[Shard], bool]:
             if (output / shard.name).stat().st_size != shard.bytes:
                 break
             shards.append(shard)
-    if journal == finished and len(shards) == len(lines):
+    if journal == finished and len(shards) == len(lines) and all((output / name).exists() for name in (INFO, SUMS)):
         return shards, True
     atomic_write(unfinished, "".join([f"{fingerprint}\n", *map(_line, shards)]))
     finished.unlink(missing_ok=True)

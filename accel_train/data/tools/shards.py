@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from accel_train.config.declaration import bytes_of
 from accel_train.config.schema import Data
+from accel_train.config.url import is_url
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.files.images import default_mean_std
@@ -23,7 +24,7 @@ from accel_train.data.sources.files.listing import is_image
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits
 from accel_train.data.sources.splits import names_root, sample_keys, unwrap_subset
 from accel_train.data.sources.user.dataset import UserDataset
-from accel_train.data.tools.index import make_index
+from accel_train.data.tools.index import KINDS, make_index
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes
 from accel_train.data.tools.shard_samples import pack
 from accel_train.data.tools.shard_writer import FINISHED, ShardWriter, begin, finish
@@ -71,6 +72,12 @@ def write_shards(
     shard_bytes = bytes_of(shard_size)
     if not shard_bytes:
         raise UserError(f"shard_size: expected a size such as 256MB or 1GB, found {shard_size!r}.")
+    if shard_samples is not None and shard_samples < 1:
+        raise UserError(f"shard_samples: expected 1 or more, found {shard_samples}.")
+    if is_url(output):
+        raise UserError(f"{output}: shards are written into a folder of this machine; upload them from there.")
+    if data.name.partition("/")[0] in KINDS and data.root.resolve() in (output.resolve(), *output.resolve().parents):
+        raise UserError(f"{output} is in the data's own folder, which would have the shards, too; name one beside it.")
     splits = load_splits(replace(data, verify=True), seed)  # all images are read, so that to compare them costs little
     _check(splits, data)
     sources = _ordered(splits, None if keep_order else seed)

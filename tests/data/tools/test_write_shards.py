@@ -22,6 +22,7 @@ from PIL import Image
 from accel_train import api
 from accel_train.cli.data import shards as shards_command
 from accel_train.config.schema import Data
+from accel_train.config.url import Url
 from accel_train.data.sources.files import index
 from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.load import load_splits
@@ -256,6 +257,24 @@ class TestCompleteOrAbsent:
         with pytest.raises(UserError, match=r"notes\.txt cannot be written: "):
             written(Data(name="folder", root=pets), tmp_path / "notes.txt")
         assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+    def test_a_url_and_shards_of_no_sample_are_refused(self, pets: Path) -> None:
+        with pytest.raises(UserError, match="into a folder of this machine; upload them from there"):
+            written(Data(name="folder", root=pets), Url("s3://bucket/shards"))
+        with pytest.raises(UserError, match="shard_samples: expected 1 or more, found 0"):
+            written(Data(name="folder", root=pets), pets.parent / "none", shard_samples=0)
+
+    def test_a_lost_list_of_classes_is_written_again(self, pets: Path, tmp_path: Path) -> None:
+        result, there = written(Data(name="folder", root=pets), tmp_path)
+        (tmp_path / "_info.json").unlink()
+        assert written(Data(name="folder", root=pets), tmp_path)[0].shards == result.shards
+        assert load_splits(there, 0).classes == ("a \n name", "cat", "dög")
+
+    def test_a_folder_within_the_data_is_refused(self, pets: Path) -> None:
+        for output in (pets, pets / "train" / "shards"):
+            with pytest.raises(UserError, match="is in the data's own folder, which would have the shards, too"):
+                written(Data(name="folder", root=pets), output)
+        assert sorted(path.name for path in (pets / "train").iterdir()) == ["a \n name", "cat", "dög"]
 
     @pytest.mark.ci
     def test_after_a_kill_it_continues_to_the_same_bytes(self, pets: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ growing pauses; what fails for ever (no such file, no permission, another conten
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import re
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accel_train.config.url import folder_of
 from accel_train.errors import LOGGER, UserError, first_of, reason_of
 
 PART = 32 << 20
@@ -67,8 +69,8 @@ class Storage:
         """The files that the URL names; None: those that the storage lists."""
         self.folder = text
         if "{" in text:
-            self.folder, _, pattern = text.rpartition("/")
-            self.names = expanded(pattern)
+            self.folder = str(folder_of(root))
+            self.names = expanded(text.removeprefix(f"{self.folder}/"))
         elif text.lower().endswith(".tar"):
             self.names = ("",)
         self.scheme = text.partition("://")[0].lower()
@@ -256,24 +258,39 @@ def _reason(error: BaseException) -> str:
 
 
 def expanded(pattern: str) -> tuple[str, ...]:
-    """The names that "train-{000..127}.tar" or "{train,val}-{0..3}.tar" means, as in bash and WebDataset. Raises
+    """The names that "train-{000..127}.tar" or "{train/{0..3},val/0}.tar" means, in the order of bash. Raises
     UserError."""
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if match is None:
-        if "{" in pattern or "}" in pattern:
-            raise UserError(f"--data.root: the braces of {pattern} do not belong together.")
-        return (pattern,)
-    inside = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if inside is not None:
-        first, last = int(inside[1]), int(inside[2])
-        if not first <= last < first + MOST_SHARDS:
-            raise UserError(f"--data.root: {match[0]} names no shards, or more than {MOST_SHARDS:,}.")
-        words = [str(number).zfill(len(inside[1])) for number in range(first, last + 1)]
-    elif "," in match[1]:
-        words = match[1].split(",")
-    else:
-        raise UserError(f"--data.root: {match[0]} is neither a range such as {{000..127}} nor a list such as {{a,b}}.")
-    names = [name for word in words for name in expanded(pattern[: match.start()] + word + pattern[match.end() :])]
+    names = _expanded(pattern)
     if wrong := [name for name in names if not name.endswith(".tar")]:
         raise UserError(f"--data.root: {first_of(wrong, 1)} is not a tar file; shards are.")
-    return tuple(dict.fromkeys(names))  # of nested braces the inner ones are expanded first, and several times
+    return tuple(dict.fromkeys(names))
+
+
+def _expanded(pattern: str) -> list[str]:
+    before, brace, rest = pattern.partition("{")
+    depth, cuts = 1 if brace else 0, [-1]  # cuts: the commas of this brace, and its end
+    for at, letter in enumerate(rest):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0 or (depth == 1 and letter == ","):
+            cuts.append(at)
+        if depth == 0:
+            break
+    if depth or "}" in before:
+        raise UserError(f"--data.root: the braces of {pattern} do not belong together.")
+    if not brace:
+        return [pattern]
+    inside, ends = rest[: cuts[-1]], _expanded(rest[cuts[-1] + 1 :])
+    if (span := re.fullmatch(r"(\d+)\.\.(\d+)", inside)) is not None:
+        first, last = int(span[1]), int(span[2])
+        if not first <= last < first + MOST_SHARDS:
+            raise UserError(f"--data.root: {{{inside}}} names no shards, or more than {MOST_SHARDS:,}.")
+        words = [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
+    elif len(cuts) > 2:
+        words = [word for start, end in itertools.pairwise(cuts) for word in _expanded(rest[start + 1 : end])]
+    else:
+        raise UserError(
+            f"--data.root: {{{inside}}} is neither a range such as {{000..127}} nor a list such as {{a,b}}."
+        )
+    if len(words) * len(ends) > MOST_SHARDS:
+        raise UserError(f"--data.root: {pattern} names more than {MOST_SHARDS:,} shards.")
+    return [before + word + end for word in words for end in ends]

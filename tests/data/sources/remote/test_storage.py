@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ pytest.importorskip("aiohttp", reason="accel-train[remote] is not installed")
 from shard_files import size_of, write_shards
 from storage_server import StorageServer
 
-from accel_train.config.url import Url
+from accel_train.config.url import Url, url_of
 from accel_train.data.sources.remote import storage
 from accel_train.data.sources.remote.storage import Shard, Storage, StorageError, expanded
 from accel_train.errors import UserError
@@ -91,11 +92,30 @@ def test_a_checksum_of_the_storage_is_compared(server: StorageServer, tmp_path: 
 
 def test_braces_are_expanded_as_by_the_shell() -> None:
     assert expanded("a-{08..10}.tar") == ("a-08.tar", "a-09.tar", "a-10.tar")
-    assert expanded("{t-{0..1},v}.tar") == ("t-0.tar", "v.tar", "t-1.tar")
+    assert expanded("{t-{0..1},v}.tar") == ("t-0.tar", "t-1.tar", "v.tar")
+    assert expanded("{t/{0..1},v}-{a,}.tar") == ("t/0-a.tar", "t/0-.tar", "t/1-a.tar", "t/1-.tar", "v-a.tar", "v-.tar")
     assert expanded("one.tar") == ("one.tar",)
-    for wrong in ("{3..1}.tar", "{0..9999999}.tar", "{a}.tar", "a}.tar", "a-{0..1}.zip"):
+    many = "{3..1}.tar", "{0..9999999}.tar", "{0..9999}{0..9999}.tar"
+    for wrong in (*many, "{a}.tar", "a}.tar", "}{a,b}.tar", "{a,b.tar", "a-{0..1}.zip"):
         with pytest.raises(UserError, match=r"--data\.root"):
             expanded(wrong)
+
+
+def test_many_names_are_expanded_at_once() -> None:
+    began = time.process_time()
+    assert len(expanded("{train-{0000..1280},val-{00..49}}.tar")) == 1331
+    assert time.process_time() - began < 0.5
+
+
+def test_a_url_is_read_as_a_browser_does() -> None:
+    assert url_of("HTTPS://Host/Shards/") == Url("https://Host/Shards")
+    with pytest.raises(UserError, match=r"is given as a path: /data/shards\."):
+        url_of("file:///data/shards")
+
+
+def test_braces_may_name_folders() -> None:
+    named = Storage(Url("s3://bucket/shards/{train/{0..1},val/0}.tar"))
+    assert (named.folder, named.names) == ("s3://bucket/shards", ("train/0.tar", "train/1.tar", "val/0.tar"))
 
 
 def test_an_unknown_scheme_is_refused() -> None:
