@@ -20,7 +20,7 @@ def is_url(path: Path) -> bool:
 
 
 def folder_of(url: Path) -> Path:
-    """The folder of the files that a URL with braces names, s3://bucket/{train/{0..7},val/0}.tar; other URLs unchanged."""
+    """The folder of the files that a URL with braces names, s3://bucket/{train/{0..7},val/0}.tar; else the URL."""
     before, brace, _ = str(url).partition("{")
     return Url(before.rpartition("/")[0]) if brace else url
 
