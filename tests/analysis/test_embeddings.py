@@ -21,7 +21,7 @@ from accel_train.models import create_model
 def embedded(model: nn.Module, images: torch.Tensor, layer: str | None = None) -> torch.Tensor:
     with Embeddings(model.eval(), layer) as embeddings, torch.no_grad():
         model(images)
-        return torch.from_numpy(embeddings.take())
+        return torch.from_numpy(embeddings.take(len(images)))
 
 
 def made(name: str, size: int) -> tuple[Any, torch.Tensor]:
@@ -87,6 +87,24 @@ def test_a_layer_without_one_tensor_and_no_hook_remains() -> None:
     with pytest.raises(UserError, match="--layer both: it does not compute one tensor of features"):
         embedded(model, torch.rand(2, 3, 4, 4), "both")
     assert not model.both._forward_hooks and not model.fc._forward_pre_hooks
+
+
+def test_what_the_next_layer_overwrites_is_kept() -> None:
+    model, images = made("torchvision/resnet18", 64)
+    assert model.relu.inplace
+    with torch.no_grad():
+        expected = model.bn1(model.conv1(images)).mean((2, 3))
+    assert (expected < 0).any()
+    torch.testing.assert_close(embedded(model, images, "bn1"), expected)
+
+
+def test_a_layer_that_is_called_with_windows_or_again_with_other_features() -> None:
+    model, images = made("swin_s3_tiny_224", 224)  # 64 windows of each image
+    with pytest.raises(UserError, match="attn: it does not compute one tensor of features for each image"):
+        embedded(model, images, "layers.0.blocks.0.attn")
+    model, images = made("torchvision/resnet50", 64)  # its blocks have one ReLU for all their convolutions
+    with pytest.raises(UserError, match=r"--layer layer4\.2\.relu: it has other features each time"):
+        embedded(model, images, "layer4.2.relu")
 
 
 def test_predict_writes_a_row_for_each_image(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
 from accel_train.errors import UserError, first_of, nearest
@@ -36,9 +37,9 @@ class Embeddings:
     def __enter__(self) -> Embeddings:
         for module in self._modules:
             if self.layer is None:
-                hook = module.register_forward_pre_hook(lambda _, inputs: self._found.append(inputs[0]))
+                hook = module.register_forward_pre_hook(lambda _, inputs: self._keep(inputs[0]))
             else:
-                hook = module.register_forward_hook(lambda _, inputs, output: self._found.append(output))
+                hook = module.register_forward_hook(lambda _, inputs, output: self._keep(output))
             self._hooks.append(hook)
         return self
 
@@ -46,18 +47,28 @@ class Embeddings:
         for hook in self._hooks:
             hook.remove()
 
-    def take(self) -> Embedding:
+    def take(self, images: int) -> Embedding:
         """The values in the last forward pass: float32 [images, features], the mean over the positions in the image.
 
         A model with two last layers, such as a distilled DeiT, has the mean of both inputs, as timm's
-        forward_head(pre_logits=True). Raises UserError if the layer has others than one tensor of features an image.
+        forward_head(pre_logits=True). Raises UserError if the layer has others than one tensor of features an image,
+        or other features each time that the model calls it.
         """
         found, self._found = self._found, []
-        if not found or not all(isinstance(each, Tensor) and each.ndim >= 2 for each in found):
-            raise UserError(f"--layer {self.layer}: it does not compute one tensor of features; choose another layer.")
-        pooled = [self._pooled(each.float()) for each in found]
-        values: Embedding = (sum(pooled[1:], pooled[0]) / len(pooled)).cpu().numpy()
+        of_layer = "--embeddings: the last layer" if self.layer is None else f"--layer {self.layer}: it"
+        shapes = {None if each is None else tuple(each.shape) for each in found}
+        if len(shapes) > 1 and None not in shapes:
+            raise UserError(f"{of_layer} has other features each time that the model calls it; name another --layer.")
+        if len(shapes) != 1 or None in shapes or found[0].shape[0] != images:
+            raise UserError(f"{of_layer} does not compute one tensor of features for each image; name another --layer.")
+        values: Embedding = (sum(found[1:], found[0]) / len(found)).cpu().numpy()
         return values
+
+    def _keep(self, values: Any) -> None:
+        """Keep the pooled values at once: the next layer may overwrite them, as ReLU(inplace=True) does. None: they
+        are not a tensor of features."""
+        suits = isinstance(values, Tensor) and values.ndim >= 2
+        self._found.append(self._pooled(values.to(torch.float32, copy=True)) if suits else None)
 
     def _pooled(self, values: Tensor) -> Tensor:
         """[b, features] from these, from tokens [b, tokens, features], or from a map [b, features, H, W]."""

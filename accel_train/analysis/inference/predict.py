@@ -82,7 +82,7 @@ def classify_files(
                 with torch.inference_mode(), autocast():
                     logits = model(preprocessing.to_input(torch.cat(readable))).float()
                 if embeddings is not None:
-                    embedded = iter(embeddings.take())
+                    embedded = iter(embeddings.take(len(readable)))
                 chances = logits.sigmoid() if info.multi_label else logits.softmax(1)
                 best = chances.topk(min(top_k or len(info.classes), len(info.classes)))
                 calibrated = best.values[:, :0]
