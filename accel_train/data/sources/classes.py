@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ def choose_classes(splits: Splits, data: Data) -> Splits:
         names, option = data.only_classes, "--data.only-classes"
     else:
         return splits
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
         raise UserError(f"{option}: names {first_of(list(map(repr, twice)))} twice.")
     notes = _check_known(names, splits.classes, option, is_list=data.class_map is not None)
     position = {name: label for label, name in enumerate(names)}
@@ -58,7 +59,8 @@ def choose_classes(splits: Splits, data: Data) -> Splits:
 def _check_known(names: Sequence[str], known: Sequence[str], option: str, *, is_list: bool) -> tuple[str, ...]:
     """Raise UserError if the data lacks one of the classes. `is_list`: they are a file's, which may have more than the
     data; then the result is a warning, and it is an error that the data has none of them."""
-    unknown = [name for name in names if name not in known]
+    there = set(known)
+    unknown = [name for name in names if name not in there]
     if not unknown:
         return ()
     has = f"the data has the classes {first_of(list(map(repr, known)), 5)}"
@@ -74,7 +76,8 @@ def _found(file: Path, root: Path) -> Path:
 
 def _names_in(file: Path) -> tuple[str, ...]:
     try:
-        lines = read_regular_file(file, follow=True).decode().rstrip().splitlines()
+        # Some editors begin a file with a mark (BOM), which is no part of the first name.
+        lines = read_regular_file(file, follow=True).decode("utf-8-sig").rstrip().splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"--data.class-map {file}: expected a text file, with the name of a class a line.") from error
     except OSError as error:

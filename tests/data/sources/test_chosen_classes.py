@@ -127,6 +127,12 @@ def test_a_class_map_is_read_as_timm_reads_it(pets: Path) -> None:
     assert found.notes == ("--data.class-map map.txt: of its 3 classes, the data has no image of fish",)
 
 
+def test_the_mark_at_the_start_of_a_class_map_is_no_part_of_a_name(pets: Path) -> None:
+    (pets / "map.txt").write_text("cat\ndog\n", encoding="utf-8-sig")
+    found = load_splits(Data(name="folder", root=pets, class_map=Path("map.txt")), 0)
+    assert found.classes == ("cat", "dog") and not found.notes
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
