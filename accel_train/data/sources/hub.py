@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,10 +197,34 @@ def _named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
     given = given_splits(data)
     check_splits(given, stored, f"the data '{data.name}'")
     usual = {SPLIT_NAMES[name.lower()]: name for name in reversed(stored) if name.lower() in SPLIT_NAMES}
-    named = {split: name for split, name in usual.items() if name not in given.values()} | given
+    taken = {part.strip() for name in given.values() for part in name.split("+")}
+    named = {split: name for split, name in usual.items() if name not in taken} | given
     if "train" not in named:
         raise UserError(f"the data '{data.name}' has no train split, only {', '.join(stored) or 'none'}.")
+    _check_disjoint(named)
     return named
+
+
+def _check_disjoint(named: Mapping[str, str]) -> None:
+    """Raise UserError if two splits have the same images: one is all of what the other is a part of, or their
+    percentages overlap. (Parts that are counted in images are not compared.)"""
+    parts = [(split, part.strip()) for split, name in named.items() for part in name.split("+")]
+    for (one, first), (other, second) in itertools.combinations(parts, 2):
+        base = first.partition("[")[0]
+        if one != other and base == second.partition("[")[0] and _overlap(first, second):
+            raise UserError(
+                f"the splits {one} ({named[one]}) and {other} ({named[other]}) have the same images: give both as "
+                f"parts, such as --data.train-split '{base}[:90%]' --data.val-split '{base}[90%:]'."
+            )
+
+
+def _overlap(first: str, second: str) -> bool:
+    """Whether two parts of one split, such as "train" and "train[90%:]", have the same images."""
+    if "[" not in first or "[" not in second:
+        return True
+    found = [re.search(r"\[(?:(\d+)%)?:(?:(\d+)%)?\]$", part) for part in (first, second)]
+    (low, high), (start, end) = ((int(each[1] or 0), int(each[2] or 100)) if each else (0, 0) for each in found)
+    return max(low, start) < min(high, end)
 
 
 def _column(data: Data, features: Any, kind: type, usual: str, given: str | None) -> str:

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Data
+from accel_train.data.sources.hub import _named_splits
 from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
 
@@ -60,7 +61,7 @@ def test_splits_and_parts_of_them_that_are_named(tmp_path: Path, datasets) -> No
     assert values(found.validation) == [200, 201, 202, 203, 210, 211, 212, 213] and found.test is None
     found = load(name, tmp_path / "cache", train_split="train[:75%]+test", val_split="train[75%:]")
     assert values(found.train) == [0, 1, 2, 3, 10, 11, 200, 201, 202, 203, 210, 211, 212, 213]
-    assert values(found.validation) == [12, 13]
+    assert values(found.validation) == [12, 13] and found.test is None
     with pytest.raises(UserError, match=r"--data\.val-split dev: .* has no split 'dev', only train, validation, test"):
         load(name, tmp_path / "cache", val_split="dev")
 
@@ -202,3 +203,23 @@ def test_a_set_of_tensorflows(tmp_path: Path) -> None:
         pytest.skip("tensorflow_datasets is not installed")
     for script in (PREPARE, LOAD):
         subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "fits"),
+    [
+        ("train[:90%]", "train[90%:]", True),
+        (None, "train[90%:]", False),
+        ("train", "train[:1000]", False),
+        ("train[:90%]", "train[80%:]", False),
+        ("train[10%:]+extra", "train[:10%]", True),
+        ("train[:1000]", "train[1000:]", True),
+    ],
+)
+def test_no_image_is_in_two_splits(train: str | None, val: str, fits: bool) -> None:
+    data = Data("hfds/pets", train_split=train, val_split=val)
+    if fits:
+        assert _named_splits(["train", "extra", "test"], data)["validation"] == val
+    else:
+        with pytest.raises(UserError, match="have the same images: give both as parts"):
+            _named_splits(["train", "extra", "test"], data)
