@@ -42,21 +42,8 @@ if TYPE_CHECKING:
     from accel_train.report.report import ReportResult
     from accel_train.run.ending import TrainingResult
 
-__all__ = [
-    "bench",
-    "check_data",
-    "doctor",
-    "evaluate",
-    "export",
-    "find_lr",
-    "index",
-    "load_run",
-    "predict",
-    "preview",
-    "report",
-    "shards",
-    "train",
-]
+__all__ = ["bench", "check_data", "doctor", "evaluate", "export", "find_lr", "index", "load_run"]
+__all__ += ["predict", "preview", "report", "shards", "train"]
 
 
 def train(

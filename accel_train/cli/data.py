@@ -219,9 +219,8 @@ def shards(arguments: Sequence[str]) -> int:
     )
     if written.was_there:
         print_line(f"{options.output} is complete: nothing is left to do.")
-    print_line(
-        f"{written.images:,} images in {written.shards:,} shards, {written.bytes / 1e9:.3f} GB. Train on them with"
-    )
+    size = f"{written.shards:,} shard{'s' * (written.shards != 1)}, {written.bytes / 1e9:.3f} GB"
+    print_line(f"{written.images:,} images in {size}. Train on them with")
     print_line(f"  accel-train train RECIPE {shlex.join(written.options)}", wraps=False)
     return 0
 

@@ -97,7 +97,8 @@ def _ordered(config: Config, plan: Plan, splits: Splits) -> str:
     few = f"; more shards would mix better: at least {nodes}, or smaller --data.canonical-nodes" * (
         shards < (nodes or 0)
     )
-    return f"{shards:,} shards; {nodes} canonical nodes, each with at most {config.data.open_shards} open{few}"
+    nodes_text = f"{counted(nodes or 1, 'canonical node')}, each with at most {config.data.open_shards} open{few}"
+    return f"{shards:,} shard{'s' * (shards != 1)}; {nodes_text}"
 
 
 def _growing(config: Config) -> str:

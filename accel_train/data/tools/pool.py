@@ -85,12 +85,12 @@ class ProgressDisplay:
             TextColumn(f"{verb}ing"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[unreadable]} unreadable"),
+            TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal or not total,
         )
-        self.task = self.bar.add_task("", total=total, completed=done, unreadable=0)
+        self.task = self.bar.add_task("", total=total, completed=done, note="")
 
     def __enter__(self) -> ProgressDisplay:
         self.bar.start()
@@ -100,10 +100,12 @@ class ProgressDisplay:
         if not self.bar.disable:  # older versions of rich (13) end a disabled bar, too, with an empty line
             self.bar.stop()
 
-    def advance(self, count: int, unreadable: int) -> None:
+    def advance(self, count: int, unreadable: int | None = None) -> None:
+        """Say that `count` more images are done, and how many were `unreadable` in all (None: none was decoded)."""
         self.done += count
-        self.bar.update(self.task, completed=self.done, unreadable=unreadable)
+        note = "" if unreadable is None else f"{unreadable} unreadable"
+        self.bar.update(self.task, completed=self.done, note=note)
         tenth = 10 * self.done // self.total
         if not self.console.is_terminal and tenth > self.printed:
             self.printed = tenth
-            print_line(f"{self.verb}ed {self.done} of {self.total} images, {unreadable} unreadable")
+            print_line(f"{self.verb}ed {self.done} of {self.total} images{', ' * bool(note)}{note}")

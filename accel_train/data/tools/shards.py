@@ -193,7 +193,7 @@ def _write(
             for sample in samples:
                 writer.add(names[number], sample)
             if shown is not None:
-                shown.advance(len(samples), 0)
+                shown.advance(len(samples))
         writer.complete()
 
 
