@@ -28,9 +28,9 @@ def make(name: str, size: int) -> nn.Module:
     return models.create_model(Model(name=name), num_classes=10, channels=1, image_size=size)
 
 
-def test_each_size_of_images_is_compiled_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(automatic_dynamic_shapes=True)  # monkeypatch would delete it afterwards
+def test_each_size_of_images_is_compiled_for_itself() -> None:
     """And not the second one for any size, which takes inductor many times as long."""
-    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", True)
     state = SimpleNamespace(dynamo_plugin=TorchDynamoPlugin(backend="eager"))
     accelerator: Any = SimpleNamespace(state=state, device=torch.device("cpu"), gradient_accumulation_steps=1)
     compiled = []
