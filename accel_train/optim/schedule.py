@@ -177,6 +177,22 @@ class AdjustedScheduler(Scheduler):  # type: ignore[misc]
         self.made.load_state_dict(state_dict)
 
 
+class ScaledWarmup(AdjustedScheduler):
+    """Rises at each update from the first rate to the one that the schedule `made`, without a warm-up, has meanwhile.
+    As ultralytics' engine/trainer.py: np.interp(ni, [0, nw], [warmup_bias_lr or 0, initial_lr * lf(epoch)])."""
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        self.made.step_update(num_updates, metric)
+        share = min(num_updates / self.warmup, 1.0)
+        for group, momentum in zip(self.optimizer.param_groups, self.momenta, strict=True):
+            own = self.schedule.warmup_bias_lr if group.get(BIASES) else None
+            start = (self.schedule.warmup_lr if own is None else own) * group.get("lr_scale", 1.0)
+            if share < 1:
+                group["lr"] = start + (group["lr"] - start) * share
+            if self.moves and momentum is not None:
+                set_momentum(group, self._momentum_at(num_updates, momentum))
+
+
 def check_schedule(schedule: Schedule, splits: Splits) -> None:
     """Raise UserError if the schedule needs a validation split and the data has none."""
     if schedule.name == "plateau" and splits.validation is None:
@@ -273,13 +289,11 @@ def _with_scaled_warmup(
     schedule: Schedule, optimizer: torch.optim.Optimizer, updates: int, updates_per_epoch: int, warmup: int
 ) -> Scheduler:
     """The schedule without its warm-up, and a warm-up of `warmup` updates that scales it."""
-    from accel_train.optim.warmup import ScaledWarmup
-
     if schedule.name == "one_cycle":
         raise UserError("schedule.warmup-method scaled: leave it out with one_cycle, whose rise is a part of it.")
     rest = replace(schedule, warmup_epochs=0.0, warmup_prefix=False, warmup_method="linear")
     rest = replace(rest, warmup_bias_lr=None, warmup_momentum=None)
     made = create_schedule(rest, optimizer, updates=updates, updates_per_epoch=updates_per_epoch)
-    scaled = ScaledWarmup(made, optimizer, schedule, warmup=warmup)
+    scaled = ScaledWarmup(made, optimizer, schedule, warmup=warmup, epoch=updates_per_epoch, end=updates)
     scaled.step_update(0)
     return scaled

@@ -28,7 +28,7 @@ class ShardSampler(TrainingSampler):
         self.places = torch.where(self.filled, self.places, first[owner])
 
     def _ids(self, positions: Tensor) -> Tensor:
-        return self.order.look_up(self.epoch, positions)[0]
+        return self.order.look_up(self.epoch, positions)
 
     def _instead(self, positions: Tensor) -> Tensor:
         """Padding has the sample of its place in the update before."""

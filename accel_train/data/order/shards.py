@@ -144,23 +144,18 @@ class ShardOrder:
         words = hashed(key(self.seed, epoch, "blocks"), torch.arange(len(line) - 1))
         return Line(shards, ends, prefix[shards], line, words, drawn)
 
-    def node_places(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The canonical node at each of these `positions` of an epoch, and the place in the node's part of the epoch,
-        int64 [n] each."""
-        updates, places = positions // self.batch_size, positions % self.batch_size
-        return places // self.width, updates * self.width + places % self.width
-
-    def look_up(self, epoch: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The samples at `positions` (int64 [n]) of the epoch, and their shards' rows in the table, int64 [n] each."""
+    def look_up(self, epoch: int, positions: Tensor) -> Tensor:
+        """The samples at `positions` (int64 [n]) of the epoch, int64 [n]."""
         line = self.of_epoch(epoch)
-        nodes, places = self.node_places(positions)
+        updates, places = positions // self.batch_size, positions % self.batch_size
+        nodes, places = places // self.width, updates * self.width + places % self.width  # of the node's part
         places = self.starts[nodes] + places // self.repeats
         blocks = torch.searchsorted(line.blocks, places, right=True) - 1
         starts, sizes = line.blocks[blocks], line.blocks.diff()
         places = starts + permuted_in_groups(places - starts, blocks, sizes, line.words)
         shards = torch.searchsorted(line.ends, places, right=True) - 1
         samples = line.firsts[shards] + places - line.ends[shards]
-        return samples if line.drawn is None else line.drawn[samples], line.shards[shards]
+        return samples if line.drawn is None else line.drawn[samples]
 
     def substitutes(self, ids: Tensor, readable: Tensor) -> Tensor:
         """A sample that can be read in place of each of `ids` (int64 [n]), of the same shard if there is one.

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.data.order.drawing import Draws
-from accel_train.data.order.needs import needed_shards
 from accel_train.data.order.plan import Plan, epoch_length
 from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.order.shard_sampler import ShardSampler
@@ -138,41 +137,6 @@ def test_a_process_has_few_shards_open_and_only_those_of_its_nodes(
             places = plan.places_of(range(process, process + 1))
             nodes_of_it = -(-places.stop // order.width) - places.start // order.width
             assert len(of_process.unique()) <= most * nodes_of_it + open_shards  # and padding has the block before
-
-
-@given(plans(), st.integers(1, 5), st.integers(0, 5), st.booleans(), st.data())
-def test_needed_shards_are_those_of_the_order(
-    drawn: tuple[Plan, list[int]], open_shards: int, epoch: int, skips: bool, data: st.DataObject
-) -> None:
-    plan, sizes = drawn
-    plan = replace(plan, updates=data.draw(st.integers(epoch, epoch + 2)) * plan.updates_per_epoch + 1)
-    sampler = ShardSampler(plan, order_of(plan, sizes, open_shards))
-    position = data.draw(st.integers(0, plan.updates_left(epoch, 0) - 1)) * plan.batch_size
-    first = data.draw(st.integers(0, plan.processes - 1))
-    processes = range(first, data.draw(st.integers(first + 1, plan.processes)))
-    needs = list(needed_shards(sampler.order, plan, processes, epoch, position))
-    assert [need.first for need in needs] == sorted(need.first for need in needs)
-
-    update = plan.updates_until(epoch, position)
-    used: list[set[int]] = []
-    while not plan.is_end(epoch, position):
-        sampler.seek(epoch, position)
-        ids = slots_of(sampler).ids.view(-1, plan.accumulation, plan.processes, plan.micro_batch)
-        shards = torch.searchsorted(sampler.order.table.prefix, ids, right=True) - 1
-        used += [set(each[:, processes.start : processes.stop].flatten().tolist()) for each in shards]
-        epoch, position = epoch + 1, 0
-    for at, of_update in enumerate(used, start=update):
-        assert of_update <= {need.shard for need in needs if need.first <= at <= need.last}
-    for need in needs:  # and none is longer than it must be
-        assert need.shard in used[need.first - update] and need.shard in used[need.last - update]
-
-
-def test_needs_of_some_epochs_only() -> None:
-    plan = Plan(1000, 40, 2, 1, canonical_nodes=4)
-    order = order_of(plan, [10] * 100, 5)
-    two = list(needed_shards(order, plan, range(2), 4, 80, epochs=2))
-    assert min(need.first for need in two) == 4 * 25 + 2 and max(need.last for need in two) == 6 * 25 - 1
-    assert {need.shard for need in two} == set(range(100))
 
 
 @given(plans(), st.integers(1, 5), st.integers(2, 4), st.data())
