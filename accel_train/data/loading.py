@@ -215,7 +215,7 @@ def create_input_pipeline(
         )
         workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(torch_loader)
-        if "://" in str(config.data.root):
+        if config.data.is_remote:
             from accel_train.data.sources.remote.ahead import follow
 
             loader = follow(loader, source, sampler, accelerator)

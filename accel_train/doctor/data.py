@@ -105,7 +105,7 @@ def readable(exam: Examination) -> Finding:
     source = splits.to_train_on
     draw = torch.Generator().manual_seed(exam.launch.rank)
     ids = torch.randint(len(source), (count,), generator=draw).tolist()
-    if "://" in str(exam.config.data.root):  # not from as many shards
+    if exam.config.data.is_remote:  # not from as many shards
         ids = _spread(source, count)
     expected = f"{count} random images of each rank can be read"
 
@@ -126,7 +126,7 @@ def readable(exam: Examination) -> Finding:
 def reading(exam: Examination) -> Finding:
     """How long this file system takes to hand out a file of the data, others on each rank."""
     splits = exam.splits
-    if splits is None or splits.train.in_memory or "://" in str(exam.config.data.root):
+    if splits is None or splits.train.in_memory or exam.config.data.is_remote:
         return Finding(NOT_CHECKED, "no image files")
     draw = torch.Generator().manual_seed(1000 + exam.launch.rank)
     ids = torch.randint(len(splits.train), (READ_QUICKLY if exam.quick else READ,), generator=draw).tolist()

@@ -111,7 +111,7 @@ def _refused(folder: Path, size: int) -> str:
 
 def remote(exam: Examination) -> Finding:
     """A storage (data.root is a URL) is as fast as the recipe trains, and the node has room for its shards."""
-    if "://" not in str(exam.config.data.root) or exam.splits is None:
+    if not exam.config.data.is_remote or exam.splits is None:
         return Finding(NOT_CHECKED, "the data is on no storage")
     from accel_train.data.sources.remote.probe import measure
     from accel_train.data.sources.remote.shard_cache import cache_folder, size_text

@@ -94,7 +94,7 @@ def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[s
     # Only a user's Dataset may be loaded by all processes together; then they find its mistakes together.
     is_users = parse_reference("data.name", config.data.name) is not None
     splits = load() if is_users else fail_together(accelerator, load)
-    if "://" in str(config.data.root):
+    if config.data.is_remote:
         from accel_train.data.sources.remote.images import when_lost
 
         when_lost(splits, ask_to_stop)

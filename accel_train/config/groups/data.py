@@ -159,3 +159,8 @@ class Data:
     """synthetic: number of training images."""
     test_images: Annotated[int, POSITIVE] = 512
     """synthetic: number of test images."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether data.root is a URL: the data is on a storage."""
+        return "://" in str(self.root)

@@ -88,7 +88,7 @@ def _load(data: Data, download: bool) -> Splits:
         )
     if name == "digits":
         return digits()
-    if "://" in str(data.root):
+    if data.is_remote:
         from accel_train.data.sources.remote.remote_index import remote
 
         return remote(data)

@@ -175,7 +175,7 @@ def names_root(data: Data) -> Path:
     It is data.root, but the folder of a table, and of the files that a URL with braces names: the same files have the
     same names in the table and in the folder.
     """
-    if "://" in str(data.root):
+    if data.is_remote:
         from accel_train.config.url import folder_of
 
         return folder_of(data.root)

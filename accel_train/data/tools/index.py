@@ -39,7 +39,7 @@ def make_index(data: Data) -> IndexResult:
             f"'{data.name}' needs no index; these do: folder (images in folders), csv (a table of images), "
             "tar (tar files), wds (WebDataset shards)."
         )
-    if "://" in str(data.root):
+    if data.is_remote:
         from accel_train.data.sources.remote import remote_index
 
         index_of = remote_index.index_of

@@ -60,9 +60,14 @@ class Progress:
 def index_places(root: Path, kind: str) -> tuple[Path, Path]:
     """The file for the index of the data in `root`, beside it, and that for a folder that is read-only."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "accel_train" / "indexes"
-    name = f"accel-train-index-{kind}.safetensors"
-    beside = root / f".{name}" if root.is_dir() else root.with_name(f".{root.name}.{name}")
-    return beside, caches / f"{hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:32]}-{name}"
+    hidden = index_name(kind)
+    beside = root / hidden if root.is_dir() else root.with_name(f".{root.name}{hidden}")
+    return beside, caches / f"{hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:32]}-{hidden[1:]}"
+
+
+def index_name(kind: str) -> str:
+    """The name of the index in a folder of data, here or on a storage."""
+    return f".accel-train-index-{kind}.safetensors"
 
 
 def indexed(

@@ -23,12 +23,10 @@ from accelerate import Accelerator
 
 from accel_train.data.order.samplers import IndexSampler, TrainingSampler
 from accel_train.data.sources.remote.images import RemoteImages
-from accel_train.data.sources.remote.shard_cache import ShardCache, size_text
+from accel_train.data.sources.remote.shard_cache import FETCHES, ShardCache, size_text
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 
-FETCHES = 8
-"""Shards that are fetched at a time."""
 AHEAD = 2 * FETCHES
 """Shards before whose use others are removed to make room for them. The later that is decided, the fewer are fetched
 again (Cao et al. 1995, doi.org/10.1145/223587.223608: prefetching and Bélády's rule disagree)."""

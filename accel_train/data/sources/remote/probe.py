@@ -6,8 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from accel_train.data.sources.remote.ahead import FETCHES
 from accel_train.data.sources.remote.images import RemoteImages
+from accel_train.data.sources.remote.shard_cache import FETCHES
 from accel_train.data.sources.splits import Splits, unwrap_subset
 
 SAMPLE = 8 << 20

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from accel_train.config.schema import Data
 from accel_train.config.url import Url
-from accel_train.data.sources.files.index import Progress, splits_of_index
+from accel_train.data.sources.files.index import Progress, index_name, splits_of_index
 from accel_train.data.sources.files.index_file import Index, KeptIndex, read_index, write_index
 from accel_train.data.sources.files.tars import images_in, index_of_trees
 from accel_train.data.sources.files.webdataset import (
@@ -31,14 +31,11 @@ from accel_train.data.sources.files.webdataset import (
     pairs_in,
 )
 from accel_train.data.sources.remote.images import RemoteImages
-from accel_train.data.sources.remote.shard_cache import ShardCache, size_text
+from accel_train.data.sources.remote.shard_cache import FETCHES, ShardCache, size_text
 from accel_train.data.sources.remote.storage import Shard, Storage
 from accel_train.data.sources.splits import Splits, names_root
 from accel_train.errors import LOGGER, UserError
 from accel_train.files import atomic_write
-
-FETCHES = 8
-"""Shards that are fetched at a time."""
 
 Found = TypeVar("Found")
 
@@ -76,11 +73,6 @@ def _cached_index(data: Data) -> tuple[ShardCache, Index]:
 
 def _index_file(cache: ShardCache, kind: str) -> Path:
     return cache.folder / index_name(kind)
-
-
-def index_name(kind: str) -> str:
-    """The name of the index beside the shards: that of `index_places`."""
-    return f".accel-train-index-{kind}.safetensors"
 
 
 def _newer(file: Path, than: float) -> bool:

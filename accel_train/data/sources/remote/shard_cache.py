@@ -27,6 +27,8 @@ from accel_train.data.sources.remote.storage import Shard, Storage
 from accel_train.errors import UserError
 from accel_train.files import fsync
 
+FETCHES = 8
+"""Shards that are fetched at a time."""
 SPARE = 1 << 30
 """Bytes of the disk that are left to others, where --data.cache-size does not say how many are ours."""
 
