@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -164,7 +164,7 @@ def _with_progress(predictions: Iterable[Prediction], count: int, batch_size: in
 
 
 def _keeping_embeddings(predictions: Iterable[Prediction], count: int, path: Path) -> Iterator[Prediction]:
-    """Yield the same; the file `path` is there, with the embeddings of all, after the last one."""
+    """Yield the same without embeddings; the file `path` is there, with those of all, after the last one."""
     import numpy as np
 
     with writing("--embeddings", path), atomic_replacement(path) as temporary:
@@ -176,7 +176,7 @@ def _keeping_embeddings(predictions: Iterable[Prediction], count: int, path: Pat
                 rows[:number] = np.nan
             if rows is not None:
                 rows[number] = np.nan if prediction.embedding is None else prediction.embedding
-            yield prediction
+            yield replace(prediction, embedding=None)  # in the file: whoever keeps all predictions keeps few bytes
         if rows is None:  # no image can be read
             rows = np.lib.format.open_memmap(temporary, "w+", np.float32, (count, 0))
         rows.flush()
