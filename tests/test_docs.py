@@ -475,6 +475,7 @@ def test_the_page_on_resuming_works(tmp_path: Path) -> None:
     assert train("--checkpoint.every-seconds 120").returncode == 0
 
 
+@pytest.mark.ci
 def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path) -> None:
     page = text_of("docs/evaluate.md")
     (tmp_path / "runs").mkdir()
@@ -558,6 +559,7 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
     assert result["test_accuracy"] > 0.9
 
 
+@pytest.mark.ci
 def test_the_commands_of_fine_tune_run(tmp_path: Path) -> None:
     """In one process, with few small images and a small net; those that need a network only in test_fine_tune.py."""
     import timm

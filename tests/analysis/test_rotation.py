@@ -60,6 +60,7 @@ def live(digits_run: Path, tmp_path: Path) -> Iterator[Path]:
             writer.kill()
 
 
+@pytest.mark.ci
 def test_all_that_reads_a_run_reads_one_that_trains(live: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = next((live / "examples").glob("*.png"))
     folders = set()

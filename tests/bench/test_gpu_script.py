@@ -113,7 +113,7 @@ LINES = {
 }
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "words"), LINES.values(), ids=list(LINES))
 def test_each_line_comes_as_far_as_the_device(launcher: tuple[str, ...], words: list[str]) -> None:
     """With --config-only the program ends before it asks for a device: a mistake in the launcher's line shows here."""

@@ -83,6 +83,7 @@ def test_only_this_start_asks_for_a_requeue(tmp_path: Path) -> None:
     assert "scontrol" not in failed.stderr and "slurm_script" not in failed.stderr
 
 
+@pytest.mark.ci
 def test_a_refused_command_is_not_the_one_to_continue_with(tmp_path: Path) -> None:
     words, end = "begin_run digits --epochs nonsense", "echo 2 >$START/exit-code; end_run 1"
     first = bash(f"{words}; {end}", tmp_path, SLURM_JOB_ID="7")

@@ -80,7 +80,7 @@ def assert_same(one: Path, other: Path) -> None:
     ("name", "worlds"),
     [
         # Three share four virtual batches as 2, 1, 1, and eight as 3, 3, 2.
-        *(pytest.param(name, (1, 2, 3, 4), marks=[pytest.mark.ci] * (name == "odd")) for name in RUNS),
+        *(pytest.param(name, (1, 2, 3, 4), marks=[pytest.mark.ci] * (name != "digits")) for name in RUNS),
         *(pytest.param(name, (1, 2, 3, 4), marks=pytest.mark.slow) for name in SLOW),
         *(pytest.param(name, (1, 5, 6, 7, 8), marks=pytest.mark.slow) for name in ("digits", "drawn")),
         pytest.param("digits", (1, 8), marks=pytest.mark.ci),
@@ -96,6 +96,7 @@ def test_the_weights_are_the_same_on_any_number_of_processes(name: str, worlds: 
         assert_same(tmp_path / "1", tmp_path / str(processes))
 
 
+@pytest.mark.ci
 def test_in_bf16_too(tmp_path: Path) -> None:
     words = RUNS["batchnorm"]
     for processes in (1, 2):

@@ -38,6 +38,7 @@ def train(root: Path, run: Path, *others: str, processes: int = 1) -> bytes:
     return (run / "model.safetensors").read_bytes()
 
 
+@pytest.mark.ci
 def test_it_is_the_run_without_the_other_classes(pets: dict[str, Path], tmp_path: Path) -> None:
     expected = train(pets["two"], tmp_path / "two")
     chosen = ("--data.only-classes", "cat", "dog")

@@ -49,6 +49,7 @@ def figures(run: Path) -> dict[str, object]:
     return {"result": accuracies, "evaluations": evaluations}
 
 
+@pytest.mark.ci
 def test_a_table_trains_to_the_same_bits_as_the_folder(images: Path, tmp_path: Path) -> None:
     table = images / "labels.csv"
     for name, root, processes in (("folder", images, 1), ("csv", table, 1), ("csv", table, 2)):

@@ -38,7 +38,7 @@ def rank_of(agent: Agent, found: Elastic) -> int:
     return agent.rank_process
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_when_an_agent_is_killed_its_rank_ends_and_the_others_go_on(tmp_path: Path) -> None:
     words = (*WORDS, "--epochs", 20)

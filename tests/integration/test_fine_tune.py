@@ -49,6 +49,7 @@ def refused(ended: Any, message: str) -> None:
     assert ended.stderr.count("accel-train: error:") == 1, ended.stderr
 
 
+@pytest.mark.ci
 def test_a_run_needs_its_file_only_once(tmp_path: Path, file: Path) -> None:
     """On two processes; then the file is gone, comes back with other content, or lies elsewhere."""
     run, copy = tmp_path / "run", tmp_path / "copy.pth"

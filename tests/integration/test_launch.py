@@ -283,6 +283,7 @@ def test_a_missing_process_is_named(tmp_path: Path) -> None:
     assert "Missing: ranks 1,3, and every process of the nodes other-node." in text
 
 
+@pytest.mark.ci
 def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -124,6 +124,7 @@ attempt(model=net, data={**data(), "train": squares(240, 5)}, output_dir="first"
     assert "model.name: <object>:Net#" in refused[0] and "data.name: <object>:TensorDataset#" in refused[1]
 
 
+@pytest.mark.ci
 def test_a_killed_run_goes_on_by_the_same_call_and_no_other(tmp_path: Path) -> None:
     call = """
 torch.manual_seed(3)

@@ -86,6 +86,7 @@ def test_two_processes_have_one_owner_and_end_soon_after_their_launcher(tmp_path
         assert not (run.run / FILE).exists()
 
 
+@pytest.mark.ci
 def test_a_suspended_owner_whose_run_was_taken_over_ends_and_writes_nothing(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, processes=2) as run:
         run.until_trained(25)

@@ -107,6 +107,7 @@ def test_an_epoch_is_what_it_is_in_a_run_of_its_size(tmp_path: Path) -> None:
     assert json.loads((one / "model.json").read_text())["image_size"] == 24
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_image_files_shrink_in_proportion_and_workers_end_with_their_size(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0)

@@ -123,6 +123,7 @@ def test_the_loss_and_the_statistics_of_a_deep_net_are_the_same_in_float32(tmp_p
     assert not differences(results, [DEEP], {"loss": 1e-6, "statistics": 1e-4})
 
 
+@pytest.mark.ci
 def test_updates_in_float64_stay_the_same(tmp_path: Path) -> None:
     """Ten updates, with a short last window of each epoch: in float64 nothing but a mistake could grow.
 

@@ -103,6 +103,7 @@ def other_host() -> Iterator[tuple[list[str], str, tuple[str, str]]]:
         subprocess.run(["ip", "link", "del", ends[0]], capture_output=True)
 
 
+@pytest.mark.slow
 def test_a_host_whose_address_leads_back_to_the_other_one_itself(
     other_host: tuple[list[str], str, tuple[str, str]],
 ) -> None:

@@ -39,6 +39,7 @@ def words(data: Data, run: Path, *others: object) -> list[str]:
     return ["train", *WORDS.split(), *root.split(), *map(str, others)]
 
 
+@pytest.mark.ci
 def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Path) -> None:
     data = tree(tmp_path / "images")
     train = load_splits(data, 0).train

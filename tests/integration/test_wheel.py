@@ -36,7 +36,7 @@ def test_the_wheel_has_the_files_of_the_checkout_but_not_of_the_site(installed: 
     assert names == {*starter_files(), "__init__.py"}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_initialised_folder_trains_on_two_processes(installed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "project"
     done = subprocess.run(

@@ -46,7 +46,7 @@ def test_a_training_on_gpus_does_not_begin_on_the_cpu(tmp_path: Path, name: str,
     assert not run.exists()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_what_asks_for_no_gpu_runs(tmp_path: Path) -> None:
     silent = tmp_path / "silent.yaml"
     silent.write_text(SILENT)

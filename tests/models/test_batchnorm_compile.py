@@ -109,6 +109,7 @@ def compiled_by(inductor: Inductor, *, converted: bool) -> None:
     train_and_evaluate(model, torch.compile(model, backend=inductor, dynamic=False), converted=converted)
 
 
+@pytest.mark.ci
 def test_it_has_the_graphs_of_torchs_own_and_changes_only_static_inputs() -> None:
     plain, own = Inductor(), Inductor()
     compiled_by(plain, converted=False)

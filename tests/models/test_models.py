@@ -114,6 +114,7 @@ def test_own_nets(name: str, channels: int) -> None:
     check_builds(name, channels, OWN[name])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", TIMM)
 def test_timm_families(name: str) -> None:
     channels = 1 if len(name) % 2 else 3

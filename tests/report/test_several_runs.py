@@ -346,6 +346,7 @@ def test_a_browser_shows_it_on_any_screen(tmp_path: Path, classes: int) -> None:
             assert seen["images"] and set(seen["images"]) == {8}
 
 
+@pytest.mark.ci
 def test_sixty_runs_have_a_page(tmp_path: Path) -> None:
     runs = [
         make_run(

@@ -78,6 +78,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert not different
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", ["adamw", "adadelta"])
 def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path, optimizer: str) -> None:
     directory = tmp_path / "run"
@@ -160,6 +161,7 @@ def test_bitwise_skip_and_rewind_come_to_the_same_bits_on_any_number_of_processe
         assert_equal(ends[0], end)
 
 
+@pytest.mark.ci
 def test_rewind_to_a_checkpoint_of_another_optimizer(recipe: Path, tmp_path: Path) -> None:
     """The new optimizer begins anew there: nothing of the bad update is left in it."""
     for policy in ("skip", "rewind"):
