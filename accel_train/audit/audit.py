@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from accel_train.audit.findings import Finding, all_findings
-from accel_train.audit.images import SPLITS, Images
+from accel_train.audit.images import Images
 from accel_train.audit.kept import Kept
 from accel_train.audit.look import RECORD, Records, Unreadable, look, name_hash
 from accel_train.config.schema import Data
@@ -21,9 +21,8 @@ from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
 from accel_train.data.sources.load import read_splits
 from accel_train.data.sources.splits import Splits, names_root, unwrap_subset
 from accel_train.data.sources.unreadable_list import check_own_list, default_list, real, write_list
-from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
-from accel_train.errors import UserError
+from accel_train.errors import UserError, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.process import available_cores
 from accel_train.untrusted import read_json_object
@@ -118,16 +117,16 @@ def check_data(
     output = output or default_list(data)
     folder = folder or output.with_name(f"audit-{output.stem.removeprefix('unreadable-')}")
     splits, mistakes = _splits(whole)
-    named = dict(zip(SPLITS, (splits.to_train_on, splits.validation, splits.test), strict=True))
+    named = {"train": splits.to_train_on, "val": splits.validation, "test": splits.test}
     sources = {split: source for split, source in named.items() if source is not None and len(source)}
     images = Images(sources, splits.classes, names_root(data))
     of_files = isinstance(unwrap_subset(splits.train)[0], EncodedImages)
     if of_files:
-        with _writing(output, "the list"):
+        with writing("--output", output):
             check_writable(output)
-        check_own_list(output, whole, splits.sources)
+        check_own_list(output, whole, splits.sources.values())
     _check_folder(folder, data)
-    with _writing(folder, "the folder"):
+    with writing("--folder", folder, "another folder"):
         folder.mkdir(parents=True, exist_ok=True)
     records, unreadable, reused = _look_at_all(images, whole, folder, processes, shows_progress=shows_progress)
     findings = all_findings(
@@ -154,9 +153,9 @@ def check_data(
         listed,
     )
     if listed is not None:
-        with _writing(listed, "the list"):
-            write_list(listed, whole, splits.sources, (_full_name(images, each.id) for each in unreadable))
-    with _writing(folder, "the folder"):
+        with writing("--output", listed):
+            write_list(listed, whole, splits.sources.values(), (_full_name(images, each.id) for each in unreadable))
+    with writing("--folder", folder, "another folder"):
         atomic_write(folder / "audit.json", json.dumps(result.as_dict(), indent=1) + "\n")
     return result
 
@@ -191,9 +190,6 @@ def _look_at_all(
 ) -> tuple[Records, list[Unreadable], int]:
     """The records of all images, those that are unreadable, and how many records are of an earlier audit."""
     sources = list(images.sources.values())
-    held = [unwrap_subset(source)[0] for source in sources]
-    if any(isinstance(each, UserDataset) and each.stays_here() for each in held):
-        processes = 1
     records = np.zeros(len(images), RECORD)
     unreadable: list[Unreadable] = []
     kept, done, reused = Kept(folder / "looked-at.bin"), 0, 0
@@ -208,7 +204,7 @@ def _look_at_all(
 
     jobs = jobs_of(sources)
     with contextlib.ExitStack() as stack:
-        with _writing(folder, "the folder"):
+        with writing("--folder", folder, "another folder"):
             stack.enter_context(kept)
         shown = stack.enter_context(ProgressDisplay("decod", len(images))) if shows_progress else None
         looked = in_processes(look, sources, jobs, processes or available_cores(), options, of_job=of_job)
@@ -234,15 +230,6 @@ def _check_folder(folder: Path, data: Data) -> None:
             f"{folder} has the audit of {about.get('name')} {about.get('root')}, not of "
             f"{short_name('data.name', data.name)} {data.root}: give another --folder, or delete it."
         )
-
-
-@contextlib.contextmanager
-def _writing(path: Path, what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{what} {path} cannot be written ({reason}): choose another place.") from error
 
 
 def _full_name(images: Images, id: int) -> str:

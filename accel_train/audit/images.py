@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from accel_train.data.sources.splits import Source, label_numbers
 
-SPLITS = ("train", "val", "test")
-
 
 @dataclass(frozen=True)
 class Images:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from accel_train.audit.audit import AuditResult, size_figures
 from accel_train.audit.findings import Finding
 from accel_train.data.transforms.resizing import resized_to_short_side
 from accel_train.errors import UserError, writing
 from accel_train.files import atomic_write
+from accel_train.report.shared.images import data_uri
 from accel_train.report.shared.render import check_library, render
 
 GROUPS_SHOWN = 12  # of a finding
@@ -131,7 +129,4 @@ def uri_of(pixels: torch.Tensor) -> str:
         pixels = torch.nn.functional.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
     if min(pixels.shape[1:]) > SHORT_SIDE:
         pixels = resized_to_short_side(pixels, SHORT_SIDE)
-    file, kind = io.BytesIO(), "png" if max(height, width) <= SMALL else "jpeg"
-    array = pixels.permute(1, 2, 0).contiguous().numpy()
-    Image.fromarray(array.squeeze(-1) if len(pixels) == 1 else array).save(file, format=kind, quality=80)
-    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+    return data_uri(pixels, lossless=max(height, width) <= SMALL)

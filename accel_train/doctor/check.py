@@ -1,11 +1,12 @@
 """A check of the doctor, what it finds, and what all checks know.
 
 All processes call a check together, in the same order, so a check may use collectives. What each process looks at alone
-goes through `worst_rank`: an error of one process must not leave the others waiting.
+goes through `worst_rank` or `on_each_rank`: an error of one process must not leave the others waiting.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,11 @@ class Finding:
     """What was expected, and why."""
     advice: str = ""
     """What to do, if possible the line to type; "" for PASS."""
+
+
+def judged(good: bool, measured: str, expected: str, advice: str, *, otherwise: str = WARN) -> Finding:
+    """PASS if what was measured is `good`, else `otherwise` with the advice."""
+    return Finding(PASS, measured, expected) if good else Finding(otherwise, measured, expected, advice)
 
 
 @dataclass
@@ -91,12 +97,15 @@ class Examination:
         return shown if len(ranks) <= 4 else f"{shown} and {len(ranks) - 4} more"
 
 
+Look = Callable[[Examination], Finding]
+
+
 @dataclass(frozen=True)
 class Check:
     """A check: its name in the table and for --skip, and the function that all processes call together."""
 
     name: str
-    look: Callable[[Examination], Finding]
+    look: Look
     quick: bool = False
     """Whether --quick does it."""
     seconds: float = 1.0
@@ -120,3 +129,13 @@ def worst_rank(exam: Examination, look: Callable[[], Finding]) -> Finding:
     if len(found) == 1 or len(ranks) == len(found):
         return worst
     return Finding(worst.status, f"{exam.names(ranks)}: {worst.measured}", worst.expected, worst.advice)
+
+
+def on_each_rank(look: Look) -> Look:
+    """Turn a function that each rank calls alone into a check: see `worst_rank`."""
+    return functools.wraps(look)(lambda exam: worst_rank(exam, lambda: look(exam)))
+
+
+def on_main(look: Look) -> Look:
+    """Turn a function into a check that the main process makes for all ranks."""
+    return functools.wraps(look)(lambda exam: broadcast_from_main(exam.accelerator, lambda: look(exam)))

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import depth_notes, read_image
 from accel_train.data.sources.load import Splits
 from accel_train.data.sources.splits import Source, unwrap_subset
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, judged, on_each_rank
 from accel_train.errors import UserError
 from accel_train.files import file_system
 from accel_train.run.start import load_data
@@ -26,6 +27,11 @@ NAMES, READ, READ_QUICKLY = 1_000_000, 64, 8  # samples whose names and sizes ar
 def data(exam: Examination) -> Finding:
     """The data loads, and all ranks have the same configuration, samples and classes."""
     expected = "the same samples and classes on all ranks"
+    if exam.quick and (size := max(exam.gather(_to_fetch(exam.config.data)))):
+        from accel_train.data.sources.remote.shard_cache import size_text
+
+        found = f"no index on the storage, nor on every node; to make it, shards of {size_text(size)} would be fetched"
+        return Finding(NOT_CHECKED, found, expected, f"Put the index there: accel-train index {exam.config.data.name}")
     try:
         exam.splits = load_data(exam.config, exam.accelerator)
     except UserError as error:
@@ -33,6 +39,18 @@ def data(exam: Examination) -> Finding:
     sizes = {"training": exam.splits.train, "validation": exam.splits.validation, "test": exam.splits.test}
     found = ", ".join(f"{len(source):,} {name}" for name, source in sizes.items() if source is not None)
     return Finding(PASS, f"{found} images of {len(exam.splits.classes)} classes", expected)
+
+
+def _to_fetch(data: Data) -> int:
+    """Bytes of shards on a storage that this process would fetch to load the data. 0: none, or loading it says why."""
+    if not data.is_remote:
+        return 0
+    from accel_train.data.sources.remote.remote_index import bytes_to_fetch
+
+    try:
+        return bytes_to_fetch(data)
+    except UserError:
+        return 0
 
 
 def contents(exam: Examination) -> Finding:
@@ -95,6 +113,7 @@ def _images(splits: Splits, ids: Sequence[int]) -> list[str]:
     return digests
 
 
+@on_each_rank
 def readable(exam: Examination) -> Finding:
     """Images that are chosen at random, others on each rank, can be decoded."""
     splits, count = exam.splits, READ_QUICKLY if exam.quick else READ
@@ -108,21 +127,18 @@ def readable(exam: Examination) -> Finding:
     if exam.config.data.is_remote:  # not from as many shards
         ids = _spread(source, count)
     expected = f"{count} random images of each rank can be read"
-
-    def look() -> Finding:
-        try:
-            for id in ids:
-                source.fetch([id])
-        except UserError as error:
-            advice = "Find all of them: accel-train check-data; then --data.skip-unreadable FILE"
-            return Finding(FAIL, str(error), expected, advice)
-        if dark := depth_notes(source):
-            return Finding(WARN, dark[0], "pictures that use the range of their values", "See --data.range")
-        return Finding(PASS, f"{len(ids)} on each rank", expected)
-
-    return worst_rank(exam, look)
+    try:
+        for id in ids:
+            source.fetch([id])
+    except UserError as error:
+        advice = "Find all of them: accel-train check-data; then --data.skip-unreadable FILE"
+        return Finding(FAIL, str(error), expected, advice)
+    if dark := depth_notes(source):
+        return Finding(WARN, dark[0], "pictures that use the range of their values", "See --data.range")
+    return Finding(PASS, f"{len(ids)} on each rank", expected)
 
 
+@on_each_rank
 def reading(exam: Examination) -> Finding:
     """How long this file system takes to hand out a file of the data, others on each rank."""
     splits = exam.splits
@@ -130,23 +146,16 @@ def reading(exam: Examination) -> Finding:
         return Finding(NOT_CHECKED, "no image files")
     draw = torch.Generator().manual_seed(1000 + exam.launch.rank)
     ids = torch.randint(len(splits.train), (READ_QUICKLY if exam.quick else READ,), generator=draw).tolist()
-    kind = file_system(exam.config.data.root)
-
-    def look() -> Finding:
-        seconds = []
-        for id in ids:
-            began = time.perf_counter()
-            read_image(Path(splits.train.name(id)), exam.config.data.max_pixels)
-            seconds.append(time.perf_counter() - began)
-        median = statistics.median(seconds)
-        found = f"{median * 1000:.2g} ms a file (median of {len(ids)}), {kind}"
-        expected = f"less than {SLOW_FILE * 1000:.0f} ms, or enough data workers"
-        if median > SLOW_FILE:
-            advice = "Copy the data to the node's disk, as one archive; or decode once: accel-train cache-data"
-            return Finding(WARN, found, expected, advice)
-        return Finding(PASS, found, expected)
-
-    return worst_rank(exam, look)
+    seconds = []
+    for id in ids:
+        began = time.perf_counter()
+        read_image(Path(splits.train.name(id)), exam.config.data.max_pixels)
+        seconds.append(time.perf_counter() - began)
+    median = statistics.median(seconds)
+    found = f"{median * 1000:.2g} ms a file (median of {len(ids)}), {file_system(exam.config.data.root)}"
+    expected = f"less than {SLOW_FILE * 1000:.0f} ms, or enough data workers"
+    advice = "Copy the data to the node's disk, as one archive; or decode once: accel-train cache-data"
+    return judged(median <= SLOW_FILE, found, expected, advice)
 
 
 CHECKS = (

@@ -9,12 +9,22 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping
 
 import torch
 
 from accel_train.bench.machine import computes_bf16
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
+from accel_train.doctor.check import (
+    FAIL,
+    NOT_CHECKED,
+    PASS,
+    WARN,
+    Check,
+    Examination,
+    Finding,
+    judged,
+    on_each_rank,
+    worst_rank,
+)
 from accel_train.errors import counted, one_line
 from accel_train.launch.process import hostname
 
@@ -93,30 +103,28 @@ def _size(device: torch.device, dtype: torch.dtype) -> int:
     return size
 
 
+@on_each_rank
 def health(exam: Examination) -> Finding:
     """What the driver says about the GPUs."""
     if exam.accelerator.device.type != "cuda":
         return Finding(NOT_CHECKED, f"the device is {exam.accelerator.device.type}")
     if shutil.which("nvidia-smi") is None:
         return Finding(NOT_CHECKED, "there is no nvidia-smi")
-
-    def look() -> Finding:
-        command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        if done.returncode:
-            return Finding(NOT_CHECKED, f"nvidia-smi failed: {one_line(done.stdout.strip(), 100)}")
-        return judged(done.stdout)
-
-    return worst_rank(exam, look)
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        return Finding(NOT_CHECKED, f"nvidia-smi failed: {one_line(done.stdout.strip(), 100)}")
+    return judged_health(done.stdout)
 
 
-def judged(table: str) -> Finding:
+def judged_health(table: str) -> Finding:
     """Judge what `nvidia-smi --query-gpu=… --format=csv` has printed for QUERY."""
     rows = list(csv.DictReader(io.StringIO(table), skipinitialspace=True))
     expected = f"no {', no '.join(QUERY.values())}"
     known = 0
     for gpu, row in enumerate(rows):
-        for key, value in _plain(row).items():
+        # nvidia-smi may add units to the names of the columns, and calls the slowdown by a newer name.
+        for key, value in zip(QUERY, (str(value).strip() for value in row.values()), strict=False):
             if value.startswith("["):  # [N/A], [Not Supported]
                 continue
             known += 1
@@ -131,27 +139,18 @@ def judged(table: str) -> Finding:
     return Finding(PASS, counted(len(rows), "GPU"), expected)
 
 
-def _plain(row: Mapping[str, str]) -> dict[str, str]:
-    """The row by QUERY's names: nvidia-smi may add units, and calls the slowdown by a newer name."""
-    return dict(zip(QUERY, (str(value).strip() for value in row.values()), strict=False))
-
-
+@on_each_rank
 def others(exam: Examination) -> Finding:
     """Memory of the GPU that other programs use."""
     device = exam.accelerator.device
     if device.type != "cuda":
         return Finding(NOT_CHECKED, f"the device is {device.type}")
-
-    def look() -> Finding:
-        free, total = torch.cuda.mem_get_info(device)
-        used = total - free - torch.cuda.memory_reserved(device)
-        found, expected = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB are used", "less than 2 GiB: the context"
-        if used > CONTEXT * exam.hosts.count(exam.hosts[exam.launch.rank]):  # also those that share one GPU
-            advice = "nvidia-smi shows its programs; a killed job's processes may be left: ask for another node."
-            return Finding(WARN, found, expected, advice)
-        return Finding(PASS, found, expected)
-
-    return worst_rank(exam, look)
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free - torch.cuda.memory_reserved(device)
+    found, expected = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB are used", "less than 2 GiB: the context"
+    advice = "nvidia-smi shows its programs; a killed job's processes may be left: ask for another node."
+    sharing = exam.hosts.count(exam.hosts[exam.launch.rank])  # some may share one GPU
+    return judged(used <= CONTEXT * sharing, found, expected, advice)
 
 
 def copying(exam: Examination) -> Finding:
@@ -173,9 +172,8 @@ def copying(exam: Examination) -> Finding:
         rate, name = statistics.median(rates[1:]), torch.cuda.get_device_name(device)
         full = next((each for part, each in TO_GPU.items() if part in name), None)
         found, expected = f"{rate / 1e9:.1f} GB/s", "" if full is None else f"{full / 1e9:.0f} GB/s ({name})"
-        if full is not None and rate < full:
-            return Finding(WARN, found, expected, "Look at nvidia-smi -q -d PCIE, and bind processes to near cores.")
-        return Finding(PASS, found, expected)
+        advice = "Look at nvidia-smi -q -d PCIE, and bind processes to near cores."
+        return judged(full is None or rate >= full, found, expected, advice)
 
     return worst_rank(exam, look)
 

@@ -8,25 +8,20 @@ from pathlib import Path
 
 import psutil
 
-from accel_train.doctor.check import PASS, WARN, Check, Examination, Finding, worst_rank
+from accel_train.doctor.check import Check, Examination, Finding, judged, on_each_rank
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LEAST = 2 * 2**30  # bytes for a process
 
 
+@on_each_rank
 def memory(exam: Examination) -> Finding:
     """The host's memory that the processes of a node may use."""
-
-    def look() -> Finding:
-        total, limit = psutil.virtual_memory().total, memory_limit()
-        usable = min(total, limit or total)
-        each = usable / exam.hosts.count(exam.hosts[exam.launch.rank])
-        found = f"{usable / 2**30:.1f} GiB a node, {each / 2**30:.1f} GiB a process"
-        if each < LEAST:
-            return Finding(WARN, found, "2 GiB a process", "Ask for more: --mem, or --mem-per-cpu")
-        return Finding(PASS, found, "2 GiB a process")
-
-    return worst_rank(exam, look)
+    total, limit = psutil.virtual_memory().total, memory_limit()
+    usable = min(total, limit or total)
+    each = usable / exam.hosts.count(exam.hosts[exam.launch.rank])
+    found = f"{usable / 2**30:.1f} GiB a node, {each / 2**30:.1f} GiB a process"
+    return judged(each >= LEAST, found, "2 GiB a process", "Ask for more: --mem, or --mem-per-cpu")
 
 
 def memory_limit() -> int | None:

@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from accel_train.bench.machine import device_name
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, judged, on_each_rank
 
 BUCKET, LARGE, REPEATS = 25 * 2**20, 2**30, 5  # bytes: DDP's bucket, and the size that nccl-tests judges by
 # https://github.com/stas00/ml-engineering, network/benchmarks; H200 has the links of H100
@@ -95,19 +95,14 @@ def judged_bus(measured: str, bus: float, device_name: str) -> Finding:
 def judged_network(measured: str, bus: float, device_type: str) -> Finding:
     """Judge the bus bandwidth between nodes by the network that such devices need."""
     needed = SLOW_BUS if device_type == "cuda" else SLOW_BUS_OF_CPUS
-    expected = f"{needed / 1e9} GB/s between nodes"
-    if bus < needed:
-        advice = "Compare NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME with the names of the fast interfaces (ip link)."
-        return Finding(WARN, measured, expected, advice)
-    return Finding(PASS, measured, expected)
+    advice = "Compare NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME with the names of the fast interfaces (ip link)."
+    return judged(bus >= needed, measured, f"{needed / 1e9} GB/s between nodes", advice)
 
 
 def judged_speed(measured: str, bus: float, full: float, way: str, advice: str) -> Finding:
     """Judge a bus bandwidth by what such links reach: less than 80 % is a WARN, less than 50 % a FAIL."""
-    expected = f"{full / 1e9:.0f} GB/s {way}"
-    if bus >= 0.8 * full:
-        return Finding(PASS, measured, expected)
-    return Finding(FAIL if bus < 0.5 * full else WARN, measured, expected, advice)
+    bad = FAIL if bus < 0.5 * full else WARN
+    return judged(bus >= 0.8 * full, measured, f"{full / 1e9:.0f} GB/s {way}", advice, otherwise=bad)
 
 
 def infiniband_speed(most: int, folder: Path = INFINIBAND) -> float:
@@ -170,9 +165,8 @@ def slowest_pair(exam: Examination) -> Finding:
     slowest = max(seconds, key=lambda pair: seconds[pair])
     speed, median = 2 * BUCKET / seconds[slowest], 2 * BUCKET / statistics.median(seconds.values())
     measured = f"{exam.names(slowest)}: {speed / 1e9:.2g} GB/s, median {median / 1e9:.2g} GB/s"
-    if len(set(exam.hosts)) > 1 and speed < SLOW_PAIR * median:
-        return Finding(WARN, measured, expected, f"Look at both cables; or --exclude={exam.hosts[slowest[1]]}")
-    return Finding(PASS, measured, expected)
+    good = len(set(exam.hosts)) == 1 or speed >= SLOW_PAIR * median
+    return judged(good, measured, expected, f"Look at both cables; or --exclude={exam.hosts[slowest[1]]}")
 
 
 def _pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
@@ -197,18 +191,15 @@ def listen_to_nccl() -> None:
         os.environ["NCCL_DEBUG_FILE"] = f"{tempfile.gettempdir()}/{NCCL_LOG}-{os.getpid()}"
 
 
-def transport(exam: Examination) -> Finding:
+@on_each_rank
+def transport(_: Examination) -> Finding:
     """Through what NCCL connects the GPUs."""
     file = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
     if not file.name.startswith(NCCL_LOG):
         return Finding(NOT_CHECKED, "no NCCL, or you have set NCCL_DEBUG yourself")
-
-    def look() -> Finding:
-        text = file.read_text(errors="replace") if file.exists() else ""
-        file.unlink(missing_ok=True)
-        return transport_of(text, has_infiniband())
-
-    return worst_rank(exam, look)
+    text = file.read_text(errors="replace") if file.exists() else ""
+    file.unlink(missing_ok=True)
+    return transport_of(text, has_infiniband())
 
 
 def transport_of(log: str, infiniband: bool) -> Finding:
@@ -219,12 +210,9 @@ def transport_of(log: str, infiniband: bool) -> Finding:
     if not ways and not network:
         return Finding(NOT_CHECKED, "NCCL has connected nothing", expected)
     measured = ", ".join([*([f"network {network}"] if network else []), *ways][:4])
-    if infiniband and (network == "Socket" or any(way.startswith("NET/Socket") for way in ways)):
-        advice = (
-            "NCCL does not find its InfiniBand: look at NCCL_IB_DISABLE, NCCL_IB_HCA, and libibverbs in a container"
-        )
-        return Finding(FAIL, measured, expected, f"{advice}.")
-    return Finding(PASS, measured, expected)
+    unused = infiniband and (network == "Socket" or any(way.startswith("NET/Socket") for way in ways))
+    advice = "NCCL does not find its InfiniBand: look at NCCL_IB_DISABLE, NCCL_IB_HCA, and libibverbs in a container."
+    return judged(not unused, measured, expected, advice, otherwise=FAIL)
 
 
 def has_infiniband() -> bool:

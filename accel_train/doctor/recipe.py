@@ -9,7 +9,7 @@ import torch
 
 from accel_train.bench.machine import device_peak_bytes, reset_peaks
 from accel_train.bench.workload import Clock, Workload
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, Check, Examination, Finding, judged
 from accel_train.errors import UserError
 from accel_train.evaluate import evaluation_batch_size
 from accel_train.optim.micro_batch import LESS_MEMORY, is_out_of_memory, training_advice
@@ -109,12 +109,10 @@ def input_speed(exam: Examination) -> Finding:
     exam.measured["input_images_per_second"] = alone
     found = f"input {alone:,.0f} images/s, model {model:,.0f}"
     expected = "the input is faster than the model, so that the device never waits"
-    if alone >= model:
-        return Finding(PASS, found, expected)
     advice = "Give each process more cores (--cpus-per-task)."
     if exam.splits is not None and not exam.splits.train.in_memory:
         advice += " Or decode less: accel-train cache-data, --data.reduced-decode true."
-    return Finding(WARN, found, expected, advice)
+    return judged(alone >= model, found, expected, advice)
 
 
 CHECKS = (

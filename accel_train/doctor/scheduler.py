@@ -13,9 +13,20 @@ from pathlib import Path
 import torch
 
 from accel_train.doctor import memory
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
+from accel_train.doctor.check import (
+    FAIL,
+    NOT_CHECKED,
+    PASS,
+    WARN,
+    Check,
+    Examination,
+    Finding,
+    judged,
+    on_each_rank,
+    on_main,
+    worst_rank,
+)
 from accel_train.errors import counted
-from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.process import available_cores, core_set
 from accel_train.untrusted import is_number, read_json_object
 
@@ -26,6 +37,7 @@ PREFLIGHT = "ACCEL_TRAIN_PREFLIGHT"
 """Set by slurm/preflight.sbatch: the job's limits are not those of the training."""
 PBS_TIMES, PBS_LEAD = "ACCEL_TRAIN_JOB_TIMES", "ACCEL_TRAIN_LEAD_SECONDS"
 """Set by pbs/train.pbs: when its job began and ends, "1767323045 1767337445", and how long before the end it saves."""
+EARLY = "at least twice as long before the limit as a save takes"
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -44,9 +56,8 @@ def cores(exam: Examination) -> Finding:
             found += f", the container's limit is {quota:.3g}"
         if asked is not None and exam.launch.launcher == "srun" and available_cores() < int(asked):
             return Finding(FAIL, found, f"{asked} (--cpus-per-task)", "srun --cpus-per-task, or --cpu-bind=none")
-        if share < 1:
-            return Finding(WARN, found, "at least one", "Start fewer processes, or ask for more cores.")
-        return Finding(PASS, found, "at least one" if asked is None else asked)
+        wanted = asked if asked is not None and share >= 1 else "at least one"
+        return judged(share >= 1, found, wanted, "Start fewer processes, or ask for more cores.")
 
     return worst_rank(exam, look)
 
@@ -60,10 +71,10 @@ def cpu_quota(file: Path = CPU_MAX) -> float | None:
         return None
 
 
+@on_main
 def time_left(exam: Examination) -> Finding:
     """The rest of the job's time, against the time that the recipe needs."""
-    needed = exam.measured.get("training_seconds")
-    return broadcast_from_main(exam.accelerator, lambda: judged_time(job_times()[1], needed or _rest_of_run(exam)))
+    return judged_time(job_times()[1], exam.measured.get("training_seconds") or _rest_of_run(exam))
 
 
 def _rest_of_run(exam: Examination) -> float | None:
@@ -85,11 +96,9 @@ def judged_time(end: float | None, needed: float | None) -> Finding:
     found = f"{left / 3600:.2f} h left"
     if needed is None:
         return Finding(NOT_CHECKED, f"{found}; the recipe's time was not measured")
-    expected = f"{needed / 3600:.2f} h for this recipe"
-    if left < needed:
-        again = int(needed // max(left, 1))
-        return Finding(WARN, found, expected, f"It needs {again} requeues: --requeue and --signal (docs/clusters.md).")
-    return Finding(PASS, found, expected)
+    again = int(needed // max(left, 1))
+    advice = f"It needs {again} requeues: --requeue and --signal (docs/clusters.md)."
+    return judged(left >= needed, found, f"{needed / 3600:.2f} h for this recipe", advice)
 
 
 def job_times() -> tuple[float | None, float | None]:
@@ -111,76 +120,63 @@ def job_times() -> tuple[float | None, float | None]:
     return times[0], times[1]
 
 
+@on_each_rank
 def gpus(exam: Examination) -> Finding:
     """The GPUs that the job has are the GPUs that the processes use."""
     given = os.environ.get("SLURM_GPUS_ON_NODE", "")
     device, local = exam.accelerator.device, exam.hosts.count(exam.hosts[exam.launch.rank])
-
-    def look() -> Finding:
-        seen = torch.cuda.device_count() if device.type == "cuda" else 0
-        allocated = int(given) if given.isdigit() else seen
-        expected = f"{counted(allocated, 'GPU')} of this job on each node"
-        if allocated == 0:
-            return Finding(NOT_CHECKED, "no GPUs were given", expected)
-        if device.type != "cuda":
-            advice = (
-                "python -c 'import torch; print(torch.cuda.is_available())'; nvidia-smi; is it PyTorch for the CPU?"
-            )
-            return Finding(WARN if os.environ.get("ACCELERATE_USE_CPU") else FAIL, "the CPU is used", expected, advice)
-        if local < allocated:
-            advice = f"Start {allocated} processes on each node (--num_processes, PROCESSES_PER_NODE)."
-            return Finding(WARN, f"{local} of {allocated} GPUs are used", expected, advice)
-        return Finding(PASS, f"{local} processes, {seen} GPUs seen by each", expected)
-
-    return worst_rank(exam, look)
+    seen = torch.cuda.device_count() if device.type == "cuda" else 0
+    allocated = int(given) if given.isdigit() else seen
+    expected = f"{counted(allocated, 'GPU')} of this job on each node"
+    if allocated == 0:
+        return Finding(NOT_CHECKED, "no GPUs were given", expected)
+    if device.type != "cuda":
+        advice = "python -c 'import torch; print(torch.cuda.is_available())'; nvidia-smi; is it PyTorch for the CPU?"
+        return Finding(WARN if os.environ.get("ACCELERATE_USE_CPU") else FAIL, "the CPU is used", expected, advice)
+    if local < allocated:
+        advice = f"Start {allocated} processes on each node (--num_processes, PROCESSES_PER_NODE)."
+        return Finding(WARN, f"{local} of {allocated} GPUs are used", expected, advice)
+    return Finding(PASS, f"{local} processes, {seen} GPUs seen by each", expected)
 
 
-def requeue(exam: Examination) -> Finding:
+@on_main
+def requeue(_: Examination) -> Finding:
     """The job may be requeued, or submits itself again."""
-
-    def look() -> Finding:
-        if PBS_LEAD in os.environ:
-            return Finding(PASS, "pbs/train.pbs submits itself again", "allowed")
-        if not os.environ.get("SLURM_JOB_ID"):
-            return Finding(NOT_CHECKED, "not a job of Slurm, nor of pbs/train.pbs")
-        allowed = re.search(r"\bRequeue=(\d)", _job_record(os.environ["SLURM_JOB_ID"]))
-        if allowed is None:
-            return Finding(NOT_CHECKED, "scontrol does not answer here")
-        if allowed[1] == "0":
-            return Finding(WARN, "not allowed", "allowed", "sbatch --requeue; else continue it by hand")
-        return Finding(PASS, "allowed", "allowed")
-
-    return broadcast_from_main(exam.accelerator, look)
+    if PBS_LEAD in os.environ:
+        return Finding(PASS, "pbs/train.pbs submits itself again", "allowed")
+    if not os.environ.get("SLURM_JOB_ID"):
+        return Finding(NOT_CHECKED, "not a job of Slurm, nor of pbs/train.pbs")
+    allowed = re.search(r"\bRequeue=(\d)", _job_record(os.environ["SLURM_JOB_ID"]))
+    if allowed is None:
+        return Finding(NOT_CHECKED, "scontrol does not answer here")
+    if allowed[1] == "0":
+        return Finding(WARN, "not allowed", "allowed", "sbatch --requeue; else continue it by hand")
+    return Finding(PASS, "allowed", "allowed")
 
 
+@on_main
 def lead(exam: Examination) -> Finding:
     """The signal comes early enough before the time limit: a save takes at most half of that time."""
     save = exam.measured.get("save_seconds")
-
-    def look() -> Finding:
-        if PREFLIGHT in os.environ:
-            need = "was not measured" if save is None else f"takes {save:.2g} s: --signal=USR1@{_enough(save, 60)}"
-            return Finding(NOT_CHECKED, f"this job only looks at the nodes; a save of the training {need}")
-        if os.environ.get(PBS_LEAD, "").isdigit():
-            return judged_stop(int(os.environ[PBS_LEAD]), save)
-        return judged_lead(signal_option(), save)
-
-    return broadcast_from_main(exam.accelerator, look)
+    if PREFLIGHT in os.environ:
+        need = "was not measured" if save is None else f"takes {save:.2g} s: --signal=USR1@{_enough(save, 60)}"
+        return Finding(NOT_CHECKED, f"this job only looks at the nodes; a save of the training {need}")
+    if (given := os.environ.get(PBS_LEAD, "")).isdigit():
+        again = f"qsub -v TRAIN,LEAD_SECONDS={_enough(save, int(given))}"
+        return _judged_seconds(int(given), " (LEAD_SECONDS)", save, again)
+    return judged_lead(signal_option(), save)
 
 
-def judged_stop(seconds: int, save: float | None) -> Finding:
-    """Judge how many seconds before the end pbs/train.pbs asks the training to save."""
-    expected = "at least twice as long before the limit as a save takes"
+def _judged_seconds(seconds: int, source: str, save: float | None, again: str) -> Finding:
+    """Judge how many seconds before the time limit the training is told to save, if a save takes `save` seconds."""
     if save is None:
-        return Finding(NOT_CHECKED, f"{seconds} s (LEAD_SECONDS); a save was not measured", expected)
-    measured = f"{seconds} s (LEAD_SECONDS), a save takes {save:.2g} s"
-    if save > seconds / 2:
-        return Finding(FAIL, measured, expected, f"qsub -v TRAIN,LEAD_SECONDS={_enough(save, seconds)}")
-    return Finding(PASS, measured, expected)
+        return Finding(NOT_CHECKED, f"{seconds} s{source}; a save was not measured", EARLY)
+    measured = f"{seconds} s{source}, a save takes {save:.2g} s"
+    return judged(save <= seconds / 2, measured, EARLY, again, otherwise=FAIL)
 
 
-def _enough(save: float, seconds: int) -> int:
-    return max(seconds, int(save * 4) + 1)
+def _enough(save: float | None, seconds: int) -> int:
+    return max(seconds, int((save or 0) * 4) + 1)
 
 
 def signal_option() -> str:
@@ -202,22 +198,16 @@ def signal_option() -> str:
 
 def judged_lead(given: str, save: float | None) -> Finding:
     """Judge sbatch's --signal by the seconds that a save takes, None if that was not measured."""
-    match = re.fullmatch(r"([RB]*:)?(?:SIG)?(\w+)(?:@(\d+))?", given)
-    expected = "USR1, at least twice as long before the limit as a save takes"
+    match, expected = re.fullmatch(r"([RB]*:)?(?:SIG)?(\w+)(?:@(\d+))?", given), f"USR1, {EARLY}"
     if match is None:
         return Finding(NOT_CHECKED, "neither SBATCH_SIGNAL, sbatch's line nor the batch script has --signal", expected)
     only, name, seconds = match[1] or "", match[2], int(match[3] or 60)
-    again = f"sbatch --signal=USR1@{_enough(save or 0, seconds)}"
+    again = f"sbatch --signal=USR1@{_enough(save, seconds)}"
     lost = "B" in only and not (name in PASSED_ON and JOB_SCRIPT in os.environ)
     if name not in SIGNALS or lost:
         reason = "only the batch script gets it" if lost else "the training does not listen to it"
         return Finding(FAIL, f"--signal={given}: {reason}", expected, again)
-    if save is None:
-        return Finding(NOT_CHECKED, f"{seconds} s; a save was not measured", expected)
-    measured = f"{seconds} s, a save takes {save:.2g} s"
-    if save > seconds / 2:
-        return Finding(FAIL, measured, expected, again)
-    return Finding(PASS, measured, expected)
+    return _judged_seconds(seconds, "", save, again)
 
 
 @functools.cache

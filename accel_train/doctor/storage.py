@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from accel_train import models
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, worst_rank
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, judged, on_each_rank
 from accel_train.doctor.network import has_infiniband
 from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
@@ -109,37 +109,36 @@ def _refused(folder: Path, size: int) -> str:
     return ""
 
 
+@on_each_rank
 def remote(exam: Examination) -> Finding:
     """A storage (data.root is a URL) is as fast as the recipe trains, and the node has room for its shards."""
-    if not exam.config.data.is_remote or exam.splits is None:
+    if not exam.config.data.is_remote:
         return Finding(NOT_CHECKED, "the data is on no storage")
+    if exam.splits is None:
+        return Finding(NOT_CHECKED, "the data could not be loaded")
+    if exam.launch.local_rank != 0:  # one of each node
+        return Finding(PASS, "")
     from accel_train.data.sources.remote.probe import measure
     from accel_train.data.sources.remote.shard_cache import cache_folder, size_text
 
-    splits, nodes = exam.splits, len(set(exam.hosts))
-
-    def look() -> Finding:
-        if exam.launch.local_rank != 0:  # one of each node
-            return Finding(PASS, "")
-        speed = measure(splits, quick=exam.quick)
-        if speed is None:
-            return Finding(NOT_CHECKED, "the data is on no storage")
-        found = f"{size_text(speed.bandwidth)}/s on each node, {speed.latency * 1000:.0f} ms until an answer"
-        expected, seconds = "", exam.measured.get("update_seconds")
-        needed = 0.0 if seconds is None else exam.config.batch_size / seconds * speed.image_bytes / nodes
-        if needed:
-            expected = f"{size_text(needed)}/s to train the first epoch at full speed"
-        folder = cache_folder(exam.config.data)
-        free = shutil.disk_usage(folder).free
-        if free < min(speed.missing, speed.wanted):
-            room = f"{size_text(free)} free in {folder} for shards of {size_text(speed.wanted)}"
-            return Finding(FAIL, room, "room for the shards", "Give --data.cache-dir, or less --data.cache-size.")
-        if speed.bandwidth < needed and speed.missing:
-            advice = f"The first epoch waits: {size_text(speed.missing)} are not on this node yet. Later ones wait if "
-            return Finding(WARN, found, expected, advice + "--data.cache-size is less than the data.")
-        return Finding(PASS, f"{found}; {size_text(speed.missing)} to fetch", expected)
-
-    return worst_rank(exam, look)
+    speed = measure(exam.splits, quick=exam.quick)
+    if speed is None:
+        return Finding(NOT_CHECKED, "the data is on no storage")
+    found = f"{size_text(speed.bandwidth)}/s on each node, {speed.latency * 1000:.0f} ms until an answer"
+    expected, seconds = "", exam.measured.get("update_seconds")
+    nodes = len(set(exam.hosts))
+    needed = 0.0 if seconds is None else exam.config.batch_size / seconds * speed.image_bytes / nodes
+    if needed:
+        expected = f"{size_text(needed)}/s to train the first epoch at full speed"
+    folder = cache_folder(exam.config.data)
+    free = shutil.disk_usage(folder).free
+    if free < min(speed.missing, speed.wanted):
+        room = f"{size_text(free)} free in {folder} for shards of {size_text(speed.wanted)}"
+        return Finding(FAIL, room, "room for the shards", "Give --data.cache-dir, or less --data.cache-size.")
+    if speed.bandwidth < needed and speed.missing:
+        advice = f"The first epoch waits: {size_text(speed.missing)} are not on this node yet. Later ones wait if "
+        return Finding(WARN, found, expected, advice + "--data.cache-size is less than the data.")
+    return Finding(PASS, f"{found}; {size_text(speed.missing)} to fetch", expected)
 
 
 def save(exam: Examination) -> Finding:
@@ -170,62 +169,45 @@ def _save(exam: Examination) -> tuple[Finding, float | None]:
     return Finding(PASS, f"{size / 2**20:.1f} MiB in {seconds:.2g} s", expected), seconds
 
 
-def shared_memory(exam: Examination) -> Finding:
+@on_each_rank
+def shared_memory(_: Examination) -> Finding:
     """/dev/shm, through which data workers pass their batches."""
-
-    def look() -> Finding:
-        if not Path("/dev/shm").is_dir():
-            return Finding(NOT_CHECKED, "there is no /dev/shm")
-        free = shutil.disk_usage("/dev/shm").free
-        found, expected = f"{free / 2**30:.1f} GiB free", "1 GiB: data workers pass their batches through it"
-        if free < SHM_BYTES:
-            return Finding(WARN, found, expected, "In a container: --shm-size=8g, or --ipc=host.")
-        return Finding(PASS, found, expected)
-
-    return worst_rank(exam, look)
+    if not Path("/dev/shm").is_dir():
+        return Finding(NOT_CHECKED, "there is no /dev/shm")
+    free = shutil.disk_usage("/dev/shm").free
+    found, expected = f"{free / 2**30:.1f} GiB free", "1 GiB: data workers pass their batches through it"
+    return judged(free >= SHM_BYTES, found, expected, "In a container: --shm-size=8g, or --ipc=host.")
 
 
-def open_files(exam: Examination) -> Finding:
+@on_each_rank
+def open_files(_: Examination) -> Finding:
     """How many files a process may open."""
-
-    def look() -> Finding:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if limit != resource.RLIM_INFINITY and limit < FILES:
-            return Finding(WARN, f"{limit}", f"{FILES}", "ulimit -n 4096 in the job script")
-        return Finding(PASS, f"{limit}", f"{FILES}")
-
-    return worst_rank(exam, look)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    enough = limit == resource.RLIM_INFINITY or limit >= FILES
+    return judged(enough, f"{limit}", f"{FILES}", "ulimit -n 4096 in the job script")
 
 
-def locked_memory(exam: Examination) -> Finding:
+@on_each_rank
+def locked_memory(_: Examination) -> Finding:
     """How much memory a process may lock: InfiniBand needs it."""
-
-    def look() -> Finding:
-        if not has_infiniband():
-            return Finding(NOT_CHECKED, "there is no InfiniBand")
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        if limit != resource.RLIM_INFINITY:
-            advice = "Ask the administrators for LimitMEMLOCK=infinity of Slurm's daemon."
-            return Finding(WARN, f"{limit / 2**10:,.0f} KiB", "unlimited", advice)
-        return Finding(PASS, "unlimited", "unlimited")
-
-    return worst_rank(exam, look)
+    if not has_infiniband():
+        return Finding(NOT_CHECKED, "there is no InfiniBand")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    unlimited = limit == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{limit / 2**10:,.0f} KiB"
+    return judged(unlimited, found, "unlimited", "Ask the administrators for LimitMEMLOCK=infinity of Slurm's daemon.")
 
 
+@on_each_rank
 def import_time(exam: Examination) -> Finding:
     """How long a new process takes to import torch: each start and each data worker waits for it."""
-
-    def look() -> Finding:
-        began = time.perf_counter()
-        if exam.launch.local_rank == 0:  # one of each node
-            subprocess.run([sys.executable, "-c", "import torch"], check=False, capture_output=True, timeout=120)
-        seconds = time.perf_counter() - began
-        found, expected = f"{seconds:.1f} s", f"less than {IMPORT_SECONDS:.0f} s"
-        if seconds > IMPORT_SECONDS:
-            return Finding(WARN, found, expected, "Keep the environment on a local disk, or in a container image.")
-        return Finding(PASS, found, expected)
-
-    return worst_rank(exam, look)
+    began = time.perf_counter()
+    if exam.launch.local_rank == 0:  # one of each node
+        subprocess.run([sys.executable, "-c", "import torch"], check=False, capture_output=True, timeout=120)
+    seconds = time.perf_counter() - began
+    found, expected = f"{seconds:.1f} s", f"less than {IMPORT_SECONDS:.0f} s"
+    advice = "Keep the environment on a local disk, or in a container image."
+    return judged(seconds <= IMPORT_SECONDS, found, expected, advice)
 
 
 CHECKS = (

@@ -6,7 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, Check, Examination, Finding, judged
+from accel_train.errors import counted
 from accel_train.records.provenance import environment
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -16,7 +17,7 @@ CLOCK_SECONDS = 1.0
 def processes(exam: Examination) -> Finding:
     """All processes that the launcher promised have met."""
     launch, hosts = exam.launch, len(set(exam.hosts))
-    found = f"{len(exam.hosts)} on {hosts} host{'s' if hosts > 1 else ''} ({launch.launcher})"
+    found = f"{len(exam.hosts)} on {counted(hosts, 'host')} ({launch.launcher})"
     return Finding(PASS, found, f"{launch.world_size}, as the launcher says")
 
 
@@ -76,9 +77,8 @@ def clocks(exam: Examination) -> Finding:
     if len(set(exam.hosts)) == 1 and abs(best[far]) <= CLOCK_SECONDS:
         return Finding(NOT_CHECKED, "one host has one clock", expected)
     measured = f"{exam.names([far])} is {best[far]:+.2f} s from rank 0"
-    if abs(best[far]) <= CLOCK_SECONDS:
-        return Finding(PASS, measured, expected)
-    return Finding(WARN, measured, expected, f"Ask the administrators to set the clock of {exam.hosts[far]} (chrony).")
+    advice = f"Ask the administrators to set the clock of {exam.hosts[far]} (chrony)."
+    return judged(abs(best[far]) <= CLOCK_SECONDS, measured, expected, advice)
 
 
 CHECKS = (

@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from accel_train.analysis.figures import accuracy_interval
 from accel_train.config.compatibility import affects_learning
 from accel_train.export.formats import OPSET
 from accel_train.export.preprocess import FILE
 from accel_train.records.metrics import figures_for
 from accel_train.records.model_info import ModelInfo
+from accel_train.report.one_run.words import interval_of
 from accel_train.report.shared.records import RunRecords, differences_from_recipe, read_run
 from accel_train.untrusted import read_json_object
 from accel_train.user_code.reference import PREFIXES, short_name
@@ -116,11 +116,8 @@ def _figures(run: RunRecords, weights: str, file: Path) -> list[str]:
 
 def _interval(metric: str, record: dict[str, Any]) -> str:
     """ " (90.1% to 94.2%)" for the accuracy; else ""."""
-    if metric != "accuracy" or not record["count"]:
-        return ""
-    hits = round(record[metric] * record["count"])
-    low, high = accuracy_interval(hits, record["count"])
-    return f" ({low:.1%} to {high:.1%})"
+    interval = interval_of(record) if metric == "accuracy" else None
+    return "" if interval is None else f" ({interval[0]:.1%} to {interval[1]:.1%})"
 
 
 def _evaluation(path: Path, weights: str, file: Path) -> dict[str, Any] | None:

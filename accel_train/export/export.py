@@ -55,21 +55,20 @@ def export(
     output = shown.resolve()
     check_free(output)
     loaded = load(run, weights=weights, trust_code=trust_code)
-    config, info = loaded.config, loaded.info
     if format == "timm":
-        timm_architecture(config.model, info)
+        timm_architecture(loaded.config.model, loaded.info)
     if push_to_hub is not None:
         check_login()
     LOGGER.info(loaded.title)
 
-    rules = rules_of(info, config.augment)
+    rules = rules_of(loaded.info, loaded.config.augment)
     with new_folder(output) as folder, tempfile.TemporaryDirectory() as temporary:
         images = real_images(loaded, Path(temporary), trust_code=trust_code)
         with writing("--output", shown, "another folder"):
             (folder / FILE).write_text(json.dumps(rules, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             write, reload = FORMATS[format]
-            write(loaded.model, config.model, info, rules, folder)
-            found = check(loaded.model, reload(folder), config, info, rules, images)
+            write(loaded, rules, folder)
+            found = check(loaded, reload(folder), rules, images)
             card = model_card(run, format, loaded.weights, found.lines)
             (folder / "README.md").write_text(card, encoding="utf-8")
             put_in_place(folder, output.with_name(f"{output.name}-failed") if found.failures else output)

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from accel_train.config.schema import Model
+from accel_train.analysis.loaded_run import LoadedRun
 from accel_train.errors import UserError, reason_of
 from accel_train.export.preprocess import FILE
 from accel_train.records.model_info import ModelInfo
 
 OPSET = 18  # read by onnxruntime from 1.14 on
 INPUT, OUTPUT = "images", "logits"
-LARGEST_ONNX = (
-    1_900_000_000  # bytes: protobuf's limit is 2 GiB, so the weights of larger models get a file of their own
-)
+DYNAMIC_BATCH: Any = ({0: torch.export.Dim("batch", min=1)},)
+LARGEST_ONNX = 1_900_000_000
+"""Bytes: protobuf's limit is 2 GiB, so the weights of larger models get a file of their own."""
 
 Loaded = Callable[[Tensor], Tensor]
 """float32 [b, channels, size, size] to logits [b, classes], both on the CPU."""
@@ -43,21 +43,22 @@ def check_installed(format: str) -> None:
         raise UserError(f"--format onnx needs {', '.join(missing)}: pip install 'accel-train[export]'.")
 
 
-def write_onnx(model: nn.Module, _: Model, info: ModelInfo, rules: dict[str, Any], folder: Path) -> None:
+def write_onnx(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
     """Write model.onnx; its metadata has the content of preprocess.json."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in run.model.state_dict().values())
     with quietly("onnx"):
         program: Any = torch.onnx.export(
-            model,
-            (_example(info),),
+            run.model,
+            (_example(run.info),),
             dynamo=True,
             opset_version=OPSET,
             input_names=[INPUT],
             output_names=[OUTPUT],
-            dynamic_shapes=_dynamic_batch(),
+            dynamic_shapes=DYNAMIC_BATCH,
             verbose=False,
         )
         program.model.metadata_props[FILE] = json.dumps(rules)
-        program.save(str(folder / "model.onnx"), external_data=_bytes(model) > LARGEST_ONNX)
+        program.save(str(folder / "model.onnx"), external_data=size > LARGEST_ONNX)
 
 
 def load_onnx(folder: Path) -> Loaded:
@@ -68,10 +69,10 @@ def load_onnx(folder: Path) -> Loaded:
     return lambda inputs: torch.from_numpy(session.run([OUTPUT], {INPUT: inputs.numpy()})[0])
 
 
-def write_pt2(model: nn.Module, _: Model, info: ModelInfo, rules: dict[str, Any], folder: Path) -> None:
+def write_pt2(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
     """Write model.pt2; its extra files have preprocess.json."""
     with quietly("pt2"):
-        program = torch.export.export(model, (_example(info),), dynamic_shapes=_dynamic_batch())
+        program = torch.export.export(run.model, (_example(run.info),), dynamic_shapes=DYNAMIC_BATCH)
         torch.export.save(program, folder / "model.pt2", extra_files={FILE: json.dumps(rules)})
 
 
@@ -83,14 +84,6 @@ def load_pt2(folder: Path) -> Loaded:
 
 def _example(info: ModelInfo) -> Tensor:
     return torch.zeros(2, info.channels, info.image_size, info.image_size)  # 2: a batch of 1 might become a constant
-
-
-def _dynamic_batch() -> Any:
-    return ({0: torch.export.Dim("batch", min=1)},)
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
 
 
 @contextmanager

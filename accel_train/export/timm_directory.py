@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accel_train.analysis.loaded_run import LoadedRun
 from accel_train.config.schema import Model
 from accel_train.data.transforms.parameters import crop_fraction
 from accel_train.errors import UserError
@@ -60,10 +61,11 @@ def _not_timms(model: Model, more: str = "") -> UserError:
     return UserError(f"--format timm: {name}{more} is not an architecture of timm's; use --format onnx or pt2.")
 
 
-def write_timm(model: nn.Module, settings: Model, info: ModelInfo, rules: dict[str, Any], folder: Path) -> None:
+def write_timm(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
     """Write config.json and model.safetensors."""
     import timm
 
+    settings, info = run.config.model, run.info
     name, arguments = timm_architecture(settings, info)
     if is_hub_name(settings.name):
         published = architecture_of(settings.name, info.origin.architecture)[2]
@@ -94,13 +96,10 @@ def write_timm(model: nn.Module, settings: Model, info: ModelInfo, rules: dict[s
         "pretrained_cfg": config,
     }
     (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
-    save_file(
-        {
-            key: tensor.detach().clone(memory_format=torch.contiguous_format)
-            for key, tensor in model.state_dict().items()
-        },
-        folder / FILES[0],
-    )
+    tensors = {
+        key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in run.model.state_dict().items()
+    }
+    save_file(tensors, folder / FILES[0])
 
 
 def load_timm(folder: Path) -> Loaded:

@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.analysis.inference.predict import classify_files
-from accel_train.analysis.inference.preprocessing import Preprocessing
-from accel_train.config.schema import Config
+from accel_train.analysis.loaded_run import LoadedRun
 from accel_train.export.formats import Loaded
 from accel_train.export.images import Images
 from accel_train.export.preprocess import prepare
-from accel_train.records.model_info import ModelInfo
 
 LARGEST_DIFFERENCE = 1e-3  # of logits, from equal inputs
 TIE = 0.01
@@ -31,12 +28,11 @@ class Comparison:
     failures: tuple[str, ...]
 
 
-def check(
-    model: nn.Module, exported: Loaded, config: Config, info: ModelInfo, rules: dict[str, Any], images: Images
-) -> Comparison:
-    """Compare an export with the run's `model`, both on the CPU, on the same images."""
+def check(run: LoadedRun, exported: Loaded, rules: dict[str, Any], images: Images) -> Comparison:
+    """Compare an export with the run's model, both on the CPU, on the same images."""
+    info = run.info
     lines, failures = [], []
-    expected = _logits(model, images.inputs)
+    expected = _logits(run.model, images.inputs)
     difference = max(
         float((expected - _logits(exported, images.inputs)).abs().max()),
         float((expected[:1] - _logits(exported, images.inputs[:1])).abs().max()),  # a batch of 1
@@ -51,12 +47,9 @@ def check(
         return Comparison(tuple(lines), tuple(failures))
 
     threshold = 0.0 if info.multi_label else None  # all classes
-    predictions = classify_files(
-        model, Preprocessing(info, config.augment), info, images.files, None, threshold, config.data.max_pixels
-    )
     same, ties, different = 0, 0, []
     pixels = 0.0
-    for prediction, wanted in zip(predictions, images.inputs, strict=True):
+    for prediction, wanted in zip(run.classify(images.files, None, threshold), images.inputs, strict=True):
         if prediction.error:
             continue
         inputs = torch.from_numpy(prepare(prediction.image, rules).copy())

@@ -20,7 +20,7 @@ from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import Launch
 from accel_train.report.one_run.augmented import augmented_pictures
 from accel_train.report.one_run.page import Pictures, page_of_run
-from accel_train.report.one_run.pictures import right_pictures, worst_pictures
+from accel_train.report.one_run.pictures import worst_and_right
 from accel_train.report.several_runs.compared import Compared, groups_of, names_of
 from accel_train.report.several_runs.differences import Difference, differences_of_runs, differences_of_settings
 from accel_train.report.several_runs.images.answers import answers_of
@@ -192,5 +192,5 @@ def _pictures(
     if source is None or len(source) != len(predictions.ids):
         notes.append(f"The {split} images are left out: the data has changed since the evaluation.")
         return pictures
-    shown = (predictions, source, run.info, config)
-    return replace(pictures, worst=worst_pictures(*shown), right=right_pictures(*shown))
+    worst, right = worst_and_right(predictions, source, run.info, config)
+    return replace(pictures, worst=worst, right=right)

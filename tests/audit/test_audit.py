@@ -188,7 +188,7 @@ def test_mnist_has_no_equal_images_and_planted_ones_are_found(monkeypatch: pytes
     from accel_train.data.sources.arrays import torchvision_set
 
     splits = torchvision_set("mnist", Path(place), download=False)
-    pixels = torch.cat([torch.as_tensor(source.fetch(range(5000))) for source in splits.sources])
+    pixels = torch.cat([torch.as_tensor(source.fetch(range(5000))) for source in splits.sources.values()])
     pixels = torch.cat([pixels, pixels[[17, 8000]]])
     records = np.zeros(len(pixels), look.RECORD)
     look.measure(pixels, records)

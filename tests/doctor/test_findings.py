@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from accel_train.bench.machine import computes_bf16
 from accel_train.config.options import parse
-from accel_train.doctor import data, memory, network, scheduler, storage
+from accel_train.doctor import check, data, memory, network, scheduler, storage
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN
-from accel_train.doctor.devices import QUERY, judged
+from accel_train.doctor.devices import QUERY, judged_health
 from accel_train.launch.environment import Launch
 from accel_train.models import create_model
 
@@ -51,7 +51,7 @@ def test_a_disk_without_room(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_driver_says_is_judged(values: tuple[str, ...], status: str, words: str) -> None:
-    finding = judged(f"{', '.join(QUERY)}\n{', '.join(values)}\n")
+    finding = judged_health(f"{', '.join(QUERY)}\n{', '.join(values)}\n")
     assert (finding.status, words in finding.measured) == (status, True), finding
 
 
@@ -143,7 +143,7 @@ def exam_of(folder: Path, **measured: float) -> Any:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (scheduler, storage):
+    for module in (check, storage):
         monkeypatch.setattr(module, "broadcast_from_main", lambda _, decide: decide())
     for name in ("SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "SBATCH_SIGNAL"):
         monkeypatch.delenv(name, raising=False)

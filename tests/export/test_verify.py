@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_train.config.schema import Config
 from accel_train.export.formats import Loaded
 from accel_train.export.images import Images
 from accel_train.export.verify import check
@@ -36,7 +37,8 @@ EXPORTS: dict[str, Loaded] = {
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_equal_inputs_give_equal_logits(name: str) -> None:
-    found = check(MODEL, EXPORTS[name], Config(), INFO, {}, Images("5 random images", INPUTS, ()))
+    run: Any = SimpleNamespace(model=MODEL, info=INFO)
+    found = check(run, EXPORTS[name], {}, Images("5 random images", INPUTS, ()))
     assert "for 5 random images" in found.lines[0]
     if name in ("is the model", "differs by less than is told"):
         assert not found.failures

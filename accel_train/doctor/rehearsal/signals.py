@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, Check, Examination, Finding, worst_rank
+from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, Check, Examination, Finding, on_each_rank
 from accel_train.doctor.rehearsal.child import child_command, started
 from accel_train.errors import one_line
 from accel_train.launch.environment import in_job
@@ -18,22 +18,17 @@ WAIT_SECONDS = 5.0  # between the signal and its arrival
 MODULE = "accel_train.doctor.rehearsal.listener"
 
 
+@on_each_rank
 def signal_path(exam: Examination) -> Finding:
     """SIGUSR1, sent to all processes of a launcher of the same kind, reaches each of its ranks."""
     if not in_job():
         return Finding(NOT_CHECKED, "not in a batch job: no scheduler warns of a time limit")
-    processes = min(exam.launch.local_world_size, MOST_PROCESSES)
-    patience = exam.seconds_left
-
-    def look() -> Finding:
-        if exam.launch.local_rank != 0:  # one of each node
-            return Finding(PASS, "")
-        if not launcher_command():
-            return Finding(NOT_CHECKED, "the scheduler starts the processes without a launcher")
-        with tempfile.TemporaryDirectory() as folder:
-            return rehearse(processes, Path(folder), patience)
-
-    return worst_rank(exam, look)
+    if exam.launch.local_rank != 0:  # one of each node
+        return Finding(PASS, "")
+    if not launcher_command():
+        return Finding(NOT_CHECKED, "the scheduler starts the processes without a launcher")
+    with tempfile.TemporaryDirectory() as folder:
+        return rehearse(min(exam.launch.local_world_size, MOST_PROCESSES), Path(folder), exam.seconds_left)
 
 
 def rehearse(processes: int, folder: Path, patience: float) -> Finding:

@@ -13,13 +13,12 @@ from accel_train.report.shared.records import RunRecords
 
 def charts_of_run(run: RunRecords) -> list[Chart]:
     """Loss, the main metric, those of --metrics, learning rate, speed and waiting for data over the epochs."""
-    metric = "map" if run.info.multi_label else "accuracy"
     chosen = [figure for figure in figures_for(run.config.metrics, multi_label=run.info.multi_label) if figure.chosen]
     best = best_of(run)
     marks: dict[str, Any] = {"events": run.events, "best": None if best is None else best.epoch}
     return [
         Chart("loss", _over_epochs(run, "loss"), **marks),
-        Chart(figure_title(metric), _over_epochs(run, metric), percent=True, **marks),
+        Chart(figure_title(run.main_figure), _over_epochs(run, run.main_figure), percent=True, **marks),
         *(
             Chart(figure_title(figure.name), _over_epochs(run, figure.name), percent="%" in figure.form, **marks)
             for figure in chosen

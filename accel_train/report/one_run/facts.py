@@ -27,11 +27,9 @@ def facts_of(run: RunRecords) -> list[tuple[str, str]]:
 def machine_of(run: RunRecords) -> list[tuple[str, str]]:
     found = run.environment
     packages = found.get("packages") or {}
-    devices = found.get("devices") or []
-    kinds = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
     rows = [
         ("processes", str(found.get("world_size", ""))),
-        ("devices", kinds),
+        ("devices", run.devices),
         ("precision", str(found.get("precision", ""))),
         ("host", str(found.get("host", ""))),
         ("platform", str(found.get("platform", ""))),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from accel_train.analysis.figures import interval_text
 from accel_train.records.metrics import figures_for
-from accel_train.report.one_run.words import SPLITS, interval_of, shown_record
-from accel_train.report.shared.names import figure_title
+from accel_train.report.one_run.words import interval_of, shown_record
+from accel_train.report.shared.names import SPLITS, figure_title
 from accel_train.report.shared.records import Row, RunRecords
 
 
@@ -33,8 +33,7 @@ def headline_of(run: RunRecords, evaluation: Row) -> list[Tile]:
     for weights, record in shown:
         suffix = f", {weights}" if len(shown) > 1 or weights == "ema" else ""
         for figure in figures_for(run.config.metrics, multi_label=run.info.multi_label):
-            is_main = figure.name == ("map" if run.info.multi_label else "accuracy")
-            if not (is_main or figure.chosen) or figure.name not in record:
+            if not (figure.name == run.main_figure or figure.chosen) or figure.name not in record:
                 continue
             value = record[figure.name]
             interval = interval_of(record) if figure.name == "accuracy" else None

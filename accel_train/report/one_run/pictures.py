@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from scipy.special import expit, log_expit, log_softmax, softmax
 
 from accel_train.analysis.inference.preprocessing import Preprocessing
@@ -15,7 +17,7 @@ from accel_train.config.schema import Config
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
 from accel_train.records.model_info import ModelInfo
-from accel_train.report.shared.images import SMALL, image_uri
+from accel_train.report.shared.images import SMALL, input_uri
 
 WORST = 20
 RIGHT = 10
@@ -36,65 +38,34 @@ class Picture:
     """Whether it is so small that its pixels are to be seen."""
 
 
-def losses_of(predictions: Predictions) -> npt.NDArray[np.float64]:
-    """The loss of each image: cross-entropy, or with several labels an image the mean binary cross-entropy."""
-    logits = predictions.logits.astype(np.float64)
-    if predictions.labels.ndim == 2:
-        losses: npt.NDArray[np.float64] = -np.where(predictions.labels, log_expit(logits), log_expit(-logits)).mean(1)
-        return losses
-    chosen: npt.NDArray[np.float64] = -log_softmax(logits, axis=1)[np.arange(len(logits)), predictions.labels]
-    return chosen
+def worst_and_right(
+    predictions: Predictions, source: Source, info: ModelInfo, config: Config
+) -> tuple[list[Picture], list[Picture]]:
+    """The WORST images with the highest loss that are classified wrongly, and RIGHT of those that are classified
+    rightly; images that cannot be read are left out.
 
-
-def worst_pictures(predictions: Predictions, source: Source, info: ModelInfo, config: Config) -> list[Picture]:
-    """The WORST images with the highest loss that are classified wrongly; those that cannot be read are left out.
-
-    `source`: the split that the predictions are of.
+    The right ones are drawn at random but always the same: they show what is usual, which those with the lowest loss
+    would not. `source`: the split that the predictions are of.
     """
-    wrong = np.flatnonzero(~_is_right(predictions))
-    losses = losses_of(predictions)
-    return _pictures(predictions, source, info, config, wrong[np.argsort(-losses[wrong], kind="stable")], WORST)
-
-
-def right_pictures(predictions: Predictions, source: Source, info: ModelInfo, config: Config) -> list[Picture]:
-    """RIGHT of the images that are classified rightly, drawn at random but always the same: they show what is usual,
-    which those with the lowest loss would not."""
-    right = np.flatnonzero(_is_right(predictions))
-    return _pictures(predictions, source, info, config, np.random.default_rng(0).permutation(right), RIGHT)
-
-
-def _is_right(predictions: Predictions) -> npt.NDArray[np.bool_]:
-    if predictions.labels.ndim == 2:
-        right: npt.NDArray[np.bool_] = ((predictions.logits >= 0) == predictions.labels).all(1)
+    logits, labels = predictions.logits.astype(np.float64), predictions.labels
+    if labels.ndim == 2:  # the mean binary cross-entropy
+        losses = -np.where(labels, log_expit(logits), log_expit(-logits)).mean(1)
+        is_right = ((logits >= 0) == labels).all(1)
     else:
-        right = predictions.logits.argmax(1) == predictions.labels
-    return right
+        losses = -log_softmax(logits, axis=1)[np.arange(len(logits)), labels]
+        is_right = logits.argmax(1) == labels
+    preprocessing, small = Preprocessing(info, config.augment), info.image_size <= SMALL
 
+    def pictures(ids: npt.NDArray[np.int64]) -> Iterator[Picture]:
+        for id in ids.tolist():
+            with contextlib.suppress(UserError):
+                uri, (said, true) = input_uri(source, id, preprocessing, info), _said_and_true(predictions, id)
+                yield Picture(id, source.name(id), uri, said, true, float(losses[id]), small)
 
-def _pictures(
-    predictions: Predictions,
-    source: Source,
-    info: ModelInfo,
-    config: Config,
-    ids: npt.NDArray[np.int64],
-    most: int,
-) -> list[Picture]:
-    """The first `most` of the samples `ids` that can be read."""
-    losses = losses_of(predictions)
-    preprocessing = Preprocessing(info, config.augment)
-    pictures: list[Picture] = []
-    for id in ids.tolist():
-        if len(pictures) == most:
-            break
-        try:
-            pixels = torch.as_tensor(source.fetch([id])[0])
-        except UserError:
-            continue
-        inputs = preprocessing.to_input(preprocessing.resize(pixels))[0]
-        said, true = _said_and_true(predictions, id)
-        small = info.image_size <= SMALL
-        pictures.append(Picture(id, source.name(id), image_uri(inputs, info), said, true, float(losses[id]), small))
-    return pictures
+    wrong, right = np.flatnonzero(~is_right), np.flatnonzero(is_right)
+    worst = pictures(wrong[np.argsort(-losses[wrong], kind="stable")])
+    usual = pictures(np.random.default_rng(0).permutation(right))
+    return [*itertools.islice(worst, WORST)], [*itertools.islice(usual, RIGHT)]
 
 
 def _said_and_true(predictions: Predictions, id: int) -> tuple[str, str]:

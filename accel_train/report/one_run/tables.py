@@ -100,7 +100,7 @@ def class_table(run: RunRecords, record: Row, split: str) -> Row:
     for label, name in enumerate(classes):
         row: list[Any] = [
             name,
-            *((counts[label], f"{counts[label]:,}", _share(counts, label)) for counts in images.values()),
+            *((counts[label], f"{counts[label]:,}", counts[label] / max(1, *counts)) for counts in images.values()),
         ]
         for title, values in columns.items():
             row.append(_cell(values[label] if images[split][label] else None, NO_FIGURE * (not images[split][label])))
@@ -115,10 +115,6 @@ def _intervals(record: Row) -> list[tuple[float, float] | None]:
     """The interval of the recall of each class, from the counts, so that older evaluations have it, too."""
     confusion = record.get("confusion") or []
     return [accuracy_interval(row[label], sum(row)) if sum(row) else None for label, row in enumerate(confusion)]
-
-
-def _share(counts: Sequence[int], label: int) -> float:
-    return counts[label] / max(1, *counts)
 
 
 def _cell(value: float | None, otherwise: str) -> tuple[float, str, None]:

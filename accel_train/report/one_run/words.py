@@ -9,10 +9,9 @@ from typing import Any
 from accel_train.analysis.figures import accuracy_interval, images_of_classes
 from accel_train.errors import first_of
 from accel_train.report.one_run.trends import best_of, held_out, overfits_from, still_improves
-from accel_train.report.shared.names import figure_title
+from accel_train.report.shared.names import SPLITS, figure_title
 from accel_train.report.shared.records import Row, RunRecords
 
-SPLITS = {"train": "training", "val": "validation", "test": "test"}
 IMBALANCE = 10  # the largest class has so many times the training images of the smallest
 
 
@@ -38,7 +37,7 @@ def shown_record(run: RunRecords, evaluation: Row) -> tuple[str, Row, str]:
     for weights, subject in (("ema", "The EMA"), ("model", "The model")):
         if weights in evaluation:
             return evaluation["split"], evaluation[weights], subject
-    metric = "map" if run.info.multi_label else "accuracy"
+    metric = run.main_figure
     if run.result.get("test_images") and f"test_{metric}" in run.result:
         record: Row = {metric: run.result[f"test_{metric}"], "count": run.result["test_images"]}
         record |= {name: run.result[name] for name in ("confusion", "class_images") if name in run.result}
@@ -65,7 +64,7 @@ def _figures(run: RunRecords, split: str, record: Row, subject: str) -> Iterator
         yield Sentence("Nothing says how good the model is on images that it was not trained on.", "doubt")
         return
     name, count = SPLITS[split], record.get("count") or 0
-    metric = "map" if run.info.multi_label else "accuracy"
+    metric = run.main_figure
     if record.get(metric) is None:
         yield Sentence(f"{subject}'s output is NaN or infinite for {name} images, so there are no figures.", "doubt")
         return

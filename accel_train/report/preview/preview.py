@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from accel_train import models
 from accel_train.analysis.inference.preprocessing import Preprocessing
@@ -20,7 +19,7 @@ from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo
 from accel_train.records.summary import data_record, model_info_of
 from accel_train.report.one_run.augmented import Augmented, augmented_pictures, label_text
-from accel_train.report.shared.images import SMALL, image_uri
+from accel_train.report.shared.images import SMALL, input_uri
 from accel_train.report.shared.render import check_library, render
 from accel_train.run.start import find_start, load_data
 from accel_train.training_setup import connect
@@ -100,8 +99,7 @@ def _evaluated(source: Source, splits: Splits, info: ModelInfo, config: Config) 
     preprocessing, pictures = Preprocessing(info, config.augment), list[Picture]()
     for id in np.random.default_rng(0).permutation(len(source))[:EVALUATED].tolist():
         with contextlib.suppress(UserError):
-            pixels = torch.as_tensor(source.fetch([id])[0])
-            uri = image_uri(preprocessing.to_input(preprocessing.resize(pixels))[0], info)
+            uri = input_uri(source, id, preprocessing, info)
             pictures.append(Picture(source.name(id), uri, label_text(source.labels[id], splits.classes)))
     return pictures
 

@@ -12,8 +12,6 @@ from accel_train.config.schema import as_dict
 from accel_train.report.several_runs.images.answers import Answers, chosen_by, why_not_the_same
 from accel_train.report.shared.records import Row, RunRecords, same_but_for_seed
 
-MAIN = {False: "accuracy", True: "map"}  # by whether an image may have several labels
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -31,8 +29,7 @@ class Compared:
 
     @property
     def main(self) -> str:
-        """The figure by which the run is judged: "accuracy", or "map" if an image may have several labels."""
-        return MAIN[self.run.info.multi_label]
+        return self.run.main_figure
 
     @property
     def split(self) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
 from accel_train.records.metrics import figures_for
 from accel_train.report.several_runs.compared import Compared, number
-from accel_train.report.shared.charts import SERIES, TEXT, _axes, _svg
-from accel_train.report.shared.names import figure_title
+from accel_train.report.shared.charts import SERIES, Chart, Line, draw
+from accel_train.report.shared.names import SPLITS, figure_title
 
 LINES = len(SERIES)  # at most, so that each has a colour of its own
-SPLITS = {"train": "training", "val": "validation", "test": "test"}
-Points = Mapping[float, Sequence[float]]
-"""Epoch -> the values of the runs that have one."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,9 @@ def curves_of(runs: Sequence[Compared], groups: Sequence[Sequence[Compared]], na
     charts = []
     for split, title in SPLITS.items():
         for name, percent in _figures(runs).items():
-            points = [_points(group, split, name) for group, _ in shown]
-            if any(len(each) > 1 for each in points):
-                charts.append(_draw(f"{title} {figure_title(name)}", points, percent=percent))
+            drawn = [_line(group, split, name, color) for color, (group, _) in enumerate(shown)]
+            if any(len(line.x) > 1 for line in drawn):
+                charts.append(draw(Chart(f"{title} {figure_title(name)}", drawn, percent, legend=False)))
     return Curves([name for _, name in shown], charts, len(lines) - len(shown), of_settings)
 
 
@@ -64,30 +61,15 @@ def _figures(runs: Sequence[Compared]) -> dict[str, bool]:
     return found
 
 
-def _points(group: Sequence[Compared], split: str, name: str) -> Points:
+def _line(group: Sequence[Compared], split: str, name: str, color: int) -> Line:
+    """The mean of the runs of a group over the epochs, and if there are several the range of their values."""
     found: dict[float, list[float]] = {}
     for each in group:
         for row in each.run.evaluations(split, "ema") or each.run.evaluations(split, "model"):
             epoch, value = number(row.get("epoch")), number(row.get(name))
             if epoch is not None and value is not None:
                 found.setdefault(epoch, []).append(value)
-    return dict(sorted(found.items()))
-
-
-def _draw(title: str, points: Sequence[Points], *, percent: bool) -> str:
-    """The chart as an SVG element, in which each line has the colour of its number."""
-    figure, axes = _axes(title)
-    from matplotlib.ticker import MaxNLocator  # after `_axes`, which tells the user if it is missing
-
-    for color, each in zip(SERIES, points, strict=False):
-        if each:
-            marker = "o" if len(each) < 15 else None
-            axes.plot([*each], [*map(mean, each.values())], color=color, linewidth=1.6, marker=marker, markersize=3)
-            if any(len(values) > 1 for values in each.values()):
-                low, high = [min(values) for values in each.values()], [max(values) for values in each.values()]
-                axes.fill_between([*each], low, high, color=color, alpha=0.15, linewidth=0)
-    axes.set_xlabel("epoch", color=TEXT)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    if percent:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
-    return _svg(figure, title)
+    epochs = sorted(found)
+    values = [found[epoch] for epoch in epochs]
+    band = ([*map(min, values)], [*map(max, values)]) if any(len(each) > 1 for each in values) else None
+    return Line("", epochs, [*map(mean, values)], color, band=band)

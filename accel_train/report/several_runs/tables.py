@@ -125,10 +125,8 @@ def cost_table(runs: Sequence[Compared]) -> Rows:
     for each in runs:
         cost = cost_of(read_starts(each.run.path))
         seconds, speed = (number(each.run.result.get(key)) for key in ("train_seconds", "images_per_second"))
-        devices = each.run.environment.get("devices")
-        kinds = [*dict.fromkeys(map(str, devices))] if isinstance(devices, list) else []
         own = {
-            "devices": ", ".join(f"{devices.count(kind)} x {kind}" for kind in kinds) if devices else "",
+            "devices": each.run.devices,
             "processes": setting_text(
                 each.run.result.get("world_size") or each.run.environment.get("world_size") or ""
             ),

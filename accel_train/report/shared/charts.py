@@ -35,6 +35,8 @@ class Line:
     color: int = 0
     """The number of its colour."""
     dashed: bool = False
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    """The lower and the upper bounds of an area around it."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Chart:
     """See `RunRecords.events`."""
     best: float | None = None
     """The best epoch, which is marked."""
+    legend: bool = True
+    """Whether it has a legend, if there are several lines or marks."""
 
     @property
     def is_empty(self) -> bool:
@@ -56,8 +60,8 @@ class Chart:
 
 def draw(chart: Chart) -> str:
     """The chart as an SVG element."""
-    figure, axes = _axes(chart.title)
-    from matplotlib.ticker import MaxNLocator  # after `_axes`, which tells the user if it is missing
+    figure, axes = _figure(chart.title, figsize=(4.4, 2.9))
+    from matplotlib.ticker import MaxNLocator  # after `_figure`, which tells the user if it is missing
 
     drawn: dict[str, Any] = {}
     for line in chart.lines:
@@ -71,6 +75,9 @@ def draw(chart: Chart) -> str:
                 marker="o" if len(points) < 15 else None,
                 markersize=3,
             )
+        if line.band:
+            color = SERIES[line.color % len(SERIES)]
+            axes.fill_between(line.x, *line.band, color=color, alpha=0.15, linewidth=0)
     for kind, at, _ in chart.events[:200]:
         drawn[kind] = axes.axvline(at, color=MARK, linewidth=0.9, linestyle=STYLES[kind])
     if chart.best is not None:
@@ -79,7 +86,7 @@ def draw(chart: Chart) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     if chart.percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
-    if len(drawn) > 1:
+    if chart.legend and len(drawn) > 1:
         legend = axes.legend(drawn.values(), drawn.keys(), frameon=False, labelcolor=TEXT, fontsize=8)
         for label in legend.get_texts():  # the name of a run may have two dollars, and is no formula
             label.set_parse_math(False)
@@ -89,14 +96,9 @@ def draw(chart: Chart) -> str:
 def draw_calibration(diagram: Sequence[dict[str, float]]) -> str:
     """The accuracy of each bin of probabilities with its 95 % interval, and below how many images it has, from
     `figures.calibration`."""
-    pyplot = import_pyplot()
+    figure, (axes, counts) = _figure("calibration", 2, figsize=(4.4, 4.0), sharex=True, height_ratios=(3.2, 1))
     from matplotlib.ticker import MaxNLocator
 
-    figure, (axes, counts) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(4.4, 4.0), height_ratios=(3.2, 1), layout="constrained"
-    )
-    figure.patch.set_alpha(0)
-    axes.set_title("calibration", color=TEXT, fontsize=10)
     axes.plot([0, 1], [0, 1], color=MARK, linestyle="--", linewidth=0.9, label="perfect")
     images = [round(entry["count"]) for entry in diagram]
     x, y = [entry["confidence"] for entry in diagram], [entry["accuracy"] for entry in diagram]
@@ -117,31 +119,23 @@ def draw_calibration(diagram: Sequence[dict[str, float]]) -> str:
     counts.set_xlabel("probability of the predicted class", color=TEXT, fontsize=8)
     counts.set_ylabel("images", color=TEXT, fontsize=8)
     counts.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
-    for each in (axes, counts):
-        _style(each)
     figure.legend(frameon=False, labelcolor=TEXT, fontsize=8, loc="outside lower center", ncols=2)
     return _svg(figure, "calibration")
 
 
-def _axes(title: str) -> tuple[Any, Any]:
-    pyplot = import_pyplot()
-    figure, axes = pyplot.subplots(figsize=(4.4, 2.9), layout="constrained")
+def _figure(title: str, rows: int = 1, **options: Any) -> tuple[Any, Any]:
+    """A figure and its axes, one for each of several rows, in the colours of the page and without a frame."""
+    figure, axes = import_pyplot().subplots(rows, layout="constrained", **options)
     figure.patch.set_alpha(0)
-    axes.set_title(title, color=TEXT, fontsize=10)
-    _style(axes)
+    figure.axes[0].set_title(title, color=TEXT, fontsize=10)
+    for each in figure.axes:
+        each.patch.set_alpha(0)
+        each.tick_params(colors=TEXT, labelsize=8)
+        each.grid(color=GRID, linewidth=0.6)
+        each.set_axisbelow(True)
+        each.spines[["top", "right"]].set_visible(False)
+        each.spines[["left", "bottom"]].set_color(GRID)
     return figure, axes
-
-
-def _style(axes: Any) -> None:
-    """The colours of the page, and no frame."""
-    axes.patch.set_alpha(0)
-    axes.tick_params(colors=TEXT, labelsize=8)
-    axes.grid(color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(GRID)
 
 
 def _svg(figure: Any, title: str) -> str:

@@ -6,9 +6,9 @@ import base64
 import io
 
 import torch
-from PIL import Image
 
 from accel_train.analysis.inference.preprocessing import Preprocessing
+from accel_train.data.sources.files.images import to_image
 from accel_train.data.sources.splits import Source
 from accel_train.records.model_info import ModelInfo
 
@@ -28,7 +28,11 @@ def image_uri(inputs: torch.Tensor, info: ModelInfo) -> str:
     if info.full_scale == 1:  # a user's own float images may have any range
         pixels = (pixels - pixels.min()) / (pixels.max() - pixels.min()).clamp(min=1e-12)
     pixels = pixels if len(pixels) in (1, 3) else pixels[:1]
-    array = (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).squeeze(-1).numpy()
-    file, kind = io.BytesIO(), "png" if inputs.shape[-1] <= SMALL else "jpeg"
-    Image.fromarray(array).save(file, format=kind, quality=85)
+    return data_uri((pixels.clamp(0, 1) * 255).round().to(torch.uint8), lossless=inputs.shape[-1] <= SMALL)
+
+
+def data_uri(pixels: torch.Tensor, *, lossless: bool) -> str:
+    """Pixels, uint8 [C, H, W] of 1 or 3 channels, as a data: URI of a PNG (`lossless`) or a JPEG."""
+    file, kind = io.BytesIO(), "png" if lossless else "jpeg"
+    to_image(pixels).save(file, format=kind, quality=85)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+SPLITS = {"train": "training", "val": "validation", "test": "test"}
 FIGURES = {
     "map": "mean average precision",
     "micro_map": "micro average precision",

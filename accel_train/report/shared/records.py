@@ -40,6 +40,18 @@ class RunRecords:
     def name(self) -> str:
         return self.path.resolve().name
 
+    @property
+    def main_figure(self) -> str:
+        """The figure by which the run is judged: "accuracy", or "map" if an image may have several labels."""
+        return "map" if self.info.multi_label else "accuracy"
+
+    @property
+    def devices(self) -> str:
+        """Such as "2 x NVIDIA A100-SXM4-80GB"; "" if they are not known."""
+        found = self.environment.get("devices")
+        names = [*map(str, found)] if isinstance(found, list) else []
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
     def of_kind(self, kind: str) -> list[Row]:
         """The lines of a kind: "train", "eval", "checkpoint" or "event"."""
         return [line for line in self.lines if line["kind"] == kind]

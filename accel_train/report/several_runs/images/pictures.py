@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,8 @@ from accel_train.report.shared.images import SMALL, input_uri
 
 SHOWN = 8
 """Of each direction."""
+Draw = Callable[[int], tuple[str, str]]
+"""From an image's number to its name and its data: URI. Raises UserError if it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class OneSided:
     right: str
     wrong: str
     """Names of the runs."""
-    count: int
+    ids: Sequence[int]
+    """Of all these images: first those for which the probabilities of the truth differ most."""
     pictures: list[Picture] = field(default_factory=list)
 
 
@@ -62,18 +67,20 @@ def disagreement(first: Compared, second: Compared, *, trust_code: bool) -> Disa
     first run saw them. Both have answers for the same images."""
     a, b = first.answers, second.answers
     assert a is not None and b is not None
-    note, draw = "", None
-    if (a.right != b.right).any():
+    sides = [OneSided(second.name, first.name, _most_sure(b, a)), OneSided(first.name, second.name, _most_sure(a, b))]
+    note = ""
+    if any(side.ids for side in sides):
         try:
             draw = _drawing(first, a, trust_code=trust_code)
+            for side, answers in zip(sides, ((b, a), (a, b)), strict=True):
+                side.pictures.extend(itertools.islice(_pictures(side.ids, *answers, draw), SHOWN))
         except UserError as error:
             note = f"The pictures are left out: {error}"
-    ways = [(second, b, first, a), (first, a, second, b)]
-    return Disagreement([_one_sided(*way, draw) for way in ways], first.run.info.image_size <= SMALL, note)
+    return Disagreement(sides, first.run.info.image_size <= SMALL, note)
 
 
-def _drawing(run: Compared, answers: Answers, *, trust_code: bool) -> Callable[[int], tuple[str, str]]:
-    """A function from an image's number to its name and its data: URI. Raises UserError."""
+def _drawing(run: Compared, answers: Answers, *, trust_code: bool) -> Draw:
+    """Raises UserError if the data cannot be loaded or has changed."""
     config = read_config(run.run.path, uses=("data.name",), trust_code=trust_code)
     splits = load_splits(config.data, config.seed, download=False, record=run.run.path)
     found = {"test": splits.test, "val": splits.validation}.get(answers.split)
@@ -84,25 +91,17 @@ def _drawing(run: Compared, answers: Answers, *, trust_code: bool) -> Callable[[
     return lambda id: (source.name(id), input_uri(source, id, preprocessing, run.run.info))
 
 
-def _one_sided(
-    right: Compared, a: Answers, wrong: Compared, b: Answers, draw: Callable[[int], tuple[str, str]] | None
-) -> OneSided:
+def _pictures(ids: Sequence[int], a: Answers, b: Answers, draw: Draw) -> Iterator[Picture]:
+    """The images `ids`, which `a` has right, without those that cannot be read."""
+    for id in ids:
+        with contextlib.suppress(UserError):
+            name, uri = draw(id)
+            yield Picture(name, uri, _classes(a.labels, id, a.classes), _said(a, id), _said(b, id))
+
+
+def _most_sure(a: Answers, b: Answers) -> Sequence[int]:
+    """The images that only `a` has right; those for which the probabilities of the truth differ most, first."""
     ids = np.flatnonzero(a.right & ~b.right)
-    pictures: list[Picture] = []
-    for id in _most_sure(ids, a, b) if draw else ():
-        if len(pictures) == SHOWN:
-            break
-        try:
-            name, uri = draw(id) if draw else ("", "")
-        except UserError:
-            continue
-        true = _classes(a.labels, id, a.classes)
-        pictures.append(Picture(name, uri, true, _said(a, id), _said(b, id)))
-    return OneSided(right.name, wrong.name, len(ids), pictures)
-
-
-def _most_sure(ids: npt.NDArray[np.int64], a: Answers, b: Answers) -> Sequence[int]:
-    """The images for which the probabilities of the truth differ most, first."""
     sure = a.chance_true[ids].astype(np.float64) - b.chance_true[ids]
     order: list[int] = ids[np.argsort(-sure, kind="stable")].tolist()
     return order
