@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
-from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
 from accel_train import models
@@ -29,7 +28,8 @@ from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.independence import make_independent
-from accel_train.models.weights.new_model import Weights, create_new_model
+from accel_train.models.weights.file import Weights
+from accel_train.models.weights.new_model import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import sum_exactly, use_deterministic_kernels, use_deterministic_layers
 from accel_train.optim.ema import Ema, create_ema
@@ -43,7 +43,7 @@ from accel_train.optim.performance import (
     unwrap_optimizer,
     use_fastest_memory_format,
 )
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 
 if TYPE_CHECKING:
     from accel_train.data.progressive import ProgressiveInput
@@ -67,7 +67,7 @@ class TrainingSetup:
     model: nn.Module  # as Accelerate prepared it
     bare_model: nn.Module  # the same model without DDP and torch.compile around it
     optimizer: Any  # on which to call `step` and `zero_grad`
-    schedule: Scheduler
+    schedule: LearningRate
     ema: Ema | None
     graphs: UpdateGraphs | None  # with --cuda-graph
     virtual_batches: VirtualBatches | None  # the model's BatchNorms
@@ -157,9 +157,7 @@ def create_training_setup(
     shard_batchnorm(accelerator, model)
     own_biases = config.schedule.warmup_bias_lr is not None
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2, own_biases=own_biases)
-    schedule = create_schedule(
-        config.schedule, optimizer, updates=plan.updates, updates_per_epoch=plan.updates_per_epoch
-    )
+    schedule = LearningRate(config.schedule, optimizer, updates=plan.updates, updates_per_epoch=plan.updates_per_epoch)
     # The schedule is not prepared: it depends on the update's number, which Accelerate counts differently.
     model, optimizer = accelerator.prepare(model, optimizer)
     bare_model = unwrap_model(model)

@@ -1,10 +1,11 @@
-"""The trainer's checkpoints: `checkpoints/update-00001234/` in the run's directory.
+"""The trainer's checkpoints, `checkpoints/update-00001234/` in the run's directory: what must match to go on from one.
 
-store.py saves and restores them; resume.py checks that the run can go on from one.
+store.py saves and restores them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,39 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from accel_train.checkpoint.format import Snapshot
-from accel_train.checkpoint.resume import RunParts, plan_restore
+from accel_train.checkpoint.format import Snapshot, versions
+from accel_train.checkpoint.position import obstacle_at, position_in
+from accel_train.checkpoint.state_dict import named_tensors, outline
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
-from accel_train.config.compatibility import IN_MEMORY, SEMANTICS, check_changes, differences, learning_fingerprint
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.checkpoint.weights import check_same_model
+from accel_train.config.compatibility import (
+    IN_MEMORY,
+    SEMANTICS,
+    check_changes,
+    check_same_images,
+    check_same_pixels,
+    check_same_policy,
+    check_same_splits,
+    differences,
+    learning_fingerprint,
+    with_older_batchnorm,
+)
 from accel_train.config.schema import Config, as_dict
+from accel_train.errors import UserError
+from accel_train.models.batchnorm.layers import VirtualBatchNorm
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.optimizer import BIASES
 from accel_train.ownership.lease import Lease
+
+DECAYS = ("weight-decay", "decay-all", "norm-weight-decay", "bias-weight-decay", "embedding-weight-decay")
+SCALES = ("layer-decay", "layer-decay-min-scale", "head-lr", "bias-lr")
+# The settings of an optimizer's parameter groups that are derived from an option with a different name.
+GROUP_SETTINGS = {
+    "lr": ("lr", "initial_lr", "lr_scale"),  # optim.head-lr is a multiple of it
+    **dict.fromkeys(DECAYS, ("weight_decay",)),
+    **dict.fromkeys(SCALES, ("lr_scale",)),
+}
 
 
 class Checkpoints(CheckpointStore):
@@ -42,33 +68,23 @@ class Checkpoints(CheckpointStore):
         table: str = "",
     ) -> None:
         """As `CheckpointStore`. `samples`: number of training samples. `ema`: timm's ModelEmaV3 around the same model,
-        or the module in it. `pixels`: the semantics number by which the data's pixels are computed
-        (`Splits.semantics`). `table`: the SHA-256 of the table that lists the data, if one does.
+        or the module in it. `pixels`: the semantics number by which the data's images are found and their pixels
+        computed (`Splits.semantics`). `table`: the SHA-256 of the table that lists the data, or of its shards.
         """
-        self.config = config
-        self.parts = RunParts(
-            config,
-            samples,
-            table,
-            pixels,
-            model,
-            getattr(ema, "module", ema),
-            getattr(optimizer, "optimizer", optimizer),
-            # All other schedules follow from the update's number, even if their settings are allowed to change.
-            schedule if config.schedule.name == "plateau" else None,
-            what_bits_depend_on(accelerator) if config.bitwise else {},
-        )
         super().__init__(
             folder,
             accelerator,
             model,
-            self.parts.optimizer,
+            getattr(optimizer, "optimizer", optimizer),
             lease=lease or Lease(folder.parent, None),
-            ema=self.parts.ema,
-            schedule=self.parts.schedule,
+            ema=getattr(ema, "module", ema),
+            # All other schedules follow from the update's number, even if their settings are allowed to change.
+            schedule=schedule if config.schedule.name == "plateau" else None,
             keep=config.checkpoint.keep,
             milestone_epochs=config.checkpoint.milestone_epochs,
         )
+        self.config, self.samples, self.pixels, self.table = config, samples, pixels, table
+        self.bits = what_bits_depend_on(accelerator) if config.bitwise else {}
         self.changed: tuple[str, ...] = ()
         """The options that are not those of the checkpoint from which the run goes on. On the main process."""
         self.rate_before = 0.0
@@ -81,7 +97,7 @@ class Checkpoints(CheckpointStore):
             "configuration_digest": learning_fingerprint(config),
             "semantics": SEMANTICS,
             "pixels": pixels,
-            "bits": self.parts.bits,
+            "bits": self.bits,
         }
 
     def _plan_restore(self, resume: str, allow: Sequence[str]) -> RestorePlan | None:
@@ -89,10 +105,88 @@ class Checkpoints(CheckpointStore):
         return super()._plan_restore(resume, allow)
 
     def _match(self, path: Path, snapshot: Snapshot, allow: Sequence[str]) -> tuple[RestorePlan, Snapshot]:
-        plan = plan_restore(path, snapshot, self.parts, allow, self.notes)
+        position, changes = self._check_settings(path, snapshot, allow)
+        self.notes += [f"changed since the checkpoint: {text}" for text in self._differences(snapshot, changes)]
+        if "best-metric" in changes:
+            metric = self.config.best_metric or "value"
+            self.notes.append(f"the best {metric} so far no longer counts; a new best is recorded from here on")
         self.changed = tuple(differences(snapshot.state["configuration"], self.config))
         self.rate_before = _rate_in(snapshot.optimizer)
-        return plan
+        changed = [key.removeprefix("optim.") for key in changes if key.startswith("optim.")]
+        keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
+        if "name" in changed:
+            self.notes.append("the checkpoint is of a different optimizer, so its state is not used")
+            return RestorePlan(snapshot.state, position, None, keep), snapshot
+        from accel_train.checkpoint.optimizer_check import matching_optimizer
+
+        stepless = self._without_steps(position)
+        optimizer = matching_optimizer(path, snapshot, self.model, self.optimizer, position, keep, self.notes, stepless)
+        plan = RestorePlan(snapshot.state, position, outline(optimizer), keep)
+        return plan, dataclasses.replace(snapshot, optimizer=optimizer)
+
+    def _check_settings(
+        self, path: Path, snapshot: Snapshot, allow: Sequence[str]
+    ) -> tuple[TrainState, Mapping[str, str]]:
+        """The position of the checkpoint, and the settings that differ from its own. Raises UserError if the run cannot
+        go on from it. `allow`: settings that may differ although they change what is learned."""
+        config, samples = self.config, self.samples
+        saved, semantics = snapshot.state["configuration"], snapshot.state.get("semantics", 1)
+        batchnorms = [module for module in self.model.modules() if isinstance(module, VirtualBatchNorm)]
+        if batchnorms:
+            saved = with_older_batchnorm(saved, semantics)
+        check_same_images(str(path), semantics, self.pixels)
+        counts = snapshot.state.get("samples", samples), samples
+        tables = snapshot.state.get("table", ""), self.table
+        changes = differences(saved, config, counts, tables)
+        position = position_in(snapshot, path, config, samples, changes)
+        obstacle = obstacle_at(position, snapshot, path, config, samples, changes)
+        if not obstacle:
+            try:
+                check_same_model(named_tensors(self.model), snapshot.model, path)
+            except UserError as mismatch:
+                obstacle = f"{mismatch} Give the old settings, or start a new run with another --output-dir."
+        check_changes(saved, config, allow, samples=counts, tables=tables, obstacle=obstacle)
+        check_same_pixels(str(path), snapshot.state.get("pixels", IN_MEMORY), self.pixels)
+        if "augment.policy" not in changes:
+            check_same_policy(str(path), semantics, config.augment.policy)
+        check_same_splits(str(path), semantics, saved.get("data", {}))
+        if snapshot.ema is not None and self.ema is not None:
+            check_same_model(named_tensors(self.ema), snapshot.ema, path)
+        if "best-metric" in changes and "best" in (snapshot.state["schedule"] or {}):
+            snapshot.state["schedule"]["best"] = None  # as that of the position
+        self._check_schedule(snapshot.state["schedule"], path)
+        return position, changes
+
+    def _check_schedule(self, saved: dict[str, Any] | None, path: Path) -> None:
+        try:
+            if saved is not None and self.schedule is not None:
+                self.schedule.load_state_dict(saved)
+        except (LookupError, TypeError, ValueError):
+            names = ", ".join(saved or {}) or "nothing"
+            raise UserError(f"{path / 'state.json'}: schedule has {names}: that is not this run's schedule.") from None
+
+    def _differences(self, snapshot: Snapshot, changes: Mapping[str, str]) -> list[str]:
+        """What differs from the checkpoint: settings, what the bits depend on, versions."""
+        before, bits = snapshot.state["versions"], snapshot.state.get("bits", {})
+        return [
+            *(f"{key}: {change}" for key, change in changes.items()),
+            *(
+                f"{name} {old} -> {self.bits.get(name)}: from here on the bits may be others"
+                for name, old in bits.items()
+                if old != self.bits.get(name)
+            ),
+            *(f"{name} {before.get(name)} -> {new}" for name, new in versions().items() if before.get(name) != new),
+        ]
+
+    def _without_steps(self, position: TrainState) -> frozenset[str]:
+        """The parameters that were frozen in all updates so far, and will thaw."""
+        if self.config.model.freeze_epochs is None:
+            return frozenset()
+        from accel_train.models.freezing import frozen_names
+        from accel_train.models.wrapping import unwrap_model
+
+        bare, settings = unwrap_model(self.model), self.config.model
+        return frozen_names(bare, settings, position.epoch - (position.epoch_samples == 0))
 
 
 def _rate_in(optimizer: Mapping[str, Any]) -> float:

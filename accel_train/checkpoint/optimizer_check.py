@@ -8,13 +8,17 @@ step with a parameter of the same shape.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accel_train.checkpoint.format import Snapshot
 from accel_train.checkpoint.state_dict import HOW_TO_COMPUTE, parameter_names
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.errors import UserError
 from accel_train.untrusted import is_number
 
 LARGEST_FLOAT = torch.finfo(torch.float32).max
@@ -22,6 +26,40 @@ LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 class MismatchError(ValueError):
     """A saved state does not match the optimizer; the message says why."""
+
+
+def matching_optimizer(
+    path: Path,
+    snapshot: Snapshot,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: TrainState,
+    keep: Sequence[str],
+    notes: list[str],
+    stepless: frozenset[str] = frozenset(),
+) -> dict[str, Any]:
+    """The part of the saved optimizer state that this run's optimizer takes. Raises UserError if they do not match.
+
+    `stepless`: the names of parameters that have had no step and no state yet.
+    """
+    trained = position.update > len(position.left_out)
+    try:
+        matching, missing = matching_state(model, optimizer, snapshot.optimizer, keep)
+        # With a loss scaler the first updates often overflow, and leave no state.
+        if missing and not matching["state"] and not keep and trained and not snapshot.state["scaler"]:
+            raise MismatchError(f"it has no state of any parameter after {position.update} updates")
+    except MismatchError as error:
+        raise UserError(
+            f"{path / 'optimizer.pt'} does not fit this run's optimizer: {error}. If you do not trust it, delete "
+            f"{path}; the previous checkpoint is used then."
+        ) from None
+    missing = [name for name in missing if name not in stepless]
+    if missing and trained:
+        notes.append(
+            f"{path / 'optimizer.pt'} has no state of {len(missing)} parameters, such as {missing[0]}: the "
+            "optimizer starts with a new state for them"
+        )
+    return matching
 
 
 def matching_state(

@@ -80,7 +80,7 @@ def create_model(
     new. What is frozen (freezing.py) requires no gradients; call `set_train_mode` rather than `.train()`.
 
     Without `published` no weights are fetched, whatever model.pretrained says: for a model whose own are loaded next.
-    Those of hf-hub: and local-dir: never are: new_model.py loads them. `origin`: has such a model's architecture.
+    Those of hf-hub: and local-dir: never are: weights/loading.py does. `origin`: has such a model's architecture.
 
     Published weights are downloaded by each process that finds them missing from the cache: let one go first.
     Raises UserError for an unknown name, an option or a size of image that the model does not take, and

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.config.schema import Config
-from accel_train.errors import UserError
+from accel_train.errors import UserError, first_of
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
@@ -90,9 +90,11 @@ def _check_synchronized(config: Config, accelerator: Accelerator, model: nn.Modu
     ]
     instead = "Use a BatchNorm instead: it normalises virtual batches, the same on any number of processes."
     if places and config.bitwise:
-        raise UserError(f"--bitwise: model: {_few(places)} normalises by the samples of all processes. {instead}")
+        raise UserError(f"--bitwise: model: {first_of(places)} normalises by the samples of all processes. {instead}")
     if places and accelerator.num_processes > 1 and accelerator.device.type in ("cpu", "mps"):
-        raise UserError(f"model: {_few(places)}: torch has it only on GPUs, if there are several processes. {instead}")
+        raise UserError(
+            f"model: {first_of(places)}: torch has it only on GPUs, if there are several processes. {instead}"
+        )
 
 
 def check_independence(
@@ -136,15 +138,15 @@ def check_independence(
         return Independence(functions, (*found, *obstacles))
     if released:
         found.append(
-            f"model.gradient_checkpointing: {_few(released)}: called in several checkpointed parts of the model, so "
-            "its dropout masks depend on the number of processes. Set it to false to avoid that."
+            f"model.gradient_checkpointing: {first_of(released)}: called in several checkpointed parts of the model, "
+            "so its dropout masks depend on the number of processes. Set it to false to avoid that."
         )
     operators = [f"{operator} in {place}" for place, operator in draws.items() if place not in released]
     if operators:
         found.append(
             "model: draws random numbers that depend on the number of processes: "
-            f"{_few(operators)}. Their distribution is correct, but with another number of processes the numbers are "
-            "different. To avoid that, set the rate to 0 or choose another model."
+            f"{first_of(operators)}. Their distribution is correct, but with another number of processes the numbers "
+            "are different. To avoid that, set the rate to 0 or choose another model."
         )
     if coupled:
         found.append(
@@ -161,8 +163,9 @@ def _without_statistics(model: nn.Module, batch_norms: Sequence[Any]) -> list[st
     if not places:
         return []
     return [
-        f"model: {_few(places)}: without running statistics (track_running_stats=False) an evaluation normalises by "
-        "the samples of its batch. So its results depend on the number of processes. Set track_running_stats to true."
+        f"model: {first_of(places)}: without running statistics (track_running_stats=False) an evaluation normalises "
+        "by the samples of its batch. So its results depend on the number of processes. Set "
+        "track_running_stats to true."
     ]
 
 
@@ -191,17 +194,12 @@ def _obstacles(model: nn.Module, images: Tensor, keys: DropoutKeys, functions: b
     why = "So the results of an evaluation depend on the number of processes. Choose another model or normalisation."
     if draws:
         operators = [f"{operator} in {place}" for place, operator in draws.items()]
-        found.append(f"model: draws random numbers in evaluation, too: {_few(operators)}. {why}")
+        found.append(f"model: draws random numbers in evaluation, too: {first_of(operators)}. {why}")
     if coupled:
         found.append(
             f"model: in evaluation the output of {coupled} for a sample depends on the others of its batch. {why}"
         )
     return found
-
-
-def _few(places: Sequence[str]) -> str:
-    """The first three of a list, and how many more there are."""
-    return ", ".join(places[:3]) + (f" and {len(places) - 3} others" if len(places) > 3 else "")
 
 
 @contextmanager

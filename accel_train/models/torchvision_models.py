@@ -6,9 +6,8 @@ As in timm's names, published weights other than the newest are named after a do
 from __future__ import annotations
 
 import inspect
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from accel_train.config.schema import Model
@@ -103,7 +102,7 @@ def create_torchvision(
     if short.startswith(OWN_DEPTH) and model.drop_path is not None:
         _set_depth(made, model.drop_path)
     if channels != 3:
-        _replace_stem(made, channels)
+        _adapt_stem(made, channels)
     if model.pretrained and published:
         state = published_weights(model.name).get_state_dict(progress=False, check_hash=True)
         _load_published(made, state, model.name)
@@ -128,25 +127,12 @@ def _set_depth(model: nn.Module, rate: float) -> None:
         drop.p = rate * (drop.p / last)
 
 
-def _replace_stem(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one with `channels` input channels."""
+def _adapt_stem(model: nn.Module, channels: int) -> None:
+    """Let the first convolution take `channels`, with weights that timm makes from its own."""
     from timm.models import adapt_input_conv
 
-    name, old = next((name, item) for name, item in model.named_modules() if isinstance(item, nn.Conv2d))
-    new = nn.Conv2d(
-        channels,
-        old.out_channels,
-        cast(Any, old.kernel_size),
-        cast(Any, old.stride),
-        cast(Any, old.padding),
-        bias=old.bias is not None,
-    )
-    with torch.no_grad():
-        new.weight.copy_(adapt_input_conv(channels, old.weight))
-        if old.bias is not None and new.bias is not None:
-            new.bias.copy_(old.bias)
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
+    stem = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    stem.weight, stem.in_channels = nn.Parameter(adapt_input_conv(channels, stem.weight.detach())), channels
 
 
 def _load_published(model: nn.Module, state: dict[str, Tensor], name: str) -> None:

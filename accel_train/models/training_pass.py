@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.errors import UserError, counted
+from accel_train.errors import UserError, first_of
 from accel_train.launch.compat import TorchDispatchMode
 from accel_train.models.trial import other_states, restored
 
@@ -30,8 +30,8 @@ class TrainingPass:
     """The buffers that each pass changes, such as "norm.running_mean (InstanceNorm2d)"."""
     leaves_out: bool = False
     """Whether a pass may leave out parameters. It was only looked for if asked for."""
-    irregular: tuple[int, ...] = ()
-    """The numbers of the BatchNorms that a pass does not call exactly once, or whose values are not its samples'."""
+    irregular: bool = False
+    """Whether there is a BatchNorm that a pass does not call exactly once, or whose values are not its samples'."""
     of_no_sample: tuple[int, ...] = ()
     """The numbers of the BatchNorms that normalise the same number of values for any number of samples."""
     uneven: tuple[str, ...] = ()
@@ -42,13 +42,13 @@ class TrainingPass:
         found = []
         if self.changing:
             found.append(
-                f"model: each forward pass of training changes the buffer {_and_others(self.changing)}. Each process "
+                f"model: each forward pass of training changes the buffer {first_of(self.changing, 1)}. Each process "
                 "does so by its own samples, and the main process's values are kept. So the result depends on the "
                 "number of processes. To avoid that, choose another model or normalisation."
             )
         if self.uneven and not bitwise:
             found.append(
-                f"model: {_and_others(self.uneven)} normalises together values of all samples of a micro-batch, but "
+                f"model: {first_of(self.uneven, 1)} normalises together values of all samples of a micro-batch, but "
                 "not as many for each sample. So the result depends on the number of processes. To avoid that, choose "
                 "another model or normalisation, or --bitwise true."
             )
@@ -65,19 +65,18 @@ class TrainingPass:
 def of_all_sizes(passes: Sequence[TrainingPass]) -> TrainingPass:
     """What is found in passes with images of several sizes. Raises UserError if one layer's statistics are counted in
     different ways."""
-    if len(passes) == 1:
-        return passes[0]
     if len({each.of_no_sample for each in passes}) > 1:
         raise UserError(
             "--model.progressive-sizes: a BatchNorm of the model normalises values of its samples at some of the sizes "
             "only. Train this model at one size."
         )
-    changing, irregular, uneven = (
-        tuple(dict.fromkeys(value for each in passes for value in getattr(each, name)))
-        for name in ("changing", "irregular", "uneven")
+    return TrainingPass(
+        tuple(dict.fromkeys(place for each in passes for place in each.changing)),
+        any(each.leaves_out for each in passes),
+        any(each.irregular for each in passes),
+        passes[0].of_no_sample,
+        tuple(dict.fromkeys(place for each in passes for place in each.uneven)),
     )
-    leaves_out = any(each.leaves_out for each in passes)
-    return TrainingPass(changing, leaves_out, irregular, passes[0].of_no_sample, uneven)
 
 
 def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *, gradients: bool) -> TrainingPass:
@@ -108,9 +107,9 @@ def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *
         return TrainingPass()
     places = {f"{name}.{own}".strip("."): module for name, module in model.named_modules() for own in module._buffers}
     names = {module: f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
-    of_sample = [_is_of_samples(passes, number) for number in range(len(batch_norms))]
+    others = [number for number in range(len(batch_norms)) if not _is_of_samples(passes, number)]
     # The same number of rows in all passes: learned prototypes, for example.
-    of_none = [len({tuple(each.rows[number]) for each in passes}) == 1 for number in range(len(batch_norms))]
+    of_no_sample = [number for number in others if len({tuple(each.rows[number]) for each in passes}) == 1]
     return TrainingPass(
         changing=tuple(
             f"{place} ({type(module).__name__})"
@@ -119,19 +118,9 @@ def try_training(model: nn.Module, images: Tensor, batch_norms: Sequence[Any], *
             if _is_changing(place, [*passes, larger]) and not isinstance(module, nn.SyncBatchNorm)
         ),
         leaves_out=gradients and any(each.leaves_out for each in passes),
-        irregular=tuple(
-            number
-            for number in range(len(batch_norms))
-            if not of_sample[number] or any(len(each.rows[number]) != 1 for each in passes)
-        ),
-        of_no_sample=tuple(
-            number for number, (one, none) in enumerate(zip(of_sample, of_none, strict=True)) if none and not one
-        ),
-        uneven=tuple(
-            names[module]
-            for module, one, none in zip(batch_norms, of_sample, of_none, strict=True)
-            if not one and not none
-        ),
+        irregular=bool(others) or any(len(rows) != 1 for each in passes for rows in each.rows),
+        of_no_sample=tuple(of_no_sample),
+        uneven=tuple(names[batch_norms[number]] for number in others if number not in of_no_sample),
     )
 
 
@@ -223,9 +212,3 @@ def _is_of_samples(passes: Sequence[_Pass], number: int) -> bool:
     return all(share == int(share) for part in shares for share in part) and (
         not shares or bool(set.intersection(*shares))
     )
-
-
-def _and_others(places: Sequence[str]) -> str:
-    """The first of the places, and how many more there are."""
-    others = len(places) - 1
-    return places[0] + (f" and {counted(others, 'other')}" if others else "")

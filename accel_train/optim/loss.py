@@ -86,21 +86,16 @@ def check_labels(loss: Loss, labels: Tensor) -> None:
     """Raise UserError unless the loss can be computed for samples with `labels`: see `Source.labels`."""
     if labels.ndim == 1:
         return
-    if loss.name in LOSSES and loss.name not in MULTI_LABEL_LOSSES:
-        raise UserError(
-            f"--loss.name {loss.name}: expects one label for each image, but the images of this data may have several "
-            "labels or none; use --loss.name bce."
-        )
-    if loss.class_weights != "none":
-        raise UserError(
-            f"--loss.class-weights {loss.class_weights}: expects one label for each image, but the images of this data "
-            "may have several labels or none; use none."
-        )
-    if loss.own_class_weights:
-        raise UserError(
-            "--loss.own-class-weights: expects one label for each image, but the images of this data may have several "
-            "labels or none; leave it out. loss.bce-pos-weight has a number of each class."
-        )
+    for option, is_set, advice in (
+        (f"name {loss.name}", loss.name in {*LOSSES} - {*MULTI_LABEL_LOSSES}, "use --loss.name bce."),
+        (f"class-weights {loss.class_weights}", loss.class_weights != "none", "use none."),
+        ("own-class-weights", loss.own_class_weights, "leave it out. loss.bce-pos-weight has a number of each class."),
+    ):
+        if is_set:
+            raise UserError(
+                f"--loss.{option}: expects one label for each image, but the images of this data may have several "
+                f"labels or none; {advice}"
+            )
 
 
 def _check_counts(loss: Loss, classes: int) -> None:

@@ -56,7 +56,7 @@ def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], None], acce
     fitting, failing = -1, len(sizes)  # indices: all sizes up to the first fit, all from the second on do not
     index = failing - 1  # the largest first: often it fits
     while fitting < index < failing:
-        if _all_fit(accelerator, _fits(attempt, sizes[index])):
+        if _fits(attempt, sizes[index], accelerator):
             fitting = index
         else:
             failing = index
@@ -64,18 +64,16 @@ def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], None], acce
     return sizes[fitting] if fitting >= 0 else None
 
 
-def _fits(attempt: Callable[[int], None], size: int) -> bool:
+def _fits(attempt: Callable[[int], None], size: int, accelerator: Accelerator) -> bool:
+    """Whether the attempt with a size fits on every process. Collective."""
     clear_device_cache(garbage_collection=True)
     try:
         attempt(size)
-        return True
+        fits = True
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return False
-
-
-def _all_fit(accelerator: Accelerator, fits: bool) -> bool:
+        fits = False
     # What an attempt has left, and the error that held its tensors, must be gone before memory is needed again.
     clear_device_cache(garbage_collection=True)
     return all_agree(accelerator, fits)

@@ -36,8 +36,8 @@ def create_optimizer(
     """The optimizer of those parameters of `model` that require gradients; `sharded`: FSDP2 will split them.
 
     The parameter groups are timm's: no weight decay on biases, norms and what the model itself excludes (all have it
-    with optim.decay_all), and with optim.layer_decay a group for each layer, with its factor `lr_scale` that only the
-    schedules of `create_schedule` apply. What has a weight decay or a learning rate of its own gets groups of its own:
+    with optim.decay_all), and with optim.layer_decay a group for each layer, with its factor `lr_scale` that only
+    `LearningRate` applies. What has a weight decay or a learning rate of its own gets groups of its own:
     norms, embeddings and biases (optim.norm_weight_decay, …), the last layer (optim.head_lr), and biases with
     `own_biases` or optim.bias_lr.
 

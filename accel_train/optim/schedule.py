@@ -1,52 +1,33 @@
-"""Learning-rate schedules: functions of the number of updates, made by timm."""
+"""Learning-rate schedules: functions of the number of updates, most of them timm's."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from timm.scheduler import (
-    CosineLRScheduler,
-    MultiStepLRScheduler,
-    PolyLRScheduler,
-    StepLRScheduler,
-    TanhLRScheduler,
-)
-from timm.scheduler.scheduler import Scheduler
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler, TanhLRScheduler
 
-from accel_train.config.declaration import CYCLIC
 from accel_train.config.schema import Schedule
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError
 from accel_train.optim.optimizer import BIASES, momentum_of, set_momentum
 
+Rates = Callable[[int], list[float]]
+"""The learning rate of each of the optimizer's groups at an update, counted from 0; without their `lr_scale`."""
 
-class PlateauScheduler(Scheduler):  # type: ignore[misc]
-    """Decays the learning rate when a figure of the validation split no longer rises.
 
-    timm's own does not save its counters and will be removed. This one's state is a few numbers, from which
-    the rate of any update follows. The rule is torch's ReduceLROnPlateau (mode max, a relative threshold): the rate
-    decays after the first evaluation that makes more than `patience` epochs without a better figure, counted
-    from the best evaluation or from the last decay.
+class Plateau:
+    """Counts the decays of the learning rate: one when a figure of the validation split no longer rises.
+
+    timm's own does not save its counters and will be removed. The rule is torch's ReduceLROnPlateau (mode max, a
+    relative threshold): the rate decays after the first evaluation that makes more than schedule.patience_epochs
+    without a better figure, counted from the best evaluation or from the last decay.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        decay: float,
-        patience: int,
-        threshold: float,
-        min_lr: float,
-        warmup_epochs: float,
-        warmup_updates: int,
-        warmup_lr: float,
-    ) -> None:
-        super().__init__(optimizer, param_group_field="lr", t_in_epochs=False)
-        self.decay, self.patience, self.threshold, self.min_lr = decay, patience, threshold, min_lr
-        self.warmup_updates, self.warmup_lr = warmup_updates, warmup_lr
+    def __init__(self, schedule: Schedule, warmup_epochs: float) -> None:
+        self.schedule = schedule
         self.best: float | None = None
         self.bad_epochs = 0
         self.decays = 0
@@ -57,15 +38,12 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
         # earlier versions counted evaluations instead of epochs, and such a run continues to do so.
         self.epoch: int | None = 0
 
-    def _get_lr(self, t: int) -> list[float]:
-        if t < self.warmup_updates:
-            return [self.warmup_lr + t * (base - self.warmup_lr) / self.warmup_updates for base in self.base_values]
-        return [max(base * self.decay**self.decays, min(base, self.min_lr)) for base in self.base_values]
+    def rate(self, base: float) -> float:
+        """What the learning rate `base` is after the decays."""
+        return max(base * self.schedule.decay**self.decays, min(base, self.schedule.min_lr))
 
-    def step(self, epoch: int, metric: float | None = None) -> None:
-        """Record the figure `metric` after `epoch` epochs, higher if better; the next `step_update` uses it."""
-        if metric is None:
-            return
+    def step(self, epoch: int, metric: float) -> None:
+        """Record the figure `metric` after `epoch` epochs, higher if better."""
         if epoch <= self.warmup_epochs:
             self.epoch = epoch
             return
@@ -75,11 +53,11 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
             self.bad_epochs += 1 if self.epoch is None else epoch - self.epoch
         if self.epoch is not None:
             self.epoch = epoch
-        if self.bad_epochs > self.patience:
+        if self.bad_epochs > self.schedule.patience_epochs:
             self.decays, self.bad_epochs = self.decays + 1, 0
 
     def _to_surpass(self, best: float) -> float:
-        return best * (1 + math.copysign(self.threshold, best))  # a loss counts with a minus here
+        return best * (1 + math.copysign(self.schedule.threshold, best))  # a loss counts with a minus here
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"bad_epochs": self.bad_epochs, "decays": self.decays, "epoch": self.epoch}
@@ -92,105 +70,144 @@ class PlateauScheduler(Scheduler):  # type: ignore[misc]
             self.warmup_epochs = 0
 
 
-class OneCycleScheduler(Scheduler):  # type: ignore[misc]
-    """Up to the learning rate and down to the lowest one, both as a cosine, as torch's OneCycleLR does (L. Smith 2018,
-    arxiv.org/abs/1803.09820)."""
+class LearningRate:
+    """The learning rates of a run of so many `updates`: `step_update(n)` sets those of update n, counted from 0.
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, *, updates: int, warmup: int, warmup_lr: float, min_lr: float
-    ) -> None:
-        super().__init__(optimizer, param_group_field="lr", t_in_epochs=False)
-        self.updates, self.warmup, self.warmup_lr, self.min_lr = updates, warmup, warmup_lr, min_lr
+    Call it before each update. The rates are a function of n alone, so that nothing needs to be saved; only plateau has
+    a state (`state_dict`), which `step(epochs_done, figure)` changes after an evaluation.
 
-    def value(self, t: int, first: float, middle: float, last: float) -> float:
-        """What goes from `first` to `middle` in the warm-up, and then to `last`, at update `t`."""
-        peak = max(self.warmup - 1, 0)
-        start, end, share = first, middle, t / max(peak, 1)
-        if t >= peak:
-            start, end, share = middle, last, min((t - peak) / max(self.updates - 1 - peak, 1), 1.0)
-        return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
-
-    def _get_lr(self, t: int) -> list[float]:
-        return [self.value(t, self.warmup_lr, base, self.min_lr) for base in self.base_values]
-
-
-class AdjustedScheduler(Scheduler):  # type: ignore[misc]
-    """Another schedule, `made`, at the beginnings of epochs only, with a constant warm-up, with restarts until its
-    cooldown, or with a momentum and a rate of biases that move.
-
-    Each is a function of the update, too.
+    During the warm-up the rate rises in a straight line from warmup_lr (at update 0), or it stays there, or what the
+    schedule has meanwhile without a warm-up is scaled. step, multistep and plateau count their epochs from the start of
+    the run; cosine, tanh and poly fall from the end of the warm-up (without warmup_prefix: as if from the start) to
+    min_lr where the run ends, or its cooldown_epochs begin. Raises UserError if a momentum is to change and the
+    optimizer has none, or if cycles become too short too early.
     """
 
     def __init__(
-        self,
-        made: Scheduler,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        *,
-        warmup: int,
-        epoch: int,
-        end: int,
+        self, schedule: Schedule, optimizer: torch.optim.Optimizer, *, updates: int, updates_per_epoch: int
     ) -> None:
-        """`epoch`: its updates; `end`: the update at which a cooldown begins. Raises UserError if a momentum is to
-        move and the optimizer has none."""
-        super().__init__(optimizer, param_group_field="lr", t_in_epochs=False)
-        self.made, self.schedule, self.warmup, self.end = made, schedule, warmup, end
-        self.interval = epoch if schedule.per == "epoch" else 1
+        self.schedule, self.optimizer, self.updates_per_epoch = schedule, optimizer, updates_per_epoch
+        self.warmup = round(schedule.warmup_epochs * updates_per_epoch)
+        self.scales = schedule.warmup_method == "scaled" and self.warmup > 0
+        self.end = updates - math.floor(schedule.cooldown_epochs * updates_per_epoch + 1e-9)  # 0.1 * 30 may be below 3
+        self.interval = updates_per_epoch if schedule.per == "epoch" else 1
+        if self.scales and schedule.name == "one_cycle":
+            raise UserError("schedule.warmup-method scaled: leave it out with one_cycle, whose rise is a part of it.")
         self.momenta = [momentum_of(group) for group in optimizer.param_groups]
         self.moves = schedule.warmup_momentum is not None or schedule.cycle_momentum is not None
+        self.plateau = Plateau(schedule, 0.0 if self.scales else schedule.warmup_epochs)
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])  # as torch's and timm's schedules have it
+        self.base_values = [float(group["initial_lr"]) for group in optimizer.param_groups]
+        self._rates = self._create_rates(0 if self.scales else self.warmup)
         if self.moves and all(momentum is None for momentum in self.momenta):
             option = "cycle" if schedule.warmup_momentum is None else "warmup"
             raise UserError(f"schedule.{option}-momentum: this optimizer has no momentum; leave it out.")
+        self.step_update(0)
 
-    def _get_lr(self, t: int) -> list[float]:
-        if self.schedule.restarts and self.schedule.cooldown_epochs > 0 and t >= self.end:
-            return [self.schedule.min_lr for _ in self.base_values]
-        return cast(list[float], self.made._get_lr(t))
+    def _create_rates(self, warmup: int) -> Rates:
+        """The rates of the schedule, after a warm-up of so many updates in a straight line."""
+        schedule, epoch = self.schedule, self.updates_per_epoch
+        shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
+        shared["warmup_prefix"] = False
+        made: Any
+        if schedule.name == "plateau":
+            return lambda t: [self._at_plateau(t, warmup, base) for base in self.base_values]
+        if schedule.name == "one_cycle":
+            return lambda t: [
+                self._one_cycle(t, schedule.warmup_lr, base, schedule.min_lr) for base in self.base_values
+            ]
+        if schedule.name == "constant":
+            made = StepLRScheduler(self.optimizer, decay_t=1, decay_rate=1.0, **shared)
+        elif schedule.name == "step":
+            interval = schedule.step_epochs * epoch
+            # Asked only where epochs begin, one that was rounded up would be an epoch late; so would 0.1 * 3 > 0.3.
+            interval = interval * (1 - 1e-12) if schedule.per == "epoch" else max(round(interval), 1)
+            made = StepLRScheduler(self.optimizer, decay_t=interval, decay_rate=schedule.decay, **shared)
+        elif schedule.name == "multistep":
+            # timm applies a milestone one index early (on purpose, says its source), and an index here is an update.
+            milestones = [milestone * epoch + 1 for milestone in schedule.milestones]
+            made = MultiStepLRScheduler(self.optimizer, decay_t=milestones, decay_rate=schedule.decay, **shared)
+        else:
+            shared |= self._fall(warmup)
+            if schedule.name == "tanh":
+                made = TanhLRScheduler(self.optimizer, **shared)
+            elif schedule.name == "poly":
+                made = PolyLRScheduler(self.optimizer, power=schedule.power, k_decay=schedule.k_decay, **shared)
+            else:
+                made = CosineLRScheduler(self.optimizer, k_decay=schedule.k_decay, **shared)
+        return made._get_lr  # type: ignore[no-any-return]
 
-    def step_update(self, num_updates: int, metric: float | None = None) -> None:
-        t = num_updates // self.interval * self.interval
-        if self.schedule.warmup_method == "constant" and t < self.warmup:
+    def _fall(self, warmup: int) -> dict[str, Any]:
+        """The arguments of cosine, tanh and poly: they fall once until the end, or in cycles (SGDR: Loshchilov and
+        Hutter 2016, arxiv.org/abs/1608.03983)."""
+        schedule, first = self.schedule, self.schedule.cycle_epochs
+        prefix = schedule.warmup_prefix and not self.scales
+        # At least 2: with 1 timm warns that the schedule has no effect, and in a run of one update that is expected.
+        fall = max(self.end - warmup if prefix else self.end, 2)
+        arguments = {"t_initial": fall, "lr_min": schedule.min_lr, "warmup_prefix": prefix}
+        if first is None:
+            return arguments
+        length, factor = first * self.updates_per_epoch, schedule.cycle_mul
+        if (1 - factor) * fall >= length:
+            raise UserError(
+                f"--schedule.cycle-mul {factor:g}: cycles that begin with {first:g} epochs and become shorter end "
+                f"after {first / (1 - factor):g}, before the run; use a larger one, or fewer epochs."
+            )
+        cycles = {"t_initial": length, "cycle_mul": factor, "cycle_decay": schedule.cycle_decay}
+        return arguments | cycles | {"cycle_limit": math.inf}  # `step_update` ends them
+
+    def _at_plateau(self, t: int, warmup: int, base: float) -> float:
+        start = self.schedule.warmup_lr
+        return start + t * (base - start) / warmup if t < warmup else self.plateau.rate(base)
+
+    def _one_cycle(self, t: int, first: float, middle: float, last: float) -> float:
+        """What goes from `first` to `middle` in the warm-up, and then to `last`, both as a cosine, as torch's
+        OneCycleLR does (L. Smith 2018, arxiv.org/abs/1803.09820)."""
+        peak = max(self.warmup - 1, 0)
+        start, end, share = first, middle, t / max(peak, 1)
+        if t >= peak:
+            start, end, share = middle, last, min((t - peak) / max(self.end - 1 - peak, 1), 1.0)
+        return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
+
+    def step_update(self, update: int) -> None:
+        """Set the learning rate of update number `update`, counted from 0, and the momentum, if it moves."""
+        schedule, warmup = self.schedule, self.warmup
+        t = update // self.interval * self.interval
+        if schedule.warmup_method == "constant" and t < warmup:
             t = 0
-        super().step_update(t)
-        groups, start = self.optimizer.param_groups, self.schedule.warmup_bias_lr
-        if start is not None and t < self.warmup:
-            for group, base in zip(groups, self.base_values, strict=True):
-                if group.get(BIASES):
-                    group["lr"] = (start + (base - start) * t / self.warmup) * group.get("lr_scale", 1.0)
-        for group, momentum in zip(groups, self.momenta, strict=True):
+        cycles_ended = schedule.restarts and schedule.cooldown_epochs > 0 and t >= self.end
+        rates = [schedule.min_lr for _ in self.base_values] if cycles_ended else self._rates(t)
+        groups = zip(self.optimizer.param_groups, self.base_values, rates, self.momenta, strict=True)
+        for group, base, rate, momentum in groups:
+            scale = group.get("lr_scale", 1.0)
+            group["lr"] = rate * scale
+            start = schedule.warmup_bias_lr if group.get(BIASES) else None
+            if self.scales and update < warmup:
+                # As ultralytics' engine/trainer.py:
+                # np.interp(ni, [0, nw], [warmup_bias_lr or 0, initial_lr * lf(epoch)])
+                first = (schedule.warmup_lr if start is None else start) * scale
+                group["lr"] = first + (group["lr"] - first) * (update / warmup)
+            elif start is not None and not self.scales and t < warmup:
+                group["lr"] = (start + (base - start) * t / warmup) * scale
             if self.moves and momentum is not None:
-                set_momentum(group, self._momentum_at(num_updates, momentum))
+                set_momentum(group, self._momentum_at(update, momentum))
 
-    def _momentum_at(self, t: int, end: float) -> float:
-        if isinstance(self.made, OneCycleScheduler) and self.schedule.cycle_momentum is not None:
-            return self.made.value(t, end, self.schedule.cycle_momentum, end)
-        start = self.schedule.warmup_momentum
-        return end if start is None or t >= self.warmup else start + (end - start) * t / self.warmup
+    def _momentum_at(self, update: int, end: float) -> float:
+        middle, start = self.schedule.cycle_momentum, self.schedule.warmup_momentum
+        if self.schedule.name == "one_cycle" and middle is not None:
+            return self._one_cycle(update, end, middle, end)
+        return end if start is None or update >= self.warmup else start + (end - start) * update / self.warmup
 
-    def step(self, epoch: int, metric: float | None = None) -> None:
-        self.made.step(epoch, metric)
+    def step(self, epoch: int, metric: float) -> None:
+        """Record the figure `metric` after `epoch` epochs, higher if better; the next `step_update` uses it."""
+        self.plateau.step(epoch, metric)
 
     def state_dict(self) -> dict[str, Any]:
-        return cast(dict[str, Any], self.made.state_dict())
+        return self.plateau.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.made.load_state_dict(state_dict)
-
-
-class ScaledWarmup(AdjustedScheduler):
-    """Rises at each update from the first rate to the one that the schedule `made`, without a warm-up, has meanwhile.
-    As ultralytics' engine/trainer.py: np.interp(ni, [0, nw], [warmup_bias_lr or 0, initial_lr * lf(epoch)])."""
-
-    def step_update(self, num_updates: int, metric: float | None = None) -> None:
-        self.made.step_update(num_updates, metric)
-        share = min(num_updates / self.warmup, 1.0)
-        for group, momentum in zip(self.optimizer.param_groups, self.momenta, strict=True):
-            own = self.schedule.warmup_bias_lr if group.get(BIASES) else None
-            start = (self.schedule.warmup_lr if own is None else own) * group.get("lr_scale", 1.0)
-            if share < 1:
-                group["lr"] = start + (group["lr"] - start) * share
-            if self.moves and momentum is not None:
-                set_momentum(group, self._momentum_at(num_updates, momentum))
+        self.plateau.load_state_dict(state_dict)
 
 
 def check_schedule(schedule: Schedule, splits: Splits) -> None:
@@ -200,100 +217,3 @@ def check_schedule(schedule: Schedule, splits: Splits) -> None:
             "--schedule.name plateau: the learning rate follows the validation split, but this data has no "
             "validation split: set one aside with --data.val-fraction 0.1, or choose another schedule."
         )
-
-
-def create_schedule(
-    schedule: Schedule, optimizer: torch.optim.Optimizer, *, updates: int, updates_per_epoch: int
-) -> Scheduler:
-    """The learning rates of a run of so many updates: `step_update(n)` sets those of update n, counted from 0.
-
-    Call it before each update. The rates are a function of n alone, so that nothing needs to be saved; only
-    plateau has a state (`state_dict`), which `step(epochs_done, figure)` changes after an
-    evaluation.
-
-    During the warm-up the rate rises in a straight line from warmup_lr (at update 0), or it stays there. step,
-    multistep and plateau count their epochs from the start of the run; cosine, tanh and poly fall from the end of the
-    warm-up (without warmup_prefix: as if from the start) to min_lr where the run ends, or its cooldown_epochs begin.
-    Raises UserError if a momentum is to change and the optimizer has none, or if cycles become too short too early.
-    """
-    warmup = round(schedule.warmup_epochs * updates_per_epoch)
-    made: Scheduler
-    if schedule.warmup_method == "scaled" and warmup:
-        return _with_scaled_warmup(schedule, optimizer, updates, updates_per_epoch, warmup)
-    shared: dict[str, Any] = {"t_in_epochs": False, "warmup_t": warmup, "warmup_lr_init": schedule.warmup_lr}
-    end = updates - math.floor(schedule.cooldown_epochs * updates_per_epoch + 1e-9)  # 0.1 * 30 may be below 3
-    if schedule.name == "constant":
-        made = StepLRScheduler(optimizer, decay_t=1, decay_rate=1.0, warmup_prefix=False, **shared)
-    elif schedule.name == "step":
-        interval = schedule.step_epochs * updates_per_epoch
-        # Asked only where epochs begin, one that was rounded up would be an epoch late; so would 0.1 * 3 > 0.3.
-        interval = interval * (1 - 1e-12) if schedule.per == "epoch" else max(round(interval), 1)
-        made = StepLRScheduler(optimizer, decay_t=interval, decay_rate=schedule.decay, warmup_prefix=False, **shared)
-    elif schedule.name == "multistep":
-        # timm applies a milestone one index early (on purpose, says its source), and an index here is an
-        # update.
-        milestones = [epoch * updates_per_epoch + 1 for epoch in schedule.milestones]
-        made = MultiStepLRScheduler(
-            optimizer, decay_t=milestones, decay_rate=schedule.decay, warmup_prefix=False, **shared
-        )
-    elif schedule.name in CYCLIC:
-        made = _create_cyclic(schedule, optimizer, end=end, updates_per_epoch=updates_per_epoch, shared=shared)
-    elif schedule.name == "one_cycle":
-        rates = {"warmup_lr": schedule.warmup_lr, "min_lr": schedule.min_lr}
-        made = OneCycleScheduler(optimizer, updates=end, warmup=warmup, **rates)
-    else:
-        made = PlateauScheduler(
-            optimizer,
-            decay=schedule.decay,
-            patience=schedule.patience_epochs,
-            threshold=schedule.threshold,
-            min_lr=schedule.min_lr,
-            warmup_epochs=schedule.warmup_epochs,
-            warmup_updates=warmup,
-            warmup_lr=schedule.warmup_lr,
-        )
-    moving = (schedule.warmup_bias_lr, schedule.warmup_momentum, schedule.cycle_momentum)
-    adjusted = schedule.per == "epoch" or schedule.warmup_method == "constant" or schedule.restarts
-    if adjusted or any(value is not None for value in moving):
-        made = AdjustedScheduler(made, optimizer, schedule, warmup=warmup, epoch=updates_per_epoch, end=end)
-    made.step_update(0)  # the constructors do not apply the groups' lr_scale
-    return made
-
-
-def _create_cyclic(
-    schedule: Schedule, optimizer: torch.optim.Optimizer, *, end: int, updates_per_epoch: int, shared: dict[str, Any]
-) -> Scheduler:
-    """cosine, tanh or poly: it falls once until update `end`, or in cycles (SGDR: Loshchilov and Hutter 2016,
-    arxiv.org/abs/1608.03983). `shared`: what all of timm's schedules are given."""
-    # At least 2: with 1 timm warns that the schedule has no effect, and in a run of one update that is expected.
-    fall = max(end - shared["warmup_t"] if schedule.warmup_prefix else end, 2)
-    shared = {**shared, "t_initial": fall, "lr_min": schedule.min_lr, "warmup_prefix": schedule.warmup_prefix}
-    if schedule.cycle_epochs is not None:
-        first, factor = schedule.cycle_epochs * updates_per_epoch, schedule.cycle_mul
-        if (1 - factor) * fall >= first:
-            raise UserError(
-                f"--schedule.cycle-mul {factor:g}: cycles that begin with {schedule.cycle_epochs:g} epochs and become "
-                f"shorter end after {schedule.cycle_epochs / (1 - factor):g}, before the run; use a larger one, or "
-                "fewer epochs."
-            )
-        shared |= {"t_initial": first, "cycle_mul": factor, "cycle_decay": schedule.cycle_decay}
-        shared["cycle_limit"] = math.inf  # AdjustedScheduler ends them
-    if schedule.name == "tanh":
-        return TanhLRScheduler(optimizer, **shared)
-    if schedule.name == "poly":
-        return PolyLRScheduler(optimizer, power=schedule.power, k_decay=schedule.k_decay, **shared)
-    return CosineLRScheduler(optimizer, k_decay=schedule.k_decay, **shared)
-
-
-def _with_scaled_warmup(
-    schedule: Schedule, optimizer: torch.optim.Optimizer, updates: int, updates_per_epoch: int, warmup: int
-) -> Scheduler:
-    """The schedule without its warm-up, and a warm-up of `warmup` updates that scales it."""
-    if schedule.name == "one_cycle":
-        raise UserError("schedule.warmup-method scaled: leave it out with one_cycle, whose rise is a part of it.")
-    rest = replace(schedule, warmup_epochs=0.0, warmup_prefix=False, warmup_method="linear")
-    rest = replace(rest, warmup_bias_lr=None, warmup_momentum=None)
-    made = create_schedule(rest, optimizer, updates=updates, updates_per_epoch=updates_per_epoch)
-    scaled = ScaledWarmup(made, optimizer, schedule, warmup=warmup, epoch=updates_per_epoch, end=updates)
-    scaled.step_update(0)
-    return scaled

@@ -8,7 +8,7 @@ import torch
 
 from accel_train.config.declaration import FALLING
 from accel_train.config.schema import Schedule
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 
 
 def schedule_change(
@@ -56,6 +56,6 @@ def _reason(schedule: Schedule, keys: list[str], end: str) -> str:
 
 def _last_rate(schedule: Schedule, lr: float, updates: int, updates_per_epoch: int) -> float:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)  # some change it, too
-    made = create_schedule(schedule, optimizer, updates=updates, updates_per_epoch=updates_per_epoch)
+    made = LearningRate(schedule, optimizer, updates=updates, updates_per_epoch=updates_per_epoch)
     made.step_update(updates - 1)
     return float(optimizer.param_groups[0]["lr"])

@@ -94,8 +94,9 @@ def interpret(*words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("float32", marks=pytest.mark.ci), pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def test_the_kernels_give_what_torchs_operators_give(kind: str) -> None:
     interpret(COMPARED, kind)
 
@@ -133,6 +134,7 @@ for one, other in zip(*found, strict=True):
 """
 
 
+@pytest.mark.ci
 def test_layers_collect_their_statistics() -> None:
     interpret(LAYERS)
 
@@ -158,6 +160,7 @@ for kind in ("fp32", "bf16"):
 """
 
 
+@pytest.mark.ci
 def test_the_kernels_compile_for_an_h100() -> None:
     """Triton brings NVIDIA's assembler, so that needs no GPU."""
     pytest.importorskip("triton")

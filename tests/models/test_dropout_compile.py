@@ -56,8 +56,13 @@ class Inductor:
         return compiled
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["mnist_cnn", "shared", pytest.param("transformer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("shared", marks=pytest.mark.ci),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("mnist_cnn", "transformer")),
+    ],
+)
 def test_a_compiled_net_is_the_same(name: str) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from accel_train.errors import UserError
 from accel_train.models import classifier_names, create_model, set_train_mode
 from accel_train.models.freezing import drop_frozen_gradients, freeze
 from accel_train.optim.optimizer import create_optimizer
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_the_head_has_a_learning_rate_of_its_own() -> None:
     optimizer = create_optimizer(Optim(lr=0.1, head_lr=0.5, weight_decay=0.1), model)
     heads = tuple(f"{head}." for head in classifier_names(model))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    schedule = create_schedule(Schedule(name="cosine", warmup_epochs=1), optimizer, updates=40, updates_per_epoch=10)
+    schedule = LearningRate(Schedule(name="cosine", warmup_epochs=1), optimizer, updates=40, updates_per_epoch=10)
     for update in (0, 5, 20, 39):
         schedule.step_update(update)
         rates = {names[p].startswith(heads): group["lr"] for group in optimizer.param_groups for p in group["params"]}
@@ -231,7 +231,7 @@ def test_each_kind_of_optimizer_takes_a_rate_for_the_head(name: str) -> None:
     settings = Model(name="test_resnet")
     model = net()
     optimizer = create_optimizer(Optim(name=name, lr=0.1, head_lr=0.0, weight_decay=0.1, layer_decay=0.9), model)
-    create_schedule(Schedule(), optimizer, updates=10, updates_per_epoch=10)
+    LearningRate(Schedule(), optimizer, updates=10, updates_per_epoch=10)
     assert step(model, optimizer, settings) == set(LAYERS[:-1])
 
 

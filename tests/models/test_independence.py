@@ -173,7 +173,7 @@ class TestDraws:
 
     def test_many_places_are_counted(self) -> None:
         result, _ = checked(Net(nn.Sequential(*(Call(lambda x: x * torch.rand(1)) for _ in range(5)))))
-        assert "middle.2 (Call) and 2 others" in result.warnings[0]
+        assert "middle.2 (Call) and 2 more" in result.warnings[0]
 
     def test_a_layer_for_all_samples_is_told(self) -> None:
         net = Net(nn.Identity())

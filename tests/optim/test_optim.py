@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.loss import BinaryCrossEntropy
 from timm.optim import create_optimizer_v2, list_optimizers, param_groups_layer_decay
-from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +24,7 @@ from accel_train.models import create_model
 from accel_train.optim.ema import create_ema, update_ema
 from accel_train.optim.loss import balanced_class_weights, create_loss
 from accel_train.optim.optimizer import clip_gradients, create_optimizer, parameters_to_clip
-from accel_train.optim.schedule import PlateauScheduler, create_schedule
+from accel_train.optim.schedule import LearningRate
 
 
 def small_net() -> nn.Sequential:
@@ -51,7 +50,7 @@ def test_every_optimizer_of_timms_steps(name: str) -> None:
     model = small_net()
     before = [parameter.clone() for parameter in model.parameters()]
     optimizer = create_optimizer(Optim(name=name, lr=1e-2, weight_decay=1e-2), model)
-    create_schedule(Schedule(), optimizer, updates=3, updates_per_epoch=3)
+    LearningRate(Schedule(), optimizer, updates=3, updates_per_epoch=3)
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 1, 8, 8)).square().sum().backward()
@@ -146,7 +145,7 @@ def test_layer_decay_is_in_the_rate_of_every_group() -> None:
     optim = Optim(name="adamw", lr=0.1, weight_decay=0.05, layer_decay=0.5)
     schedule = Schedule(name="cosine", warmup_epochs=1, warmup_lr=0.02)
     optimizer = create_optimizer(optim, model)
-    made = create_schedule(schedule, optimizer, updates=40, updates_per_epoch=10)
+    made = LearningRate(schedule, optimizer, updates=40, updates_per_epoch=10)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def rates() -> dict[str, float]:
@@ -232,7 +231,7 @@ def one_weight(lr: float = 0.1) -> torch.optim.Optimizer:
 
 def rates_of(schedule: Schedule, epochs: int, updates_per_epoch: int, order: list[int]) -> list[float]:
     optimizer = one_weight()
-    made = create_schedule(schedule, optimizer, updates=epochs * updates_per_epoch, updates_per_epoch=updates_per_epoch)
+    made = LearningRate(schedule, optimizer, updates=epochs * updates_per_epoch, updates_per_epoch=updates_per_epoch)
     rates = []
     for update in order:
         made.step_update(update)
@@ -264,7 +263,7 @@ def test_the_warm_up_is_a_straight_line(schedule: Schedule, updates: int) -> Non
 
 def test_the_first_rate_is_set_at_once() -> None:
     optimizer = one_weight()
-    create_schedule(Schedule(warmup_epochs=1, warmup_lr=0.03), optimizer, updates=10, updates_per_epoch=5)
+    LearningRate(Schedule(warmup_epochs=1, warmup_lr=0.03), optimizer, updates=10, updates_per_epoch=5)
     assert optimizer.param_groups[0]["lr"] == 0.03
 
 
@@ -314,7 +313,7 @@ def test_plateau_decays_as_torchs_does_and_resumes_exactly() -> None:
         reference, mode="max", factor=0.1, patience=2, threshold=0, min_lr=0.0005, eps=0
     )
     optimizer = one_weight()
-    made = create_schedule(schedule, optimizer, updates=60, updates_per_epoch=3)
+    made = LearningRate(schedule, optimizer, updates=60, updates_per_epoch=3)
     for epoch, accuracy in enumerate(accuracies):
         for update in range(3 * epoch, 3 * epoch + 3):
             made.step_update(update)
@@ -323,20 +322,19 @@ def test_plateau_decays_as_torchs_does_and_resumes_exactly() -> None:
         torchs.step(accuracy)
         state = made.state_dict()
         optimizer = one_weight()
-        made = create_schedule(schedule, optimizer, updates=60, updates_per_epoch=3)
+        made = LearningRate(schedule, optimizer, updates=60, updates_per_epoch=3)
         made.load_state_dict(state)
-    assert isinstance(made, PlateauScheduler)
-    assert made.decays == 3
+    assert made.plateau.decays == 3
 
 
-def decays_after(made: Scheduler, evaluated: list[int]) -> list[int]:
+def decays_after(made: LearningRate, evaluated: list[int]) -> list[int]:
     """The evaluations, of those after `evaluated` epochs that find no better accuracy, after which the rate falls."""
     found = []
     for epoch in evaluated:
         before = made.state_dict()["decays"]
         made.step(epoch, 0.5)
         found += [epoch] * (made.state_dict()["decays"] - before)
-        again = create_schedule(PATIENT, one_weight(), updates=297, updates_per_epoch=3)
+        again = LearningRate(PATIENT, one_weight(), updates=297, updates_per_epoch=3)
         again.load_state_dict(made.state_dict())
         made = again
     return found
@@ -346,21 +344,21 @@ PATIENT = Schedule(name="plateau", patience_epochs=10)
 
 
 def test_the_patience_of_plateau_counts_epochs_however_often_it_is_evaluated() -> None:
-    made = partial(create_schedule, PATIENT, one_weight(), updates=297, updates_per_epoch=3)
+    made = partial(LearningRate, PATIENT, one_weight(), updates=297, updates_per_epoch=3)
     assert decays_after(made(), list(range(1, 31))) == [12, 23]
     assert decays_after(made(), list(range(2, 31, 2))) == [14, 26]  # 2 was the best: 12 epochs since, and 12 again
     assert decays_after(made(), list(range(11, 50, 11))) == [22, 33, 44]
 
 
 def test_a_plateau_of_a_checkpoint_that_counted_evaluations_goes_on_as_it_began() -> None:
-    made = create_schedule(PATIENT, one_weight(), updates=297, updates_per_epoch=3)
+    made = LearningRate(PATIENT, one_weight(), updates=297, updates_per_epoch=3)
     made.load_state_dict({"best": 0.5, "bad_epochs": 3, "decays": 1})
     assert decays_after(made, list(range(10, 60, 2))) == [24, 46]
 
 
 def test_a_plateau_of_a_checkpoint_that_counted_the_warm_up_goes_on_as_it_began() -> None:
     schedule = Schedule(name="plateau", patience_epochs=1, warmup_epochs=9)
-    made = partial(create_schedule, schedule, one_weight(), updates=297, updates_per_epoch=3)
+    made = partial(LearningRate, schedule, one_weight(), updates=297, updates_per_epoch=3)
     old, new = made(), made()
     old.load_state_dict({"best": 0.5, "bad_epochs": 0, "decays": 0, "epoch": 1})
     new.load_state_dict({**made().state_dict(), "epoch": 1})

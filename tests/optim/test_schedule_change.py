@@ -12,7 +12,7 @@ import torch
 
 from accel_train.config.declaration import FALLING
 from accel_train.config.schema import Schedule
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 from accel_train.optim.schedule_change import schedule_change
 
 UPDATES = 10  # of an epoch
@@ -20,7 +20,7 @@ UPDATES = 10  # of an epoch
 
 def rate_at(update: int, schedule: Schedule, epochs: int, lr: float = 0.1) -> float:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    create_schedule(schedule, optimizer, updates=epochs * UPDATES, updates_per_epoch=UPDATES).step_update(update)
+    LearningRate(schedule, optimizer, updates=epochs * UPDATES, updates_per_epoch=UPDATES).step_update(update)
     return float(optimizer.param_groups[0]["lr"])
 
 

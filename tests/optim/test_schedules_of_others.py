@@ -23,7 +23,7 @@ from accel_train.convert.recipe import convert
 from accel_train.errors import UserError
 from accel_train.optim.ema import create_ema, update_ema
 from accel_train.optim.optimizer import create_optimizer
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 
 EPOCHS, UPDATES = 12, 7
 
@@ -34,7 +34,7 @@ def sgd(momentum: float = 0.9) -> torch.optim.Optimizer:
 
 def values(schedule: Schedule, optimizer: torch.optim.Optimizer, epochs: int = EPOCHS) -> list[dict[str, Any]]:
     """Return the optimizer's first group at each update, drawn out of order: each is a function of its number."""
-    made = create_schedule(schedule, optimizer, updates=epochs * UPDATES, updates_per_epoch=UPDATES)
+    made = LearningRate(schedule, optimizer, updates=epochs * UPDATES, updates_per_epoch=UPDATES)
     found: dict[int, dict[str, Any]] = {}
     for update in sorted(range(epochs * UPDATES), key=lambda update: (update * 5) % 11):
         made.step_update(update)
@@ -150,8 +150,8 @@ def test_cycles_are_those_of_timms_training(
 def test_cycles_that_become_too_short_are_refused() -> None:
     schedule = Schedule(name="cosine", cycle_epochs=2, cycle_mul=0.5)
     with pytest.raises(UserError, match=r"schedule.cycle-mul 0.5: cycles that begin with 2 epochs .* after 4, before"):
-        create_schedule(schedule, sgd(), updates=5 * UPDATES, updates_per_epoch=UPDATES)
-    create_schedule(schedule, sgd(), updates=4 * UPDATES - 1, updates_per_epoch=UPDATES)
+        LearningRate(schedule, sgd(), updates=5 * UPDATES, updates_per_epoch=UPDATES)
+    LearningRate(schedule, sgd(), updates=4 * UPDATES - 1, updates_per_epoch=UPDATES)
 
 
 @pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated")
@@ -185,7 +185,7 @@ def test_plateau_is_timms(figures: list[float], warmup: int, patience: int, lowe
         warmup_epochs=warmup,
         warmup_lr=0.02,
     )
-    made = create_schedule(schedule, ours, updates=20 * UPDATES, updates_per_epoch=UPDATES)
+    made = LearningRate(schedule, ours, updates=20 * UPDATES, updates_per_epoch=UPDATES)
     for epoch, figure in enumerate(figures):
         for update in range(UPDATES):
             made.step_update(epoch * UPDATES + update)
@@ -244,7 +244,7 @@ def test_momentum_and_biases_warm_up_as_yolos_do() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
     optimizer = create_optimizer(Optim(name="momentum", lr=0.4, weight_decay=0.1), model, own_biases=True)
     schedule = Schedule(warmup_epochs=3, warmup_bias_lr=0.1, warmup_momentum=0.8)
-    made = create_schedule(schedule, optimizer, updates=40, updates_per_epoch=10)
+    made = LearningRate(schedule, optimizer, updates=40, updates_per_epoch=10)
     biases = [group for group in optimizer.param_groups if group.get("biases")]
     others = [group for group in optimizer.param_groups if not group.get("biases")]
     assert sum(len(group["params"]) for group in biases) == 3 and len(others) == 2
@@ -260,7 +260,7 @@ def test_momentum_and_biases_warm_up_as_yolos_do() -> None:
 
 def test_biases_have_a_multiple_of_the_rate() -> None:
     optimizer = create_optimizer(Optim(name="momentum", lr=0.4, bias_lr=64), nn.Linear(2, 2))
-    made = create_schedule(Schedule(name="poly", warmup_epochs=1), optimizer, updates=20, updates_per_epoch=5)
+    made = LearningRate(Schedule(name="poly", warmup_epochs=1), optimizer, updates=20, updates_per_epoch=5)
     for update in range(20):
         made.step_update(update)
         rates = {bool(group.get("biases")): group["lr"] for group in optimizer.param_groups}
@@ -280,7 +280,7 @@ def test_a_constant_warmup_changes_the_warmup_alone(name: Any, per: Any) -> None
 def test_what_cannot_move_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     plain = create_optimizer(Optim(name="adagrad"), nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"schedule.warmup-momentum: this optimizer has no momentum"):
-        create_schedule(Schedule(warmup_epochs=1, warmup_momentum=0.8), plain, updates=9, updates_per_epoch=3)
+        LearningRate(Schedule(warmup_epochs=1, warmup_momentum=0.8), plain, updates=9, updates_per_epoch=3)
     for words, said in (
         ("--schedule.cycle-momentum 0.8", "schedule.cycle-momentum: expected none without schedule.name=one_cycle"),
         ("--schedule.warmup-momentum 0.8 --schedule.warmup-epochs 0", "expected none without schedule.warmup-epochs"),

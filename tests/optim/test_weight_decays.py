@@ -16,7 +16,7 @@ from torchvision.ops._utils import split_normalization_params
 from accel_train.config.schema import Model, Optim, Schedule
 from accel_train.models import create_model
 from accel_train.optim.optimizer import create_optimizer
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 
 EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
 
@@ -87,7 +87,7 @@ def test_decays_and_rates_of_their_own_are_in_one_run() -> None:
     model[0].weight.requires_grad_(False)
     optim = Optim(lr=0.1, head_lr=0.5, bias_lr=2, weight_decay=0.1, norm_weight_decay=0.2, bias_weight_decay=0.3)
     optimizer = create_optimizer(optim, model)
-    create_schedule(Schedule(), optimizer, updates=10, updates_per_epoch=10)
+    LearningRate(Schedule(), optimizer, updates=10, updates_per_epoch=10)
     decays, rates = (by_name(model, optimizer, setting) for setting in ("weight_decay", "lr"))
     assert decays == {"0.bias": 0.3, "1.weight": 0.2, "1.bias": 0.3, "3.weight": 0.1, "3.bias": 0.3}
     assert rates == pytest.approx({"0.bias": 0.2, "1.weight": 0.1, "1.bias": 0.2, "3.weight": 0.5, "3.bias": 1.0})

@@ -42,8 +42,6 @@ class VirtualBatchNorm:
     """Those of them that wait for `VirtualBatches` to count them, for all layers together."""
     waiting: list[tuple[Tensor, Tensor]]
     """Means and variances of calls with several virtual batches, [virtual batches, channels], that wait, too."""
-    regular = True
-    """Whether each forward pass of training calls it exactly once, for values of the samples."""
     of_no_sample = False
     """Whether its values are the same for any samples, such as learned prototypes."""
 
@@ -53,23 +51,26 @@ class VirtualBatchNorm:
         if not self.training or not window.samples:
             return cast(Tensor, super().forward(values))  # type: ignore[misc]
         if self.of_no_sample or len(values) % window.samples:
-            return cast(Tensor, self._then(self._normalise_together(values)))
-        rows = window.virtual_batch * (len(values) // window.samples)
+            normalised = self._normalise_together(values)
+        else:
+            normalised = self._normalise_batches(values, window.virtual_batch * (len(values) // window.samples))
+        if isinstance(self, BatchNormAct2d):  # timm's, with an activation function after it
+            normalised = self.act(self.drop(normalised))
+        return cast(Tensor, normalised)
+
+    def _normalise_batches(self: Any, values: Tensor, rows: int) -> Tensor:
+        """Each `rows` of the values by itself."""
         single = rows * values[0, 0].numel() == 1
         # The first question comes first: torch.compile would record two graphs, with and without padding.
-        if torch.compiler.is_compiling() or window.padded or single:
-            normalised = self._normalise_real(values, rows)
-        elif rows == len(values) or is_fused(values):
-            normalised = self._normalise_at_once(values, rows)
-        else:
-            normalised, mean, variance = normalise(values, rows, self.weight, self.bias, self.eps)
-            if self.track_running_stats and not _is_recomputation():
-                self.waiting.append((mean, variance))
-                self._count_whole()
-        return cast(Tensor, self._then(normalised))
-
-    def _then(self: Any, values: Tensor) -> Tensor:
-        return values
+        if torch.compiler.is_compiling() or self.window.padded or single:
+            return cast(Tensor, self._normalise_real(values, rows))
+        if rows == len(values) or is_fused(values):
+            return cast(Tensor, self._normalise_at_once(values, rows))
+        normalised, mean, variance = normalise(values, rows, self.weight, self.bias, self.eps)
+        if self.track_running_stats and not _is_recomputation():
+            self.waiting.append((mean, variance))
+            self._count_whole()
+        return normalised
 
     def _normalise_at_once(self: Any, values: Tensor, rows: int) -> Tensor:
         """Without padding, by a kernel that also gives the statistics: torch's of one virtual batch, ours of several.
@@ -85,9 +86,7 @@ class VirtualBatchNorm:
         if rows == len(values):
             normalised = F.batch_norm(values, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         else:
-            from accel_train.models.batchnorm.fused import (
-                Fused,
-            )  # needs Triton, which only `is_fused` knows to be there
+            from accel_train.models.batchnorm.fused import Fused  # needs Triton, which is there if `is_fused`
 
             normalised = Fused.apply(values, rows, self.weight, self.bias, self.eps, collected)
         if self.track_running_stats and not _is_recomputation():
@@ -165,31 +164,11 @@ def _is_recomputation() -> bool:
     return backward_pass() is not None
 
 
-class VirtualBatchNorm1d(VirtualBatchNorm, nn.BatchNorm1d):
-    pass
-
-
-class VirtualBatchNorm2d(VirtualBatchNorm, nn.BatchNorm2d):
-    pass
-
-
-class VirtualBatchNorm3d(VirtualBatchNorm, nn.BatchNorm3d):
-    pass
-
-
-class VirtualBatchNormAct2d(VirtualBatchNorm, BatchNormAct2d):  # type: ignore[misc]
-    """timm's BatchNorm with an activation function after it."""
-
-    def _then(self, values: Tensor) -> Tensor:
-        return cast(Tensor, self.act(self.drop(values)))
-
-
 VIRTUAL: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: VirtualBatchNorm1d,
-    nn.BatchNorm2d: VirtualBatchNorm2d,
-    nn.BatchNorm3d: VirtualBatchNorm3d,
-    BatchNormAct2d: VirtualBatchNormAct2d,
+    kind: type(f"Virtual{kind.__name__}", (VirtualBatchNorm, kind), {})
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNormAct2d)
 }
+"""The classes that `VirtualBatches` replaces, and by what."""
 
 
 def has_batchnorm(model: nn.Module) -> bool:

@@ -54,11 +54,10 @@ class VirtualBatches:
         self._calls: list[int] = []
         self._calls_per_channel = self._momentum  # of `self._calls`, once there are any
 
-    def set_calls(self, *, irregular: Sequence[int], of_no_sample: Sequence[int]) -> None:
-        """Say what a trial of the model has found of the modules with these numbers: see `VirtualBatchNorm`."""
-        self._all_regular = not irregular and not of_no_sample
+    def set_calls(self, *, irregular: bool, of_no_sample: Sequence[int]) -> None:
+        """Say what a trial of the model has found: see `TrainingPass`."""
+        self._all_regular = not irregular
         for number, module in enumerate(self.modules):
-            module.regular = number not in irregular  # type: ignore[assignment]
             module.of_no_sample = number in of_no_sample  # type: ignore[assignment]
 
     def begin(self, real: Tensor, *, padded: bool, may_be_empty: bool = False) -> None:

@@ -55,7 +55,6 @@ class KeyedFunctions(TorchFunctionMode):
     def __init__(self, keys: DropoutKeys) -> None:
         super().__init__()
         self.keys = keys
-        keys.functions_draw = True
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

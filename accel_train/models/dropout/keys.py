@@ -44,15 +44,12 @@ class DropoutKeys:
         self.layers = tuple(layers)
         self.released: set[int] = set()
         """Rows that draw from torch's generators nevertheless."""
-        self.functions_draw = False
-        """Whether functions of the model draw, too: `KeyedFunctions` says so."""
         self.rate_of_check: float | None = None
         """Replaces each rate between 0 and 1 while a model is checked: errors hide if a mask drops little."""
         self._words = torch.tensor([key(name) for name in (*self.layers, "")])
         # int64 [rows, samples]; MasksTogether may add rows. It is changed in place: torch.compile then neither compiles
         # again for an update nor takes an old value for a constant.
         self._table: Tensor | None = None
-        self._waiting: tuple[Tensor, int, torch.device] | None = None  # arguments that are not in the table yet
         self._together = MasksTogether()
         # How often each layer was called in this forward pass. After its second call a layer is `_repeated`: only
         # then compiled code has to count, which torch.compile cannot do inside gradient checkpointing.
@@ -76,12 +73,7 @@ class DropoutKeys:
         model's; None: where the ids are.
         """
         self._calls = [0] * len(self._calls)
-        self._waiting = ids, update, device or ids.device
-        if self.layers or self.functions_draw:  # else not until something draws
-            self._hash(*self._waiting)
-
-    def _hash(self, ids: Tensor, update: int, device: torch.device) -> None:
-        self._waiting = None
+        device = device or ids.device
         self._words = self._words.to(ids.device)
         table = scramble(hashed(key(self.seed, "dropout", update), ids) + self._words[:, None])
         table = pinned(self._together.begin(table, device), device)
@@ -92,7 +84,7 @@ class DropoutKeys:
 
     def clear(self) -> None:
         """Forget the samples: until the next `set_samples` the layers draw from torch's generators."""
-        self._table = self._waiting = None
+        self._table = None
         self._together.clear()
 
     def rate(self, p: float) -> float:
@@ -128,8 +120,6 @@ class DropoutKeys:
 
     def _begin_call(self, row: int, shape: Sequence[int]) -> tuple[int, Tensor] | None:
         """The number of the next call of layer `row`, and each sample's word in this layer, int64 [b]."""
-        if self._waiting is not None:
-            self._hash(*self._waiting)
         if self._table is None or row in self.released:
             return None
         number, keys = self._number_of_call(row), self._table[row]

@@ -1,11 +1,8 @@
-"""The dropout layers of torch, timm and torchvision, with masks from `DropoutKeys`.
-
-Each class overrides only `forward`, and falls back to its parent's where there is no keyed mask.
-"""
+"""The dropout layers of torch, timm and torchvision, with masks from `DropoutKeys`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,7 +13,6 @@ import torchvision.ops
 from timm.models.efficientvit_msra import ResidualDrop
 from torch import Tensor, nn
 
-from accel_train.launch.compat import DropoutNd
 from accel_train.models.dropout.keys import (
     DropoutKeys,
     Mask,
@@ -29,70 +25,53 @@ from accel_train.models.dropout.keys import (
 
 
 class _Keyed:
-    """What `convert_dropout` adds to a module."""
+    """Mixed into a dropout layer: in training its forward pass is `keyed`, unless that returns None."""
 
     keys: DropoutKeys
     row: int
+    keyed: Callable[..., Any]
+    """Takes the arguments of forward. None: the layer's own must be called, because its rate is 0, there is no mask,
+    or it is called in a way that `keyed` does not know."""
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        result = self.keyed(*args, **options) if self.training else None
+        return super().forward(*args, **options) if result is None else result  # type: ignore[misc]
 
     def mask(self, shape: Sequence[int], p: float) -> Mask | None:
-        return self.keys.mask(self.row, shape, self.keys.rate(p))
+        return self.keys.mask(self.row, shape, self.keys.rate(p)) if p > 0 else None
 
 
-class _KeyedDropout(_Keyed, DropoutNd):
-    """A dropout layer of torch."""
-
-    by_channel = False
-    dimensions: int | None = None
-    """Of the values, including the batch; torch takes others for a single sample without a batch."""
+class _Elements(_Keyed):
     drop = staticmethod(scaled)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return input
-        shape = channel_shape(input.shape) if self.by_channel else input.shape
-        mask = self.mask(shape, self.p) if self.dimensions in (None, input.dim()) else None
-        if mask is None:
-            return super().forward(input)  # type: ignore[no-any-return]
-        return self.drop(input, mask, self.inplace)
+    def keyed(self: Any, input: Tensor) -> Tensor | None:
+        mask = self.mask(input.shape, self.p)
+        return None if mask is None else self.drop(input, mask, self.inplace)
 
 
-class KeyedDropout(_KeyedDropout, nn.Dropout):
-    pass
+class _Channels(_Keyed):
+    drop = staticmethod(scaled)
+    dimensions: int | None = None
+    """Of the values, including the batch; torch takes others for a single sample without a batch."""
+
+    def keyed(self: Any, input: Tensor) -> Tensor | None:
+        known = self.dimensions in (None, input.dim())
+        mask = self.mask(channel_shape(input.shape), self.p) if known else None
+        return None if mask is None else self.drop(input, mask, self.inplace)
 
 
-class KeyedDropout1d(_KeyedDropout, nn.Dropout1d):
-    by_channel, dimensions = True, 3
-
-
-class KeyedDropout2d(_KeyedDropout, nn.Dropout2d):
-    by_channel, dimensions = True, 4
-
-
-class KeyedDropout3d(_KeyedDropout, nn.Dropout3d):
-    by_channel, dimensions = True, 5
-
-
-class KeyedAlphaDropout(_KeyedDropout, nn.AlphaDropout):
-    drop = staticmethod(alpha_dropout)
-
-
-class KeyedFeatureAlphaDropout(_KeyedDropout, nn.FeatureAlphaDropout):
-    by_channel, drop = True, staticmethod(alpha_dropout)
-
-
-class KeyedMultiheadAttention(_Keyed, nn.MultiheadAttention):
+class _Attention(_Keyed):
     """nn.MultiheadAttention for what image classifiers need: self-attention of [n, tokens, d] without a mask."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+    def keyed(self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
         known = query is key is value and query.dim() == 3 and self.batch_first and self.in_proj_weight is not None
         known = known and self.bias_k is None and not self.add_zero_attn and not args and "need_weights" in options
-        known = known and all(option is None or option is False for option in options.values())
-        mask = None
-        if known and self.training and self.dropout > 0:
-            n, tokens, _ = query.shape
-            mask = self.mask((n, self.num_heads, tokens, tokens), self.dropout)
+        if not known or not all(option is None or option is False for option in options.values()):
+            return None
+        n, tokens, _ = query.shape
+        mask = self.mask((n, self.num_heads, tokens, tokens), self.dropout)
         if mask is None:
-            return super().forward(query, key, value, *args, **options)
+            return None
         projected = F.linear(query, self.in_proj_weight, self.in_proj_bias)
         # [n, tokens, 3 d] -> three times [n, heads, tokens, d / heads]
         parts = projected.view(n, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
@@ -100,85 +79,67 @@ class KeyedMultiheadAttention(_Keyed, nn.MultiheadAttention):
         return self.out_proj(attended.transpose(1, 2).flatten(2)), None
 
 
-class KeyedDropPath(_Keyed, timm.layers.DropPath):  # type: ignore[misc]
+class _Path(_Keyed):
     """timm's DropPath: drops a residual branch of a sample."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.drop_prob == 0:
-            return x
+    def keyed(self: Any, x: Tensor) -> Tensor | None:
         mask = self.mask(sample_shape(x.shape), self.drop_prob)
         if mask is None:
-            return super().forward(x)  # type: ignore[no-any-return]
+            return None
         return scaled(x, mask) if self.scale_by_keep else x * mask.keep
 
 
-class KeyedStochasticDepth(_Keyed, torchvision.ops.StochasticDepth):  # type: ignore[misc]
+class _Depth(_Keyed):
     """torchvision's StochasticDepth in mode "row", which is a DropPath."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return input
+    def keyed(self: Any, input: Tensor) -> Tensor | None:
         mask = self.mask(sample_shape(input.shape), self.p) if self.mode == "row" else None
-        return super().forward(input) if mask is None else scaled(input, mask)
+        return None if mask is None else scaled(input, mask)
 
 
-class KeyedResidualDrop(_Keyed, ResidualDrop):  # type: ignore[misc]
+class _ResidualDrop(_Keyed):
     """The residual connection with DropPath of timm's EfficientViT (MSRA)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        mask = self.mask(sample_shape(x.shape), self.drop) if self.training and self.drop > 0 else None
-        return super().forward(x) if mask is None else x + scaled(self.m(x), mask)
+    def keyed(self: Any, x: Tensor) -> Tensor | None:
+        mask = self.mask(sample_shape(x.shape), self.drop)
+        return None if mask is None else x + scaled(self.m(x), mask)
 
 
-class KeyedDropBlock2d(_Keyed, timm.layers.DropBlock2d):  # type: ignore[misc]
+class _TimmBlocks(_Keyed):
     """timm's DropBlock2d without noise."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or not self.drop_prob:
-            return x
+    def keyed(self: Any, x: Tensor) -> Tensor | None:
         n, channels, height, width = x.shape
         block = min(self.block_size, height), min(self.block_size, width)
-        p = self.keys.rate(self.drop_prob) * self.gamma_scale
-        shape = (n, 1 if self.couple_channels else channels, height, width)
-        mask = None if self.with_noise else self.keys.mask(self.row, shape, _block_rate(p, (height, width), block))
+        if self.with_noise or not self.drop_prob:
+            return None
+        rate = _block_rate(self.keys.rate(self.drop_prob) * self.gamma_scale, (height, width), block)
+        mask = self.keys.mask(self.row, (n, 1 if self.couple_channels else channels, height, width), rate)
         if mask is None:
-            return super().forward(x)  # type: ignore[no-any-return]
+            return None
         blocks = F.max_pool2d((~mask.keep).to(x.dtype), block, 1, (block[0] // 2, block[1] // 2))
         # With an even size there is one row or column too many.
         blocks = blocks[..., (block[0] + 1) % 2 :, (block[1] + 1) % 2 :]
         return _without_blocks(x, blocks, self.scale_by_keep, self.inplace)
 
 
-class _KeyedDropBlock(_Keyed):
+class _Blocks(_Keyed):
     """torchvision's DropBlock of [n, C, H, W] or [n, C, D, H, W]."""
 
     dimensions: int
 
-    def forward(self: Any, input: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return input
-        result = self.without_blocks(input) if input.dim() == self.dimensions else None
-        return super().forward(input) if result is None else result  # type: ignore[misc, no-any-return]
-
-    def without_blocks(self: Any, x: Tensor) -> Tensor | None:
+    def keyed(self: Any, x: Tensor) -> Tensor | None:
         sides = x.shape[2:]
         block = min(self.block_size, *sides)
+        if x.dim() != self.dimensions or self.p == 0 or block % 2 == 0:
+            return None
         starts = (*x.shape[:2], *(side - block + 1 for side in sides))
-        rate = _block_rate(self.keys.rate(self.p), sides, (block,) * len(sides))
-        mask = self.keys.mask(self.row, starts, rate) if block % 2 else None
+        mask = self.keys.mask(self.row, starts, _block_rate(self.keys.rate(self.p), sides, (block,) * len(sides)))
         if mask is None:
             return None
         padded = F.pad((~mask.keep).to(x.dtype), [block // 2] * 2 * len(sides))
         pool = F.max_pool2d if len(sides) == 2 else F.max_pool3d
         return _without_blocks(x, pool(padded, block, 1, block // 2), True, self.inplace)
-
-
-class KeyedTorchvisionDropBlock2d(_KeyedDropBlock, torchvision.ops.DropBlock2d):  # type: ignore[misc]
-    dimensions = 4
-
-
-class KeyedTorchvisionDropBlock3d(_KeyedDropBlock, torchvision.ops.DropBlock3d):  # type: ignore[misc]
-    dimensions = 5
 
 
 def _block_rate(p: float, sides: Sequence[int], block: Sequence[int]) -> float:
@@ -202,20 +163,13 @@ def _without_blocks(values: Tensor, blocks: Tensor, rescaled: bool, inplace: boo
     return values.mul_(kept) if inplace else values * kept
 
 
-class _KeyedPatchDropout(_Keyed):
+class _Patches(_Keyed):
     """timm's patch dropout: a random choice of each sample's tokens [n, tokens, d]."""
 
-    prob: float
-    training: bool
-    num_prefix_tokens: int
-    ordered: bool
-
-    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The remaining tokens, and their numbers (int64 [n, kept], without the prefix tokens)."""
-        if not self.training or self.prob == 0:
-            return None
+    def keyed(self: Any, x: Tensor) -> Any:
+        """The remaining tokens; of PatchDropoutWithIndices also their numbers, int64 [n, kept], without the prefix."""
         prefix, tokens = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
-        words = self.keys.words(self.row, tokens.shape[:2])
+        words = self.keys.words(self.row, tokens.shape[:2]) if self.prob > 0 else None
         if words is None:
             return None
         count = max(1, int(tokens.shape[1] * (1 - self.prob)))
@@ -223,36 +177,28 @@ class _KeyedPatchDropout(_Keyed):
         if self.ordered:
             numbers = numbers.sort(1)[0]
         places = numbers.view(*numbers.shape, *(1 for _ in x.shape[2:])).expand(-1, -1, *x.shape[2:])
-        return torch.cat((prefix, tokens.gather(1, places)), 1), numbers
-
-
-class KeyedPatchDropout(_KeyedPatchDropout, timm.layers.PatchDropout):  # type: ignore[misc]
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = self.chosen(x)
-        return super().forward(x) if chosen is None else chosen[0]
-
-
-class KeyedPatchDropoutWithIndices(_KeyedPatchDropout, timm.layers.PatchDropoutWithIndices):  # type: ignore[misc]
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        chosen = self.chosen(x)
-        return super().forward(x) if chosen is None else chosen
+        chosen = torch.cat((prefix, tokens.gather(1, places)), 1)
+        return (chosen, numbers) if isinstance(self, timm.layers.PatchDropoutWithIndices) else chosen
 
 
 KEYED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Dropout: KeyedDropout,
-    nn.Dropout1d: KeyedDropout1d,
-    nn.Dropout2d: KeyedDropout2d,
-    nn.Dropout3d: KeyedDropout3d,
-    nn.AlphaDropout: KeyedAlphaDropout,
-    nn.FeatureAlphaDropout: KeyedFeatureAlphaDropout,
-    nn.MultiheadAttention: KeyedMultiheadAttention,
-    timm.layers.DropPath: KeyedDropPath,
-    timm.layers.DropBlock2d: KeyedDropBlock2d,
-    timm.layers.PatchDropout: KeyedPatchDropout,
-    timm.layers.PatchDropoutWithIndices: KeyedPatchDropoutWithIndices,
-    ResidualDrop: KeyedResidualDrop,
-    torchvision.ops.StochasticDepth: KeyedStochasticDepth,
-    torchvision.ops.DropBlock2d: KeyedTorchvisionDropBlock2d,
-    torchvision.ops.DropBlock3d: KeyedTorchvisionDropBlock3d,
+    kind: type(f"Keyed{kind.__name__}", (mixin, kind), attributes)
+    for kind, mixin, attributes in (
+        (nn.Dropout, _Elements, {}),
+        (nn.Dropout1d, _Channels, {"dimensions": 3}),
+        (nn.Dropout2d, _Channels, {"dimensions": 4}),
+        (nn.Dropout3d, _Channels, {"dimensions": 5}),
+        (nn.AlphaDropout, _Elements, {"drop": staticmethod(alpha_dropout)}),
+        (nn.FeatureAlphaDropout, _Channels, {"drop": staticmethod(alpha_dropout)}),
+        (nn.MultiheadAttention, _Attention, {}),
+        (timm.layers.DropPath, _Path, {}),
+        (timm.layers.DropBlock2d, _TimmBlocks, {}),
+        (timm.layers.PatchDropout, _Patches, {}),
+        (timm.layers.PatchDropoutWithIndices, _Patches, {}),
+        (ResidualDrop, _ResidualDrop, {}),
+        (torchvision.ops.StochasticDepth, _Depth, {}),
+        (torchvision.ops.DropBlock2d, _Blocks, {"dimensions": 4}),
+        (torchvision.ops.DropBlock3d, _Blocks, {"dimensions": 5}),
+    )
 }
 """The classes that `convert_dropout` replaces, and by what."""

@@ -1,0 +1,92 @@
+"""Where in its data a run goes on from a checkpoint, and why it cannot if the data or the run's length differs."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from accel_train.checkpoint.directory import checkpoint_path, list_updates
+from accel_train.checkpoint.format import Snapshot, epochs_done
+from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.compatibility import SAMPLE_KEYS, flatten
+from accel_train.config.schema import Config, as_dict
+from accel_train.data.order.plan import Plan, create_plan
+from accel_train.errors import UserError
+from accel_train.untrusted import is_count
+
+
+def position_in(snapshot: Snapshot, path: Path, config: Config, samples: int, changes: Mapping[str, str]) -> TrainState:
+    """The position of the checkpoint `path` in this run's data, which has so many training samples.
+
+    `changes`: the differences between the checkpoint's settings and this run's. Raises UserError.
+    """
+    saved = snapshot.state["train"]
+    position = TrainState.from_saved(saved, path)
+    if "best-metric" in changes:  # the best value so far is one of another metric
+        position.forget_best()
+    if not changes.keys().isdisjoint({*SAMPLE_KEYS, "data", "batch-size", "data.drop-last"}):
+        # Updates to be skipped that are still to come have different samples now.
+        position.left_out = [update for update in position.left_out if update <= position.update]
+    if "epoch_samples" not in saved:  # older versions counted updates, all of one size
+        position.epoch_samples, fits = position.epoch_count, True
+        if changes.keys().isdisjoint(SAMPLE_KEYS):
+            old = {**flatten(as_dict(Config())), **flatten(snapshot.state["configuration"])}
+            fits = is_count(old["batch-size"], 1)
+            if fits:
+                plan = Plan(samples, old["batch-size"], 1, 1, bool(old["data.drop-last"]))
+                updates = position.update - position.epoch * plan.updates_per_epoch
+                fits = 0 <= updates <= plan.updates_per_epoch
+                position.epoch_samples = min(updates * plan.batch_size, samples)
+        position.epoch_left_out = position.epoch_samples - position.epoch_count
+        if not fits or position.epoch_left_out < 0:
+            raise UserError(
+                f"{path} does not fit the training data, which has {samples} samples: update {position.update} is "
+                f"not in epoch {position.epoch + 1} of it. Has the data changed?"
+            )
+    return position
+
+
+def obstacle_at(
+    position: TrainState, snapshot: Snapshot, path: Path, config: Config, samples: int, changes: Mapping[str, str]
+) -> str:
+    """Why the run cannot go on from `position`, even if all changes of settings are allowed; "" if it can.
+
+    The arguments: see `position_in`.
+    """
+    if too_short := _too_short(position, path, config, samples):
+        return too_short
+    by_batch = ("batch-size",) if config.data.order == "shards" else ()  # canonical nodes divide the batch
+    changed = [f"{key}: {changes[key]}" for key in (*SAMPLE_KEYS, *by_batch, "data") if key in changes]
+    saved_samples = snapshot.state.get("samples", samples)
+    if saved_samples != samples and "data" not in changes:
+        changed.append(f"{saved_samples} -> {samples} training samples")
+    if not (position.epoch_samples and changed):
+        return ""
+    checkpoints = [checkpoint_path(path.parent, update) for update in list_updates(path.parent)]
+    epoch_ends = [checkpoint for checkpoint in checkpoints if epochs_done(checkpoint)]
+    instead = f": --resume {shlex.quote(str(epoch_ends[-1]))}" if epoch_ends else ", if there is one"
+    return (
+        f"{path} is in the middle of epoch {position.epoch + 1}, which has to be completed with the samples with "
+        f"which it began ({'; '.join(changed)}). Give the old settings until the epoch is complete, or start with "
+        f"another --output-dir from a checkpoint at the end of an epoch{instead}."
+    )
+
+
+def _too_short(position: TrainState, path: Path, config: Config, samples: int) -> str:
+    """Why a run of so many epochs or updates has no update `position`; "" if it has."""
+    least = position.epoch + (position.epoch_samples > 0)
+    option = f"--epochs {config.epochs}"
+    state = f"epoch {least} has begun" if position.epoch_samples else f"{least} epochs are done"
+    if least <= math.ceil(config.epochs):
+        ends_within = config.stop.updates is not None or config.epochs != int(config.epochs)
+        if not ends_within or samples < config.batch_size:  # other mistakes are told elsewhere
+            return ""
+        plan = create_plan(config, samples, processes=1, accumulation=1, virtual_batch=1)
+        done = plan.updates_until(position.epoch, position.epoch_samples)
+        if done <= plan.updates:
+            return ""
+        if plan.updates == config.stop.updates:
+            option, state, least = f"--stop.updates {plan.updates}", f"{done} updates are done", done
+    return f"{option}: {state} in {path}. Give at least {least}, or start a new run with another --output-dir."

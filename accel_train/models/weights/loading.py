@@ -1,0 +1,129 @@
+"""Loads weights into a model that may have other classes, another number of channels or another image size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import timm
+from torch import Tensor, nn
+
+from accel_train.errors import UserError, first_of
+from accel_train.models.weights.file import Weights, read_state
+from accel_train.models.weights.head import with_head
+from accel_train.models.wrapping import classifier_names, input_names
+
+LEAST = 0.9
+"""The part of the body's numbers that must be in the file. With less, the run would begin nearly at random."""
+# Functions in the modules of timm's models that turn other programs' names and sizes into those of a model.
+FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained")
+
+
+def load_into(
+    model: nn.Module, weights: Weights, classes: Sequence[str], channels: int, *, remaps: bool = False
+) -> str:
+    """Load `weights` into `model`, which has `classes` and takes `channels`. Returns a line that says what was done.
+
+    The body is loaded, and adapted to the image size and to the channels as timm does. The last layer is loaded if it
+    is of the same classes, by name, in whatever order; if the file does not name its classes, as many are enough, as
+    for published weights. `remaps`: of other classes, the rows of those that both have are loaded. Raises UserError if
+    the file cannot be read, or is of another model.
+    """
+    given = read_state(weights.file)
+    target = model.state_dict()
+    state = _resized(model, given, target)
+    _adapt_channels(model, state, channels)
+    both = [name for name in state if name in given and name in target]
+    adapted = [name for name in both if given[name].shape != state[name].shape]
+    head = [name for name in target if name.startswith(tuple(f"{layer}." for layer in classifier_names(model)))]
+    state, head_text = with_head(
+        state, {name: target[name] for name in head}, weights.classes, classes, weights.shown, remaps=remaps
+    )
+
+    loaded = {name: value for name, value in state.items() if name in target and _fits(value, target[name])}
+    body = [name for name, value in target.items() if name not in head and value.is_floating_point()]
+    _check_enough(model, weights, given, loaded, body)
+    model.load_state_dict(target | loaded)
+    new = [name for name in body if name not in loaded]
+    left_out = [name for name in state if name not in loaded and name not in head]
+    parts = [
+        f"body loaded, {sum(name in loaded for name in body)} of {len(body)} tensors",
+        f"adapted to this size or these channels: {first_of(adapted)}" if adapted else "",
+        head_text,
+        f"new: {first_of(new)}" if new else "",
+        f"left out: {first_of(left_out)}" if left_out else "",
+    ]
+    return f"{weights.shown}: {'; '.join(filter(None, parts))}"
+
+
+def _resized(model: nn.Module, state: dict[str, Tensor], target: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state with the model's names, and with its position embeddings for the model's image size."""
+    import torchvision
+
+    state = dict(state)
+    module = type(model).__module__
+    try:
+        if module.startswith("timm.models."):
+            known = vars(sys.modules[module])
+            function: Any = next((known[name] for name in FILTERS if name in known), None)
+            if function is not None:
+                return dict(_call_filter(function, state, model))
+        elif isinstance(model, torchvision.models.VisionTransformer):
+            name = "encoder.pos_embedding"
+            if name in state and state[name].shape != target[name].shape:
+                resize = torchvision.models.vision_transformer.interpolate_embeddings
+                return dict(resize(model.image_size, model.patch_size, state))
+    except (LookupError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError):
+        pass  # of another model: the comparison that follows says so
+    return state
+
+
+def _call_filter(function: Any, state: dict[str, Tensor], model: nn.Module) -> Any:
+    try:
+        return function(state, model)
+    except TypeError:  # some take no model
+        return function(state)
+
+
+def _adapt_channels(model: nn.Module, state: dict[str, Tensor], channels: int) -> None:
+    """Adapt the first layer's weights in `state`, in place, to images of `channels`."""
+    target = model.state_dict()
+    for name in (f"{layer}.weight" for layer in input_names(model)):
+        if name not in state or name not in target:
+            continue
+        value, wanted = state[name], target[name]
+        if value.ndim != 4 or wanted.ndim != 4 or value.shape[1] == wanted.shape[1]:
+            continue
+        before = value.shape[1] * channels // wanted.shape[1]  # the channels of the file: stems may divide by space
+        if before < 1:
+            continue
+        more = {} if before == 3 else {"base_chans": before}  # older versions of timm know only 3
+        try:
+            state[name] = timm.models.adapt_input_conv(channels, value, **more)
+        except (NotImplementedError, TypeError, AssertionError):
+            continue
+
+
+def _fits(value: Tensor, target: Tensor) -> bool:
+    return value.shape == target.shape and value.is_floating_point() == target.is_floating_point()
+
+
+def _check_enough(
+    model: nn.Module, weights: Weights, given: dict[str, Tensor], loaded: dict[str, Tensor], body: Iterable[str]
+) -> None:
+    """Raise UserError unless `loaded` has nearly all numbers of the body."""
+    sizes = {name: value.numel() for name, value in model.state_dict().items() if name in set(body)}
+    part = sum(size for name, size in sizes.items() if name in loaded) / max(1, sum(sizes.values()))
+    if part >= LEAST:
+        return
+    own = model.state_dict()
+    unfit = next((name for name in own if name in given and name in sizes and name not in loaded), None)
+    example = ""
+    if unfit is not None:
+        example = f" {unfit} is {tuple(given[unfit].shape)} there and {tuple(own[unfit].shape)} here."
+    raise UserError(
+        f"--model.weights: {weights.shown} is of another model: it has only {part:.0%} of this model's parameters. Its "
+        f"first tensors are {first_of([*given])}; this model's are {first_of([*own])}.{example} Give the model.name "
+        "and the model.image-size of these weights."
+    )
