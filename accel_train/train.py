@@ -103,7 +103,7 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
         warnings = (*setup.warnings, *check.finish(accelerator))
         setup = dataclasses.replace(setup, warnings=warnings, own_metrics=own_metrics)
         run = Run(setup, lease, finished, stop_requests, began, observers)
-        with run:
+        with run.trained():
             try:
                 fit(setup, run)
             except StopAskedError:

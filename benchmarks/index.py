@@ -3,11 +3,17 @@
     python benchmarks/index.py                      # 200,000 images
     python benchmarks/index.py --images 1300000     # as many as ImageNet has; needs 5 GB and ten minutes
     python benchmarks/index.py --images 1000000 --kinds wds
+    python benchmarks/index.py --images 14000000 --without-images    # an index alone, as that of ImageNet-21k: 1 GB
 
 The images are tiny (those of a class in folders are one file of many names); what is measured is the finding of them,
 in a new process each time, from the page cache. A network file system makes the first start slower, not the others. How
 much a start takes more than with 1,000 images, and the memory of a process, have limits that this program checks. Then
 comes the order of an epoch: the numbers of all its samples, which each process computes batch by batch.
+
+With --without-images there are empty folders, or empty tar files, and an index of images that are not in them, so that
+a start can be measured with more images than a disk is filled with in an hour. What is then measured, too: the start of
+a run in the middle of an epoch (until its first batch's numbers), the first lines of a run that count the classes, the
+samples of an evaluation, and a division (--data.val-fraction), which hashes each name.
 """
 
 from __future__ import annotations
@@ -22,25 +28,37 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
+import torch
 from PIL import Image
 
 from accel_train.cli.table import print_table
 from accel_train.config.schema import Config, Data
 from accel_train.data.loading import create_sampler
 from accel_train.data.order.plan import create_plan
+from accel_train.data.order.samplers import EvaluationSampler
+from accel_train.data.sources.classes import class_counts
+from accel_train.data.sources.divide import divide
+from accel_train.data.sources.files.index import _state, index_places
+from accel_train.data.sources.files.index_file import Index, SplitFiles, write_index
 from accel_train.data.sources.load import Splits, read_splits
+from accel_train.data.sources.shared import SharedArray, StringArray
 
 CLASSES = 1000
 FEW = 1000  # images of the data set to compare with
 TARS = ("tar", "wds")
-ORDERS = ("full", "shards")
+ORDERS: tuple[Literal["full", "shards"], ...] = ("full", "shards")
 KINDS = ("folder", "csv", *TARS)
 SHARD = 10_000  # images of a tar file, of which there are ten or more
 BATCH = 256
+STEPS = ("classes counted", "resumed, full", "resumed, shards", "evaluation", "divided")
 LONGEST, LARGEST = 2.0, 40.0  # seconds more than with few images, for each 1.3 million; bytes of memory an image
+MOST = 10.0  # seconds more with an index of 14 million
 
 
 class Start(NamedTuple):
@@ -54,6 +72,8 @@ class Start(NamedTuple):
     """The most that it had until then, of all kinds."""
     order: dict[str, float]
     """--data.order -> seconds of the processor for the order of an epoch."""
+    steps: dict[str, float]
+    """Seconds of the processor for other things that a run does with all samples."""
 
 
 def picture() -> bytes:
@@ -123,6 +143,46 @@ def write(kind: str, root: Path, images: int) -> Path:
     return root / "labels.csv" if kind == "csv" else root
 
 
+def write_index_alone(kind: str, root: Path, images: int) -> Path:
+    """Write an index of images that are not there; return the --data.root."""
+    root.mkdir()
+    classes = tuple(f"{number:04}" for number in range(CLASSES))
+    numbers = np.arange(images)
+    labels = np.sort(numbers % CLASSES) if kind not in TARS else numbers % CLASSES
+    names = [
+        b"%04d/%08d.jpg" % pair if kind != "wds" else b"%08d.jpg" % pair[1]
+        for pair in zip(labels, numbers, strict=True)
+    ]
+    lengths = np.full(images, len(names[0]), dtype=np.int64)
+    text = StringArray.of(
+        SharedArray(np.frombuffer(bytearray(b"".join(names)), np.uint8)), SharedArray(lengths.cumsum())
+    )
+    tars, places, positions, stats, table = [], [], None, None, ""
+    if kind in TARS:
+        tars = [f"train-{part:05}.tar" for part in range(max(10, images // SHARD))]
+        for name in tars:
+            (root / name).touch()
+        places = tars
+        parts = np.sort(numbers % len(tars))
+        positions = SharedArray(np.stack([parts, 512 + 1024 * numbers, np.full(images, 600)], axis=1))
+    else:
+        for name in classes:
+            (root / name).mkdir()
+        places = ["", *classes]
+        if kind == "csv":
+            (root / "labels.csv").write_text("path,label\n")
+            places, table = ["labels.csv", *classes], "0" * 64
+        stats = SharedArray(np.stack([np.full(images, 600), np.full(images, 10**18)], axis=1))
+    for path in [root, *root.glob("*")]:
+        os.utime(path, (time.time() - 60,) * 2)
+    found = SplitFiles(text, torch.from_numpy(labels.astype(np.int64)), positions, stats)
+    index = Index(tuple(places), classes, {"train": found}, 1, tuple(tars), table=table)
+    name = "csv-labels.csv" if kind == "csv" else kind
+    written = write_index(index_places(root, name), root, index, {place: _state(root, place) for place in places})
+    assert written.file is not None
+    return root / "labels.csv" if kind == "csv" else root
+
+
 def memory() -> int:
     """Bytes of this process that are not those of a file."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -139,7 +199,38 @@ def _child(kind: str, root: Path, images: int, cores: int, answer: object) -> No
     orders = {"full": epoch(kind, splits, "full")}
     if kind in TARS:
         orders["shards"] = epoch(kind, splits, "shards")
-    answer.send(Start(seconds, work, held, peak, orders))  # type: ignore[attr-defined]
+    answer.send(Start(seconds, work, held, peak, orders, other_steps(kind, root, splits)))  # type: ignore[attr-defined]
+
+
+def other_steps(kind: str, root: Path, splits: Splits) -> dict[str, float]:
+    """What a run does besides with all samples -> seconds of the processor."""
+
+    def evaluation() -> None:
+        assert sum(len(batch) for batch in EvaluationSampler(len(splits.train), BATCH)) >= len(splits.train)
+
+    steps: dict[str, Callable[[], object]] = {
+        "classes counted": lambda: class_counts(splits),
+        **{
+            f"resumed, {order}": partial(resumed, kind, splits, order)
+            for order in (ORDERS if kind in TARS else ORDERS[:1])
+        },
+        "evaluation": evaluation,
+        "divided": lambda: divide(splits, Data(name=kind, root=root, val_fraction=0.1), 0),
+    }
+    seconds = {}
+    for name, step in steps.items():
+        began = time.process_time()
+        step()
+        seconds[name] = time.process_time() - began
+    return seconds
+
+
+def resumed(kind: str, splits: Splits, order: Literal["full", "shards"]) -> None:
+    """Find the samples of the first batch of a run that goes on in the middle of its second epoch."""
+    config = Config(batch_size=BATCH, epochs=2, data=Data(name=kind, order=order))
+    sampler = create_sampler(config, splits, create_plan(config, len(splits.train), 1, 1, 1))
+    sampler.seek(1, len(splits.train) // 2 // BATCH * BATCH)
+    assert len(next(iter(sampler))) == BATCH
 
 
 def epoch(kind: str, splits: Splits, order: Literal["full", "shards"]) -> float:
@@ -167,12 +258,41 @@ def index_file(root: Path) -> Path:
     return kept
 
 
+def without_images(images: int, kinds: list[str], folder: Path | None) -> int:
+    """Measure starts with an index of images that are not there."""
+    rows, within, cores = [], True, len(os.sched_getaffinity(0))
+    for kind in kinds:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            few, many = (write_index_alone(kind, Path(place) / str(count), count) for count in (FEW, images))
+            small, large = start(kind, few, FEW, cores), start(kind, many, images, cores)
+            size = index_file(many).stat().st_size / images
+            more, held = large.seconds - small.seconds, (large.memory - small.memory) / (images - FEW)
+            within &= more <= MOST and held <= LARGEST
+            rows.append([
+                kind, f"{small.seconds:.2f} s", f"{large.seconds:.2f} s ({large.work - small.work:.2f} s more)",
+                f"{held:.1f}", f"{size:.0f}",
+                *(f"{large.order[order]:.1f} s" if order in large.order else "" for order in ORDERS),
+                *(f"{large.steps[name]:.2f} s" if name in large.steps else "" for name in STEPS),
+            ])  # fmt: skip
+            print(*rows[-1], sep="; ", file=sys.stderr, flush=True)
+    print(f"An index of {images:,} images that are not there: seconds of the wall, else of the processor")
+    print_table([
+        "--data.name", f"start with {FEW:,} images", f"with {images:,} (processor)", "bytes an image: memory", "index",
+        *(f"an epoch's order, {order}" for order in ORDERS), *STEPS,
+    ], rows)  # fmt: skip
+    print(f"at most {MOST:g} s more, and {LARGEST:g} bytes an image: {'yes' if within else 'NO'}")
+    return 0 if within else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=200_000)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--folder", type=Path, help="for the data; default: a temporary one")
+    parser.add_argument("--without-images", action="store_true", help="write an index, and not what it is of")
     options = parser.parse_args()
+    if options.without_images:
+        return without_images(options.images, options.kinds, options.folder)
     all_cores = len(os.sched_getaffinity(0))
     rows, within = [], True
     for kind in options.kinds:

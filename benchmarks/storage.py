@@ -1,6 +1,7 @@
 """Measure training input from storage that is far away: files, tar files and shards, and other programs' loaders.
 
     python benchmarks/storage.py --photos photos.tar                  # or a folder with a folder for each class
+    python benchmarks/storage.py --photos photos.tar --mount          # a folder on a slow file system
     pip install --target DIR mosaicml-streaming …; python benchmarks/storage.py --photos photos.tar --streaming DIR
 
 The same photographs as files in a folder, as WebDataset shards (`accel-train shards`) and as MosaicML's shards; on this
@@ -10,8 +11,13 @@ Streaming, which has no HTTP, copies files with the same delay). Each line is a 
 that decodes and crops the images, and sleeps for each batch as long as the model would compute. It has an empty cache
 at its start, and goes through two epochs.
 
+`--mount` measures files and tar files alone, on a file system that is as slow as that and is mounted by FUSE
+(tests/slow_mount.py), as a network file system is: the kernel reads ahead, and keeps what was read. Opening a file
+takes as long as a request, too.
+
 * images/s: of the first epoch, from its second batch on. "of local": of the same loader's on this disk.
 * first batch: seconds after the loader began to be made. The imports are done, also those of our workers.
+* sequential requests until the first batch: see first_batch.py, which is called.
 * requests, data: of the first epoch, and bytes in multiples of the data. In brackets the requests of the second epoch.
 """
 
@@ -37,6 +43,7 @@ from accel_train.launch.environment import prepare_environment
 LAUNCH = prepare_environment()  # before torch is imported, which reads some of it
 
 import document  # noqa: E402
+import first_batch  # noqa: E402
 import torch  # noqa: E402
 from slow_storage import SlowStorage, slowed  # noqa: E402
 
@@ -171,13 +178,14 @@ LAYOUTS = (
 REMOTE = 3  # the layout whose goals are checked; 2 is the same on this disk
 
 
-def measure(layout: Layout, root: str, latency: float, seconds: float, work: Path) -> Found:
-    """Go through the epochs, in this process. `seconds`: of the model for a batch."""
+def measure(layout: Layout, root: str, latency: float, seconds: float, work: Path, counted_outside: bool) -> Found:
+    """Go through the epochs, in this process. `seconds`: of the model for a batch; `counted_outside`: the storage is
+    slow by itself, and whoever started this process counts its requests."""
     cache = work / "cache"
     process = WorkerContext(WORKER_MODULE).Process(target=time.sleep, args=(0,))
     process.start()  # when it has ended, those that load images start at once
     process.join()
-    storage = SlowStorage(work / "state", latency, BANDWIDTH) if latency and not layout.served else None
+    storage = SlowStorage(work / "state", latency, BANDWIDTH) if latency and not counted_outside else None
     began = time.perf_counter()
     first_batch, rates, requests, sizes = 0.0, list[float](), [0], [0]
     for batches in layout.make(root, cache, storage):
@@ -191,8 +199,8 @@ def measure(layout: Layout, root: str, latency: float, seconds: float, work: Pat
             since = since or time.perf_counter()
         rates.append(images / (time.perf_counter() - since))
         counted = storage.counts() if storage is not None else (0, 0)
-        if layout.served and latency:
-            print("epoch", flush=True)  # whoever has the server counts
+        if counted_outside:
+            print("epoch", flush=True)
             counted = tuple(json.loads(sys.stdin.readline()))
         requests.append(counted[0])
         sizes.append(counted[1])
@@ -204,29 +212,35 @@ def in_a_process(layout: Layout, data: Path, latency: float, options: argparse.N
     """Measure in a new process, with an empty cache."""
     sys.path.append(str(TESTS))
     storage_server: Any = importlib.import_module("storage_server")
+    slow_mount: Any = importlib.import_module("slow_mount")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     (work / "shards.json").write_text(json.dumps([path.name for path in sorted((data / "shards").glob("*.tar"))]))
     with contextlib.ExitStack() as stack:
-        root, server = str(data / layout.folder), None
-        if latency and layout.served:
+        root, counts = str(data / layout.folder), None
+        if latency and options.mount:
+            (work / "mount").mkdir()
+            mount = slow_mount.SlowMount(data / layout.folder, work / "mount", latency=latency, bandwidth=BANDWIDTH)
+            counts = stack.enter_context(mount).counts
+            root = str(mount.place)
+        elif latency and layout.served:
             server = stack.enter_context(
                 storage_server.StorageServer(data / layout.folder, latency=latency, bandwidth=BANDWIDTH)
             )
-            root = server.url
-        words = ["--one", str(LAYOUTS.index(layout)), root, str(latency), str(options.model), str(work)]
+            root, counts = server.url, lambda: (server.requests, server.bytes)
+        words = ["--one", LAYOUTS.index(layout), root, latency, options.model, work, int(counts is not None)]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), options.streaming])),
         }
-        command = [sys.executable, "-W", "ignore", __file__, *words]
+        command = [sys.executable, "-W", "ignore", __file__, *map(str, words)]
         child = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         )
         assert child.stdin is not None and child.stdout is not None
         for line in child.stdout:
-            if line == "epoch\n" and server is not None:
-                print(json.dumps([server.requests, server.bytes]), file=child.stdin, flush=True)
+            if line == "epoch\n" and counts is not None:
+                print(json.dumps(counts()), file=child.stdin, flush=True)
             elif line.startswith("found "):
                 return Found(*json.loads(line.removeprefix("found ")))
     raise SystemExit(f"{layout.title}: the program has failed; see above.")
@@ -259,6 +273,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--model", type=float, default=0.4, help="seconds of the model for a batch of 64 images")
     parser.add_argument("--streaming", help="folder in which MosaicML Streaming is installed")
+    parser.add_argument("--mount", action="store_true", help="read folders from a slow file system instead (FUSE)")
     parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks.md")
     options = parser.parse_args()
     if options.streaming:
@@ -268,6 +283,7 @@ def main() -> int:
         data = Path(place) / "data"
         size = prepare(options.photos, options.images, data)
         layouts = [layout for layout in LAYOUTS if (data / layout.folder).exists()]
+        layouts = layouts[:REMOTE] if options.mount else layouts
         for latency in LATENCIES:
             for number, layout in enumerate(layouts):
                 if latency or not (layout.served and layout.title.startswith("shards")):
@@ -290,12 +306,14 @@ def main() -> int:
         "images/s, 2nd epoch",
     ]
     print_table(head, rows)
-    lines = goals(found, size)
+    lines = [] if options.mount else [*goals(found, size), ""]
     print(*lines, sep="\n")
     if options.write:
         document.PACKAGES = (*document.PACKAGES, "webdataset", "mosaicml-streaming")
-        known = document.circumstances(f"python benchmarks/storage.py --photos photos.tar --images {options.images}")
-        document.write("storage", "\n".join([*document.table(head, rows), "", *lines, "", document.caption(known)]), {})
+        how = f"--images {options.images} --model {options.model:g}{' --mount' * options.mount}"
+        known = document.circumstances(f"python benchmarks/storage.py --photos photos.tar {how}")
+        part = "\n".join([*document.table(head, rows), "", *lines, document.caption(known)])
+        document.write("storage-mount" if options.mount else "storage", part, {})
     return 0
 
 
@@ -313,24 +331,23 @@ def goals(found: dict[tuple[int, float], Found], size: int) -> list[str]:
     local, lines = found[REMOTE, 0.0], []
     for latency in LATENCIES[1:]:
         each = found[REMOTE, latency]
-        request = latency + SHARD_BYTES / BANDWIDTH
-        later = (each.first_batch - local.first_batch) / request
         answers = {
             f"{each.rates[0] / local.rates[0]:.2f} of the speed on this disk (goal: at least 0.95)":
                 each.rates[0] >= 0.95 * local.rates[0],
             f"{each.bytes[0] / size:.3f} times the data in the first epoch (at most 1.02)":
                 each.bytes[0] <= 1.02 * size,
             f"{each.requests[1]} requests in the second (0)": each.requests[1] == 0,
-            f"the first batch {later:.1f} requests of a shard later than from this disk (at most 3)": later <= 3,
         }  # fmt: skip
         lines += [f"* {1000 * latency:g} ms: {text}: {'yes' if is_so else 'NO'}" for text, is_so in answers.items()]
-    return lines
+    # Not from the times above, in which a busy machine's pauses are longer than a request.
+    text, is_so = first_batch.goal(first_batch.rows_of(("http",), ("shards",), first_batch.LATENCY))
+    return [*lines, f"* {first_batch.LATENCY:g} s: {text}: {'yes' if is_so else 'NO'}"]
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        number, place, delay, model, folder = sys.argv[2:]
-        result = measure(LAYOUTS[int(number)], place, float(delay), float(model), Path(folder))
+        number, place, delay, model, folder, outside = sys.argv[2:]
+        result = measure(LAYOUTS[int(number)], place, float(delay), float(model), Path(folder), outside == "1")
         print("found", json.dumps(result), flush=True)
     else:
         sys.exit(main())

@@ -37,10 +37,13 @@ class StorageServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.log: list[tuple[str, str, int]] = []
         """(GET or HEAD, the path, the bytes that were sent of the body) of each request."""
+        self.spans: list[tuple[float, float]] = []
+        """When each request began and ended, time.monotonic()."""
         self.fault: Callable[[str, str, int], str | None] = lambda method, path, times: None
         """What goes wrong in a request, or None: "503" (a status), "reset", "truncated", "stalled" or "changed".
         `times`: how many requests of this method and path there were before."""
-        self.ranges = True
+        self.ranges = self.tags = True
+        """Whether it sends a part of a file if asked for one, and the ETag of each file."""
         self._lock, self._free_at = threading.Lock(), 0.0
         self._times: dict[tuple[str, str], int] = {}
 
@@ -63,7 +66,18 @@ class StorageServer(ThreadingHTTPServer):
     def reset(self) -> None:
         """Count from 0."""
         self.log.clear()
+        self.spans.clear()
         self._times.clear()
+
+    @property
+    def sequential(self) -> int:
+        """The largest number of requests that followed one another: those at the same time count once. It takes a
+        `latency` that is longer than a pause of this machine."""
+        count, free = 0, 0.0
+        for began, ended in sorted(self.spans, key=lambda span: span[1]):
+            if began >= free:
+                count, free = count + 1, ended
+        return count
 
     def count(self, method: str, path: str) -> int:
         """How many such requests there were before."""
@@ -98,7 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         server, path = self.server, self.path.partition("?")[0].lstrip("/")
         fault = server.fault(self.command, path, server.count(self.command, path))
+        began = time.monotonic()
         time.sleep(server.latency)
+        server.spans.append((began, time.monotonic()))
         if fault is not None and fault.isdigit():
             return self._end(path, int(fault))
         try:
@@ -113,7 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = content[first : last + 1]
         self.send_response(200 if wanted is None else 206)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{tag}"')
+        if server.tags:
+            self.send_header("ETag", f'"{tag}"')
         if wanted is not None:
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
         if not with_body:

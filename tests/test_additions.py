@@ -52,4 +52,4 @@ def test_no_metric_has_the_name_of_another_figure_of_evaluate() -> None:
 
 
 def test_data_sets_in_memory_have_names() -> None:
-    assert {*load.IN_MEMORY} <= {*load.NAMES}
+    assert {*load.IN_MEMORY} <= {*load.known_sources()}

@@ -120,7 +120,7 @@ def test_wrapped_parts_repeat_their_random_numbers_and_names_show_the_wrappers()
 
 def test_the_bases_of_layers_are_those_of_torch() -> None:
     assert all(issubclass(kind, compat.NormBase) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm))
-    assert {"p", "inplace"} <= vars(nn.Dropout2d(0.5)).keys() and issubclass(nn.Dropout2d, compat.DropoutNd)
+    assert {"p", "inplace"} <= vars(nn.Dropout2d(0.5)).keys()
 
 
 def test_a_dispatch_mode_sees_each_operation() -> None:

@@ -26,7 +26,7 @@ from accel_train.launch.environment import Launch
 from accel_train.models.nets import NETS, TORCHVISION
 from accel_train.models.torchvision_models import published_weights
 from accel_train.models.weights import hub
-from accel_train.models.weights.new_model import read_state
+from accel_train.models.weights.file import read_state
 from accel_train.user_code.reference import parse_reference
 
 

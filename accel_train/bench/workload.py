@@ -164,18 +164,16 @@ class Workload:
         }
 
     def _mean_seconds(self, piece: Callable[[], Any]) -> float:
-        clock = self._clock()
-        for times in (2, 5):  # the first two calls are a warm-up
+        def mean(times: int) -> float:
+            clock = self._clock()
             clock.start()
             for _ in range(times):
                 piece()
-            seconds = clock.stop() / times
-        wanted = min(1000, max(5, round(PIECE_SECONDS / max(seconds, 1e-9))))
-        times = broadcast_from_main(self.accelerator, lambda: wanted)
-        clock.start()
-        for _ in range(times):
-            piece()
-        return clock.stop() / times
+            return clock.stop() / times
+
+        mean(2)  # a warm-up
+        wanted = min(1000, max(5, round(PIECE_SECONDS / max(mean(5), 1e-9))))
+        return mean(broadcast_from_main(self.accelerator, lambda: wanted))
 
 
 class Clock:

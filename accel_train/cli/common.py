@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from accel_train import __version__
 from accel_train.config.schema import Config
@@ -43,6 +44,15 @@ def without_run(config: Config, arguments: Sequence[str], command: str, what: st
         if key in given:
             raise UserError(f"--{key}: an option of train; {command} writes only the {what} that --output names.")
     return dataclasses.replace(config, output_dir=None, config_only=False)
+
+
+def wrong_endings(endings: Sequence[str], **files: Path | None) -> list[str]:
+    """Return a message for each option whose file has none of the `endings`, such as ".csv". None is fine."""
+    return [
+        f"--{name}: expected a name that ends in {' or '.join(endings)}, found '{file}'."
+        for name, file in files.items()
+        if file is not None and file.suffix not in endings
+    ]
 
 
 def below_one(**values: int | None) -> list[str]:

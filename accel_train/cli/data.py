@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,7 +25,24 @@ class _Data(CommandOptions):
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """Name of the data: folder, csv, or another one as in --data.name."""
     root: Path = Path("data")
-    """Folder or file of the data, as in --data.root."""
+    """Folder, file or URL of the data, as in --data.root."""
+    image_column: str | None = None
+    """csv, parquet and hfds: the column of the images, as in --data.image-column."""
+    label_column: str | None = None
+    """csv, parquet and hfds: the column of the labels, as in --data.label-column."""
+    cache_dir: Path | None = None
+    """Folder for copies of shards at a URL and for unpacked Parquet files, as in --data.cache-dir."""
+    cache_size: str | None = None
+    """For a URL: the copies take at most this much, such as 200GB, as in --data.cache-size."""
+
+    def mistakes(self) -> list[str]:
+        if self.cache_size is None or bytes_of(self.cache_size):
+            return []
+        return [f"--cache-size: expected a size such as 256MB or 1GB, found {self.cache_size!r}."]
+
+    def data(self) -> Data:
+        """The data as train has it. All options here that have the name of one of `--data` mean the same."""
+        return Data(**{each.name: getattr(self, each.name) for each in fields(Data) if hasattr(self, each.name)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +55,8 @@ class _Images(_Data):
     """Processes that decode; default: all cores."""
 
     def mistakes(self) -> list[str]:
-        return below_one(processes=self.processes, max_pixels=self.max_pixels) + _wrong_range(self.range)
+        wrong = below_one(processes=self.processes, max_pixels=self.max_pixels) + _wrong_range(self.range)
+        return wrong + super().mistakes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +126,11 @@ class Shards(_Data):
     """Write this fraction as test split, as --data.test-fraction takes them."""
     skip_unreadable: Path | None = None
     """Leave out the images in this list, as in --data.skip-unreadable."""
-    image_column: str | None = None
-    """csv and hfds: the column of the images, as in --data.image-column."""
-    label_column: str | None = None
-    """csv and hfds: the column of the labels, as in --data.label-column."""
     processes: int | None = None
     """Processes that read; default: all cores."""
 
     def mistakes(self) -> list[str]:
-        wrong = below_one(shard_samples=self.shard_samples, processes=self.processes)
+        wrong = below_one(shard_samples=self.shard_samples, processes=self.processes) + super().mistakes()
         for name, value in (("val", self.val_fraction), ("test", self.test_fraction)):
             if not 0 <= value < 1:
                 wrong.append(f"--{name}-fraction: expected at least 0 and less than 1, found {value:g}.")
@@ -127,7 +141,7 @@ class Shards(_Data):
 
 @dataclass(frozen=True, kw_only=True)
 class Index(_Data):
-    """Look through a dataset of files (folder, csv, tar, wds) and keep what is found, so that no training has to.
+    """Look through a dataset of files (folder, csv, tar, wds, parquet) and keep what is found; no training has to.
 
     The first training does so, too. The index is a hidden file beside the data or, if its folder is read-only, among
     the caches of your home. If the data has not changed since, nothing is done.
@@ -147,13 +161,11 @@ def _wrong_range(values: tuple[float, float] | None) -> list[str]:
 def check_data(arguments: Sequence[str]) -> int:
     """Run `accel-train check-data`; return the exit code."""
     options, _ = parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
-    data = Data(name=options.name, root=options.root, range=options.range, max_pixels=options.max_pixels)
-
     with importing(options.name):
         from accel_train.audit import audit, page, summary
 
     result = audit.check_data(
-        data, output=options.output, folder=options.folder, processes=options.processes, shows_progress=True
+        options.data(), output=options.output, folder=options.folder, processes=options.processes, shows_progress=True
     )
     for text, wraps in summary.lines(result):
         print_line(text, wraps=wraps)
@@ -169,20 +181,11 @@ def cache_data(arguments: Sequence[str]) -> int:
     options, _ = parse_command(CacheData, arguments, "accel-train cache-data", positional=("name",))
     if options.output is None:
         raise UserError("accel-train cache-data: --output is missing: name the file to write.")
-    data = Data(
-        name=options.name,
-        root=options.root,
-        channels=options.channels,
-        range=options.range,
-        skip_unreadable=options.skip_unreadable,
-        max_pixels=options.max_pixels,
-    )
-
     with importing(options.name):
         from accel_train.data.tools.cache_writer import write_cache
 
     unreadable = write_cache(
-        data,
+        options.data(),
         options.output,
         short_side=options.short_side,
         encoding=options.encoding,
@@ -194,21 +197,11 @@ def cache_data(arguments: Sequence[str]) -> int:
 def shards(arguments: Sequence[str]) -> int:
     """Run `accel-train shards`; return the exit code."""
     options, _ = parse_command(Shards, arguments, "accel-train shards", positional=("name", "output"))
-    data = Data(
-        name=resolve("data.name", options.name, Path.cwd()),
-        root=options.root,
-        val_fraction=options.val_fraction,
-        test_fraction=options.test_fraction,
-        skip_unreadable=options.skip_unreadable,
-        image_column=options.image_column,
-        label_column=options.label_column,
-    )
-
     with importing(options.name):
         from accel_train.data.tools.shards import write_shards
 
     written = write_shards(
-        data,
+        replace(options.data(), name=resolve("data.name", options.name, Path.cwd())),
         options.output,
         shard_size=options.shard_size,
         shard_samples=options.shard_samples,
@@ -232,7 +225,7 @@ def index(arguments: Sequence[str]) -> int:
     with importing(options.name):
         from accel_train.data.tools.index import make_index
 
-    made = make_index(Data(name=options.name, root=options.root, verify=options.verify))
+    made = make_index(options.data())
     what = "was there already" if made.was_there else "written"
     print_line(f"{made.images:,} images of {made.classes:,} classes in {made.seconds:.1f} s; the index {what}:")
     print_line(str(made.file))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import sys
@@ -41,7 +40,8 @@ def init(arguments: Sequence[str]) -> int:
         _write(folder, {name: contents[name] for name in new})
     except OSError as error:
         raise UserError(
-            f"accel-train init: cannot write into {folder}: {error.strerror or error}. Nothing was written."
+            f"accel-train init: cannot write into {folder}: {error.strerror or error}. No file is incomplete, and the "
+            "same command writes those that are missing."
         ) from error
     environment = _link_environment(folder)
     if new:
@@ -95,31 +95,20 @@ def _contains(path: Path, content: bytes) -> bool:
 
 
 def _write(folder: Path, contents: dict[str, bytes]) -> None:
-    """Write new files: all or none. Raises OSError."""
+    """Write new files, each of them complete; none if the disk is full. Raises OSError."""
     if not contents:
         return
-    created: list[Path] = []
-    try:
-        for name in contents:
-            parents = [path for path in (folder / name).parents if not path.exists()]
-            for parent in reversed(parents):
-                parent.mkdir()
-                created.append(parent)
-        # A full disk shows while the files are still in a folder of their own, and what is moved is complete.
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".accel-train-init-") as staging:
-            for number, content in enumerate(contents.values()):
-                (Path(staging) / str(number)).write_bytes(content)
-            for number, name in enumerate(contents):
-                target = folder / name
-                if os.path.lexists(target):
-                    raise FileExistsError(0, f"{target} was created meanwhile")
-                (Path(staging) / str(number)).rename(target)
-                created.append(target)
-    except BaseException:
-        for path in reversed(created):
-            with contextlib.suppress(OSError):
-                path.rmdir() if path.is_dir() else path.unlink()
-        raise
+    folder.mkdir(parents=True, exist_ok=True)
+    # A full disk shows while the files are still in a folder of their own.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".accel-train-init-") as staging:
+        for number, content in enumerate(contents.values()):
+            (Path(staging) / str(number)).write_bytes(content)
+        for number, name in enumerate(contents):
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(target):
+                raise FileExistsError(0, f"{target} was created meanwhile")
+            (Path(staging) / str(number)).rename(target)
 
 
 def _link_environment(folder: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import zlib
 from collections.abc import Sequence
@@ -44,10 +45,7 @@ def elements_of(recipe: str, arguments: Sequence[str], seeds: str | None, over: 
     given = [*keys, *(word[2:].partition("=")[0] for word in arguments if word.startswith("--"))]
     mistakes += [f"--over, --seeds: {key} is given twice." for key in dict.fromkeys(keys) if given.count(key) > 1]
     raise_mistakes(mistakes)
-    count = 1
-    for axis in axes:
-        count *= len(axis)
-    if count > MOST:
+    if (count := math.prod(map(len, axes))) > MOST:
         raise UserError(f"{count:,} elements, but one submission has at most {MOST:,}; submit a part of them.")
     variants = [*itertools.product(*axes)]
     elements: dict[str, Element] = {}

@@ -172,8 +172,8 @@ SEMANTICS = 7
     (A checkpoint has the weight decay of each of its groups, so an older run keeps its own.)
 7   --schedule.name plateau does not count the evaluations of its warm-up. (A checkpoint says whether it does.)
 
-A run continues only with the semantics that it began with: an older run that a change affects is refused. No change has
-affected the pixels of datasets in memory (digits, MNIST, …).
+A run continues only with the semantics that it began with: an older run that a change affects is refused (but not of
+number 3 for 4: no release has written 3). No change has affected the pixels of datasets in memory (digits, MNIST, …).
 """
 # The latest numbers that changed these datasets: see Splits.semantics.
 IN_MEMORY, IMAGE_FILES, IMAGE_NAMES = 1, 2, 5  # the last one: image files that older versions left out
@@ -213,20 +213,6 @@ def with_older_batchnorm(saved: dict[str, Any], before: int) -> dict[str, Any]:
     which changes its BatchNorm statistics, requires --allow-change virtual-batch-size.
     """
     return {**saved, "virtual_batch_size": "each process's micro-batch"} if before < 3 else saved
-
-
-def check_same_calls(what: str, before: int, *, regular: bool) -> None:
-    """Raise UserError if `what`, of a run with the number `before`, counted other calls of a BatchNorm.
-
-    `regular`: each forward pass calls each BatchNorm of the model exactly once. An older run than 3 has already been
-    asked for its permission (`with_older_batchnorm`).
-    """
-    if before == 3 and not regular:
-        raise UserError(
-            f"{what} is from an older accel-train. A forward pass of this model does not call each BatchNorm exactly "
-            "once, and the older version counted only the last call in its running statistics. Finish the run with the "
-            "version in state.json, or start a new run with another --output-dir."
-        )
 
 
 def check_same_policy(what: str, before: int, policy: str) -> None:

@@ -42,7 +42,8 @@ def option_types(cls: type[Any] = Config, without: tuple[str, ...] = SET_BY_PROG
 
     The fields `without` are not options.
     """
-    return {key: kind for key, (kind, _) in _fields_of(cls).items() if key.partition(".")[0] not in without}
+    fields = _fields_of(cls)  # type: ignore[arg-type]
+    return {key: kind for key, (kind, _) in fields.items() if key.partition(".")[0] not in without}
 
 
 M = TypeVar("M")
@@ -54,23 +55,18 @@ def declared(marker: type[M]) -> list[tuple[str, M]]:
     return [(key, each) for key, (_, parts) in _fields_of(Config).items() for each in parts if isinstance(each, marker)]
 
 
-_known: dict[type[Any], dict[str, tuple[Any, tuple[object, ...]]]] = {}
-
-
+@functools.cache
 def _fields_of(cls: type[Any]) -> dict[str, tuple[Any, tuple[object, ...]]]:
     """The key of each field of `cls` and of its groups -> (its type, what is declared of its group, and of it)."""
-    if cls in _known:
-        return _known[cls]
     result: dict[str, tuple[Any, tuple[object, ...]]] = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         kind, *parts = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
         key = name.replace("_", "-")
         if dataclasses.is_dataclass(kind) and name not in SET_BY_PROGRAM:
-            inside = _fields_of(typing.cast(type[Any], kind))
+            inside = _fields_of(typing.cast(type[Any], kind))  # type: ignore[arg-type]
             result |= {f"{key}.{inner}": (of, (*parts, *own)) for inner, (of, own) in inside.items()}
         else:
             result[key] = kind, tuple(parts)
-    _known[cls] = result
     return result
 
 

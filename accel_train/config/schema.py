@@ -27,7 +27,8 @@ from accel_train.config.declaration import (
 )
 from accel_train.config.groups.augment import Augment
 from accel_train.config.groups.data import Data
-from accel_train.config.groups.training import Checkpoint, Ema, Loss, Model, Optim, Schedule, Stop
+from accel_train.config.groups.model import Model
+from accel_train.config.groups.training import Checkpoint, Ema, Loss, Optim, Schedule, Stop
 from accel_train.config.origin import Origin
 
 __all__ = [

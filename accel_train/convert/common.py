@@ -30,11 +30,6 @@ def mix_whole_batches(translation: Translation, of: str) -> None:
         translation.settings.pop(key, None)
 
 
-def set_precision(translation: Translation, name: str) -> None:
-    """Say that the launcher sets the precision: fp16 or bf16."""
-    translation.launch.append(f"--mixed_precision {name}")
-
-
 def set_compilation(translation: Translation, backend: str | None, mode: str | None) -> None:
     """Say that the launcher compiles the model by torch.compile. None: it does not; torch's usual mode."""
     if backend:

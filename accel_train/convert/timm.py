@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from accel_train.convert.common import mix_whole_batches, set_batch, set_compilation, set_precision
+from accel_train.convert.common import mix_whole_batches, set_batch, set_compilation
 from accel_train.convert.timm_images import augments, colours, preprocessing
 from accel_train.convert.timm_schedule import learning_rate, schedule
 from accel_train.convert.translation import To, Translation
@@ -117,7 +117,7 @@ def translate(t: Translation) -> None:
     if t["bce-loss"] and not bce(t):
         t.differs.append("--bce-loss: timm takes cross entropy where targets are neither mixed nor smoothed")
     if t["amp"] or t["native-amp"] or t["apex-amp"]:
-        set_precision(t, "bf16" if t["amp-dtype"] == "bfloat16" else "fp16")
+        t.launch.append("--mixed_precision " + ("bf16" if t["amp-dtype"] == "bfloat16" else "fp16"))
     set_compilation(t, t["torchcompile"], t["torchcompile-mode"])
     t.finish(HARMLESS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_train.convert.common import IMAGENET, mix_whole_batches, set_batch, set_precision
+from accel_train.convert.common import IMAGENET, mix_whole_batches, set_batch
 from accel_train.convert.translation import To, Translation, rounded
 from accel_train.errors import UserError
 
@@ -59,7 +59,7 @@ def translate(t: Translation) -> None:
     else:
         t.ignore("ra-sampler", "ra-reps", because="without --ra-sampler on several processes")
     if t["amp"]:
-        set_precision(t, "fp16")
+        t.launch.append("--mixed_precision fp16")
     if t["start-epoch"] and t["resume"]:
         t.ignore("start-epoch", because="with --resume, whose checkpoint says the epoch")
     elif t["start-epoch"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_train.convert.common import set_batch, set_compilation, set_precision
+from accel_train.convert.common import set_batch, set_compilation
 from accel_train.convert.translation import To, Translation, rounded
 from accel_train.errors import UserError
 
@@ -65,7 +65,7 @@ def translate(t: Translation) -> None:
     end(t)
     t.differs.append("fitness: the best checkpoint and patience go by the mean of top-1 and top-5 there")
     if t["amp"] and t["amp"] != "fp32":
-        set_precision(t, "bf16" if t["amp"] == "bf16" else "fp16")
+        t.launch.append("--mixed_precision " + ("bf16" if t["amp"] == "bf16" else "fp16"))
     mode = t["compile"]
     set_compilation(t, "inductor" if mode else None, mode if isinstance(mode, str) else None)
     t.finish(HARMLESS)

@@ -20,12 +20,8 @@ from accel_train.data.order.samplers import EvaluationSampler, IndexSampler, Tra
 from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
 from accel_train.data.sources.splits import Source, Splits, has_one_size
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.parameters import (
-    check_channels,
-    check_resize,
-    resize_default,
-    transforms_each_image,
-)
+from accel_train.data.transforms.checks import check_channels, check_resize
+from accel_train.data.transforms.parameters import resize_default, transforms_each_image
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
 
@@ -211,7 +207,7 @@ def create_input_pipeline(
             reduced_decode=config.data.reduced_decode,
             draw_parameters=transform.draw_parameters,
             mean=mean,
-            keeps_workers=training and not config.model.progressive_sizes,
+            keeps_workers=not config.model.progressive_sizes,
         )
         workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(torch_loader)

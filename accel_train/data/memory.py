@@ -59,8 +59,7 @@ def choose_place(
     requested, device = data.placement, accelerator.device
     needed = pixel_bytes(source)
     if needed is None:
-        advice = "the images are files of different sizes: cache them (accel-train cache-data), or use auto"
-        return _choose_for_encoded(data, source, accelerator, advice)
+        return _choose_for_encoded(data, source, accelerator)
     if per_image:
         if requested == "device":
             raise UserError(
@@ -92,8 +91,8 @@ def choose_place(
     return "host" if fits["host"] else "disk", needed
 
 
-def _choose_for_encoded(data: Data, source: Source, accelerator: Accelerator, advice: str) -> tuple[Place, int | None]:
-    """As `choose_place`, for images that are decoded one by one. `advice`: of the error message."""
+def _choose_for_encoded(data: Data, source: Source, accelerator: Accelerator) -> tuple[Place, int | None]:
+    """As `choose_place`, for images that are decoded one by one."""
     from accel_train.data.sources.cache import CachedImages
     from accel_train.data.sources.user.dataset import UserDataset
 
@@ -113,9 +112,10 @@ def _choose_for_encoded(data: Data, source: Source, accelerator: Accelerator, ad
             )
         held.file.read_ahead()
         return "host", held.file.bytes
-    if isinstance(held, UserDataset):
-        advice = "the images come from your own Dataset, item by item: use auto"
     if data.placement in ("device", "host"):
+        advice = "the images are files of different sizes: cache them (accel-train cache-data), or use auto"
+        if isinstance(held, UserDataset):
+            advice = "the images come from your own Dataset, item by item: use auto"
         raise UserError(f"--data.placement {data.placement}: {advice}.")
     return "disk", None
 
@@ -236,25 +236,18 @@ class MemoryLoader:
                 values.view(-1, self.processes, share)[:, self.process].reshape(-1)
                 for values in (block.ids, block.weights, keys, block.draw_ids(keys))
             )
-            columns = {
-                "labels": self.labels.index_select(0, ids),
-                "ids": ids,
-                "keys": keys,
-                "weights": weights,
-            }
+            columns = {"labels": self.labels.index_select(0, ids), "ids": ids, "keys": keys, "weights": weights}
             if self.draw_parameters is not None:
-                columns["parameters"] = self.draw_parameters(columns["keys"], weights, block.epoch)
+                columns["parameters"] = self.draw_parameters(keys, weights, block.epoch)
             columns = {name: self._to_device(values, self.device) for name, values in columns.items()}
             row_numbers = self._to_device(self.pixels.row_numbers(ids), self.pixels.rows.device)
             step = max(1, FETCH_BYTES // (share * self.pixels.rows[0].numel())) * share
             for first in range(0, len(ids), step):
                 images = self._to_device(self.pixels.select(row_numbers[first : first + step]), self.device)
                 for start in range(0, len(images), share):
-                    batch: dict[str, Any] = {
-                        name: values[first + start : first + start + share] for name, values in columns.items()
-                    }
-                    batch["host_ids"] = draw_ids[first + start : first + start + share].numpy()
-                    yield {"images": images[start : start + share], **batch}
+                    rows = slice(first + start, first + start + share)
+                    batch: dict[str, Any] = {name: values[rows] for name, values in columns.items()}
+                    yield {"images": images[start : start + share], "host_ids": draw_ids[rows].numpy(), **batch}
 
     @staticmethod
     def _to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -7,10 +7,11 @@ processes, and after a restart or a rewind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from accel_train.config.schema import Augment, Config, Model
+from accel_train.config.schema import Config, Model
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
 
@@ -22,17 +23,12 @@ class Pipeline(Protocol):
     transform: BatchTransform
 
 
-class Create(Protocol):
-    """Creates a pipeline of the training images with another size; those in memory are the same as those of `like`."""
-
-    def __call__(self, config: Config, *, size: int, like: Any) -> Pipeline: ...
-
-
 class ProgressiveInput:
     """The training's input pipeline, whose size changes where an epoch with another one begins."""
 
-    def __init__(self, config: Config, pipeline: Pipeline, create: Create) -> None:
-        """`pipeline`: the training's, with the size of the last epochs. Collective.
+    def __init__(self, config: Config, pipeline: Pipeline, create: Callable[..., Pipeline]) -> None:
+        """`pipeline`: the training's, with the size of the last epochs. `create(config, size=, like=)`: creates one of
+        another size; its images in memory are those of `like`. Collective.
 
         What the other sizes need is created now, so that a mistake is told before the first epoch: loaders, which start
         their workers when they are used, and transforms. Raises UserError.
@@ -41,23 +37,20 @@ class ProgressiveInput:
         check_sizes(config.model, self.size)
         self._of_size = {self.size: (pipeline.loader, pipeline.transform)}
         for size in config.model.progressive_sizes:
-            smaller = replace(config, augment=augment_of_size(config.augment, size, self.size))
-            other = create(smaller, size=size, like=pipeline)
+            augment = config.augment
+            if augment.resize is not None:  # a crop shows the same part of an image; augment.pad stays as it is
+                augment = replace(augment, resize=round(augment.resize * size / self.size))
+            other = create(replace(config, augment=augment), size=size, like=pipeline)
             self._of_size[size] = other.loader, other.transform
 
     def begin_epoch(self, epoch: int) -> int | None:
         """Give the pipeline the size of `epoch`, from 0 on: returned if it is another one than before, else None."""
-        size = size_of_epoch(self._model, self.size, epoch)
+        ends = zip(self._model.progressive_sizes, self._model.progressive_epochs, strict=True)
+        size = next((smaller for smaller, end in ends if epoch < end), self.size)
         if size == self._pipeline.transform.size:
             return None
         self._pipeline.loader, self._pipeline.transform = self._of_size[size]
         return size
-
-
-def size_of_epoch(model: Model, size: int, epoch: int) -> int:
-    """Height and width, in pixels, of the training images in `epoch`, from 0 on; `size`: of the last epochs."""
-    ends = zip(model.progressive_sizes, model.progressive_epochs, strict=True)
-    return next((smaller for smaller, end in ends if epoch < end), size)
 
 
 def check_sizes(model: Model, size: int) -> None:
@@ -67,11 +60,3 @@ def check_sizes(model: Model, size: int) -> None:
             f"--model.progressive-sizes: found {model.progressive_sizes[-1]}, but the images of the last epochs have "
             f"{size} pixels (--model.image-size); give smaller sizes."
         )
-
-
-def augment_of_size(augment: Augment, smaller: int, size: int) -> Augment:
-    """The options for images of `smaller` pixels, if `augment` is for `size`: a crop shows the same part of an image.
-
-    augment.pad is a number of pixels at any size.
-    """
-    return augment if augment.resize is None else replace(augment, resize=round(augment.resize * smaller / size))

@@ -57,7 +57,7 @@ def create_accelerator(
     # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
     cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
     # A process that trains several times still has the process group of the first time.
-    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    known = distributed.is_initialized()
     own_gpu = "" if cpu or device is None or share_gpus else _device_id(device, launch)
     missing = _missing_gpu(launch) if device is None and not forced else ""
     store = None

@@ -119,5 +119,5 @@ def check_shared_directory(accelerator: Accelerator, directory: Path, seconds: f
 
 def end_world() -> None:
     """Leave the process group, if there is one. A program does this last, and only if it ended without an error."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

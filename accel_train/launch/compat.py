@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "WRAPPERS",
     "DisableTorchFunctionSubclass",
-    "DropoutNd",
     "NormBase",
     "TorchDispatchMode",
     "backward_pass",

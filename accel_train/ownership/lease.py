@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -79,11 +78,9 @@ class Lease:
             generation.begin(self.directory, self.generation, update, self.write)
             self._has_begun = True
 
-    @contextlib.contextmanager
-    def replacing(self, path: Path) -> Iterator[Path]:
+    def replacing(self, path: Path) -> contextlib.AbstractContextManager[Path]:
         """As `files.atomic_replacement`, for a file of the run. Raises LostError and OSError."""
-        with atomic_replacement(path, check=self.check, ending=UNFINISHED) as temporary:
-            yield temporary
+        return atomic_replacement(path, check=self.check, ending=UNFINISHED)
 
     def write(self, path: Path, content: str | bytes, *, durable: bool = True) -> None:
         """As `files.atomic_write`, for a file of the run. Raises LostError and OSError."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accel_train.checkpoint.format import Snapshot
-from accel_train.checkpoint.resume import matching_optimizer
+from accel_train.checkpoint.optimizer_check import matching_optimizer
 from accel_train.checkpoint.state_dict import named_tensors, outline
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState

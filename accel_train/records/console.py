@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from types import TracebackType
 
 from accel_train.errors import LOGGER, columns
 from accel_train.records.events import (
@@ -49,9 +48,7 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def handle(self, event: Event) -> Sequence[str]:

@@ -166,15 +166,11 @@ class Stopwatch:
 
     def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the same batches, and count the time until each one arrives as waiting."""
-        iterator = iter(batches)
-        while True:
-            before = time.perf_counter()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
+        before = time.perf_counter()
+        for batch in batches:
             self.waiting += time.perf_counter() - before
             yield batch
+            before = time.perf_counter()
 
 
 class Pace:

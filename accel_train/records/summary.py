@@ -16,8 +16,9 @@ from accel_train.config.schema import Config, to_yaml
 from accel_train.data.loading import create_sampler
 from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
+from accel_train.data.sources.classes import class_counts
 from accel_train.data.sources.load import load_splits, resolve_mean_std
-from accel_train.data.sources.splits import Splits, class_counts, has_one_size
+from accel_train.data.sources.splits import Splits, has_one_size
 from accel_train.errors import UserError, counted, one_line
 from accel_train.launch.precision import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
@@ -93,7 +94,7 @@ def _ordered(config: Config, plan: Plan, splits: Splits) -> str:
         return ""
     from accel_train.data.sources.sharded import shard_table
 
-    shards, nodes = len(shard_table(config.data, splits.train).numbers), plan.canonical_nodes
+    shards, nodes = len(shard_table(config.data, splits.train)), plan.canonical_nodes
     few = f"; more shards would mix better: at least {nodes}, or smaller --data.canonical-nodes" * (
         shards < (nodes or 0)
     )

@@ -76,13 +76,13 @@ class Observers:
             self._observers.remove(observer)
             text = f"the observer {name} failed in {method}: {type(error).__name__}: {one_line(str(error))}"
             if getattr(observer, "must_not_fail", False):
-                self._requests.reason = self._requests.reason or f"the failed observer {name}"
+                self._requests.ask(f"the failed observer {name}")
                 return [f"{text}. It must not fail: the run is saved and stops."]
             return [f"{text}. The training goes on without it."]
         if answer == "save":
             self._requests.request_save()
         elif answer == "stop":
-            self._requests.reason = self._requests.reason or f"the observer {name}"
+            self._requests.ask(f"the observer {name}")
         return ()
 
 

@@ -1,4 +1,4 @@
-"""What the watchdogs of all processes tell each other, kept in the process group's store."""
+"""What the watchdogs of all processes tell each other, kept in the process group's store; alone in one of its own."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class End(NamedTuple):
 
 
 class ProgressStore:
-    """The watchdogs' part of the process group's store. Its methods raise RuntimeError if the store does not answer."""
+    """The watchdogs' part of the store. Its methods raise RuntimeError if the store does not answer."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
+        stores: Any = distributed
         # A separate connection, because the setup of a collective may hold the lock of the group's own for long.
-        self._store: Any = distributed.PrefixStore(  # type: ignore[attr-defined]
-            f"accel_train/watchdog/{restart_count()}", process_group_store().clone()
-        )
+        store = process_group_store().clone() if world_size > 1 else stores.HashStore()
+        self._store = stores.PrefixStore(f"accel_train/watchdog/{restart_count()}", store)
         self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
         self._last_heard: dict[int, tuple[int, int]] = {}  # rank: its last beat, and our beat when it came
 

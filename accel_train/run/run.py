@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Literal
 
 from accelerate.utils import gather_object
@@ -54,7 +53,7 @@ Next = Literal["go on", "evaluate", "save", "stop", "rewind"]
 
 
 class Run:
-    """Opens the run of a setup, at its beginning or at its newest checkpoint; a context manager around its training.
+    """Opens the run of a setup, at its beginning or at its newest checkpoint; `trained` surrounds its training.
 
     Collective: all processes create it and make the same calls.
     """
@@ -110,7 +109,9 @@ class Run:
         self.emit = Stream(self.sinks).emit
         self.guard = Guard(config, self.accelerator, setup.model, setup.training, self.directory, self.emit)
 
-    def __enter__(self) -> Run:
+    @contextmanager
+    def trained(self) -> Iterator[None]:
+        """Surround the training: watched, shown, and at its end nothing is left to be written."""
         with ExitStack() as around:
             around.callback(self.checkpoints.wait)  # before the ownership is released
             around.enter_context(self.watchdog)
@@ -118,13 +119,7 @@ class Run:
             around.callback(lambda: self.emit(Closed()))
             around.enter_context(self._report_interrupt())
             self._begin()
-            self._around = around.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._around.__exit__(kind, error, trace)
+            yield
 
     def _begin(self) -> None:
         setup, config, state = self.setup, self.config, self.state

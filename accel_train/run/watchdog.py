@@ -24,7 +24,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from accelerate import Accelerator
@@ -71,21 +70,17 @@ class Watchdog:
         self._beat = 0
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._store: ProgressStore | None = None
+        self._store = ProgressStore(self.rank, self.world_size)
 
     def __enter__(self) -> Watchdog:
-        if self.world_size > 1:
-            self._store = ProgressStore(self.rank, self.world_size)
-            # A time-out goes by the clock, and would end a job that was suspended. From now on the threads end a hang.
-            set_collective_timeout(collective_seconds(0))
-            self._publish()  # so that a process that hangs before its first tick can be named, too
+        # A time-out goes by the clock, and would end a job that was suspended. From now on the threads end a hang.
+        set_collective_timeout(collective_seconds(0))
+        self._publish()  # so that a process that hangs before its first tick can be named, too
         self._monitor = Monitor()
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
             self._announce_error(error)
         self._leaving.set()
@@ -106,16 +101,12 @@ class Watchdog:
 
     def monitored(self, batches: Iterable[Batch], purpose: str) -> Iterator[Batch]:
         """The same batches, with a heartbeat before and after each is fetched. `purpose`: such as "training"."""
-        iterator = iter(batches)
-        while True:
-            self.heartbeat(f"waits for a batch for {purpose}")
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                self.heartbeat(f"has come to the end of the batches for {purpose}")
-                return
+        self.heartbeat(f"waits for a batch for {purpose}")
+        for batch in batches:
             self.heartbeat(f"works on a batch for {purpose}")
             yield batch
+            self.heartbeat(f"waits for a batch for {purpose}")
+        self.heartbeat(f"has come to the end of the batches for {purpose}")
 
     # The following methods run in the thread.
 
@@ -128,7 +119,7 @@ class Watchdog:
                 # Nobody would end this process any more. The run itself is intact: save, as if the launcher had passed
                 # on a signal. If its store is gone, too, the check of the others below ends what takes too long.
                 self.agent = None
-                self.stop_requests.reason = self.stop_requests.reason or LAUNCHER_DEATH
+                self.stop_requests.ask(LAUNCHER_DEATH)
             if last_count != self._count:
                 last_count, beat_of_count = self._count, self._beat
             idle = (self._beat - beat_of_count) * self.tick
@@ -155,14 +146,10 @@ class Watchdog:
                 self._end_run(f"No progress for {idle:.0f} s ({option}).")
 
     def _publish(self, *, has_left: bool = False) -> None:
-        if self._store is not None:
-            progress = Progress(self._beat, self._count, self._update, self._activity, hostname(), has_left)
-            self._store.publish(progress)
+        self._store.publish(Progress(self._beat, self._count, self._update, self._activity, hostname(), has_left))
 
     def _check_others(self) -> None:
         """Publish the progress of this process, and check the others': all from the main process, else the main one."""
-        if self._store is None:
-            return
         self._publish()
         end = self._store.end()
         if end is not None and end.rank != self.rank:
@@ -173,7 +160,7 @@ class Watchdog:
     def _end_run(self, text: str) -> NoReturn:
         """End the run: all processes write their stacks, and the first that ends the run prints the message."""
         try:
-            end = self._announce(text, with_stacks=True)
+            end = self._store.announce_end(text, with_stacks=True)
             if end.rank != self.rank:
                 self._follow(end)
             self._write_stacks(text)
@@ -184,8 +171,7 @@ class Watchdog:
         text += f" The stacks of all threads are in {self.run.path / 'hang'}."
         print_line(f"accel-train: error: {text}", sys.__stderr__)
         with contextlib.suppress(RuntimeError):
-            if self._store is not None:
-                self._store.finish_end()
+            self._store.finish_end()
         self._leave()
 
     def _follow(self, end: End) -> NoReturn:
@@ -196,23 +182,16 @@ class Watchdog:
         if end.with_stacks:
             self._write_stacks(end.text)
             with contextlib.suppress(RuntimeError):
-                if self._store is not None:
-                    self._store.report_stacks(2 * STACKS_SECONDS)
+                self._store.report_stacks(2 * STACKS_SECONDS)
         else:
             self._leaving.wait(LEAVE_SECONDS)
             if self._leaving.is_set():
                 sys.exit()  # of this thread only
         self._leave()
 
-    def _announce(self, text: str, *, with_stacks: bool) -> End:
-        """Announce why the run ends, unless another process has done so; returns the announcement that counts."""
-        if self._store is None:
-            return End(self.rank, text, with_stacks)
-        return self._store.announce_end(text, with_stacks=with_stacks)
-
     def _name_slowest(self) -> str:
         """A sentence that names the slow process, once all have had the time to write their stacks."""
-        if self._store is None:
+        if self.world_size == 1:
             return f" It {self._activity}, after update {self._update}."
         if silent := self._store.wait_for_stacks(STACKS_SECONDS):
             return f" The slow one: {self._store.describe(silent)}; no answer (stopped, killed, or its node is lost)."
@@ -246,9 +225,9 @@ class Watchdog:
             text = "Ctrl-C twice: stopped at once, without a checkpoint"
         first, lost = self.rank, ""
         try:
-            if self._store is not None and isinstance(error, RuntimeError) and self._store.end() is None:
+            if self.world_size > 1 and isinstance(error, RuntimeError) and self._store.end() is None:
                 lost = self._store.find_lost(3 * self.tick, self._leaving)
-            end = self._announce(lost or text, with_stacks=False)
+            end = self._store.announce_end(lost or text, with_stacks=False)
             first, text = end.rank, end.text
         except RuntimeError:  # the store's
             if isinstance(error, RuntimeError):  # a collective's, which has failed together with it

@@ -23,7 +23,7 @@ from accel_train.cli import main
 from accel_train.cli.of_recipe.bench import print_figures
 from accel_train.config.options import parse
 from accel_train.data.order.plan import Plan
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_logged
 
 
 def bench(*words: object, processes: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -106,6 +106,7 @@ def test_a_model_that_cannot_be_compiled_has_one_limit(capsys: pytest.CaptureFix
         bare_seconds=lambda updates, warm_up, model: model(torch.ones(1, 2)),
         accelerator=SimpleNamespace(is_main_process=True),
     )
+    print_logged()
     assert _compiled_limit(workload, 1, 1, 1) is None
     said = capsys.readouterr().out
     assert "left out" in said and said.endswith("there is no Triton\n")

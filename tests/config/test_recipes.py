@@ -23,7 +23,7 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.models import create_model, input_size
 from accel_train.optim.optimizer import create_optimizer
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 
 NAMES = (
     "digits",
@@ -113,7 +113,7 @@ def test_a_recipe_can_be_made(name: str) -> None:
 
     optimizer = create_optimizer(settings.optim, model)
     updates = round(settings.epochs * 100)
-    schedule = create_schedule(settings.schedule, optimizer, updates=updates, updates_per_epoch=100)
+    schedule = LearningRate(settings.schedule, optimizer, updates=updates, updates_per_epoch=100)
     rates = []
     for update in range(updates):
         schedule.step_update(update)

@@ -29,7 +29,7 @@ from accel_train.convert.torchvision import adjusted_decay
 from accel_train.convert.translation import Translation
 from accel_train.optim.ema import create_ema, update_ema
 from accel_train.optim.optimizer import BIASES
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 
 UPDATES = 4  # of an epoch
 
@@ -56,7 +56,7 @@ def rates(translation: Translation, *, last: bool = False) -> list[float]:
     """The learning rate of the first update of each epoch, or of its last one, by the converted recipe."""
     config = config_of(translation)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.optim.lr)
-    schedule = create_schedule(
+    schedule = LearningRate(
         config.schedule, optimizer, updates=round(config.epochs * UPDATES), updates_per_epoch=UPDATES
     )
     result = []
@@ -113,7 +113,7 @@ def test_a_warm_up_is_that_of_ultralytics(words: str) -> None:
     given, biases = ([nn.Parameter(torch.zeros(1))] for _ in range(2))
     groups: list[dict[str, Any]] = [{"params": given}, {"params": biases, BIASES: True}]
     optimizer = torch.optim.SGD(groups, lr=config.optim.lr, momentum=0.937)
-    schedule = create_schedule(config.schedule, optimizer, updates=6 * UPDATES, updates_per_epoch=UPDATES)
+    schedule = LearningRate(config.schedule, optimizer, updates=6 * UPDATES, updates_per_epoch=UPDATES)
     options = translation.command.values
     lrf, epochs = options["lrf"], 6
     iterations = round(min(options["warmup-epochs"], epochs - 1) * UPDATES)

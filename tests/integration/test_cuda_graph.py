@@ -79,10 +79,7 @@ def test_the_pretended_device_replays_what_was_recorded_and_refuses_to_wait_mean
 
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
-    [
-        ("momentum", "no"),
-        *(pytest.param(*each, marks=pytest.mark.ci) for each in (("momentum", "bf16"), ("adamw", "no"))),
-    ],
+    [pytest.param(*each, marks=pytest.mark.ci) for each in (("momentum", "no"), ("momentum", "bf16"), ("adamw", "no"))],
 )
 def test_a_recorded_run_has_the_bits_of_one_that_is_not(
     gpu: Pretended, tmp_path: Path, optimizer: str, precision: str
@@ -115,6 +112,7 @@ def net(num_classes, in_chans, image_size):
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("net", "most"), [("mnist_cnn", 41), ("cifar10_fast", 15), ("digits", 43)])
 def test_nets_of_recipes_and_of_users(gpu: Pretended, tmp_path: Path, net: str, most: int) -> None:
     (tmp_path / "mine.py").write_text(DRAWING)
@@ -128,8 +126,13 @@ def test_nets_of_recipes_and_of_users(gpu: Pretended, tmp_path: Path, net: str, 
         torch.testing.assert_close(values, other[key], rtol=0, atol=1e-6 if net == "mnist_cnn" else 0)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adadelta"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param("momentum", marks=pytest.mark.ci),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("adam", "adadelta")),
+    ],
+)
 def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_interrupted(
     gpu: Pretended, tmp_path: Path, optimizer: str
 ) -> None:
@@ -148,6 +151,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_interrupted(
         torch.testing.assert_close(values, one[key], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
 def test_an_update_that_is_not_finite(gpu: Pretended, tmp_path: Path, policy: str) -> None:
     words = ["train", exploding(tmp_path, "adamw"), "--ema.enabled", "true", "--on-nonfinite", policy]
@@ -177,6 +181,7 @@ def net(num_classes, in_chans, image_size):
 """
 
 
+@pytest.mark.ci
 def test_what_cannot_be_recorded_is_refused_in_one_line(gpu: Pretended, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(READING)
     small = "--epochs 1 --batch-size 16 --data.train-limit 96 --data.test-limit 24 --cuda-graph true".split()  # noqa: SIM905
@@ -205,7 +210,7 @@ def recorded(*words: object, processes: int = 2, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.ci)])
 def test_several_processes_sum_as_ddp_does(tmp_path: Path, processes: int) -> None:
     """Three share four virtual batches: two of them have empty passes, which only DDP makes."""
     words = (*NET, *EXACT, "--optim.name", "momentum", "--micro-batch-size", 4, "--epochs", 4 - processes)
@@ -228,6 +233,7 @@ def test_several_processes_go_on(tmp_path: Path) -> None:
             torch.testing.assert_close(values, other[key], rtol=0, atol=0 if processes == 2 else 1e-4)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_several_processes_leave_an_update_out(tmp_path: Path, policy: str) -> None:
     words = [exploding(tmp_path, "adamw"), "--ema.enabled", "true", "--epochs", 2, "--checkpoint.every-updates", 2]

@@ -13,7 +13,7 @@ import torch
 from accel_train.checkpoint.directory import checkpoint_path, delete_checkpoint, list_updates
 from accel_train.config.schema import Schedule
 from accel_train.files import sha256
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 
 SAMPLES, BATCH = 1438, 48  # of digits; 30 updates an epoch
 TIMES = {"train_seconds", "images_per_second", "warm_up_seconds", "wall_seconds", "cost", "generation"}
@@ -80,7 +80,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch(done: Path, tmp_path: Path
 
     # The third epoch has the rates of the third epoch of a run that always had this batch size.
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.05)
-    schedule = create_schedule(Schedule(name="cosine"), optimizer, updates=45, updates_per_epoch=15)
+    schedule = LearningRate(Schedule(name="cosine"), optimizer, updates=45, updates_per_epoch=15)
     for line in lines(run, "train")[-15:]:
         schedule.step_update(line["update"] - 65 + 45 - 1)
         assert line["lr"] == optimizer.param_groups[0]["lr"]

@@ -112,6 +112,7 @@ with pretended.PretendedCuda():
 """
 
 
+@pytest.mark.ci
 def test_the_pretended_device_fails_and_waits_where_a_gpu_would() -> None:
     done = helpers.python("-c", WRONG, cwd=helpers.ROOT / "tests")
     assert done.returncode == 0, done.stderr
@@ -154,6 +155,7 @@ def test_copies_on_a_stream_of_their_own_are_waited_for_by_the_device_alone() ->
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("placement", ["device", "host", "disk"])
 def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path, placement: str) -> None:
     done = succeeded(
@@ -212,8 +214,10 @@ def kernels_of_torchs_own(gpu: Pretended, run: Path, words: str, layers: int, ba
     return one.total() - one["virtual_batches.py"] + layers
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("words", "layers"), NETS)
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [pytest.param(*net, marks=pytest.mark.slow if net[1] > 50 else pytest.mark.ci) for net in NETS],
+)
 def test_kernels_do_not_grow_with_the_virtual_batches(gpu: Pretended, tmp_path: Path, words: str, layers: int) -> None:
     """Eight virtual batches take at most three times the kernels of the model with torch's own BatchNorm."""
     four, eight = (kernels_of(gpu, tmp_path, words, size).total() for size in (8, 4))
@@ -223,7 +227,7 @@ def test_kernels_do_not_grow_with_the_virtual_batches(gpu: Pretended, tmp_path: 
 
 @pytest.mark.parametrize(
     ("words", "layers"),
-    [pytest.param(*net, marks=pytest.mark.slow if net[1] > 50 else pytest.mark.ci) for net in NETS],
+    [pytest.param(*net, marks=pytest.mark.ci if net is NETS[-1] else pytest.mark.slow) for net in NETS],
 )
 @pytest.mark.timeout(900)
 def test_kernels_with_triton(tmp_path: Path, words: str, layers: int) -> None:
@@ -269,8 +273,8 @@ def test_kernels_of_an_update_with_every_augmentation(
     more = ("--augment.flip", 0.5, "--augment.erase", 0.5, "--optim.clip", 1, "--ema.enabled", "true", *mixing.split())
     done = succeeded(gpu("train", "digits", *SMALL, *model, *images, *more, "--output-dir", tmp_path / "run"))
     kernels = launched(done)
-    assert "keyed.py" not in kernels and "parameters.py" not in kernels
-    assert kernels["batch.py"] <= augmenting
+    assert "keyed.py" not in kernels  # the host has drawn all parameters
+    assert kernels["batch.py"] + kernels["parameters.py"] + kernels["erasing.py"] <= augmenting
     assert kernels["nonfinite.py"] <= 2
     assert kernels.get("meter.py", 0) + kernels.get("metrics.py", 0) <= 2
     # One for each BatchNorm, and the rest for the statistics of all of them together.
@@ -278,6 +282,7 @@ def test_kernels_of_an_update_with_every_augmentation(
     assert kernels["loss.py"] <= 4 and kernels["optimizer.py"] <= 8 and kernels["ema.py"] <= 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("recipe", ["cats_dogs_alexnet", "cifar10_alexnet", "cifar10_fast"])
 def test_bitwise_needs_no_kernel_that_is_not_deterministic(gpu: Pretended, tmp_path: Path, recipe: str) -> None:
     """Their nets have adaptive pooling. The first two on small images: of 7x7 values one is pooled to 6x6."""
@@ -344,6 +349,7 @@ with pretended.PretendedCuda():
 
 
 # Every 11th of the 384: 11 has no factor of theirs, so that each setting meets each of the others.
+@pytest.mark.ci
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_gpus_way_to_augment_gives_the_bits_of_the_cpus(stride: int) -> None:
     done = helpers.python("-c", TRANSFORMED, stride, cwd=helpers.ROOT / "tests", timeout=200)
@@ -483,6 +489,7 @@ def steep(logits, targets):  # its value is finite, its gradient is not
 """
 
 
+@pytest.mark.ci
 def test_gradients_that_overflow_whatever_the_loss_scale(gpu: Pretended, tmp_path: Path) -> None:
     """The scaler halves 65536 in each update; the first one with a scale below 1 is called bad."""
     (tmp_path / "mine.py").write_text(STEEP)
@@ -491,6 +498,7 @@ def test_gradients_that_overflow_whatever_the_loss_scale(gpu: Pretended, tmp_pat
     assert done.code == 2 and "Update 18 is not finite: the gradient, though" in done.output, done.output
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw", "adadelta", "lamb"])
 def test_a_first_step_that_overflows(gpu: Pretended, tmp_path: Path, optimizer: str) -> None:
     """fp16 begins with a scale of 65536, which is found too large in the very first update: nothing is left of it."""
@@ -601,7 +609,7 @@ digits --epochs 1 --batch-size 48 --virtual-batch-size 4 --data.train-limit 96 -
 """.split()  # noqa: SIM905
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_largest_micro_batch_is_found_and_leaves_no_trace(gpu: Pretended, tmp_path: Path) -> None:
     """The same bits as a run whose micro-batch was given; and what a run says that needs too much memory."""
     memory = {"PRETENDED_MEMORY": "14000000"}

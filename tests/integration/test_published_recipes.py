@@ -41,7 +41,7 @@ from accel_train.config.options import parse
 from accel_train.convert.command_line import read_command
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.environment import prepare_environment
-from accel_train.optim.schedule import create_schedule
+from accel_train.optim.schedule import LearningRate
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
 from accel_train.records.sinks import Stream
@@ -320,7 +320,7 @@ def test_each_epoch_has_the_rate_of_the_source(name: str) -> None:
     source = source_of(name, nn.ParameterList([weights]))
     optimizer = torch.optim.SGD([weights], lr=config.optim.lr)
     epochs = round(config.epochs)
-    schedule = create_schedule(config.schedule, optimizer, updates=epochs * 2, updates_per_epoch=2)
+    schedule = LearningRate(config.schedule, optimizer, updates=epochs * 2, updates_per_epoch=2)
     for epoch in range(epochs):
         for number in (0, 1):
             schedule.step_update(epoch * 2 + number)

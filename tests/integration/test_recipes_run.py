@@ -55,12 +55,12 @@ def small(recipe: str, photos: Path) -> list[str]:
     return [*options, "--data.test-limit", "4", "--eval-batch-size", "4"]
 
 
-LARGE = ("cats_dogs_alexnet", "cifar10_alexnet", *(name for name in recipe_names() if name.startswith("imagenet")))
+LARGE = ("cats_dogs_alexnet", "cifar10_alexnet", "imagenet_resnet50", "imagenet_vit_small")
+VERY_LARGE = {name for name in recipe_names() if name.startswith("imagenet")} - {*LARGE}
+MARKS = dict.fromkeys(LARGE, pytest.mark.ci) | dict.fromkeys(VERY_LARGE, pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=pytest.mark.ci if name in LARGE else ()) for name in recipe_names()]
-)
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=MARKS.get(name, ())) for name in recipe_names()])
 def test_recipe_runs(recipe: str, photos: Path, tmp_path: Path) -> None:
     assert main(["train", recipe, *small(recipe, photos), "--output-dir", str(tmp_path / "run")]) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())

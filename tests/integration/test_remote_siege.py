@@ -81,3 +81,32 @@ def test_killed_ten_times_at_random_moments(tmp_path: Path, processes: int) -> N
     assert run.returncode == 0, stderr
     assert kills == 10, f"it ended after {kills} kills: the test must train for longer"
     assert weights(tmp_path / "run") == expected
+
+
+def test_two_runs_at_once_with_room_for_one(tmp_path: Path) -> None:
+    """They share a cache folder that has not room for what both need. Each removes what it needs last itself, which the
+    other may need first; both go on, and train what they would alone."""
+    folder = write_shards(tmp_path / "data", train=24, val=1, per_shard=16, side=32)
+    make_index(Data("wds", folder))
+    limit, places = 8 * size_of(folder) // 25, ["--epochs", 4, "--data.cache-dir", tmp_path / "cache"]
+    with StorageServer(folder, latency=0.01) as server:
+        places += ["--data.root", server.url, "--data.cache-size", f"{limit}B"]
+        line = ["-m", "accel_train.train", *WORDS.split(), *places]
+        options = [["--seed", seed, "--output-dir", tmp_path / f"run-{seed}"] for seed in (0, 1)]
+        runs = [helpers.Captured([*line, *each], helpers.environment(), processes=2) for each in options]
+        most = 0
+        while any(run.popen.poll() is None for run in runs):
+            # A file may be renamed or removed between its name and its size.
+            held = [path for path in (tmp_path / "cache").glob("*/*.tar") if path.exists()]
+            most = max(most, len(held))
+            time.sleep(0.02)
+        ended = [run.communicate() for run in runs]
+        assert [run.returncode for run in runs] == [0, 0], ended
+        fetched = [path for method, path, _ in server.log if method == "GET" and path.endswith(".tar")]
+    # Who needs a shard now gets room in any case: one more for each of the four processes and their workers.
+    assert most <= 8 + 8
+    # Alone, at most each of 25 shards in each of 4 epochs; together some that the other has removed, too.
+    assert len(fetched) <= 3 * 2 * 4 * (24 + 1), "they take shards from each other again and again"
+    for seed in (0, 1):
+        local = local_weights(folder, tmp_path / f"local-{seed}", "--epochs", 4, "--seed", seed)
+        assert weights(tmp_path / f"run-{seed}") == local

@@ -105,7 +105,7 @@ LONG = (pytest.mark.slow, pytest.mark.timeout(7200))
 @pytest.mark.parametrize(
     ("processes", "kills", "epochs"),
     [
-        pytest.param(1, 4, 3, marks=(SHORT, pytest.mark.ci)),
+        pytest.param(1, 4, 3, marks=(SHORT, pytest.mark.slow)),
         pytest.param(2, 2, 2, marks=(SHORT, pytest.mark.ci)),
         pytest.param(4, 6, 6, marks=LONG),
         pytest.param(1, 50, 40, marks=LONG),
@@ -130,7 +130,7 @@ def test_killed_at_random_moments_it_ends_bitwise_equal(
 @pytest.mark.parametrize(
     ("net", "kills", "epochs", "worlds"),
     [
-        pytest.param("batchnorm", 3, 2, [2, 3, 1], marks=SHORT),
+        pytest.param("batchnorm", 3, 2, [2, 3, 1], marks=(SHORT, pytest.mark.ci)),
         pytest.param("batchnorm", 10, 8, [2, 4, 3, 1], marks=LONG),
         pytest.param("digits_cnn", 10, 8, [2, 4, 1], marks=LONG),
         pytest.param("eight", 5, 4, [8, 3, 7, 1, 5], marks=LONG),

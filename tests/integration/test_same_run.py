@@ -35,7 +35,9 @@ def together(processes: list[dict[str, Any]], case: str) -> list[Any]:
 
 
 class TestFeeds:
-    @pytest.mark.parametrize("augment", ["turned", "mixed", "policy"])
+    @pytest.mark.parametrize(
+        "augment", ["turned", *(pytest.param(each, marks=pytest.mark.ci) for each in ("mixed", "policy"))]
+    )
     def test_the_same_samples_pixels_and_targets_in_the_same_order(self, feeds: dict, augment: str) -> None:
         cases = [case for case in feeds[1][0]["fed"] if case.startswith(augment) and "from" not in case]
         assert len(cases) == (1 if augment == "policy" else 3)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import importing, without_run
+from accel_train.cli.common import importing, without_run, wrong_endings
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
 from accel_train.errors import UserError, print_line, writing
 from accel_train.files import check_writable
@@ -37,8 +37,7 @@ class FindLr(CommandOptions):
 
     def mistakes(self) -> list[str]:
         few = [f"--updates: expected at least 10, found {self.updates}."] if self.updates < 10 else []
-        if self.output is not None and self.output.suffix != ".svg":
-            few.append(f"--output: expected a name that ends in .svg, found '{self.output}'.")
+        few += wrong_endings([".svg"], output=self.output)
         if not 0 < self.start < self.end < float("inf"):
             few.append(f"--start and --end: expected 0 < start < end, found {self.start:g} and {self.end:g}.")
         return few

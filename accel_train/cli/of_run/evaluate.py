@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import importing
+from accel_train.cli.common import importing, wrong_endings
 from accel_train.config.declaration import Tta
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
@@ -35,9 +35,7 @@ class _Evaluation(CommandOptions):
     image, twice the time); ten-crop (the corners, the centre and their mirror images, ten times the time)."""
 
     def mistakes(self) -> list[str]:
-        if self.predictions is None or self.predictions.suffix in (".npz", ".parquet"):
-            return []
-        return [f"--predictions: expected a name that ends in .npz or .parquet, found '{self.predictions}'."]
+        return wrong_endings([".npz", ".parquet"], predictions=self.predictions)
 
 
 @dataclass(frozen=True, kw_only=True)

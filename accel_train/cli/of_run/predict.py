@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from accel_train.cli.common import below_one, importing
+from accel_train.cli.common import below_one, importing, wrong_endings
 from accel_train.cli.of_run.evaluate import SIZES
 from accel_train.cli.table import print_table
 from accel_train.config.declaration import Tta
@@ -70,12 +70,8 @@ class Predict(CommandOptions):
         mistakes = below_one(top_k=self.top_k, batch_size=self.batch_size, max_pixels=self.max_pixels)
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             mistakes.append(f"--threshold: expected a number from 0 to 1, found {self.threshold}.")
-        if self.output is not None and self.output.suffix not in (".csv", ".jsonl"):
-            mistakes.append(f"--output: expected a name that ends in .csv or .jsonl, found '{self.output}'.")
-        if self.page is not None and self.page.suffix != ".html":
-            mistakes.append(f"--page: expected a name that ends in .html, found '{self.page}'.")
-        if self.embeddings is not None and self.embeddings.suffix != ".npy":
-            mistakes.append(f"--embeddings: expected a name that ends in .npy, found '{self.embeddings}'.")
+        mistakes += wrong_endings([".csv", ".jsonl"], output=self.output)
+        mistakes += wrong_endings([".html"], page=self.page) + wrong_endings([".npy"], embeddings=self.embeddings)
         if self.layer is not None and self.embeddings is None:
             mistakes.append("--layer: it is of --embeddings; give that, too, or leave it out.")
         mistakes += not_a_run(self.run)

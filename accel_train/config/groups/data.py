@@ -32,7 +32,7 @@ class Data:
         ),
     ] = "digits"
     """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), cache, synthetic,
-    tar, wds, torch/NAME, hfds/NAME, hfids/NAME, tfds/NAME, or your own FILE.py:FUNCTION."""
+    tar, wds, parquet, torch/NAME, hfds/NAME, hfids/NAME, tfds/NAME, or your own FILE.py:FUNCTION."""
     root: Annotated[
         Path,
         Free("the next machine may keep the same data in another folder"),
@@ -40,8 +40,8 @@ class Data:
             "data-dir data-path datadir data-root dataset-dir dataset-path root-dir train-dir traindir data-folder"
         ),
     ] = Path("data")
-    """Folder of the dataset, a cache file, or the folder torchvision downloads to; of tar and wds also the URL of a
-    folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
+    """Folder of the dataset, a cache file, or the folder torchvision downloads to; of tar, wds and parquet also the URL
+    of a folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
     val_fraction: Annotated[
         float,
         PART,
@@ -89,8 +89,8 @@ class Data:
     """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
     length; weights: draw samples by their weights in the data."""
     order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES] = "full"
-    """full: random over the whole set; shards (for tar and wds): open a few shards at a time and shuffle among these,
-    for data on a network file system or in an object store (docs/large_data.md)."""
+    """full: random over the whole set; shards (for tar, wds and parquet): open a few shards at a time and shuffle among
+    these, for data on a network file system or in an object store (docs/large_data.md)."""
     open_shards: Annotated[int, POSITIVE, DECIDES_SAMPLES] = 16
     """data.order=shards: how many shards each canonical node mixes at a time."""
     canonical_nodes: Annotated[int | None, POSITIVE, DECIDES_SAMPLES, Synonyms("num-canonical-nodes")] = None
@@ -116,8 +116,8 @@ class Data:
     ] = "auto"
     """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
     cache_dir: Annotated[Path | None, Free("where copies of shards are kept, not what is in them")] = None
-    """Folder on a disk of this node for the shards of a data.root that is a URL, shared by its processes and kept for
-    the next start; default: ~/.cache/accel_train/shards."""
+    """Folder on a disk of this node for the shards of a data.root that is a URL, and for unpacked Parquet files, shared
+    by its processes and kept for the next start; default: ~/.cache/accel_train/shards."""
     cache_size: Annotated[str | None, SIZE, Free("how many copies of shards are kept, not what is in them")] = None
     """The shards of one data.root take at most this much of data.cache-dir, such as 200GB; default: all are kept."""
     reduced_decode: bool = True
@@ -126,11 +126,11 @@ class Data:
     image_column: Annotated[
         str | None, DECIDES_SAMPLES, Synonyms("image-column-name image-col input-key image-key")
     ] = None
-    """csv, hfds and hfids: the column of the images (csv: of their files); default: found by its name or type."""
+    """csv, parquet, hfds and hfids: the column of the images (csv: of their files); default: found by name or type."""
     label_column: Annotated[
         str | None, DECIDES_SAMPLES, Synonyms("label-column-name label-col target-key label-key target-column")
     ] = None
-    """csv, hfds and hfids: the column of the labels; default: found by its name or type."""
+    """csv, parquet, hfds and hfids: the column of the labels; default: found by its name or type."""
     max_pixels: Annotated[
         int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
     ] = 178_956_970
@@ -162,5 +162,5 @@ class Data:
 
     @property
     def is_remote(self) -> bool:
-        """Whether data.root is a URL: the data is on a storage."""
-        return "://" in str(self.root)
+        """Whether the data is in shards of which this node keeps copies: data.root is a URL, or has Parquet files."""
+        return "://" in str(self.root) or self.name == "parquet"

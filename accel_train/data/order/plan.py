@@ -77,9 +77,9 @@ class Plan:
             number = own + (dealt.cumsum(0) - dealt).view(1, -1, 1)
         return torch.where(filled[..., None], number[..., None] * unit + torch.arange(unit), -1).flatten()
 
-    def places_of(self, processes: range) -> range:
-        """The places in an update of these `processes`, one after the other, if it has `canonical_nodes`."""
-        first, last = (sum(map(self.units_of, range(end))) for end in (processes.start, processes.stop))
+    def places_of(self, process: int) -> range:
+        """The places in an update of `process`, one after the other, if it has `canonical_nodes`."""
+        first, last = (sum(map(self.units_of, range(end))) for end in (process, process + 1))
         return range(first * self.virtual_batch, last * self.virtual_batch)
 
     def units_of(self, process: int) -> int:

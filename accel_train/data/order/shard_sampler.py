@@ -24,7 +24,7 @@ class ShardSampler(TrainingSampler):
         self.order, self.draws, self.window = order, order.draws, order.width
         self.readable = torch.empty(0) if unreadable is None else (~unreadable).nonzero()[:, 0]
         owner = torch.arange(plan.slots) // plan.micro_batch % plan.processes
-        first = torch.tensor([plan.places_of(range(each, each + 1)).start for each in range(plan.processes)])
+        first = torch.tensor([plan.places_of(each).start for each in range(plan.processes)])
         self.places = torch.where(self.filled, self.places, first[owner])
 
     def _ids(self, positions: Tensor) -> Tensor:

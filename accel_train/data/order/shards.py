@@ -53,8 +53,6 @@ class ShardTable:
 
     prefix: Tensor
     """int64 [shards + 1]: shard i has the samples prefix[i] … prefix[i + 1] - 1."""
-    numbers: Tensor
-    """int64 [shards]: the number of each shard in the source, such as that of its tar file."""
 
     @classmethod
     def of(cls, numbers: Tensor) -> ShardTable:
@@ -63,7 +61,11 @@ class ShardTable:
         first = torch.ones(len(numbers), dtype=torch.bool)
         first[1:] = numbers[1:] != numbers[:-1]
         starts = first.nonzero()[:, 0]
-        return cls(torch.cat([starts, torch.tensor([len(numbers)])]), numbers[starts])
+        return cls(torch.cat([starts, torch.tensor([len(numbers)])]))
+
+    def __len__(self) -> int:
+        """The number of shards."""
+        return len(self.prefix) - 1
 
     def digest(self, table: str = "") -> str:
         """A SHA-256 that differs if the samples are divided into other shards, or if `table` is another text."""

@@ -41,13 +41,14 @@ def stratified_choice(keys: Iterable[str], labels: npt.ArrayLike, count: int, sa
     a position between 0 and 1; the `count` samples with the lowest positions are chosen. The order of the samples does
     not matter. `labels`: int64 [n], or bool [n, classes]: then a sample counts as its rarest class.
     """
-    hashes = np.fromiter(
-        (
-            int.from_bytes(blake2b(f"{salt}\0{key}".encode(errors="surrogateescape"), digest_size=8).digest(), "big")
-            for key in keys
-        ),
-        np.uint64,
-    )
+    salted = blake2b(f"{salt}\0".encode(errors="surrogateescape"), digest_size=8)
+
+    def digest(key: str) -> bytes:
+        hashed = salted.copy()
+        hashed.update(key.encode(errors="surrogateescape"))
+        return hashed.digest()
+
+    hashes = np.frombuffer(b"".join(map(digest, keys)), dtype=">u8").astype(np.uint64)
     classes = np.asarray(labels)
     if classes.ndim == 2:
         # A last class for samples without a label.
@@ -75,7 +76,7 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
     if data.skip_unreadable is not None:
         from accel_train.data.sources.unreadable_list import list_for
 
-        listed = list_for(data, splits.sources)
+        listed = list_for(data, splits.sources.values())
         if not (listed.name or listed.paths):
             note = f"--data.skip-unreadable: {data.skip_unreadable} is empty, and does not say of which data it is"
             splits = replace(splits, notes=(*splits.notes, note))
@@ -86,17 +87,11 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
         splits = choose_classes(splits, data)
         _check(splits, data)
     splits = _split_off(splits, data, seed)
-    for split, limit in (
-        ("train", data.train_limit),
-        ("validation", data.test_limit),
-        ("test", data.test_limit),
-    ):
-        source: Source | None = getattr(splits, split)
-        if source is not None and limit is not None and limit < len(source):
-            drawn = stratified_choice(
-                sample_keys(source, names_root(data)), source.labels.numpy(), limit, f"{seed} limit"
-            )
-            splits = _choose(splits, split, drawn)
+    for split, source in splits.sources.items():
+        limit = data.train_limit if split == "train" else data.test_limit
+        if limit is not None and limit < len(source):
+            keys = sample_keys(source, names_root(data))
+            splits = _choose(splits, split, stratified_choice(keys, source.labels.numpy(), limit, f"{seed} limit"))
     return _skip(splits, unreadable) if unreadable else splits
 
 
@@ -121,10 +116,7 @@ def _check(splits: Splits, data: Data) -> None:
     if classes < 2:
         only = f"only one class, '{splits.classes[0]}'" if classes else "no class"
         raise UserError(f"{where} has {only}, but a classifier needs two or more.")
-    for split in ("train", "validation", "test"):
-        source: Source | None = getattr(splits, split)
-        if source is None:
-            continue
+    for split, source in splits.sources.items():
         if not len(source):
             raise UserError(f"{where} has no image in its {split} split.")
         if source.labels.ndim != splits.train.labels.ndim:
@@ -148,9 +140,7 @@ def _unreadable(splits: Splits, data: Data, listed: UnreadableList | None) -> di
     """Python id of each source below a Subset -> bool [n], its samples to skip."""
     marked: dict[int, npt.NDArray[np.bool_]] = {}
     listed_here = 0
-    for source in (splits.train, splits.validation, splits.test):
-        if source is None:
-            continue
+    for source in splits.sources.values():
         held, ids = unwrap_subset(source)
         marks = marked.setdefault(id(held), np.zeros(len(held), dtype=np.bool_))
         if listed is not None and listed.paths:
@@ -174,10 +164,7 @@ def _unreadable(splits: Splits, data: Data, listed: UnreadableList | None) -> di
 def _skip(splits: Splits, unreadable: dict[int, npt.NDArray[np.bool_]]) -> Splits:
     """Mark unreadable training images, and remove those of the other splits."""
     left_out = 0
-    for split in ("train", "validation", "test"):
-        source: Source | None = getattr(splits, split)
-        if source is None:
-            continue
+    for split, source in splits.sources.items():
         held, ids = unwrap_subset(source)
         skipped = unreadable[id(held)] if ids is None else unreadable[id(held)][ids.numpy()]
         left_out += int(skipped.sum())

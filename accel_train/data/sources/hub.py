@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,10 @@ from torch import Tensor
 
 from accel_train.config.compatibility import IMAGE_FILES, IN_MEMORY
 from accel_train.config.schema import Data
+from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.files.encoded import EncodedImages, read_image
 from accel_train.data.sources.files.images import ImageError, decode
-from accel_train.data.sources.splits import (
-    SPLIT_NAMES,
-    Source,
-    Splits,
-    check_splits,
-    given_splits,
-    numbered,
-    splits_of_files,
-)
+from accel_train.data.sources.splits import Source, Splits, named_splits, numbered, splits_of_files
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import short_name
 
@@ -70,31 +62,22 @@ def _file_of(image: dict[str, Any] | None, max_pixels: int) -> bytes:
 
 
 class StreamedImages:
-    """Images that were read as a stream and are kept in memory, in their stored order."""
+    """Images of several sizes that were read as a stream and are kept in memory, in their stored order."""
 
-    def __init__(self, label: str, images: list[torch.Tensor], labels: torch.Tensor) -> None:
-        self.label, self.images, self.labels = label, images, labels
-        self.one_size = len({image.shape for image in images}) == 1
-        self.in_memory = self.one_size  # else each image still has to be resized to the model's size
-        self._joined: torch.Tensor | None = None
+    in_memory = False  # each image still has to be resized to the model's size
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self._joined is None:  # for the workers: each tensor by itself would need a file descriptor when it is sent
-            self._joined = torch.cat([image.flatten() for image in self.images])
-        return {**self.__dict__, "images": [tuple(image.shape) for image in self.images]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        assert self._joined is not None
-        pieces = torch.split(self._joined, [math.prod(shape) for shape in state["images"]])
-        self.images = [piece.view(shape) for piece, shape in zip(pieces, state["images"], strict=True)]
+    def __init__(self, label: str, images: Sequence[Tensor], labels: Tensor) -> None:
+        self.label, self.labels = label, labels
+        self.shapes = [tuple(image.shape) for image in images]
+        # One tensor for all: each by itself would need a file descriptor when it is sent to a worker.
+        self.pixels = torch.cat([image.flatten() for image in images])
+        self.starts = [0, *itertools.accumulate(map(math.prod, self.shapes))]
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.shapes)
 
-    def fetch(self, ids: Sequence[int]) -> torch.Tensor | list[torch.Tensor]:
-        images = [self.images[id] for id in ids]
-        return torch.stack(images) if self.one_size else images
+    def fetch(self, ids: Sequence[int]) -> Tensor | list[Tensor]:
+        return [self.pixels[self.starts[id] : self.starts[id + 1]].view(self.shapes[id]) for id in ids]
 
     def name(self, id: int) -> str:
         return f"{self.label} image {id}"
@@ -121,7 +104,7 @@ def _hugging_face(data: Data) -> Splits:
         datasets.disable_progress_bars()
     prefix, _, name = data.name.partition("/")
     streamed = prefix == "hfids"
-    named = _named_splits(datasets.get_dataset_split_names(name), data)
+    named = named_splits(datasets.get_dataset_split_names(name), data)
     tables = {
         split: datasets.load_dataset(name, split=stored, streaming=streamed, cache_dir=str(data.root))
         for split, stored in named.items()
@@ -186,45 +169,9 @@ def _tensorflow(data: Data) -> Splits:
     info = tensorflow_datasets.builder(data.name.partition("/")[2], data_dir=str(data.root)).info
     sources: dict[str, Source] = {
         split: _read(f"{data.name} {stored}", ((_pixels(image), target) for image, target in stream(stored)))
-        for split, stored in _named_splits(info.splits, data).items()
+        for split, stored in named_splits(info.splits, data).items()
     }
     return _splits(data, tuple(info.features["label"].names), sources)
-
-
-def _named_splits(stored: Iterable[str], data: Data) -> dict[str, str]:
-    """split -> its name in the dataset."""
-    stored = list(stored)
-    given = given_splits(data)
-    check_splits(given, stored, f"the data '{data.name}'")
-    usual = {SPLIT_NAMES[name.lower()]: name for name in reversed(stored) if name.lower() in SPLIT_NAMES}
-    taken = {part.strip() for name in given.values() for part in name.split("+")}
-    named = {split: name for split, name in usual.items() if name not in taken} | given
-    if "train" not in named:
-        raise UserError(f"the data '{data.name}' has no train split, only {', '.join(stored) or 'none'}.")
-    _check_disjoint(named)
-    return named
-
-
-def _check_disjoint(named: Mapping[str, str]) -> None:
-    """Raise UserError if two splits have the same images: one is all of what the other is a part of, or their
-    percentages overlap. (Parts that are counted in images are not compared.)"""
-    parts = [(split, part.strip()) for split, name in named.items() for part in name.split("+")]
-    for (one, first), (other, second) in itertools.combinations(parts, 2):
-        base = first.partition("[")[0]
-        if one != other and base == second.partition("[")[0] and _overlap(first, second):
-            raise UserError(
-                f"the splits {one} ({named[one]}) and {other} ({named[other]}) have the same images: give both as "
-                f"parts, such as --data.train-split '{base}[:90%]' --data.val-split '{base}[90%:]'."
-            )
-
-
-def _overlap(first: str, second: str) -> bool:
-    """Whether two parts of one split, such as "train" and "train[90%:]", have the same images."""
-    if "[" not in first or "[" not in second:
-        return True
-    found = [re.search(r"\[(?:(\d+)%)?:(?:(\d+)%)?\]$", part) for part in (first, second)]
-    (low, high), (start, end) = ((int(each[1] or 0), int(each[2] or 100)) if each else (0, 0) for each in found)
-    return max(low, start) < min(high, end)
 
 
 def _column(data: Data, features: Any, kind: type, usual: str, given: str | None) -> str:
@@ -254,7 +201,7 @@ def _pixels(image: Any) -> Tensor:
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
 
 
-def _read(label: str, stream: Iterable[tuple[Tensor, int]]) -> StreamedImages:
+def _read(label: str, stream: Iterable[tuple[Tensor, int]]) -> ArraySource | StreamedImages:
     """Read a stream of (uint8 [C, H, W], label) into memory. It may take at most half of the free memory."""
     psutil: Any = importlib.import_module("psutil")
 
@@ -274,24 +221,25 @@ def _read(label: str, stream: Iterable[tuple[Tensor, int]]) -> StreamedImages:
                 "use it as hfds/NAME or as a folder of images, which stay on the disk.",
                 every_process=False,
             )
-    return StreamedImages(label, images, torch.tensor(labels, dtype=torch.int64))
+    numbers = torch.tensor(labels, dtype=torch.int64)
+    if len({image.shape for image in images}) == 1:
+        return ArraySource(label, torch.stack(images), numbers)
+    return StreamedImages(label, images, numbers)
 
 
 def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) -> Splits:
-    size = None
-    shapes = {
-        source.images[0].shape[1:] if source.one_size else None
-        for source in sources.values()
-        if isinstance(source, StreamedImages)
-    }
-    if len(shapes) == 1 and (shape := shapes.pop()) is not None and shape[0] == shape[1]:
-        size = int(shape[0])
+    sides = {side for source in sources.values() for side in _sides(source)}
     return splits_of_files(
         data,
         classes,
         sources,
-        image_size=size,
+        image_size=sides.pop() if len(sides) == 1 else None,
         # A stream is decoded already; that of tfds/ by TensorFlow, without --data.range.
         semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,
         value_range=None if data.name.startswith("tfds/") else data.range,
     )
+
+
+def _sides(source: Source) -> tuple[int | None, ...]:
+    """Height and width of all its images; None if they differ."""
+    return tuple(source.pixels.shape[2:]) if isinstance(source, ArraySource) else (None,)

@@ -1,12 +1,13 @@
 """Loads a dataset by name. To add one:
 
 - Of torchvision, with `train=`, `targets` and `classes`: a line in PUBLISHED (arrays.py).
-- Any other: a function that returns `Splits` in a file beside this one, called in `_load`, and its name in NAMES. If it
-  downloads, it does so only with `download=True`, once for all processes: `_download` in arrays.py shows how.
+- Any other: a function that takes `Data` and returns `Splits`, in a file beside this one, and its entry in LOADERS. If
+  it downloads, it does so once for all processes: `_download` in arrays.py shows how.
 """
 
 from __future__ import annotations
 
+import importlib
 import shlex
 from pathlib import Path
 
@@ -23,13 +24,25 @@ __all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits", "read_s
 
 IN_MEMORY = ("digits", *PUBLISHED, "synthetic")
 """Datasets whose images need no workers, unless images are augmented one by one."""
-NAMES = ("digits", *PUBLISHED, "folder", "csv", "cache", "synthetic", "tar", "wds")
-PREFIXES = ("hfds/", "hfids/", "wds/", "tfds/", "torch/")
+LOADERS = {
+    "folder": ("files.folder", "folder"),
+    "csv": ("files.table", "table"),
+    "cache": ("cache", "cache"),
+    "synthetic": ("synthetic", "synthetic"),
+    "tar": ("files.tars", "tar"),
+    "wds": ("files.webdataset", "webdataset"),
+    "parquet": ("remote.remote_index", "remote"),
+    "wds/NAME": ("files.webdataset", "webdataset"),
+    "hfds/NAME": ("hub", "hub"),
+    "hfids/NAME": ("hub", "hub"),
+    "tfds/NAME": ("hub", "hub"),
+}
+"""Name -> the module beside this one, and its function. It is imported when it is needed: many import much."""
 
 
 def known_sources() -> tuple[str, ...]:
     """All names; for datasets of a hub, the prefix and NAME."""
-    return NAMES + tuple(f"{prefix}NAME" for prefix in PREFIXES)
+    return ("digits", *PUBLISHED, *LOADERS, "torch/NAME")
 
 
 def load_splits(data: Data, seed: int, *, download: bool = True, record: Path | None = None) -> Splits:
@@ -56,10 +69,10 @@ def read_splits(data: Data, *, download: bool = True, record: Path | None = None
     else:
         splits = _load(data, download)
     for option, column in (("image-column", data.image_column), ("label-column", data.label_column)):
-        if column is not None and data.name.partition("/")[0] not in ("csv", "hfds", "hfids"):
+        if column is not None and data.name.partition("/")[0] not in ("csv", "parquet", "hfds", "hfids"):
             raise UserError(
-                f"--data.{option} {column}: only csv, hfds/NAME and hfids/NAME have columns, and --data.name is "
-                f"'{short_name('data.name', data.name)}'; remove it."
+                f"--data.{option} {column}: only csv, parquet, hfds/NAME and hfids/NAME have columns, and --data.name "
+                f"is '{short_name('data.name', data.name)}'; remove it."
             )
     if given_splits(data) and data.name.partition("/")[0] not in ("folder", "hfds", "hfids", "tfds"):
         raise UserError(
@@ -92,36 +105,13 @@ def _load(data: Data, download: bool) -> Splits:
         from accel_train.data.sources.remote.remote_index import remote
 
         return remote(data)
-    if name == "folder":
-        from accel_train.data.sources.files.folder import folder
-
-        return folder(data)
-    if name == "csv":
-        from accel_train.data.sources.files.table import table
-
-        return table(data)
-    if name == "cache":
-        from accel_train.data.sources.cache import cache
-
-        return cache(data)
-    if name == "synthetic":
-        from accel_train.data.sources.synthetic import synthetic
-
-        return synthetic(data)
-    if name == "tar":
-        from accel_train.data.sources.files.tars import tar
-
-        return tar(data)
-    if prefix == "wds":
-        from accel_train.data.sources.files.webdataset import webdataset
-
-        return webdataset(data)
-    if prefix in ("hfds", "hfids", "tfds") and rest:
-        from accel_train.data.sources.hub import hub
-
-        if not download:
+    kind = f"{prefix}/NAME" if rest else name
+    if kind in LOADERS:
+        module, function = LOADERS[kind]
+        if module == "hub" and not download:
             raise UserError(f"the dataset '{data.name}' is not available here; training downloads it from its hub.")
-        return hub(data)
+        splits: Splits = getattr(importlib.import_module(f"{__package__}.{module}"), function)(data)
+        return splits
     if name.lower().endswith(".csv"):
         raise UserError(f"--data.name {name}: for a table give --data.name csv --data.root {shlex.quote(name)}.")
     raise UserError(

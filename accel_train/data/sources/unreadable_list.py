@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +24,7 @@ from accel_train.files import atomic_write
 from accel_train.untrusted import read_regular_file
 from accel_train.user_code.reference import short_name
 
-OF_ONE_PLACE = ("folder", "csv", "cache", "tar", "wds")
+OF_ONE_PLACE = ("folder", "csv", "cache", "tar", "wds", "parquet")
 """Names of data that `data.root` alone says."""
 HEAD = "# accel-train check-data: "
 
@@ -71,7 +71,7 @@ def read_list(path: Path) -> UnreadableList:
     return UnreadableList({*map(_name, lines)} - {""}, name, root, samples)
 
 
-def list_for(data: Data, sources: Sequence[Source]) -> UnreadableList:
+def list_for(data: Data, sources: Iterable[Source]) -> UnreadableList:
     """The list of --data.skip-unreadable. Raises UserError if it cannot be read, or is the list of other data.
 
     The data may lie in another folder now, or a table may list it. Or images have changed in the same folder.
@@ -95,7 +95,7 @@ def list_for(data: Data, sources: Sequence[Source]) -> UnreadableList:
     return listed
 
 
-def check_own_list(path: Path, data: Data, sources: Sequence[Source]) -> None:
+def check_own_list(path: Path, data: Data, sources: Iterable[Source]) -> None:
     """Raise UserError if the file `path` exists and is not the list of `data`, which may be overwritten."""
     try:
         listed = read_list(path)
@@ -117,7 +117,7 @@ def check_own_list(path: Path, data: Data, sources: Sequence[Source]) -> None:
         )
 
 
-def write_list(path: Path, data: Data, sources: Sequence[Source], names: Iterable[str]) -> None:
+def write_list(path: Path, data: Data, sources: Iterable[Source], names: Iterable[str]) -> None:
     """Write the `names` of unreadable images, as their source calls them. Raises OSError."""
     root, prefix = real(data.root), f"{names_root(data)}/"
     about = {"name": data.name, "root": root, "samples": _digest(_keys(sources, data))}
@@ -142,7 +142,7 @@ def _folder(data: Data) -> tuple[Path, str]:
     return Path(real(names_root(data))), data.name if "/" in data.name else ""
 
 
-def _keys(sources: Sequence[Source], data: Data) -> list[str]:
+def _keys(sources: Iterable[Source], data: Data) -> list[str]:
     return [key for source in sources for key in sample_keys(source, names_root(data))]
 
 

@@ -22,7 +22,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 import torch
-from filelock import FileLock, Timeout
 
 from accel_train.config.compatibility import IMAGE_FILES
 from accel_train.config.schema import Data
@@ -31,9 +30,10 @@ from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
 from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.data.sources.shared import StringArray
-from accel_train.data.sources.splits import names_root, present_classes, unwrap_subset
+from accel_train.data.sources.splits import names_root, present_classes, sample_keys, unwrap_subset
 from accel_train.data.sources.unreadable_list import list_for, write_list
 from accel_train.data.tools.chunk import Chunk, Unreadable, encode
+from accel_train.data.tools.output import locked
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError, print_line
 from accel_train.files import atomic_write, fsync
@@ -53,11 +53,10 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
     whole = replace(whole, only_classes=(), class_map=None)
     whole = replace(whole, verify=True)  # all images are read, so that to compare them with their index costs little
     splits = load_splits(whole, seed=0)
-    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    sources = {split: unwrap_subset(source)[0] for split, source in named.items() if source is not None}
+    sources = {split: unwrap_subset(source)[0] for split, source in splits.sources.items()}
     if not isinstance(splits.train, EncodedImages):
         raise UserError(f"the images of '{data.name}' are not files: there is nothing to cache.")
-    listed = list_for(data, splits.sources).paths if data.skip_unreadable is not None else set()
+    listed = list_for(data, splits.sources.values()).paths if data.skip_unreadable is not None else set()
     described = Description(
         encoding,
         short_side,
@@ -74,19 +73,9 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         print_line(f"warning: {note}")
     if splits.ignored:
         print_line(f"Not used: {splits.ignored}.")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lock = output.with_name(f".{output.name}.lock")
-        with FileLock(lock, timeout=0):
-            try:
-                weights = None if splits.train_weights is None else splits.train_weights.numpy()
-                return _write(data, output, list(sources.values()), weights, described, listed, processes)
-            finally:
-                lock.unlink(missing_ok=True)
-    except Timeout:
-        raise UserError(f"--output {output}: another process is writing it.") from None
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error.strerror or error}.") from error
+    with locked(output.with_name(f".{output.name}.lock"), f"--output {output}"):
+        weights = None if splits.train_weights is None else splits.train_weights.numpy()
+        return _write(data, output, list(sources.values()), weights, described, listed, processes)
 
 
 def _write(
@@ -156,8 +145,7 @@ def _fingerprint(splits: Splits, sources: dict[str, Source], root: Path, short_s
         assert isinstance(source, EncodedImages)
         digest.update(f"\0{split}\0{len(source)}\0".encode())
         digest.update(source.labels.numpy().tobytes())
-        for id in range(len(source)):
-            name = source.name(id).removeprefix(f"{root}/")
+        for name in sample_keys(source, root):
             digest.update(f"{name}\0".encode(errors="surrogateescape"))
         for state in source.states():
             digest.update(f"{state}\0".encode(errors="surrogateescape"))
@@ -238,7 +226,7 @@ def _finish(
     columns["offsets"] = len(MAGIC) + np.cumsum(columns["sizes"]) - columns["sizes"]
     labels = torch.cat([source.labels for source in sources])
     columns["labels"] = labels.numpy() if labels.ndim == 1 else np.packbits(labels.numpy(), axis=1)
-    names = [source.name(id).removeprefix(f"{root}/") for source in sources for id in range(len(source))]
+    names = [name for source in sources for name in sample_keys(source, root)]
     kept = np.array([size > 0 and name not in listed for size, name in zip(columns["sizes"], names, strict=True)])
     train = sources[0].labels
     lost = present_classes(train) - present_classes(train[torch.from_numpy(kept[: len(train)])])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accel_train.data.sources.files.encoded import EncodedImages
+from accel_train.data.sources.files.images import to_image
 from accel_train.data.sources.splits import Source
 from accel_train.data.transforms.resizing import resized_to_short_side
 from accel_train.errors import UserError
@@ -56,11 +57,8 @@ def encode(source: Source, first: int, last: int, short_side: int, encoding: str
 
 
 def _bytes(image: Tensor, encoding: str) -> bytes:
-    from PIL import Image
-
-    pixels = image.permute(1, 2, 0).contiguous().numpy()
     if encoding == "raw":
-        return pixels.tobytes()
+        return image.permute(1, 2, 0).contiguous().numpy().tobytes()
     file = io.BytesIO()
-    Image.fromarray(pixels.squeeze(-1) if len(image) == 1 else pixels).save(file, "JPEG", quality=JPEG_QUALITY)
+    to_image(image).save(file, "JPEG", quality=JPEG_QUALITY)
     return file.getvalue()

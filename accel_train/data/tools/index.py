@@ -10,9 +10,16 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.files import folder, table, tars, webdataset
 from accel_train.data.sources.files.index import CHANGING, SETTLED_SECONDS
 from accel_train.data.sources.files.index_file import Index
+from accel_train.data.sources.remote import remote_index
 from accel_train.errors import UserError
 
-KINDS = {"folder": folder.index_of, "csv": table.index_of, "tar": tars.index_of, "wds": webdataset.index_of}
+KINDS = {
+    "folder": folder.index_of,
+    "csv": table.index_of,
+    "tar": tars.index_of,
+    "wds": webdataset.index_of,
+    "parquet": remote_index.index_of,
+}
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,9 @@ def make_index(data: Data) -> IndexResult:
     if index_of is None or ("/" in data.name and not data.name.startswith("wds/")):
         raise UserError(
             f"'{data.name}' needs no index; these do: folder (images in folders), csv (a table of images), "
-            "tar (tar files), wds (WebDataset shards)."
+            "tar (tar files), wds (WebDataset shards), parquet (Parquet files)."
         )
     if data.is_remote:
-        from accel_train.data.sources.remote import remote_index
-
         index_of = remote_index.index_of
     began = time.perf_counter()
     index: Index = index_of(data)

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from accel_train.data.all_cores import process_pool
-from accel_train.data.sources.splits import Source
+from accel_train.data.sources.splits import Source, unwrap_subset
+from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.worker_processes import end_with_trainer
 from accel_train.errors import print_line
 
@@ -42,8 +43,13 @@ def in_processes(
 ) -> Iterator[T]:
     """Yield the result of `work(source, first, last, *arguments, *of_job(job))` of each job, in the order of the jobs.
 
-    `of_job` is called in this process, a while before the job begins."""
+    `of_job` is called in this process, a while before the job begins. If a source is an object of this program that no
+    other process can make, this process does all.
+    """
     jobs = list(jobs)
+    held = [unwrap_subset(source)[0] for source in sources]
+    if any(isinstance(each, UserDataset) and each.stays_here() for each in held):
+        processes = 1
     processes = min(processes, len(jobs))
     if processes <= 1:
         for number, first, last in jobs:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_train.data.sources.cache import CachedImages
 from accel_train.data.sources.files.encoded import EncodedImages
-from accel_train.data.sources.files.images import ImageError
+from accel_train.data.sources.files.images import ImageError, to_image
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 
@@ -50,14 +50,11 @@ def _image(source: Source, id: int) -> tuple[bytes, str]:
 
 def _png(pixels: Tensor, name: str) -> bytes:
     """`pixels`: uint8 [C, H, W]. Raises UserError for others, which PNG would change or does not know."""
-    from PIL import Image
-
     if pixels.is_floating_point() or len(pixels) not in (1, 3):
         kind = f"{str(pixels.dtype).removeprefix('torch.')} {list(pixels.shape)}"
         raise UserError(f"{name} is {kind}: only images of 8 bits with 1 or 3 channels can be written as PNG.")
     file = io.BytesIO()
-    values = pixels.permute(1, 2, 0).contiguous().numpy()
-    Image.fromarray(values.squeeze(-1) if len(pixels) == 1 else values).save(file, "PNG")
+    to_image(pixels).save(file, "PNG")
     return file.getvalue()
 
 

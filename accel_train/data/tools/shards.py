@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from accel_train.config.declaration import bytes_of
 from accel_train.config.schema import Data
@@ -23,8 +22,8 @@ from accel_train.data.sources.files.images import default_mean_std
 from accel_train.data.sources.files.listing import is_image
 from accel_train.data.sources.load import Source, Splits, Subset, load_splits
 from accel_train.data.sources.splits import names_root, sample_keys, unwrap_subset
-from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.tools.index import KINDS, make_index
+from accel_train.data.tools.output import locked
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes
 from accel_train.data.tools.shard_samples import pack
 from accel_train.data.tools.shard_writer import FINISHED, ShardWriter, begin, finish
@@ -83,29 +82,14 @@ def write_shards(
     sources = _ordered(splits, None if keep_order else seed)
     keys = _keys(sources.values(), names_root(data))
     settings = [shard_bytes, shard_samples, splits.classes]
-    held = [unwrap_subset(source)[0] for source in sources.values()]
-    if any(isinstance(each, UserDataset) and each.stays_here() for each in held):
-        processes = 1
     processes = min(processes or available_cores(), 1 + len(splits.train) // WORTH_A_PROCESS)
-    lock = output / f"{FINISHED}.lock"
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock, timeout=0):
-            try:
-                shards, was_there = begin(output, _fingerprint(settings, sources, keys))
-                if not was_there:
-                    with ShardWriter(output, shards, shard_bytes, shard_samples) as writer:
-                        _write(writer, sources, keys, processes, shows_progress=shows_progress)
-                    finish(output, shards, splits.classes)
-            finally:
-                lock.unlink(missing_ok=True)
-    except Timeout:
-        raise UserError(f"{output}: another process is writing it.") from None
-    except OSError as error:
-        raise UserError(
-            f"{output} cannot be written: {error.strerror or error}. Shards that are complete are kept, and the same "
-            "command goes on behind them."
-        ) from error
+    advice = " Shards that are complete are kept, and the same command goes on behind them."
+    with locked(output / f"{FINISHED}.lock", str(output), advice):
+        shards, was_there = begin(output, _fingerprint(settings, sources, keys))
+        if not was_there:
+            with ShardWriter(output, shards, shard_bytes, shard_samples) as writer:
+                _write(writer, sources, keys, processes, shows_progress=shows_progress)
+            finish(output, shards, splits.classes)
     images, found = sum(map(len, sources.values())), make_index(Data(name="wds", root=output)).images
     if found != images:
         raise UserError(f"{output}: {images:,} images were written, {found:,} are there. Delete it and start again.")
@@ -127,15 +111,13 @@ def _check(splits: Splits, data: Data) -> None:
 
 def _ordered(splits: Splits, seed: int | None) -> dict[str, Source]:
     """The samples of each split in the order in which they are written: shuffled, or with None in their own."""
-    named = {"train": splits.to_train_on, "validation": splits.validation, "test": splits.test}
-    sources: dict[str, Source] = {}
-    for split, source in named.items():
-        if source is not None:
-            held, ids = unwrap_subset(source)
-            places = torch.arange(len(source))
-            if seed is not None:
-                places = permuted(places, len(source), key(seed, "shards", split))
-            sources[split] = Subset(held, places if ids is None else ids[places])
+    sources = {**splits.sources, "train": splits.to_train_on}
+    for split, source in sources.items():
+        held, ids = unwrap_subset(source)
+        places = torch.arange(len(source))
+        if seed is not None:
+            places = permuted(places, len(source), key(seed, "shards", split))
+        sources[split] = Subset(held, places if ids is None else ids[places])
     return sources
 
 

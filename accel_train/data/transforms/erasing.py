@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accel_train.data.transforms.parameters import AugmentParameters, Column, Stream
+from accel_train.data.transforms.parameters import AugmentParameters, Stream, box_masks
 from accel_train.keyed import GOLDEN, scramble, shift, signed
 
 BITS = 16  # of a normal number
@@ -21,21 +21,20 @@ class Erasing:
 
     def __init__(self, draw: AugmentParameters, device: torch.device) -> None:
         self.draw, self.mode = draw, draw.augment.erase_mode
-        middles = (torch.arange(1 << BITS, dtype=torch.float64) + 0.5) / (1 << BITS)
-        self.normal = torch.special.ndtri(middles).float().to(device)
+        if self.mode != "const":
+            middles = (torch.arange(1 << BITS, dtype=torch.float64) + 0.5) / (1 << BITS)
+            self.normal = torch.special.ndtri(middles).float().to(device)
         self.steps = torch.arange(draw.size, dtype=torch.int32).to(device)
 
-    def __call__(self, images: Tensor, parameters: Tensor, keys: Tensor) -> None:
-        """Erase in `images`, normalised float32 [b, C, size, size], in place. `keys`: int64 [b]."""
+    def __call__(self, images: Tensor, batch: dict[str, Tensor], masks: Tensor) -> None:
+        """Erase in `images`, normalised float32 [b, C, size, size], in place. `batch`: "parameters" and, unless the
+        mode is const, "keys", int64 [b]. `masks`: of the first box, bool [b, 1, size, size]."""
+        parameters = batch["parameters"]
         step = max(1, CHUNK // images[0].numel())
         for number in range(self.draw.erased_boxes):
-            first, last = int(Column.FIRST), int(Column.LAST)
-            if number:
-                first = self.draw.more_boxes + 4 * (number - 1)
-                last = first + 2
-            low, high = parameters[:, first : first + 2, None], parameters[:, last : last + 2, None]
-            inside = self.steps.clamp(low, high) == self.steps  # [b, 2, size]; none, if there is no box
-            masks = inside[:, :1, :, None] & inside[:, 1:, None, :]
+            first, last = self.draw.erased_columns(number)
+            if number > 0:
+                masks = box_masks(parameters, first, last, self.steps)
             if self.mode == "const":
                 images.masked_fill_(masks, 0.0)  # the mean colour
                 continue
@@ -44,7 +43,7 @@ class Erasing:
                 which = (parameters[:, last] >= 0).nonzero()[:, 0]  # the others would not change
             for start in range(0, len(which), step):
                 rows = which[start : start + step]
-                images[rows] = torch.where(masks[rows], self._noise(keys[rows], number, images), images[rows])
+                images[rows] = torch.where(masks[rows], self._noise(batch["keys"][rows], number, images), images[rows])
 
     def _noise(self, keys: Tensor, number: int, images: Tensor) -> Tensor:
         """Normal numbers for box `number` of each sample, float32 [b, C, size, size], or [b, C, 1, 1] of its colour."""

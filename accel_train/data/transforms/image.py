@@ -6,16 +6,17 @@ mixing) run later on the device (batch.py).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
 from accel_train.config.schema import Augment
-from accel_train.data.sources.files.images import LazyImage
+from accel_train.data.sources.files.images import Box, LazyImage
+from accel_train.data.sources.user.dataset import restored_generators, seed_generators
 from accel_train.data.transforms.parameters import Stream, resize_default
 from accel_train.data.transforms.policies import image_steps
 from accel_train.data.transforms.resizing import resized, sides
@@ -66,8 +67,6 @@ class ImageTransform:
             steps = image_steps(augment, size, drawn, mean) if training else []
             self.steps[mode] = torch.nn.Sequential(*crops, *steps, *own)
         self.is_random = training and augment.draws_globally
-        self.draws_anywhere = training and (augment.timm_policy or augment.own != "none")
-        """Whether NumPy's and Python's generators are used, too."""
 
     def __call__(self, images: Sequence[Tensor | LazyImage], keys: Tensor) -> Tensor:
         """`images`: each uint8 [C, H, W] or not yet decoded; `keys`: int64 [b]. Returns uint8 [b, C, size, size]."""
@@ -75,9 +74,11 @@ class ImageTransform:
         decoded = self._resized(images, modes, keys)
         flips = drawn_flips(keys, self.augment, training=self.training)
         batch: Tensor | None = None
-        with self._restored_generators():
+        # What policies and the user's own transform draw from, all processes and workers seed with each image's key.
+        with restored_generators() if self.is_random else contextlib.nullcontext():
             for index, (image, mode, word) in enumerate(zip(decoded, modes, keys.tolist(), strict=True)):
-                self._seed_generators(word)
+                if self.is_random:
+                    seed_generators(word)
                 image = self.steps[mode](image)
                 if batch is None:
                     batch = image.new_empty((len(images), self.size, self.size, len(image)))
@@ -91,18 +92,18 @@ class ImageTransform:
         if self.crop == "resized":
             boxes = drawn_boxes(sizes, keys, self.augment)
             for image, mode, box in zip(images, modes, boxes, strict=True):
-                yield self._resized_crop(image, mode, *box)
+                yield self._resized_box(image, mode, box, self.size, self.size)
         elif self.crop in ("rkrc", "rkrr"):
             from accel_train.data.transforms.keep_ratio import cut, drawn_windows
 
             windows = drawn_windows(sizes, keys, self.augment, self.size)
             for image, mode, (height, width, top, left) in zip(images, modes, windows, strict=True):
-                yield cut(self._whole(image, mode, height, width), top, left, self.size)
+                yield cut(self._resized_box(image, mode, None, height, width), top, left, self.size)
         else:
             for image, mode, (height, width) in zip(images, modes, sizes, strict=True):
                 squashed = self.crop == "squash"
                 target = (self.size, self.size) if squashed else sides(height, width, self.short_side)
-                yield self._whole(image, mode, *target)
+                yield self._resized_box(image, mode, None, *target)
 
     def _modes(self, keys: Tensor) -> Sequence[str]:
         """How each image is resized."""
@@ -110,44 +111,16 @@ class ImageTransform:
             return (self.interpolation,) * len(keys)
         return ["bicubic" if drawn else "bilinear" for drawn in (uniform(keys, Stream.INTERPOLATION) >= 0.5).tolist()]
 
-    # What policies and the user's own transform draw from, all processes and workers seed with each image's key. It is
-    # restored after the batch.
-    def _restored_generators(self) -> AbstractContextManager[None]:
-        if not self.draws_anywhere:  # torchvision's transforms draw from torch's CPU generator
-            return torch.random.fork_rng(devices=[], enabled=self.is_random)
-        from accel_train.data.sources.user.dataset import restored_generators
-
-        return restored_generators()
-
-    def _seed_generators(self, word: int) -> None:
-        if self.draws_anywhere:
-            from accel_train.data.sources.user.dataset import seed_generators
-
-            seed_generators(word)
-        elif self.is_random:
-            torch.default_generator.manual_seed(word)  # torch.manual_seed would also seed GPUs
-
-    def _whole(self, image: Tensor | LazyImage, mode: str, height: int, width: int) -> Tensor:
-        """The whole image, resized to this height and width."""
+    def _resized_box(self, image: Tensor | LazyImage, mode: str, box: Box | None, height: int, width: int) -> Tensor:
+        """The box of the image (None: all of it), resized to this height and width. It is cropped first, so that only
+        its pixels are resized."""
+        top, left, high, wide = box or (0, 0, *_size(image))
         if isinstance(image, LazyImage):
-            both = (image.height, height), (image.width, width)
-            reduction = self._reduction(image, *min(both, key=lambda pair: pair[0] / pair[1]))
+            reduction = self._reduction(image, *min((high, height), (wide, width), key=lambda pair: pair[0] / pair[1]))
             if reduction > 1:
-                return image.reduced((0, 0, image.height, image.width), height, width, reduction, mode)
+                return image.reduced((top, left, high, wide), height, width, reduction, mode)
             image = image.pixels()
-        return resized(image, height, width, mode)
-
-    def _resized_crop(
-        self, image: Tensor | LazyImage, mode: str, top: int, left: int, height: int, width: int
-    ) -> Tensor:
-        """The box of the image, resized to size x size. It is cropped first, so that only its pixels are resized."""
-        if isinstance(image, LazyImage):
-            reduction = self._reduction(image, min(height, width), self.size)
-            if reduction > 1:
-                box = top, left, height, width
-                return image.reduced(box, self.size, self.size, reduction, mode)
-            image = image.pixels()
-        return resized(image[:, top : top + height, left : left + width], self.size, self.size, mode)
+        return resized(image[:, top : top + high, left : left + wide], height, width, mode)
 
     def _reduction(self, image: LazyImage, side: int, needed: int) -> int:
         """The largest JPEG scale factor at which `side` pixels of the image still give `needed` pixels."""
@@ -156,12 +129,12 @@ class ImageTransform:
         return max(factor for factor in (1, 2, 4, 8) if factor == 1 or side >= factor * needed)
 
 
-def drawn_boxes(sizes: Sequence[tuple[int, int]], keys: Tensor, augment: Augment) -> list[list[int]]:
+def drawn_boxes(sizes: Sequence[tuple[int, int]], keys: Tensor, augment: Augment) -> list[Box]:
     """Top, left, height and width of each crop with crop=resized of an image of this height and width, drawn from the
     keys (int64 [b])."""
     heights, widths = torch.tensor(sizes).T
-    boxes: list[list[int]] = crop_boxes(keys, heights, widths, augment.scale, augment.ratio).tolist()
-    return boxes
+    boxes = crop_boxes(keys, heights, widths, augment.scale, augment.ratio).tolist()
+    return [(top, left, height, width) for top, left, height, width in boxes]
 
 
 def drawn_flips(keys: Tensor, augment: Augment, *, training: bool) -> list[tuple[int, ...]]:

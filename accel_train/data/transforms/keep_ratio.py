@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +22,9 @@ STREAMS = (
 )  # fmt: skip
 
 
-class Kept(NamedTuple):
-    """To which size an image is resized, and the corner of its window; where that is outside, the image is mirrored."""
-
-    height: int
-    width: int
-    top: int
-    left: int
-
-
-def drawn_windows(sizes: Sequence[tuple[int, int]], keys: Tensor, augment: Augment, size: int) -> list[Kept]:
-    """What becomes of images of these heights and widths, drawn from their keys (int64 [b]).
+def drawn_windows(sizes: Sequence[tuple[int, int]], keys: Tensor, augment: Augment, size: int) -> list[list[int]]:
+    """What becomes of images of these heights and widths, drawn from their keys (int64 [b]): the height and width to
+    which each is resized, and the top left corner of its window. Where that is outside, the image is mirrored.
 
     `augment.scale`: bounds of the share of the area that is seen; `augment.ratio`: of the change of width / height.
     `size`: height and width of the window.
@@ -42,7 +33,7 @@ def drawn_windows(sizes: Sequence[tuple[int, int]], keys: Tensor, augment: Augme
     return [_window(height, width, draw, augment, size) for (height, width), draw in zip(sizes, draws, strict=True)]
 
 
-def _window(height: int, width: int, draws: list[float], augment: Augment, size: int) -> Kept:
+def _window(height: int, width: int, draws: list[float], augment: Augment, size: int) -> list[int]:
     scaled, scale, stretched, stretch, *places = draws
     ratio = min(height / size, width / size)
     factors = [1.0, 1.0]
@@ -62,7 +53,7 @@ def _window(height: int, width: int, draws: list[float], augment: Augment, size:
             corner.append(moved if more > 0 else -moved)
         else:
             corner.append(round(more / 2) if more > 0 else -(-more // 2))
-    return Kept(*high_and_wide, *corner)
+    return [*high_and_wide, *corner]
 
 
 def cut(image: Tensor, top: int, left: int, size: int) -> Tensor:

@@ -48,7 +48,8 @@ class Mixing:
             _interpolate(quantiles, draws[2]) for quantiles in (self.cutmix_quantiles, self.mixup_quantiles)
         )
         share = torch.where(cuts, cutmix_share, mixup_share)
-        boxes, area = self._minmax_boxes(draws) if self.minmax is not None else self._boxes(draws, share)
+        rows, columns = self._sides(draws, share) if self.minmax is None else self._minmax_sides(draws)
+        area = (rows[1] - rows[0]) * (columns[1] - columns[0])
         share = torch.where(cuts, 1 - area / self.size**2, share)
         mixed = draws[0] < self.augment.mix_probability
         if self.augment.mix_epochs is not None and epoch >= self.augment.mix_epochs:
@@ -64,38 +65,33 @@ class Mixing:
         return Mixed(
             share=torch.where(mixed, of_samples(share), 1.0),
             cuts=of_samples(cuts),
-            boxes=tuple((of_samples(first), torch.where(mixed, of_samples(last), -1)) for first, last in boxes),
+            boxes=tuple(
+                (of_samples(first).int(), torch.where(mixed & of_samples(end > first), of_samples(end - 1), -1).int())
+                for first, end in (rows, columns)
+            ),
         )
 
-    def _boxes(self, draws: Tensor, share: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """A box of the image's shape around a random centre, clipped at the image's edge, and its area."""
+    def _sides(self, draws: Tensor, share: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The first row and the one after the last, and so the columns, of a box of the image's shape around a random
+        centre, clipped at the image's edge."""
         side = torch.sqrt(1 - share) * self.size
-        area = torch.ones_like(share)
-        boxes = []
-        for axis in (0, 1):
-            first = (draws[3 + axis] * self.size - side / 2).round()
-            end = (first + side.round()).clamp(0, self.size)
-            first = first.clamp(0, self.size)
-            area = area * (end - first)
-            boxes.append((first.int(), torch.where(end > first, end - 1, -1).int()))
-        return boxes, area
+        firsts = [(draws[3 + axis] * self.size - side / 2).round() for axis in (0, 1)]
+        return [(first.clamp(0, self.size), (first + side.round()).clamp(0, self.size)) for first in firsts]
 
-    def _minmax_boxes(self, draws: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """A box whose sides are drawn between two shares of the image's, at any place, and its area.
+    def _minmax_sides(self, draws: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """As `_sides`, of a box whose sides are drawn between two shares of the image's, at any place.
 
         With minmax no share is drawn: draws[2] decides about both sides, which have 12 random bits each.
         """
         assert self.minmax is not None
         low, high = (int(self.size * limit) for limit in self.minmax)
         bits = draws[2] * 4096
-        area = torch.ones_like(draws[2])
-        boxes = []
+        sides = []
         for axis, number in ((0, bits.floor() / 4096), (1, bits - bits.floor())):
             length = low + (number * max(1, high - low)).floor()
             first = (draws[3 + axis] * (self.size - length + 1)).floor()
-            area = area * length
-            boxes.append((first.int(), torch.where(length > 0, first + length - 1, -1).int()))
-        return boxes, area
+            sides.append((first, first + length))
+        return sides
 
 
 def beta_quantiles(alpha: float, count: int = 4097) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.errors import UserError
 from accel_train.keyed import uniform, uniforms
 
 
@@ -122,6 +121,12 @@ class AugmentParameters:
         third box follows."""
         return COLOUR_COLUMNS if self.changes_colours else COLUMNS
 
+    def erased_columns(self, number: int) -> tuple[int, int]:
+        """Where the first, and where the last, row and column of this erased box are."""
+        if number == 0:
+            return Column.FIRST, Column.LAST
+        return self.more_boxes + 4 * (number - 1), self.more_boxes + 4 * (number - 1) + 2
+
     @property
     def any(self) -> bool:
         """Whether the augmentation has any random part."""
@@ -214,10 +219,7 @@ class AugmentParameters:
             width = (torch.sqrt(area / ratio) * self.size).round().clamp(1, self.size)
             top = (draws[3] * (self.size - height + 1)).floor()
             left = (draws[4] * (self.size - width + 1)).floor()
-            first_column, last_column = int(Column.FIRST), int(Column.LAST)
-            if number:
-                first_column = self.more_boxes + 4 * (number - 1)
-                last_column = first_column + 2
+            first_column, last_column = self.erased_columns(number)
             exists = erased & (number < count)
             for axis, (first, length) in enumerate(((top, height), (left, width))):
                 parameters[:, first_column + axis] = first.int()
@@ -235,49 +237,12 @@ class AugmentParameters:
         parameters[:, Column.REST] = (1 - mixed.share).view(torch.int32)
 
 
-def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
-    """Raise UserError if images with this number of channels, and this pixel value for white, cannot be augmented."""
-    strengths = jitter_strengths(augment)
-    needs = {
-        f"policy {augment.policy}": augment.policy != "none",
-        "degrees, translate, zoom and shear": augment.turns,
-        "perspective": augment.perspective > 0,
-        "own": augment.own != "none",
-        "color-jitter": any(strengths),
-    }
-    for option in (option for option, is_set in needs.items() if is_set):
-        if full_scale != 255:
-            raise UserError(
-                f"--augment.{option}: needs images of uint8; the data has float tensors. Return uint8 tensors or PIL "
-                "images from the Dataset, or turn it off."
-            )
-        if channels not in (1, 3) and option != "own":
-            raise UserError(
-                f"--augment.{option}: needs images of 1 or 3 channels; the data has {channels}. Turn it off."
-            )
-    if channels == 1 and strengths[Jitter.HUE] > 0:
-        raise UserError("--augment.color-jitter: the images are grey and have no hue; give 0 as the fourth number.")
-    found = len(augment.fill)
-    if found not in (0, 1, channels):
-        raise UserError(f"--augment.fill: found {found} numbers; expected one, or {channels}, one of each channel.")
-    if channels != 3 and augment.grey > 0:
-        raise UserError(f"--augment.grey: needs colour images; the data has {channels} channels. Use 0.")
-
-
 def transforms_each_image(one_size: bool, augment: Augment, *, training: bool) -> bool:
     """Whether images must be transformed one by one (transforms/image.py) before they form a batch.
 
     `one_size`: whether the source has them as tensors of one size.
     """
     return not one_size or (training and augment.each_image)
-
-
-def check_resize(augment: Augment, size: int) -> None:
-    """Raise UserError if images are resized to less than the input of `size` pixels."""
-    if augment.resize is not None and augment.resize < size:
-        raise UserError(
-            f"--augment.resize: found {augment.resize}, but the model's input has {size} pixels; use {size} or more."
-        )
 
 
 def crop_fraction(size: int, short_side: int) -> float:
@@ -297,3 +262,11 @@ def resize_default(size: int) -> int:
 def over_pixels(values: Tensor) -> Tensor:
     """One value for each image of a batch [b, C, H, W], from `values` [b]."""
     return values[:, None, None, None]
+
+
+def box_masks(parameters: Tensor, first: int, last: int, steps: Tensor, count: int = 1) -> Tensor:
+    """Masks, bool [b, count, size, size], of boxes whose first rows and columns are in the columns `first` and after
+    it, two of each box, and whose last ones in `last`. `steps`: int32 [size], from 0 on."""
+    low, high = (parameters[:, column : column + 2 * count, None] for column in (first, last))
+    inside = steps.clamp(low, high) == steps  # [b, 2 count, size]; an empty box ends at -1, which no step equals
+    return inside[:, 0::2, :, None] & inside[:, 1::2, None, :]

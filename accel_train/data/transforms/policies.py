@@ -56,7 +56,7 @@ def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[flo
     if augment.policy == "augmix":
         return [*_of_pil(steps), v2.AugMix(augment.augmix_severity, fill=fill)]
     if augment.timm_policy:
-        steps.append(_Called(_timm_policy(augment, size, interpolation, mean)))
+        steps.append(v2.Lambda(_timm_policy(augment, size, interpolation, mean)))
     elif augment.policy == "randaugment":
         ops, magnitude = augment.randaugment_ops, augment.randaugment_magnitude
         steps.append(v2.RandAugment(ops, magnitude, interpolation=mode, fill=fill))
@@ -75,17 +75,6 @@ def _of_pil(steps: list[torch.nn.Module]) -> list[torch.nn.Module]:
 def _fill(numbers: tuple[int, ...]) -> Any:
     """The colour as torchvision takes it: one number, or one of each channel; None: black."""
     return None if not numbers else numbers[0] if len(numbers) == 1 else list(numbers)
-
-
-class _Called(torch.nn.Module):
-    """A step that is a function."""
-
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, image: Any) -> Any:
-        return self.function(image)
 
 
 def _timm_policy(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> Callable[[Any], Any]:

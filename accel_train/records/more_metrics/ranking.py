@@ -49,16 +49,8 @@ def auroc(logits: Tensor, targets: Tensor) -> float:
         labels = labels[:, None] == np.arange(logits.shape[1])
         if logits.shape[1] == 2:
             scores, labels = scores[:, 1:], labels[:, 1:]
+    from sklearn.metrics import roc_auc_score
+
     pairs = zip(scores.numpy().T, labels.T.astype(bool), strict=True)
-    areas = [_area(values, truth) for values, truth in pairs if truth.any() and not truth.all()]
+    areas = [float(roc_auc_score(truth, values)) for values, truth in pairs if truth.any() and not truth.all()]
     return math.fsum(areas) / len(areas) if areas else math.nan
-
-
-def _area(scores: npt.NDArray[np.float64], truth: npt.NDArray[np.bool_]) -> float:
-    """The share of the pairs of a positive and a negative sample in which the positive one's score is higher; an equal
-    score counts half. All are whole numbers until the last division."""
-    different, places = np.unique(scores, return_inverse=True)
-    positive = np.bincount(places[truth], minlength=len(different))
-    negative = np.bincount(places[~truth], minlength=len(different))
-    below = np.cumsum(negative) - negative
-    return float((positive * (2 * below + negative)).sum() / (2 * truth.sum() * (~truth).sum()))

@@ -66,6 +66,7 @@ class Service:
         self.project = config.recipe or "accel-train"
         self.settings = {**settings_of_run(config), "recipe": config.recipe}
         self.memory = Memory(run, name)
+        self.last = self.memory.sent  # the newest step that the tracker has
         self.tracker: GeneralTracker
 
     def open(self, update: int, points: Sequence[Point]) -> None:
@@ -88,7 +89,8 @@ class Service:
     def settle(self, points: Sequence[Point]) -> None:
         """Log final points."""
         for point in points:
-            if point.step > self.memory.sent:
+            if point.step > self.last:
+                self.last = point.step
                 self.memory.keep(sent=point.step)
                 self._log(point)
 
@@ -165,9 +167,8 @@ class WandB(Service):
             name=os.environ.get("WANDB_NAME", self.run.name),
             dir=os.environ.get("WANDB_DIR", str(self.run)),
         )
-        self.last = self.tracker.tracker.starting_step - 1
-        if self.tracker.tracker.offline:
-            self.last = self.memory.sent
+        if not self.tracker.tracker.offline:
+            self.last = self.tracker.tracker.starting_step - 1
         self.tracker.store_init_configuration(self.settings)
 
     def _check_key(self) -> None:
@@ -177,13 +178,6 @@ class WandB(Service):
         asks = sys.stdin.isatty() and sys.stderr.isatty() and wandb.setup().settings.mode == "online"
         if asks and "prompt" in signature(wandb.login).parameters and not wandb.login(prompt=False, verify=False):
             raise PermissionError("there is no API key; use `wandb login`, or WANDB_MODE=offline")
-
-    def settle(self, points: Sequence[Point]) -> None:
-        for point in points:
-            if point.step > self.last:
-                self.last = point.step
-                self.memory.keep(sent=point.step)
-                self._log(point)
 
     def _log(self, point: Point) -> None:
         self.tracker.log(point.values | {"_timestamp": point.time}, step=point.step)
@@ -213,7 +207,7 @@ class MLflow(Service):
         data = client.get_run(id).data
         if not data.params:  # they cannot be changed
             self.tracker.store_init_configuration(self.settings)
-        self.last = {key: max(value.step for value in client.get_metric_history(id, key)) for key in data.metrics}
+        self.steps = {key: max(value.step for value in client.get_metric_history(id, key)) for key in data.metrics}
 
     def _find(self, id: str) -> Any:
         """The run of this id; None if it was deleted, or is on another server than the one of this start."""
@@ -234,12 +228,12 @@ class MLflow(Service):
             self.memory.keep(sent=max(self.memory.sent, points[-1].step))
 
     def _log(self, point: Point) -> None:
-        new = {key: value for key, value in point.values.items() if point.step > self.last.get(key, NOTHING)}
+        new = {key: value for key, value in point.values.items() if point.step > self.steps.get(key, NOTHING)}
         if new:
             import mlflow  # not through the tracker: that of older versions of Accelerate takes no time
 
             mlflow.log_metrics(new, step=point.step, timestamp=int(point.time * 1000))
-            self.last |= dict.fromkeys(new, point.step)
+            self.steps |= dict.fromkeys(new, point.step)
 
     def finish(self, result: Mapping[str, Any], when: float) -> None:
         self._log(_point_of(result, when))

@@ -80,7 +80,7 @@ def named(source: Source, root: Path) -> list[str]:
 
 
 def parts(splits: Splits) -> list[Source]:
-    return [source for source in (splits.train, splits.validation, splits.test) if source is not None]
+    return list(splits.sources.values())
 
 
 class TestContent:
@@ -395,6 +395,7 @@ class TestWriting:
         assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.ci
 def test_trained_from_a_cache_by_the_command_line(original: Path, tmp_path: Path) -> None:
     cached, run = tmp_path / "pets.cache", tmp_path / "run"
     words = ["cache-data", "folder", "--root", str(original), "--output", str(cached), "--short-side", "40"]

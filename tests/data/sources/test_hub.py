@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.hub import _named_splits
 from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import named_splits
 from accel_train.errors import UserError
 
 
@@ -219,7 +219,7 @@ def test_a_set_of_tensorflows(tmp_path: Path) -> None:
 def test_no_image_is_in_two_splits(train: str | None, val: str, fits: bool) -> None:
     data = Data("hfds/pets", train_split=train, val_split=val)
     if fits:
-        assert _named_splits(["train", "extra", "test"], data)["validation"] == val
+        assert named_splits(["train", "extra", "test"], data)["validation"] == val
     else:
         with pytest.raises(UserError, match="have the same images: give both as parts"):
-            _named_splits(["train", "extra", "test"], data)
+            named_splits(["train", "extra", "test"], data)

@@ -20,9 +20,10 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.transforms.batch import BatchTransform
+from accel_train.data.transforms.checks import check_channels
 from accel_train.data.transforms.colour import change_colours
 from accel_train.data.transforms.image import ImageTransform
-from accel_train.data.transforms.parameters import AugmentParameters, Column, Jitter, check_channels
+from accel_train.data.transforms.parameters import AugmentParameters, Column, Jitter
 from accel_train.errors import UserError
 from accel_train.keyed import hashed, key
 from accel_train.launch.accelerator import create_accelerator

@@ -1,13 +1,15 @@
-"""Reads a CSV file row by row, and collects the mistakes in its rows."""
+"""Reads a CSV file row by row: which column is which, and the mistakes in its rows."""
 
 from __future__ import annotations
 
 import csv
+import difflib
 import io
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from accel_train.errors import UserError, first_of, raise_mistakes
+from accel_train.errors import UserError, first_of, nearest, raise_mistakes
 from accel_train.untrusted import NotRegularFileError, read_regular_file
 
 DELIMITERS = ",\t;"
@@ -15,6 +17,16 @@ DELIMITERS = ",\t;"
 SHOWN = 5  # rows with the same mistake that are named
 MAX_BYTES = 1 << 32  # some ten million rows
 LONGEST = 500  # characters of a message: a cell may have a hundred thousand
+
+COLUMNS = {
+    "path": ("path", "file", "filename", "filepath", "image"),
+    "label": ("label", "labels", "class", "target"),
+    "split": ("split",),
+    "weight": ("weight",),
+}
+"""The names that a column may have, in capital or small letters: "File name" and file_name are filename."""
+OPTIONS = {"path": "--data.image-column", "label": "--data.label-column"}
+"""With which a column may have another name."""
 
 Row = tuple[int, list[str]]
 """Its number, as an editor shows it, and its cells without the spaces around them."""
@@ -96,3 +108,55 @@ def _read_text(path: Path) -> str:
         number = text.count("\n", 0, text.index("\0")) + 1
         raise UserError(f"{path}, row {number}: it has a NUL byte, so this is not a text file or it is damaged.")
     return text
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
+def columns_of(header: Sequence[str], given: Mapping[str, str], where: str) -> dict[str, int]:
+    """path, label, … -> number of the column. `given`: the names of some. Raises UserError if one is missing, or if two
+    could be meant."""
+    columns: dict[str, int] = {}
+    for role, usual in COLUMNS.items():
+        names = (_plain(given[role]),) if role in given else usual
+        found = [column for column, name in enumerate(header) if _plain(name) in names]
+        if len(found) > 1:
+            option = None if role in given else OPTIONS.get(role)
+            raise UserError(
+                f"{where}: the columns {quoted([header[column] for column in found])} could each be the {role}; "
+                + f"say which one with {option}, or " * (option is not None)
+                + f"keep one of these names, and rename or remove the other{'s' * (len(found) > 2)}."
+            )
+        if found:
+            columns[role] = found[0]
+        elif role in given:
+            raise UserError(
+                f"{where}: there is no column '{given[role]}' for the {role}; found {quoted(header)}."
+                f"{nearest(given[role], header)}"
+            )
+        elif role in ("path", "label"):
+            if not given and not any(_plain(name) in known for name in header for known in COLUMNS.values()):
+                raise UserError(
+                    f"{where}: the first row must name the columns, such as path,label; found {quoted(header)}."
+                )
+            similar = next((hint for name in header if (hint := nearest(_plain(name), names))), "")
+            raise UserError(
+                f"{where}: there is no column for the {role}; found {quoted(header)}, expected one of "
+                f"{', '.join(names)}.{similar or f' Name it with {OPTIONS[role]}.'}"
+            )
+    return columns
+
+
+def unused_notes(unused: Sequence[str], used: Iterable[str], where: str) -> tuple[str, ...]:
+    """A warning for each of the `unused` columns whose name is like one that the table lacks. `used`: path, label, …"""
+    lacking = [role for role in COLUMNS if role not in used]
+    return tuple(
+        f"{where}: the column '{name[:50]}' is not used. Did you mean '{close[0]}'?"
+        for name in unused
+        if (close := difflib.get_close_matches(_plain(name), lacking, n=1, cutoff=0.75))
+    )
+
+
+def quoted(names: Sequence[str]) -> str:
+    return first_of([f"'{name[:50]}'" for name in names], 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -58,6 +58,10 @@ class FileImages(EncodedImages):
     def name(self, id: int) -> str:
         return f"{self.root}/{self.paths[id]}"
 
+    def names_below(self, root: Path) -> Iterator[str] | None:
+        """The names relative to `root`; None: it is not the folder of all."""
+        return iter(self.paths) if root == self.root else None
+
     def states(self) -> Iterable[str]:
         return (file_state(self.root / self.paths[id]) for id in range(len(self)))
 
@@ -96,10 +100,10 @@ def _look(root: Path, given: Mapping[str, str], progress: Progress) -> Index:
         raise UserError(f"--data.root {root} contains no image (searched for {' '.join(EXTENSIONS)}{others}).")
     check_splits(given, [path for path in contents.folders if "/" not in path], str(root))
     classes, splits, notes, mistake = arrange(contents.images, contents.folders, str(root), given)
-    if contents.repeated:
+    if contents.links:
         notes.append(
             f"{root} has symbolic links to folders that are already included; they are not followed: "
-            f"{_some(contents.repeated)}"
+            f"{_some(contents.links)}"
         )
     number = {path: number for number, path in enumerate(contents.images)}
     return Index(

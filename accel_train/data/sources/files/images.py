@@ -214,5 +214,12 @@ def to_tensor(
     return _as_tensor(np.array(image.convert("L" if channels == 1 else "RGB")))
 
 
+def to_image(pixels: torch.Tensor) -> Image.Image:
+    """Pixels, uint8 [C, H, W] of 1 or 3 channels, as an image of PIL."""
+    from PIL import Image
+
+    return Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).contiguous().numpy())
+
+
 def _as_tensor(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
     return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)

@@ -34,31 +34,20 @@ def is_image(name: str) -> bool:
 
 @dataclass(frozen=True)
 class FolderContents:
-    """The contents of a folder tree. Paths are relative to it, with "/", and sorted. Hidden files are excluded."""
+    """The contents of a folder, or of a tree: then sorted. Paths are relative to it, with "/". Hidden files are
+    excluded."""
 
     images: list[str]
     folders: list[str]
     others: Counter[str]
     """How many other files there are of each extension: {".heic": 12}."""
-    repeated: list[str]
-    """Symbolic links to folders that are already included; they are not followed."""
+    links: list[str]
+    """Symbolic links to folders; of a tree those that are not followed, because the folders are already included."""
     stats: npt.NDArray[np.int64] = field(compare=False)
     """Of the images, as `SplitFiles.stats` has them."""
 
 
-@dataclass(frozen=True)
-class _Listing:
-    """The contents of one folder: names, and `FolderContents.stats` of the images."""
-
-    folders: list[str]
-    links: list[str]
-    """To folders."""
-    images: list[str]
-    stats: npt.NDArray[np.int64]
-    others: Counter[str]
-
-
-def _list(root: Path, folder: str) -> _Listing:
+def _list(root: Path, folder: str) -> FolderContents:
     """Raises UserError if the folder cannot be read."""
     folders: list[str] = []
     links: list[str] = []
@@ -81,7 +70,7 @@ def _list(root: Path, folder: str) -> _Listing:
         raise UserError(
             f"the folder {root / folder} cannot be read ({error.strerror}); make it readable or remove it."
         ) from error
-    return _Listing(folders, links, images, np.array(stats, dtype=np.int64).reshape(-1, 2), others)
+    return FolderContents(images, folders, others, links, np.array(stats, dtype=np.int64).reshape(-1, 2))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

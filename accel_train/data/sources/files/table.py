@@ -6,7 +6,6 @@ folder's images, in the folder, trains to the same bits as the folder.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -25,24 +24,15 @@ import torch
 
 from accel_train.config.compatibility import IMAGE_FILES
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.csv_rows import Mistakes, csv_rows
+from accel_train.data.sources.files.csv_rows import Mistakes, columns_of, csv_rows, quoted, unused_notes
 from accel_train.data.sources.files.folder import splits_of_image_files
 from accel_train.data.sources.files.index import Progress, indexed
 from accel_train.data.sources.files.index_file import Index, SplitFiles
 from accel_train.data.sources.files.listing import MISSING, file_stats, why_missing
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
-from accel_train.errors import UserError, first_of, nearest
+from accel_train.errors import UserError, nearest
 
-COLUMNS = {
-    "path": ("path", "file", "filename", "filepath", "image"),
-    "label": ("label", "labels", "class", "target"),
-    "split": ("split",),
-    "weight": ("weight",),
-}
-"""The names that a column may have, in capital or small letters: "File name" and file_name are filename."""
-OPTIONS = {"path": "--data.image-column", "label": "--data.label-column"}
-"""With which a column may have another name."""
 SEPARATOR = ";"
 """Between several labels of an image. Alone in a cell: the image has no label."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -144,7 +134,7 @@ def _read(path: Path, given: Mapping[str, str], mistakes: Mistakes) -> _Rows:
     if not header:
         raise UserError(f"{path} is empty; its first row must name the columns, such as path,label.")
     where = f"{path}, row {first}"
-    columns = _columns(header, given, where)
+    columns = columns_of(header, given, where)
     rows = _Rows()
     line_of: dict[str, int] = {}
     for number, cells in lines:
@@ -172,52 +162,9 @@ def _read(path: Path, given: Mapping[str, str], mistakes: Mistakes) -> _Rows:
         mistakes.raise_all()
         raise UserError(f"{path} has a header, but no row with an image.")
     unused = [name for column, name in enumerate(header) if column not in columns.values()]
-    rows.ignored = f"column{'s' * (len(unused) > 1)} {_quoted(unused)}" if unused else ""
-    lacking = [role for role in COLUMNS if role not in columns]
-    rows.notes = tuple(
-        f"{where}: the column '{name[:50]}' is not used. Did you mean '{close[0]}'?"
-        for name in unused
-        if (close := difflib.get_close_matches(_plain(name), lacking, n=1, cutoff=0.75))
-    )
+    rows.ignored = f"column{'s' * (len(unused) > 1)} {quoted(unused)}" if unused else ""
+    rows.notes = unused_notes(unused, columns, where)
     return rows
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]+", "", name).casefold()
-
-
-def _columns(header: Sequence[str], given: Mapping[str, str], where: str) -> dict[str, int]:
-    """path, label, … -> number of the column. `given`: the names of some. Raises UserError if one is missing, or if two
-    could be meant."""
-    columns: dict[str, int] = {}
-    for role, usual in COLUMNS.items():
-        names = (_plain(given[role]),) if role in given else usual
-        found = [column for column, name in enumerate(header) if _plain(name) in names]
-        if len(found) > 1:
-            option = None if role in given else OPTIONS.get(role)
-            raise UserError(
-                f"{where}: the columns {_quoted([header[column] for column in found])} could each be the {role}; "
-                + f"say which one with {option}, or " * (option is not None)
-                + f"keep one of these names, and rename or remove the other{'s' * (len(found) > 2)}."
-            )
-        if found:
-            columns[role] = found[0]
-        elif role in given:
-            raise UserError(
-                f"{where}: there is no column '{given[role]}' for the {role}; found {_quoted(header)}."
-                f"{nearest(given[role], header)}"
-            )
-        elif role in ("path", "label"):
-            if not given and not any(_plain(name) in known for name in header for known in COLUMNS.values()):
-                raise UserError(
-                    f"{where}: the first row must name the columns, such as path,label; found {_quoted(header)}."
-                )
-            similar = next((hint for name in header if (hint := nearest(_plain(name), names))), "")
-            raise UserError(
-                f"{where}: there is no column for the {role}; found {_quoted(header)}, expected one of "
-                f"{', '.join(names)}.{similar or f' Name it with {OPTIONS[role]}.'}"
-            )
-    return columns
 
 
 def _problem(values: dict[str, str]) -> tuple[str, str] | None:
@@ -293,7 +240,3 @@ def _check_training_classes(
     for index in np.flatnonzero(is_untrained):
         name, split = classes[number[index]], rows.splits[index]
         mistakes.add("class", rows.numbers[index], f"the class '{name}' of this {split} image has no training image.")
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return first_of([f"'{name[:50]}'" for name in names], 8)

@@ -85,6 +85,14 @@ class TarImages(EncodedImages):
         tar = self.tars[int(self.positions.array[id, 0])]
         return "/".join(part for part in (str(self.root), tar, self.names[id]) if part)
 
+    def names_below(self, root: Path) -> Iterator[str] | None:
+        """The names relative to `root`; None: it is not the folder of all."""
+        if root != self.root:
+            return None
+        prefixes = [f"{tar}/" * bool(tar) for tar in self.tars]
+        numbers = map(int, self.positions.array[:, 0])
+        return (prefixes[number] + name for number, name in zip(numbers, self.names, strict=True))
+
     def states(self) -> Iterable[str]:
         return (file_state(self.root / tar if tar else self.root) for tar in self.tars)
 

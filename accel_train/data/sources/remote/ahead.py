@@ -113,7 +113,7 @@ class FetchAhead:
 
     def __init__(self, cache: ShardCache, tars: tuple[str, ...]) -> None:
         self.cache, self.tars = cache, tars
-        self.sizes = np.array([cache.shards[tar].size for tar in tars], dtype=np.int64)
+        self.sizes = np.array([cache.size_of(tar) for tar in tars], dtype=np.int64)
         self.evaluations: list[Pass] = []
         """Those that are expected after each epoch."""
         self._here: tuple[Pass, int] | None = None  # the pass that goes on, and how many of its batches are done
@@ -173,7 +173,7 @@ class FetchAhead:
             coming = [which, *(self._training[0].rest(self._training[1]) if self._training is not None else ())]
             batch = 0
         self._passes = [each.uses(len(self.tars)) for each in coming]
-        self._capacity = self.cache.capacity()
+        self._capacity = self.cache.capacity() - self.cache.beside
         self._start, self._began, self._written, self._planned = batch, time.time(), None, which
 
     def _next_uses(self, done: int) -> Batches:
@@ -283,8 +283,9 @@ def follow(loader: Any, source: Source, sampler: IndexSampler, accelerator: Acce
 def _check_room(cache: ShardCache, tars: tuple[str, ...], which: Pass) -> None:
     """Raise UserError if the cache is smaller than the shards that the first epoch uses at the same time: each batch
     would fetch shards again."""
-    sizes = np.array([cache.shards[tar].size for tar in tars], dtype=np.int64)
+    sizes = np.array([cache.size_of(tar) for tar in tars], dtype=np.int64)
     needed, total = which.uses(len(tars)).most_at_once(sizes, HELD * which.accumulation), int(sizes.sum())
+    needed, total = needed + cache.beside, total + cache.beside
     if (capacity := cache.capacity()) < needed:
         where = "--data.cache-size" if cache.limit is not None else f"--data.cache-dir: {cache.folder} has room for"
         every = "all shards" if needed > 0.9 * total else f"shards of {size_text(needed)}"

@@ -36,7 +36,7 @@ def measure(splits: Splits, *, quick: bool) -> Speed | None:
     images, _ = unwrap_subset(splits.train)
     if not isinstance(images, RemoteImages):
         return None
-    cache, shards = images.cache, list(images.cache.shards.values())
+    cache, shards = images.cache, [images.cache.shards[tar] for tar in images.tars]
     answers = []
     for number in range(ANSWERS):
         began = time.perf_counter()
@@ -47,10 +47,11 @@ def measure(splits: Splits, *, quick: bool) -> Speed | None:
     with ThreadPoolExecutor(FETCHES) as pool:
         came = sum(pool.map(lambda shard: cache.storage.sample(shard, SAMPLE), largest))
     total = sum(shard.size for shard in shards)
+    copies = sum(cache.size_of(shard.name) or shard.size for shard in shards) + cache.beside
     return Speed(
         sorted(answers)[ANSWERS // 2],
         came / (time.perf_counter() - began),
-        total / sum(map(len, splits.sources)),
+        total / sum(map(len, splits.sources.values())),
         sum(shard.size for shard in shards if not cache.has(shard.name)),
-        total if cache.limit is None else min(total, cache.limit),
+        copies if cache.limit is None else min(copies, cache.limit),
     )

@@ -9,39 +9,37 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_train.config.schema import Data
-from accel_train.config.url import Url
 from accel_train.data.sources.files.index import Progress, index_name, splits_of_index
 from accel_train.data.sources.files.index_file import Index, KeptIndex, read_index, write_index
 from accel_train.data.sources.files.tars import images_in, index_of_trees
-from accel_train.data.sources.files.webdataset import (
-    LISTS,
-    Listed,
-    index_of_shards,
-    listed_shards,
-    named_shards,
-    pairs_in,
-)
+from accel_train.data.sources.files.webdataset import Listed, index_of_shards, listed_shards, named_shards, pairs_in
+from accel_train.data.sources.remote.folder import RemoteFolder
 from accel_train.data.sources.remote.images import RemoteImages
+from accel_train.data.sources.remote.parquet import pyarrow
 from accel_train.data.sources.remote.shard_cache import FETCHES, ShardCache, size_text
 from accel_train.data.sources.remote.storage import Shard, Storage
+from accel_train.data.sources.remote.unpacked import UnpackedCache, index_of_parquet, labelled_in, sizes_of
 from accel_train.data.sources.splits import Splits, names_root
-from accel_train.errors import LOGGER, UserError
-from accel_train.files import atomic_write
+from accel_train.errors import LOGGER, UserError, first_of
 
 Found = TypeVar("Found")
+COLUMNS = ".columns"
+"""Among the states of an index of Parquet files: the columns that were given."""
 
 
 def remote(data: Data) -> Splits:
-    """The splits of the shards that the URL `data.root` names: --data.name tar or wds. Raises UserError."""
+    """The splits of the shards that `data.root` names: for tar and wds it is a URL, for parquet also a folder.
+
+    Raises UserError.
+    """
     cache, index = _cached_index(data)
     sources = {
         split: RemoteImages(names_root(data), index.tars, files, data, cache) for split, files in index.splits.items()
@@ -54,123 +52,140 @@ def index_of(data: Data) -> Index:
     return _cached_index(data)[1]
 
 
+def bytes_to_fetch(data: Data) -> int:
+    """Bytes that this node lacks of the shards that `remote` would read to make the index; 0: the index is there. No
+    shard is fetched. Raises UserError."""
+    with _listed(data) as (cache, folder):
+        found = None if data.verify else _ready(data, cache, folder)
+        return 0 if found is not None else sum(shard.size for shard in _missing(cache))
+
+
 def _cached_index(data: Data) -> tuple[ShardCache, Index]:
+    with _listed(data) as (cache, folder):
+        # To verify, the first process of a node looks; the others use what it has found.
+        verify = data.verify and not folder.is_new(_index_file(cache, data.name))
+        index = None if verify else _ready(data, cache, folder)
+        index = index or _made(data, cache, folder.lists())
+        if isinstance(cache, UnpackedCache):
+            cache.sizes = sizes_of(index)
+        return cache, index
+
+
+@contextlib.contextmanager
+def _listed(data: Data) -> Iterator[tuple[ShardCache, RemoteFolder]]:
+    """The cache, which knows the shards, for one process of this node at a time. Raises UserError."""
     kind = data.name
-    if kind not in ("tar", "wds"):
+    if kind not in ("tar", "wds", "parquet"):
         raise UserError(
-            f"--data.root {data.root}: a storage is read by --data.name tar or wds only, found {data.name}: pack the "
-            "images into tar files first (shards), or copy them to a disk."
+            f"--data.root {data.root}: a storage is read by --data.name tar, wds or parquet only, found {data.name}: "
+            "pack the images into tar files first (shards), or copy them to a disk."
         )
-    storage = Storage(data.root)
-    cache = ShardCache.of(data, storage)
+    if is_parquet := kind == "parquet":
+        pyarrow()
+    storage = Storage(data.root, ".parquet" if is_parquet else ".tar")
+    cache = (UnpackedCache if is_parquet else ShardCache).of(data, storage)
     with cache.locked("index"):  # the processes of a node ask the storage one after the other, the first one alone
-        shards = _listing(cache, storage, kind)
-        cache.shards = {shard.name: shard for shard in shards}
-        return cache, _index(
-            data, kind, cache, verify=data.verify and not _newer(_index_file(cache, kind), cache.began)
-        )
+        is_there = _index_file(cache, kind).exists()
+        with RemoteFolder(cache, kind, needs_index=not is_there and not data.verify) as folder:
+            cache.shards = {shard.name: shard for shard in folder.shards()}
+            yield cache, folder
 
 
 def _index_file(cache: ShardCache, kind: str) -> Path:
     return cache.folder / index_name(kind)
 
 
-def _newer(file: Path, than: float) -> bool:
-    with contextlib.suppress(OSError):
-        return file.stat().st_mtime > than
-    return False
-
-
-def _listing(cache: ShardCache, storage: Storage, kind: str) -> list[Shard]:
-    """The shards as the storage has them now; what it told another process of this node since this one began is new
-    enough. Raises UserError."""
-    file = cache.folder / f"listing-{kind}.json"
-    if _newer(file, cache.began):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return [Shard(**shard) for shard in json.loads(file.read_text())]
-    shards = storage.shards(below=kind == "wds")
-    if shards is None:
-        beside = _beside(cache, storage, kind)
-        if beside is None:
-            raise UserError(
-                f"--data.root {storage.folder}: a web server does not list its files, and there is no "
-                f"{index_name(kind)}: name the shards, {storage.folder}/train-{{0000..0127}}.tar, or put the index "
-                f"there that `accel-train index {kind}` writes beside them in a folder."
-            )
-        shards = storage.look_up(sorted(place for place in beside.states if place.endswith(".tar")))
-    if not shards:
-        raise UserError(f"--data.root {storage.folder}: there is no tar file (or no such folder).")
-    with contextlib.suppress(OSError):
-        atomic_write(file, json.dumps([asdict(shard) for shard in shards]))
-    return shards
-
-
-def _beside(cache: ShardCache, storage: Storage, kind: str) -> KeptIndex | None:
-    """The index that lies on the storage. Raises UserError."""
-    file = cache.folder / f"beside-{kind}.safetensors"
-    if _newer(file, cache.began):
-        return read_index(file, Url(storage.folder))
-    if not storage.folder.lower().endswith(".tar") and (content := storage.read(index_name(kind))) is not None:
-        with contextlib.suppress(OSError):
-            atomic_write(file, content)
-            return read_index(file, Url(storage.folder))
-    return None
-
-
-def _index(data: Data, kind: str, cache: ShardCache, *, verify: bool) -> Index:
-    root, file, storage = names_root(data), _index_file(cache, kind), cache.storage
-    lists = {} if kind == "tar" or cache.storage.names else _lists(storage)
-    states = {name: shard.state for name, shard in cache.shards.items()} | {
-        name: text.hex() for name, text in lists.items()
-    }
-    kept = read_index(file, root)
-    if kept is not None and kept.states == states and not verify:
+def _ready(data: Data, cache: ShardCache, folder: RemoteFolder) -> Index | None:
+    """The index of the shards as they are now, kept on this node or lying beside them; None if it must be made. Raises
+    UserError."""
+    root, url, lists = names_root(data), cache.storage.url(index_name(data.name)), folder.lists()
+    kept = read_index(_index_file(cache, data.name), root)
+    if kept is not None and kept.states == _states(cache, lists):
         return kept.index
-    beside = None if verify else _beside(cache, storage, kind)
-    if beside is not None and _fits(beside, cache.shards):
-        LOGGER.info(f"{root}: using the index {storage.url(index_name(kind))}.")
-        index = beside.index
-    else:
-        missing = [shard.size for shard in cache.shards.values() if not cache.has(shard.name)]
-        if missing:
-            LOGGER.info(
-                f"{root}: fetching {len(missing):,} shards ({size_text(sum(missing))}) to make the index; "
-                f"{index_name(kind)} beside them would spare this."
-            )
-        with Progress(root) as progress:
-            index = _made(kind, root, cache, lists, progress)
-    written = write_index([file], root, index, states)
+    beside = folder.index().result()
+    if beside is None:
+        return None
+    if difference := _difference(beside, cache):
+        LOGGER.warning(
+            f"{url} is not used, because it is not the index of these shards: {difference}. Upload the one that "
+            f"`accel-train index {data.name} --root FOLDER` writes into a folder with these shards."
+        )
+        return None
+    LOGGER.info(f"{root}: using the index {url}.")
+    return _kept(data, cache, beside.index, lists)
+
+
+def _states(cache: ShardCache, lists: dict[str, bytes]) -> dict[str, str]:
+    """A text for each file on the storage that decides what the index says."""
+    shards = {name: shard.state for name, shard in cache.shards.items()}
+    columns = {COLUMNS: " ".join(map(str, cache.columns))} if isinstance(cache, UnpackedCache) else {}
+    return shards | columns | {name: text.hex() for name, text in lists.items()}
+
+
+def _kept(data: Data, cache: ShardCache, index: Index, lists: dict[str, bytes]) -> Index:
+    """The index, written into the node's cache."""
+    root, file = names_root(data), _index_file(cache, data.name)
+    written = write_index([file], root, index, _states(cache, lists))
     again = read_index(file, root) if written.file else None
     return replace(again.index, was_there=False) if again else written
 
 
-def _lists(storage: Storage) -> dict[str, bytes]:
-    """The file that says which shards belong to which split, if there is one."""
-    for name in LISTS:
-        if (text := storage.read(name)) is not None:
-            return {name: text}
-    return {}
+def _difference(beside: KeptIndex, cache: ShardCache) -> str:
+    """How the index beside the shards differs from what these are now: "" if it is theirs. Their names and sizes are
+    compared; times are others on a storage."""
+    shards, end = cache.shards, cache.storage.suffix
+    sizes = {place: state.partition(" ")[0] for place, state in beside.states.items() if place.endswith(end)}
+    if unknown := sorted({*shards} - {*sizes}):
+        return f"it does not know {first_of(unknown, 1)}"
+    if absent := sorted({*sizes, *beside.index.tars} - {*shards}):  # it may be anybody's file
+        return f"it has {first_of(absent, 1)}, which is not among them"
+    if changed := [name for name, shard in shards.items() if sizes[name] != str(shard.size)]:
+        name = changed[0]
+        return f"{first_of(changed, 1)} has {shards[name].size:,} bytes, in the index {sizes[name]}"
+    if beside.states.get(COLUMNS) != _states(cache, {}).get(COLUMNS):
+        return "it was made with other --data.image-column or --data.label-column"
+    return beside.index.mistake.rstrip(".")
 
 
-def _fits(beside: KeptIndex, shards: dict[str, Shard]) -> bool:
-    """Whether the index is that of these shards: their names, and their sizes; times are others on a storage."""
-    sizes = {place: state.partition(" ")[0] for place, state in beside.states.items() if place.endswith(".tar")}
-    named = {*beside.index.tars} <= {*shards}  # it may be anybody's file
-    return named and sizes == {name: str(shard.size) for name, shard in shards.items()} and not beside.index.mistake
+def _missing(cache: ShardCache) -> list[Shard]:
+    return [shard for shard in cache.shards.values() if not cache.has(shard.name)]
 
 
-def _made(kind: str, root: Path, cache: ShardCache, lists: dict[str, bytes], progress: Progress) -> Index:
-    """Raises UserError."""
-    names = list(cache.shards)
-    if kind == "tar":
-        return index_of_trees(root, names, _through(cache, names, partial(images_in, root)), progress)
-    listed: Listed = named_shards(root, names), ()
+def _made(data: Data, cache: ShardCache, lists: dict[str, bytes]) -> Index:
+    """Make the index from the shards, and keep it. Raises UserError."""
+    root, kind, names = names_root(data), data.name, list(cache.shards)
+    if missing := _missing(cache):
+        LOGGER.info(
+            f"{root}: fetching {len(missing):,} shards ({size_text(sum(shard.size for shard in missing))}) to make the "
+            f"index; {index_name(kind)} beside them would spare this."
+        )
+    with Progress(root) as progress:
+        if kind == "parquet":
+            index = index_of_parquet(
+                root, names, lambda files: _through(cache, files, partial(labelled_in, root)), progress,
+                named=cache.storage.names is not None,
+            )  # fmt: skip
+        elif kind == "tar":
+            index = index_of_trees(root, names, _through(cache, names, partial(images_in, root)), progress)
+        else:
+            look: Callable[[Sequence[str]], Iterable[Any]] = lambda shards: _through(  # noqa: E731
+                cache, shards, partial(pairs_in, root)
+            )
+            index = index_of_shards(root, [*lists, *names], *_splits(root, cache, lists), look, progress)
+    return _kept(data, cache, index, lists)
+
+
+def _splits(root: Path, cache: ShardCache, lists: dict[str, bytes]) -> Listed:
+    """Which shards belong to which split, and the names of the classes. Raises UserError."""
     for name, text in lists.items():
-        listed = listed_shards(root / name, lambda _: text)  # noqa: B023 -- called at once
-        if absent := [shard for shard in itertools.chain(*listed[0].values()) if shard not in cache.shards]:
+        listed, classes = listed_shards(root / name, lambda _: text)  # noqa: B023 -- called at once
+        if cache.storage.names is not None:  # a part of them may be named
+            listed = {split: [shard for shard in shards if shard in cache.shards] for split, shards in listed.items()}
+            listed = {split: shards for split, shards in listed.items() if shards}
+        if absent := [shard for shard in itertools.chain(*listed.values()) if shard not in cache.shards]:
             raise UserError(f"{root / name} lists {absent[0]}, which is not there; upload it, or correct the list.")
-    look: Callable[[Sequence[str]], Iterable[Any]] = lambda shards: _through(cache, shards, partial(pairs_in, root))  # noqa: E731
-    return index_of_shards(root, [*lists, *names], *listed, look, progress)
+        return listed, classes
+    return named_shards(root, cache.shards), ()
 
 
 def _through(cache: ShardCache, names: Sequence[str], look: Callable[[str, Path], Found]) -> Iterator[Found]:

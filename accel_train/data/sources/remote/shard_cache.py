@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from accel_train.config.declaration import bytes_of
 from accel_train.config.schema import Data
+from accel_train.config.url import is_url
 from accel_train.data.sources.remote.storage import Shard, Storage
 from accel_train.errors import UserError
 from accel_train.files import fsync
@@ -36,8 +37,8 @@ SPARE = 1 << 30
 def cache_folder(data: Data) -> Path:
     """The folder of this data in the node's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "accel_train" / "shards"
-    url = str(data.root)
-    readable = re.sub(r"[^\w.-]+", "-", url.partition("://")[2])[-60:]
+    url = str(data.root if is_url(data.root) else data.root.absolute())
+    readable = re.sub(r"[^\w.-]+", "-", url.rpartition("://")[2]).lstrip("-")[-60:]
     return (data.cache_dir or default.expanduser()) / f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
@@ -86,10 +87,22 @@ class ShardCache:
         key = hashlib.sha256(f"{shard.name}\n{shard.state}".encode(errors="surrogateescape")).hexdigest()[:16]
         return self.folder / f"{key}-{name.rpartition('/')[2] or 'shard.tar'}"
 
+    @property
+    def beside(self) -> int:
+        """Bytes that are needed beside a copy while it is made, at most."""
+        return 0
+
+    def size_of(self, name: str) -> int | None:
+        """Bytes of a shard's copy; None: they are known when it is made."""
+        return self.shards[name].size
+
     def has(self, name: str) -> bool:
         with contextlib.suppress(OSError):
-            return self.path(name).stat().st_size == self.shards[name].size
+            return self._is_whole(name, self.path(name).stat().st_size)
         return False
+
+    def _is_whole(self, name: str, size: int) -> bool:
+        return size == (self.size_of(name) or size)
 
     def open(self, name: str) -> IO[bytes]:
         """The copy of a shard, which stays readable when it is removed. It is fetched first if it is absent. Raises
@@ -97,7 +110,7 @@ class ShardCache:
         while True:
             with contextlib.suppress(FileNotFoundError):  # also if it is removed between the two
                 file = self.path(name).open("rb", buffering=0)
-                if os.fstat(file.fileno()).st_size == self.shards[name].size:
+                if self._is_whole(name, os.fstat(file.fileno()).st_size):
                     return file
                 file.close()  # cut by somebody else, or by a power failure
                 self.path(name).unlink(missing_ok=True)
@@ -115,9 +128,8 @@ class ShardCache:
                 return True
             part = path.with_name(f".{path.name}.part")
             try:
-                if not self._reserve(part, shard, worth if removes else -math.inf):
+                if not self.write(shard, part, worth if removes else -math.inf):
                     return False
-                self.storage.download(shard, part)
                 fsync(part)
                 os.utime(part, (time.time(), time.time() if worth is None else worth))
                 part.replace(path)
@@ -137,16 +149,25 @@ class ShardCache:
         with contextlib.suppress(OSError):
             os.utime(self.path(name), (time.time(), worth))
 
-    def _reserve(self, part: Path, shard: Shard, worth: float | None) -> bool:
-        """Make room for the shard, and take it with a file of its size. Raises OSError and UserError."""
+    def write(self, shard: Shard, part: Path, worth: float | None) -> bool:
+        """Write the copy into a new file `part`; False: there is no room. `worth` as in `fetch`. Raises OSError and
+        UserError."""
+        if not self.reserve(shard, {part: shard.size}, worth):
+            return False
+        self.storage.download(shard, part)
+        return True
+
+    def reserve(self, shard: Shard, files: Mapping[Path, int], worth: float | None) -> bool:
+        """Make room for files of these sizes, in bytes, and take it; they may be there already and become larger.
+        Raises OSError and UserError."""
         with self.locked("room"):
-            copies = self.copies()
+            copies, wanted = [copy for copy in self.copies() if copy.path not in files], sum(files.values())
             total = sum(copy.size for copy in copies)
             limit = self.capacity(total)
-            if self.limit is not None and shard.size > self.limit:
-                raise UserError(f"--data.cache-size: {self.storage.url(shard.name)} alone has {shard.size:,} bytes.")
+            if self.limit is not None and wanted > self.limit:
+                raise UserError(f"--data.cache-size: {self.storage.url(shard.name)} alone has {wanted:,} bytes.")
             for copy in sorted(copies, key=lambda copy: (copy.complete, copy.time)):
-                if total + shard.size <= limit:
+                if total + wanted <= limit:
                     break
                 if not copy.complete and not self._is_left(copy.path):
                     continue
@@ -154,10 +175,11 @@ class ShardCache:
                     return False
                 copy.path.unlink(missing_ok=True)
                 total -= copy.size
-            if total + shard.size > limit and worth is not None:
+            if total + wanted > limit and worth is not None:
                 return False
-            with part.open("wb") as file:
-                file.truncate(shard.size)
+            for path, size in files.items():
+                with path.open("ab") as file:
+                    file.truncate(size)
         return True
 
     def capacity(self, total: int | None = None) -> int:
@@ -188,7 +210,7 @@ class ShardCache:
         from filelock import Timeout
 
         try:
-            with self.locked(part.name.removeprefix(".").removesuffix(".part"), wait=False):
+            with self.locked(part.name.removeprefix(".").removesuffix(".part").removesuffix(".download"), wait=False):
                 return True
         except Timeout:
             return False

@@ -7,18 +7,18 @@ growing pauses; what fails for ever (no such file, no permission, another conten
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_train.config.url import folder_of
-from accel_train.errors import LOGGER, UserError, first_of, reason_of
+from accel_train.data.sources.remote import answers
+from accel_train.data.sources.remote.braces import expanded
+from accel_train.errors import LOGGER, UserError, reason_of
 
 PART = 32 << 20
 """Bytes of one request: what a reset makes to be sent again, and what is in memory."""
@@ -26,8 +26,7 @@ PART_SECONDS, STALL_SECONDS, CONNECT_SECONDS = 300.0, 30.0, 20.0
 """After which a request has failed: all of it, a pause in its body, and the time until it is connected."""
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds between two tries: about a minute in all, so that other processes do not wait for ever."""
-PARALLEL = 16  # small requests at a time
-MOST_SHARDS = 1_000_000
+PARALLEL = 64  # small requests at a time: each is a wait, and no work
 PACKAGES = {"s3": "s3fs", "http": "aiohttp", "https": "aiohttp", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 PASSING = (408, 425, 429)  # statuses below 500 of what may go well later
 
@@ -62,16 +61,16 @@ class StorageError(UserError):
 class Storage:
     """The folder, or the files, that a URL names."""
 
-    def __init__(self, root: Path) -> None:
-        """Nothing is asked yet. Raises UserError if the URL's braces are wrong."""
-        text = str(root)
+    def __init__(self, root: Path, suffix: str = ".tar") -> None:
+        """`suffix`: of the shards' names. Nothing is asked yet. Raises UserError if the URL's braces are wrong."""
+        text, self.suffix = str(root), suffix
         self.names: tuple[str, ...] | None = None
         """The files that the URL names; None: those that the storage lists."""
         self.folder = text
         if "{" in text:
             self.folder = str(folder_of(root))
-            self.names = expanded(text.removeprefix(f"{self.folder}/"))
-        elif text.lower().endswith(".tar"):
+            self.names = expanded(text.removeprefix(f"{self.folder}/"), suffix)
+        elif text.lower().endswith(suffix):
             self.names = ("",)
         self.scheme = text.partition("://")[0].lower()
         self._client: Any = None
@@ -90,6 +89,8 @@ class Storage:
                 import fsspec
 
                 self._client = fsspec.url_to_fs(self.folder, **self._options())[0]
+                if self.scheme == "s3":
+                    self._client.retries = 1  # s3fs's own
             except ImportError as error:
                 package = PACKAGES.get(self.scheme, "fsspec")
                 raise UserError(
@@ -112,11 +113,12 @@ class Storage:
             return {"client_kwargs": {**own, "headers": {"Accept-Encoding": "identity"}}, "use_listings_cache": False}
         if self.scheme == "s3":
             limits = {"connect_timeout": CONNECT_SECONDS, "read_timeout": STALL_SECONDS}
-            return {"config_kwargs": limits, "use_listings_cache": False}
+            # Only `_patiently` tries again. These would do so before each of its tries: many minutes in all.
+            return {"config_kwargs": {**limits, "retries": {"max_attempts": 0}}, "use_listings_cache": False}
         return {}
 
     def shards(self, *, below: bool) -> list[Shard] | None:
-        """The tar files, in the order of their names; `below`: also those in folders inside the folder. None: this
+        """The shards, in the order of their names; `below`: also those in folders inside the folder. None: this
         storage cannot be listed. Raises UserError."""
         if self.names is not None:
             return self.look_up(self.names)
@@ -128,8 +130,8 @@ class Storage:
             self.folder, lambda: self.client.find(path, maxdepth=depth, detail=True)
         )
         named = {place.removeprefix(f"{path}/"): about for place, about in found.items()}
-        tars = sorted(name for name in named if name.endswith(".tar") and not name.rpartition("/")[2].startswith("."))
-        return [_shard(name, named[name]) for name in tars]
+        seen = sorted(name for name in named if not name.rpartition("/")[2].startswith("."))
+        return [_shard(name, named[name]) for name in seen if name.endswith(self.suffix)]
 
     def look_up(self, names: Sequence[str]) -> list[Shard]:
         """These files, as they are now. Raises UserError if one is not there."""
@@ -146,10 +148,11 @@ class Storage:
             raise OSError("the server does not say its size")
         return about
 
-    def read(self, name: str) -> bytes | None:
-        """All of a small file; None if there is none. Raises StorageError."""
+    def read(self, name: str) -> tuple[bytes, str] | None:
+        """All of a file that fits into memory, and its version ("": not said); None if there is none. Raises
+        StorageError."""
         try:
-            return bytes(self._patiently(self.url(name), lambda: self.client.cat_file(self.url(name))))
+            return self._patiently(self.url(name), lambda: answers.get(self.client, self.scheme, self.url(name)))
         except StorageError as error:
             if isinstance(
                 error.__cause__, FileNotFoundError | PermissionError
@@ -160,17 +163,26 @@ class Storage:
     def download(self, shard: Shard, file: Path) -> None:
         """Write the shard into an existing file. Raises StorageError if it is not there, or has changed, also while it
         was read; OSError if the file cannot be written."""
-        url, digest = self.url(shard.name), hashlib.sha256()
+        url, digest, versions = self.url(shard.name), hashlib.sha256(), set[str]()
         with file.open("r+b") as copy:
             start = 0
             while start < shard.size:
-                part = self._patiently(url, lambda start=start: self._part(url, shard, start))  # type: ignore[misc]
+                part, version = self._patiently(url, lambda start=start: self._part(url, shard, start))  # type: ignore[misc]
                 copy.write(part)
+                versions.add(version)
                 if shard.sha256:
                     digest.update(part)
                 start += len(part)
-        now = self.look_at(shard.name)
-        if now.state != shard.state or (shard.sha256 and digest.hexdigest() != shard.sha256):
+        # Its checksum, or the version in every answer, says that these are the bytes. Else the storage is asked again.
+        if not (digest.hexdigest() == shard.sha256 if shard.sha256 else versions == {shard.version} != {""}):
+            self.check_unchanged(shard, versions, differs=bool(shard.sha256))
+
+    def check_unchanged(self, shard: Shard, versions: Iterable[str] = (), *, differs: bool = False) -> None:
+        """Raise StorageError if the shard is another one now, by what the storage says, or by the `versions` that came
+        with its bytes, or because its checksum `differs`."""
+        url, now = self.url(shard.name), self.look_at(shard.name)
+        now = replace(now, version=next((each for each in versions if each not in ("", shard.version)), now.version))
+        if now.state != shard.state or differs:
             raise StorageError(
                 f"{url} is not the file any more that it was when the run looked at it first ({shard.size:,} bytes, "
                 f"{shard.version or 'no ETag'}; now {now.size:,}, {now.version or 'no ETag'}): start again when the "
@@ -182,15 +194,12 @@ class Storage:
         url, wanted = self.url(shard.name), min(most, shard.size)
         return len(self._patiently(url, lambda: self.client.cat_file(url, start=0, end=wanted)))
 
-    def _part(self, url: str, shard: Shard, start: int) -> bytes:
+    def _part(self, url: str, shard: Shard, start: int) -> tuple[bytes, str]:
         wanted = min(PART, shard.size - start)
-        options = {} if getattr(self.client, "async_impl", False) else {"cache_type": "none"}
-        part: bytes = self.client.cat_file(url, start=start, end=start + wanted, **options)
-        if len(part) == shard.size and start == 0:  # a server without ranges sends all of it
-            return part
-        if len(part) != wanted:
+        part, version = answers.get(self.client, self.scheme, url, start, start + wanted)
+        if len(part) != wanted and not (len(part) == shard.size and start == 0):  # without ranges all of it comes
             raise OSError(f"{len(part):,} bytes came in place of {wanted:,}")
-        return part
+        return part, version
 
     def _patiently(self, url: str, ask: Callable[[], T]) -> T:
         """What `ask` returns, asked again after an error that may pass. Raises StorageError."""
@@ -211,13 +220,9 @@ class Storage:
 
 def _shard(name: str, about: dict[str, Any]) -> Shard:
     """From what fsspec's file systems say of a file, each with its own words."""
-    version = next((about[key] for key in VERSIONS if about.get(key)), "")
     lfs = about.get("lfs") or {}
     checksum = lfs.get("sha256", "") if isinstance(lfs, dict) else getattr(lfs, "sha256", "")
-    return Shard(name, int(about["size"]), str(version).strip('"'), checksum or "")
-
-
-VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "LastModified", "Last-Modified", "mtime")
+    return Shard(name, int(about["size"]), answers.version_of(about), checksum or "")
 
 
 def _is_final(error: BaseException) -> bool:
@@ -255,42 +260,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"time-out: nothing came for {STALL_SECONDS:.0f} s, or not all of it in {PART_SECONDS:.0f} s"
     return reason_of(error, 200)
-
-
-def expanded(pattern: str) -> tuple[str, ...]:
-    """The names that "train-{000..127}.tar" or "{train/{0..3},val/0}.tar" means, in the order of bash. Raises
-    UserError."""
-    names = _expanded(pattern)
-    if wrong := [name for name in names if not name.endswith(".tar")]:
-        raise UserError(f"--data.root: {first_of(wrong, 1)} is not a tar file; shards are.")
-    return tuple(dict.fromkeys(names))
-
-
-def _expanded(pattern: str) -> list[str]:
-    before, brace, rest = pattern.partition("{")
-    depth, cuts = 1 if brace else 0, [-1]  # cuts: the commas of this brace, and its end
-    for at, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0 or (depth == 1 and letter == ","):
-            cuts.append(at)
-        if depth == 0:
-            break
-    if depth or "}" in before:
-        raise UserError(f"--data.root: the braces of {pattern} do not belong together.")
-    if not brace:
-        return [pattern]
-    inside, ends = rest[: cuts[-1]], _expanded(rest[cuts[-1] + 1 :])
-    if (span := re.fullmatch(r"(\d+)\.\.(\d+)", inside)) is not None:
-        first, last = int(span[1]), int(span[2])
-        if not first <= last < first + MOST_SHARDS:
-            raise UserError(f"--data.root: {{{inside}}} names no shards, or more than {MOST_SHARDS:,}.")
-        words = [str(number).zfill(len(span[1])) for number in range(first, last + 1)]
-    elif len(cuts) > 2:
-        words = [word for start, end in itertools.pairwise(cuts) for word in _expanded(rest[start + 1 : end])]
-    else:
-        raise UserError(
-            f"--data.root: {{{inside}}} is neither a range such as {{000..127}} nor a list such as {{a,b}}."
-        )
-    if len(words) * len(ends) > MOST_SHARDS:
-        raise UserError(f"--data.root: {pattern} names more than {MOST_SHARDS:,} shards.")
-    return [before + word + end for word in words for end in ends]

@@ -148,7 +148,7 @@ def test_finding_leaves_out_rubbish_and_hidden_files(tmp_path: Path) -> None:
         (tmp_path / path).touch()
     found = find_images(tmp_path)
     assert (found.images, found.folders) == (["a/1.JPG", "b/deep/2.png"], ["a", "b", "b/deep"])
-    assert found.others == {".db": 1, ".txt": 1} and found.repeated == []
+    assert found.others == {".db": 1, ".txt": 1} and found.links == []
 
 
 def test_links_in_a_circle_and_second_ways_are_not_followed(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_links_in_a_circle_and_second_ways_are_not_followed(tmp_path: Path) -> N
     (tmp_path / "far" / "deep" / "back").symlink_to(root)
     found = find_images(root)
     assert found.images == ["a/1.png", "b/2.png", "c/3.png"]
-    assert found.repeated == ["0", "a/round", "b/up", "c/back", "d/deep"]
+    assert found.links == ["0", "a/round", "b/up", "c/back", "d/deep"]
     (tmp_path / "other").symlink_to(root)  # the root itself may be a link
     assert find_images(tmp_path / "other") == found
 

@@ -74,8 +74,8 @@ def content(root: Path, kind: str) -> Any:
     weights = None if splits.train_weights is None else splits.train_weights.tolist()
     return (
         splits.classes, splits.ignored, splits.notes, splits.mistake, splits.semantics,
-        [[(source.name(i), int(source.labels[i])) for i in range(len(source))] for source in splits.sources],
-        [values(source) for source in splits.sources], weights, splits.table,
+        [[(source.name(i), int(source.labels[i])) for i in range(len(source))] for source in splits.sources.values()],
+        [values(source) for source in splits.sources.values()], weights, splits.table,
     )  # fmt: skip
 
 
@@ -331,9 +331,9 @@ def test_to_verify_is_to_look_without_an_index(tmp_path: Path, kind: str, looks:
     """A tar file whose size and time are the same, but whose content is not, has no other way to be noticed."""
     root = make(tmp_path / "data", kind)
     data = Data(name=kind, root=root / TABLE if kind == "csv" else root, verify=True)
-    found = [[source.name(i) for i in range(len(source))] for source in load.read_splits(data).sources]
+    found = [[source.name(i) for i in range(len(source))] for source in load.read_splits(data).sources.values()]
     assert len(looks) == 1
-    assert found == [[source.name(i) for i in range(len(source))] for source in load.read_splits(data).sources]
+    assert found == [[source.name(i) for i in range(len(source))] for source in load.read_splits(data).sources.values()]
     assert len(looks) == 2
 
 

@@ -2,96 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 pytest.importorskip("aiohttp", reason="accel-train[remote] is not installed")
 
+from hub_server import Hub, hub_of
 from huggingface_hub import HfFileSystem
 from shard_files import write_shards
 
 from accel_train.config.url import Url
 from accel_train.data.sources.remote.storage import Storage, StorageError
 
-COMMIT = "0123456789" * 4
-
-
-class Hub(ThreadingHTTPServer):
-    """The data set somebody/shards, with the files of a folder."""
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Answers)
-        self.folder = folder
-        self.asked: list[str] = []
-
-
-class _Answers(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is printed."""
-
-    def about(self, path: Path) -> dict[str, Any]:
-        content = path.read_bytes()
-        sha, size = hashlib.sha256(content).hexdigest(), len(content)
-        lfs = {"oid": sha, "size": size, "pointerSize": 130}
-        return {"type": "file", "path": path.name, "size": size, "oid": sha[:40], "lfs": lfs}
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        files = sorted(self.server.folder.iterdir())
-        file = re.match(r"/datasets/somebody/shards/resolve/[^/]+/([^?]*)", self.path)
-        if file is not None and (self.server.folder / file[1]).is_file():
-            content = (self.server.folder / file[1]).read_bytes()
-            first, last = re.findall(r"\d+", self.headers.get("Range", f"bytes=0-{len(content) - 1}"))
-            self.answer(content[int(first) : int(last) + 1], 206)
-        elif self.path.startswith("/api/datasets/somebody/shards/tree/"):
-            self.answer(json.dumps([self.about(path) for path in files]).encode())
-        elif self.path.startswith("/api/datasets/somebody/shards"):
-            self.answer(json.dumps({"id": "somebody/shards", "sha": COMMIT, "siblings": []}).encode())
-        else:
-            self.answer(b"{}", 404)
-
-    def do_POST(self) -> None:
-        self.server.asked.append(self.path)
-        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.answer(
-            json.dumps([self.about(path) for path in self.server.folder.iterdir() if path.name in asked]).encode()
-        )
-
-    def answer(self, content: bytes, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(content)
-
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Hub]:
-    server = Hub(write_shards(tmp_path / "data", train=2))
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with hub_of(write_shards(tmp_path / "data", train=2)) as server:
+        yield server
 
 
 def storage_of(server: Hub) -> Storage:
     storage = Storage(Url("hf://datasets/somebody/shards"))
-    storage._client = HfFileSystem(
-        endpoint=f"http://127.0.0.1:{server.server_address[1]}", token=False, skip_instance_cache=True
-    )
+    storage._client = HfFileSystem(endpoint=server.url, token=False, skip_instance_cache=True)
     return storage
 
 

@@ -19,7 +19,9 @@ from storage_server import StorageServer
 
 from accel_train.cli import main
 from accel_train.config.options import parse
+from accel_train.config.schema import Data
 from accel_train.data.sources.load import load_splits
+from accel_train.data.tools.index import make_index
 from accel_train.doctor import storage
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN
 
@@ -74,6 +76,46 @@ def test_index_and_check_data(server: StorageServer, capsys: pytest.CaptureFixtu
     assert server.bytes == 0
     (listed,) = Path().glob("unreadable-*.txt")
     assert json.loads(listed.read_text().partition(": ")[2])["root"] == url and "{" not in listed.name
+
+
+def test_they_keep_copies_where_a_training_would(
+    server: StorageServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, cache, size = f"{server.url}/{BRACES}", tmp_path / "cache", size_of(server.folder, "val-000.tar")
+    options = ["--root", url, "--cache-dir", str(cache), "--cache-size", f"{3 * size}B"]
+    assert main(["index", "wds", *options]) == 0
+    assert str(cache) in capsys.readouterr().out
+    assert main(["check-data", "wds", *options, "--processes", "1"]) == 0
+    assert "All 112 images can be read." in capsys.readouterr().out
+    assert 0 < size_of(cache, "*/*.tar") <= 3 * size
+    assert not (tmp_path / "xdg").exists()
+    assert main(["shards", "wds", str(tmp_path / "out"), *options, "--processes", "1"]) == 0
+    assert not (tmp_path / "xdg" / "accel_train" / "shards").exists()
+    for command in (["index", "wds"], ["check-data", "wds"], ["shards", "wds", "out"]):
+        assert main([*command, "--root", url, "--cache-size", "much"]) == 2
+        assert "--cache-size: expected a size such as 256MB or 1GB, found 'much'." in capsys.readouterr().err
+
+
+def test_the_quick_doctor_fetches_no_shards_to_make_an_index(server: StorageServer, tmp_path: Path) -> None:
+    words = ["doctor", "digits", "--quick", "--json", str(tmp_path / "found.json"), "--batch-size", "32"]
+    words += ["--data.name", "wds", "--data.root", f"{server.url}/{BRACES}", "--output-dir", str(tmp_path / "run")]
+
+    def looked() -> Any:
+        ended = helpers.python("-m", "accel_train", *words)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        (found,) = [
+            each for each in json.loads((tmp_path / "found.json").read_text())["checks"] if each["name"] == "data"
+        ]
+        return found
+
+    without = looked()
+    assert without["status"] == NOT_CHECKED and "to make it, shards of 287 kB would be fetched" in without["measured"]
+    assert not [path for method, path, _ in server.log if method == "GET" and path.endswith(".tar")]
+    make_index(Data("wds", server.folder))
+    there = looked()
+    assert there["status"] == PASS and "96 training, 16 validation images of 2 classes" in there["measured"]
+    read = {path for method, path, _ in server.log if method == "GET" and path.endswith(".tar")}
+    assert len(read) <= 2  # one of which images are decoded, one by which the bandwidth is measured
 
 
 def test_an_evaluation_reads_where_the_run_has_read(server: StorageServer, tmp_path: Path) -> None:

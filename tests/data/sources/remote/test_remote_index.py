@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +85,105 @@ def test_an_index_beside_the_shards_spares_fetching_them(server: StorageServer, 
     assert INDEX not in {path for method, path, _ in server.log if method == "GET" and path.endswith(".tar")}
 
 
+@pytest.mark.parametrize("root", ["", "/{train-{000..005},val-000}.tar"], ids=["folder", "braces"])
+def test_few_requests_follow_one_another_until_the_data_is_known(
+    server: StorageServer, folder: Path, tmp_path: Path, root: str
+) -> None:
+    """The index and the lists are asked for at the same time, then all shards at the same time; the next start asks
+    for the index's version, and does not fetch it again."""
+    make_index(data(folder, tmp_path))
+    load = partial(load_splits, data(f"{server.url}{root}", tmp_path), 0)
+    server.latency = 1.0
+    load()
+    asked = [(method, path) for method, path, _ in server.log]
+    assert len(asked) == len({*asked}) and ("HEAD", "train-000.tar") in asked
+    assert server.sequential <= 2
+    server.reset()
+    load()
+    assert server.sequential <= 2
+    assert INDEX not in {path for method, path, _ in server.log if method == "GET"}
+
+
+def test_a_new_index_beside_the_shards_is_noticed(server: StorageServer, folder: Path, tmp_path: Path) -> None:
+    make_index(data(folder, tmp_path))
+    assert len(load_splits(data(server.url, tmp_path), 0).train) == 96
+    write_shards(folder, train=7)
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    make_index(data(folder, tmp_path))
+    assert len(load_splits(data(server.url, tmp_path), 0).train) == 112
+
+
 def test_an_index_of_other_shards_is_not_used(server: StorageServer, folder: Path, tmp_path: Path) -> None:
     make_index(data(folder, tmp_path))
     shutil.copy(folder / "train-001.tar", folder / "train-000.tar")
     write_shards(folder, train=1, val=0, per_shard=3)
     splits = load_splits(data(f"{server.url}/train-{{000..005}}.tar", tmp_path), 0)
     assert len(splits.train) == 3 + 5 * 16
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("another size", r"train-000\.tar has [\d,]+ bytes, in the index \d+\."),
+        ("another shard", r"it does not know train-006\.tar\."),
+        ("one shard less", r"it has val-000\.tar, which is not among them\."),
+        ("damaged", r"it is damaged or of another version:"),
+    ],
+)
+def test_it_is_said_why_an_index_is_not_used(
+    server: StorageServer,
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: str,
+    difference: str,
+) -> None:
+    make_index(data(folder, tmp_path))
+    names = "{train-{000..005},val-000}.tar"
+    if change == "another size":
+        write_shards(folder, train=1, val=0, per_shard=3)
+    elif change == "another shard":
+        shutil.copy(folder / "train-001.tar", folder / "train-006.tar")
+        names = "{train-{000..006},val-000}.tar"
+    elif change == "one shard less":
+        names = "train-{000..005}.tar"
+    else:
+        (folder / INDEX).write_bytes(b"nothing")
+    load_splits(data(f"{server.url}/{names}", tmp_path), 0)
+    (said,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    text = said.getMessage()
+    assert re.match(rf"{server.url}/{re.escape(INDEX)} is not used, because .*{difference}", text), text
+    assert "accel-train index wds --root FOLDER" in text and "\n" not in text
+
+
+def list_of(folder: Path, classes: tuple[str, ...] = ("cat", "dog")) -> None:
+    """Write _info.json; the names of its splits are not those in the shards' names."""
+    splits = {"train": [f"train-{number:03d}.tar" for number in range(5)], "val": ["train-005.tar", "val-000.tar"]}
+    listed = {split: {"filenames": names} for split, names in splits.items()}
+    (folder / "_info.json").write_text(json.dumps({"splits": listed, "classes": classes}))
+
+
+def test_the_list_beside_named_shards_is_read(server: StorageServer, folder: Path, tmp_path: Path) -> None:
+    list_of(folder)
+    all_of_it = data(f"{server.url}/{{train-{{000..005}},val-000}}.tar", tmp_path)
+    there = everything(all_of_it)
+    assert there == everything(data(folder, tmp_path)) and there[0] == ("cat", "dog")
+    a_part = load_splits(data(f"{server.url}/train-{{003..005}}.tar", tmp_path), 0)
+    assert a_part.validation is not None
+    assert (a_part.classes, len(a_part.train), len(a_part.validation)) == (("cat", "dog"), 32, 16)
+    list_of(folder, ("dog", "cat"))  # another list, of the same shards
+    assert load_splits(all_of_it, 0).classes == ("dog", "cat")
+
+
+def test_a_list_of_other_shards_is_not_read(
+    server: StorageServer, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    list_of(folder)
+    shutil.copy(folder / "train-001.tar", folder / "train-006.tar")
+    splits = load_splits(data(f"{server.url}/{{train-{{000..006}},val-000}}.tar", tmp_path), 0)
+    assert splits.classes == ("0", "1") and len(splits.train) == 7 * 16
+    assert f"{server.url}/_info.json is not used, because it does not list train-006.tar" in caplog.text
 
 
 def test_one_tar_file_with_class_folders(server: StorageServer, folder: Path, tmp_path: Path) -> None:
@@ -116,7 +211,7 @@ def test_several_tar_files_of_classes(server: StorageServer, folder: Path, tmp_p
 
 def test_data_that_is_no_shards_is_refused(tmp_path: Path) -> None:
     for name in ("folder", "csv", "cache", "hfds/x", "wds/x"):
-        with pytest.raises(UserError, match=f"a storage is read by --data.name tar or wds only, found {name}"):
+        with pytest.raises(UserError, match=f"a storage is read by --data.name tar, wds or parquet only, found {name}"):
             read_splits(data("s3://bucket/x", tmp_path, name))
 
 
