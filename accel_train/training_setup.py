@@ -28,7 +28,7 @@ from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions
 from accel_train.models.independence import make_independent
-from accel_train.models.weights.file import Weights
+from accel_train.models.weights.hub import Weights
 from accel_train.models.weights.new_model import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
 from accel_train.optim.bitwise import sum_exactly, use_deterministic_kernels, use_deterministic_layers

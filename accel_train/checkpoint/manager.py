@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from accel_train.checkpoint.format import Snapshot, versions
-from accel_train.checkpoint.position import obstacle_at, position_in
 from accel_train.checkpoint.state_dict import named_tensors, outline
 from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
@@ -129,6 +128,8 @@ class Checkpoints(CheckpointStore):
     ) -> tuple[TrainState, Mapping[str, str]]:
         """The position of the checkpoint, and the settings that differ from its own. Raises UserError if the run cannot
         go on from it. `allow`: settings that may differ although they change what is learned."""
+        from accel_train.checkpoint.position import obstacle_at, position_in
+
         config, samples = self.config, self.samples
         saved, semantics = snapshot.state["configuration"], snapshot.state.get("semantics", 1)
         batchnorms = [module for module in self.model.modules() if isinstance(module, VirtualBatchNorm)]

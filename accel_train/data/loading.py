@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from accel_train.config.groups.augment import check_channels, check_resize
 from accel_train.config.schema import Augment, Config
 from accel_train.data.memory import MemoryLoader, Place, Placement, choose_place
 from accel_train.data.order.plan import Plan
@@ -20,7 +21,6 @@ from accel_train.data.order.samplers import EvaluationSampler, IndexSampler, Tra
 from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
 from accel_train.data.sources.splits import Source, Splits, has_one_size
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.checks import check_channels, check_resize
 from accel_train.data.transforms.parameters import resize_default, transforms_each_image
 from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores

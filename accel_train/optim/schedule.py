@@ -90,6 +90,7 @@ class LearningRate:
         self.warmup = round(schedule.warmup_epochs * updates_per_epoch)
         self.scales = schedule.warmup_method == "scaled" and self.warmup > 0
         self.end = updates - math.floor(schedule.cooldown_epochs * updates_per_epoch + 1e-9)  # 0.1 * 30 may be below 3
+        self.ends_cycles = schedule.restarts and schedule.cooldown_epochs > 0
         self.interval = updates_per_epoch if schedule.per == "epoch" else 1
         if self.scales and schedule.name == "one_cycle":
             raise UserError("schedule.warmup-method scaled: leave it out with one_cycle, whose rise is a part of it.")
@@ -176,7 +177,7 @@ class LearningRate:
         t = update // self.interval * self.interval
         if schedule.warmup_method == "constant" and t < warmup:
             t = 0
-        cycles_ended = schedule.restarts and schedule.cooldown_epochs > 0 and t >= self.end
+        cycles_ended = self.ends_cycles and t >= self.end
         rates = [schedule.min_lr for _ in self.base_values] if cycles_ended else self._rates(t)
         groups = zip(self.optimizer.param_groups, self.base_values, rates, self.momenta, strict=True)
         for group, base, rate, momentum in groups:

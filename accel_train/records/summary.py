@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -16,10 +18,9 @@ from accel_train.config.schema import Config, to_yaml
 from accel_train.data.loading import create_sampler
 from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
-from accel_train.data.sources.classes import class_counts
 from accel_train.data.sources.load import load_splits, resolve_mean_std
-from accel_train.data.sources.splits import Splits, has_one_size
-from accel_train.errors import UserError, counted, one_line
+from accel_train.data.sources.splits import Source, Splits, has_one_size
+from accel_train.errors import UserError, counted, first_of, one_line
 from accel_train.launch.precision import precision, precision_notice
 from accel_train.models.batchnorm import has_batchnorm
 from accel_train.optim.loss import check_labels
@@ -113,6 +114,37 @@ def _named(splits: Splits) -> str:
     """Return the class names of image files if they are few: they show whether it is the intended folder."""
     named = ", ".join(splits.classes)
     return f" ({named})" if not splits.train.in_memory and len(splits.classes) <= 10 and len(named) <= 80 else ""
+
+
+NAMED = 4  # classes that are named with their counts
+LONGEST = 60  # characters of their names, all together
+
+
+def class_counts(splits: Splits) -> str:
+    """Return the counts in each split: "training 40 cat, 38 dog; test 9 cat, 12 dog". Of many classes the smallest and
+    the largest count, with the first class that has it, and the classes without an image."""
+    sources = {**splits.sources, "train": splits.to_train_on}
+    return "; ".join(
+        f"{'training' if split == 'train' else split} {_counts_of(source, splits.classes)}"
+        for split, source in sources.items()
+    )
+
+
+def _counts_of(source: Source, classes: Sequence[str]) -> str:
+    labels = source.labels.numpy()
+    counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
+    absent = [name for name, count in zip(classes, counts, strict=True) if not count]
+    if len(classes) <= NAMED and sum(map(len, classes)) <= LONGEST:
+        return ", ".join(f"{count:,} {name}" for name, count in zip(classes, counts, strict=True))
+    present = counts[counts > 0]
+    if not len(present):
+        return "none of any class"
+    smallest, largest = int(present.min()), int(present.max())
+    text = f"{smallest:,} of each"
+    if smallest != largest:
+        least, most = (classes[counts.tolist().index(count)] for count in (smallest, largest))
+        text = f"{smallest:,} ({least}) to {largest:,} ({most})"
+    return text + (f", none of {first_of(absent)}" if absent else "")
 
 
 def _divide_without_data(config: Config, accelerator: Accelerator) -> tuple[int, int]:

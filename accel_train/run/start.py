@@ -20,7 +20,7 @@ from accel_train.errors import UserError
 from accel_train.files import sha256
 from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
 from accel_train.models.weights import hub
-from accel_train.models.weights.file import Weights, check_file
+from accel_train.models.weights.hub import Weights
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
@@ -182,6 +182,8 @@ def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
         file = list(find_weights(path).values())[-1]
     else:
         file = path
+        from accel_train.models.weights.file import check_file
+
         check_file(file)
     info = None
     if file.name in ("model.safetensors", "ema.safetensors"):

@@ -146,6 +146,8 @@ class Watchdog:
                 self._end_run(f"No progress for {idle:.0f} s ({option}).")
 
     def _publish(self, *, has_left: bool = False) -> None:
+        if self.world_size == 1:
+            return  # nobody would read it
         self._store.publish(Progress(self._beat, self._count, self._update, self._activity, hostname(), has_left))
 
     def _check_others(self) -> None:

@@ -17,7 +17,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from accel_train import models
 from accel_train.cli import main
 from accel_train.config.schema import Model
-from accel_train.optim.bitwise import seed_generators
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -64,7 +63,7 @@ def test_gradient_checkpointing_leaves_the_same_weights_and_statistics(tmp_path:
 def test_activation_checkpointing_of_accelerates_draws_the_same_masks_again() -> None:
     def gradient(model: nn.Module) -> torch.Tensor:
         kept = models.prepare_recomputation(model, Model())
-        seed_generators(torch.device("cpu"), 7)
+        torch.default_generator.manual_seed(7)
         loss = model(torch.ones(4, 8)).square().sum()
         with models.preserve_buffers(kept):
             loss.backward()

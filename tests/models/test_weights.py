@@ -21,7 +21,8 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.models import create_model
 from accel_train.models.weights import hub
-from accel_train.models.weights.file import Weights, read_state
+from accel_train.models.weights.file import read_state
+from accel_train.models.weights.hub import Weights
 from accel_train.models.weights.loading import load_into
 from accel_train.models.weights.new_model import create_new_model
 

@@ -18,8 +18,9 @@ from torch import nn
 
 from accel_train import models
 from accel_train.config.schema import Model
+from accel_train.keyed import key
 from accel_train.models.nets import Flatten
-from accel_train.optim.bitwise import seed_generators
+from accel_train.optim.bitwise import seed_pass
 from accel_train.optim.performance import prepare_compilation, unwrap_optimizer, use_fastest_memory_format
 
 
@@ -85,10 +86,11 @@ def test_flatten_copies_nothing_of_channels_last_images() -> None:
 
 
 def test_seeds_give_the_masks_that_torch_gives() -> None:
-    torch.manual_seed(123)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(key(0, "dropout", 5, 0, 1))
     expected = torch.nn.functional.dropout(torch.ones(100))
     torch.manual_seed(7)
-    seed_generators(torch.device("cpu"), 123)
+    seed_pass(0, accelerator, 5, 1, bitwise=False)
     assert torch.equal(torch.nn.functional.dropout(torch.ones(100)), expected)
 
 

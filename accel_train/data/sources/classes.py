@@ -1,4 +1,4 @@
-"""Which classes of a dataset are used, and in which order: --data.only-classes and --data.class-map; their counts."""
+"""Which classes of a dataset are used, and in which order: --data.only-classes and --data.class-map."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.splits import Source, Splits, subset
+from accel_train.data.sources.splits import Splits, subset
 from accel_train.errors import UserError, first_of, nearest
 from accel_train.untrusted import read_regular_file
 
@@ -84,34 +83,3 @@ def _names_in(file: Path) -> tuple[str, ...]:
     if "" in names or not names:
         raise UserError(f"--data.class-map {file}: line {names.index('') + 1 if names else 1} is empty; remove it.")
     return names
-
-
-NAMED = 4  # classes that are named with their counts
-LONGEST = 60  # characters of their names, all together
-
-
-def class_counts(splits: Splits) -> str:
-    """Return the counts in each split: "training 40 cat, 38 dog; test 9 cat, 12 dog". Of many classes the smallest and
-    the largest count, with the first class that has it, and the classes without an image."""
-    sources = {**splits.sources, "train": splits.to_train_on}
-    return "; ".join(
-        f"{'training' if split == 'train' else split} {_counts_of(source, splits.classes)}"
-        for split, source in sources.items()
-    )
-
-
-def _counts_of(source: Source, classes: Sequence[str]) -> str:
-    labels = source.labels.numpy()
-    counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
-    absent = [name for name, count in zip(classes, counts, strict=True) if not count]
-    if len(classes) <= NAMED and sum(map(len, classes)) <= LONGEST:
-        return ", ".join(f"{count:,} {name}" for name, count in zip(classes, counts, strict=True))
-    present = counts[counts > 0]
-    if not len(present):
-        return "none of any class"
-    smallest, largest = int(present.min()), int(present.max())
-    text = f"{smallest:,} of each"
-    if smallest != largest:
-        least, most = (classes[counts.tolist().index(count)] for count in (smallest, largest))
-        text = f"{smallest:,} ({least}) to {largest:,} ({most})"
-    return text + (f", none of {first_of(absent)}" if absent else "")

@@ -59,6 +59,7 @@ class BatchTransform:
             values.view(-1, 1, 1) if memory_format == torch.contiguous_format else values.repeat(size, 1)
             for values in (stds * full_scale, -means / stds)
         )
+        self.cuts = augment.cuts
         self.steps = torch.arange(size, dtype=torch.int32).to(device)
         self.classes = torch.arange(num_classes).to(device)
         self.interpolation = augment.interpolation_of(training=training)
@@ -103,7 +104,7 @@ class BatchTransform:
         if self.erasing is not None and masks is not None:
             self.erasing(images, batch, masks[:, :1])
         if self.mixes:
-            pasted = masks[:, -1:] if masks is not None and self.augment.cuts else None
+            pasted = masks[:, -1:] if masks is not None and self.cuts else None
             return self._mix(images, labels, parameters, pasted)
         return images, self._targets(labels)
 
@@ -161,7 +162,7 @@ class BatchTransform:
     def _masks(self, parameters: Tensor) -> Tensor | None:
         """Masks of the erased box, then of the pasted one, bool [b, boxes, size, size], if the recipe has them: made
         together, which saves a GPU three kernels."""
-        first, end = (0 if self.erasing is not None else 2), (4 if self.augment.cuts else 2)  # columns
+        first, end = (0 if self.erasing is not None else 2), (4 if self.cuts else 2)  # columns
         if first == end:
             return None
         return box_masks(parameters, Column.FIRST + first, Column.LAST + first, self.steps, (end - first) // 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import timm
@@ -17,17 +16,6 @@ from accel_train.untrusted import open_regular_file
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt")
 
 TAR_MAGIC = slice(257, 262)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights that a new run begins from."""
-
-    file: Path
-    shown: str
-    """How messages name them."""
-    classes: tuple[str, ...] | None
-    """Names of the classes, in the order of the last layer's rows; None if nobody knows."""
 
 
 def read_state(file: Path) -> dict[str, Tensor]:

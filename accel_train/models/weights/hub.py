@@ -29,6 +29,17 @@ RESERVED = {
 
 
 @dataclass(frozen=True)
+class Weights:
+    """The weights that a new run begins from."""
+
+    file: Path
+    shown: str
+    """How messages name them."""
+    classes: tuple[str, ...] | None
+    """Names of the classes, in the order of the last layer's rows; None if nobody knows."""
+
+
+@dataclass(frozen=True)
 class Description:
     """What a config.json says."""
 

@@ -10,8 +10,9 @@ import timm
 from torch import Tensor, nn
 
 from accel_train.errors import UserError, first_of
-from accel_train.models.weights.file import Weights, read_state
+from accel_train.models.weights.file import read_state
 from accel_train.models.weights.head import with_head
+from accel_train.models.weights.hub import Weights
 from accel_train.models.wrapping import classifier_names, input_names
 
 LEAST = 0.9

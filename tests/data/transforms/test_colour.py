@@ -14,13 +14,13 @@ from scipy.stats import chisquare, ks_2samp
 from torchvision.transforms import v2
 
 from accel_train.analysis.inference.preprocessing import Preprocessing
+from accel_train.config.groups.augment import check_channels
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.checks import check_channels
 from accel_train.data.transforms.colour import change_colours
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters, Column, Jitter

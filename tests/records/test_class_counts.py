@@ -3,8 +3,8 @@
 import torch
 
 from accel_train.data.sources.arrays import ArraySource
-from accel_train.data.sources.classes import class_counts
 from accel_train.data.sources.splits import Splits
+from accel_train.records.summary import class_counts
 
 
 def splits_of(classes: tuple[str, ...], *labels: list[int] | torch.Tensor) -> Splits:
