@@ -1,6 +1,6 @@
 # make train   set up everything (virtual environment, installation), train for real once and write a report
-# make test    the same setup plus what the tests need, then run the tests, in parallel (FULL=1: also those that take some
-#              ten seconds, as .ci/run does; SLOW=1: all, also those that take minutes)
+# make test    the same setup plus what the tests need, then run the tests, in parallel (FULL=1: also those that take six
+#              seconds or more, as .ci/run does; SLOW=1: all, also those that take minutes)
 # make lint    check formatting, lint, types
 # make docs    build the documentation as a site, in site/
 # make bench   compare the trainer with others, half an hour; writes docs/benchmarks.md (ARGS: --data-root DIR)
