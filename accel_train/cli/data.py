@@ -36,9 +36,7 @@ class _Data(CommandOptions):
     """For a URL: the copies take at most this much, such as 200GB, as in --data.cache-size."""
 
     def mistakes(self) -> list[str]:
-        if self.cache_size is None or bytes_of(self.cache_size):
-            return []
-        return [f"--cache-size: expected a size such as 256MB or 1GB, found {self.cache_size!r}."]
+        return _wrong_size("cache-size", self.cache_size)
 
     def data(self) -> Data:
         """The data as train has it. All options here that have the name of one of `--data` mean the same."""
@@ -134,9 +132,7 @@ class Shards(_Data):
         for name, value in (("val", self.val_fraction), ("test", self.test_fraction)):
             if not 0 <= value < 1:
                 wrong.append(f"--{name}-fraction: expected at least 0 and less than 1, found {value:g}.")
-        if not bytes_of(self.shard_size):
-            wrong.append(f"--shard-size: expected a size such as 256MB or 1GB, found {self.shard_size!r}.")
-        return wrong
+        return wrong + _wrong_size("shard-size", self.shard_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +145,12 @@ class Index(_Data):
 
     verify: bool = False
     """Look in any case and compare all images with the index, as --data.verify does."""
+
+
+def _wrong_size(option: str, size: str | None) -> list[str]:
+    if size is None or bytes_of(size):
+        return []
+    return [f"--{option}: expected a size such as 256MB or 1GB, found {size!r}."]
 
 
 def _wrong_range(values: tuple[float, float] | None) -> list[str]:

@@ -20,7 +20,6 @@ from accel_train.errors import UserError
 from accel_train.files import sha256
 from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
 from accel_train.models.weights import hub
-from accel_train.models.weights.hub import Weights
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.model_info import FILE, ModelInfo, read_model_info
@@ -35,7 +34,7 @@ class StartPoint:
 
     config: Config
     """With its origin."""
-    weights: Weights | None = None
+    weights: hub.Weights | None = None
     """To be loaded; None: random or published ones, or those of a checkpoint."""
     resumes: bool = False
     """The weights come from a checkpoint, and those that the run began from are not needed any more."""
@@ -119,7 +118,7 @@ def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[s
     return splits
 
 
-def _on_main(config: Config) -> tuple[bool, Origin, Weights | None]:
+def _on_main(config: Config) -> tuple[bool, Origin, hub.Weights | None]:
     """Whether the run resumes, its origin, and the weights that were found, if they are still there."""
     model, resumes = config.model, _has_checkpoint(config)
     recorded = _recorded(config) if resumes or _is_finished(config) else Origin()
@@ -134,7 +133,7 @@ def _on_main(config: Config) -> tuple[bool, Origin, Weights | None]:
                 origin = dataclasses.replace(origin, image_size=described.image_size)
             if model.pretrained:
                 origin = dataclasses.replace(origin, mean=described.mean, std=described.std)
-                weights = Weights(hub.weights_file(model.name), model.name, described.classes)
+                weights = hub.Weights(hub.weights_file(model.name), model.name, described.classes)
     if model.weights is not None:
         try:
             weights, info = find_file(model.weights)
@@ -155,7 +154,7 @@ def _on_main(config: Config) -> tuple[bool, Origin, Weights | None]:
         raise UserError(f"--model.weights: {weights.file} cannot be read ({error.strerror}).") from error
 
 
-def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
+def find_file(path: Path) -> tuple[hub.Weights, ModelInfo | None]:
     """The file of weights that --model.weights names, and the model.json beside it if it is of a run.
 
     Of a run or a checkpoint with an EMA they are those of the EMA, with which `accel-train predict` predicts, too.
@@ -191,7 +190,7 @@ def find_file(path: Path) -> tuple[Weights, ModelInfo | None]:
         run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
         info = read_model_info(run) if (run / FILE).exists() else None
     kind = " (EMA)" if file.name == "ema.safetensors" else ""
-    return Weights(file, f"{file}{kind}", info.classes if info else None), info
+    return hub.Weights(file, f"{file}{kind}", info.classes if info else None), info
 
 
 def _has_checkpoint(config: Config) -> bool:

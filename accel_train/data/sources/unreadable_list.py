@@ -17,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from accel_train.config.schema import Data
+from accel_train.config.url import is_url
 from accel_train.data.sources.files.encoded import check_command
 from accel_train.data.sources.splits import Source, names_root, sample_keys
 from accel_train.errors import UserError
@@ -54,7 +55,7 @@ def default_list(data: Data) -> Path:
 
 def real(root: Path) -> str:
     """The path without symbolic links; a URL as it is."""
-    return str(root) if "://" in str(root) else os.path.realpath(root)
+    return str(root) if is_url(root) else os.path.realpath(root)
 
 
 def read_list(path: Path) -> UnreadableList:

@@ -118,8 +118,11 @@ def _ready(data: Data, cache: ShardCache, folder: RemoteFolder) -> Index | None:
 def _states(cache: ShardCache, lists: dict[str, bytes]) -> dict[str, str]:
     """A text for each file on the storage that decides what the index says."""
     shards = {name: shard.state for name, shard in cache.shards.items()}
-    columns = {COLUMNS: " ".join(map(str, cache.columns))} if isinstance(cache, UnpackedCache) else {}
-    return shards | columns | {name: text.hex() for name, text in lists.items()}
+    return shards | _columns(cache) | {name: text.hex() for name, text in lists.items()}
+
+
+def _columns(cache: ShardCache) -> dict[str, str]:
+    return {COLUMNS: " ".join(map(str, cache.columns))} if isinstance(cache, UnpackedCache) else {}
 
 
 def _kept(data: Data, cache: ShardCache, index: Index, lists: dict[str, bytes]) -> Index:
@@ -142,7 +145,7 @@ def _difference(beside: KeptIndex, cache: ShardCache) -> str:
     if changed := [name for name, shard in shards.items() if sizes[name] != str(shard.size)]:
         name = changed[0]
         return f"{first_of(changed, 1)} has {shards[name].size:,} bytes, in the index {sizes[name]}"
-    if beside.states.get(COLUMNS) != _states(cache, {}).get(COLUMNS):
+    if beside.states.get(COLUMNS) != _columns(cache).get(COLUMNS):
         return "it was made with other --data.image-column or --data.label-column"
     return beside.index.mistake.rstrip(".")
 

@@ -178,8 +178,9 @@ def _numbers(
 def files_of_splits(root: Path, files: Sequence[str], *, named: bool) -> tuple[dict[str, list[str]], list[str]]:
     """split -> its files, by their names, and the files of other splits. Parameters as above. Raises UserError."""
     of_hub = {file: match[1] for file in files if (match := OF_THE_HUB.fullmatch(file))}
-    others = [file for file, split in of_hub.items() if split.lower() not in SPLIT_NAMES]
-    splits = named_shards(root, [file for file in files if file not in others])
+    others = {file: None for file, split in of_hub.items() if split.lower() not in SPLIT_NAMES}
+    used = [file for file in files if file not in others]
+    splits = named_shards(root, used)
     if "train" not in splits:
         raise UserError(
             f"--data.root {root}: there is no Parquet file of a train split, such as train-00000-of-00001.parquet; "
@@ -187,12 +188,11 @@ def files_of_splits(root: Path, files: Sequence[str], *, named: bool) -> tuple[d
         )
     folders = {
         "/".join(part for part in posixpath.dirname(file).split("/") if part.lower() not in SPLIT_NAMES)
-        for file in files
-        if file not in others
+        for file in used
     }
     if len(folders) > 1 and not named:
         raise UserError(
             f"--data.root {root}: its Parquet files are in {len(folders)} folders, as those of several configurations "
             f"on the hub ({first_of(sorted(folder or '.' for folder in folders))}): give the folder of one."
         )
-    return splits, others
+    return splits, list(others)
