@@ -1,6 +1,6 @@
 # make train   set up everything (virtual environment, installation), train for real once and write a report
-# make test    the same setup plus what the tests need, then run the tests, in parallel (FULL=1: also those that take six
-#              seconds or more, as .ci/run does; SLOW=1: all, also those that take minutes)
+# make test    the same setup plus what the tests need, then run the tests, in parallel (FULL=1: also longer ones that
+#              show a promise, as .ci/run does; SLOW=1: all, as each night)
 # make lint    check formatting, lint, types
 # make docs    build the documentation as a site, in site/
 # make bench   compare the trainer with others, half an hour; writes docs/benchmarks.md (ARGS: --data-root DIR)
@@ -9,6 +9,8 @@
 PYTHON ?= python3
 # Of the tests: many of them wait, so more than there are processors; each needs a gigabyte.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 2 ? 2 : n < 4 ? n + 1 : 4)))
+# Or each of the many processes of the tests would compile the whole package and all tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
@@ -23,7 +25,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SLOW),-m "slow or not slow",$(if $(FULL),-m "not slow")) $(ARGS)
 
 siege: $(VENV)/.installed-test
-	SIEGE_SECONDS=$${SIEGE_SECONDS:-3600} $(BIN)/python -m pytest -n 3 --dist loadfile -m ci tests/siege $(ARGS)
+	SIEGE_SECONDS=$${SIEGE_SECONDS:-3600} $(BIN)/python -m pytest -n 3 --dist loadfile -m "ci or slow" tests/siege $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

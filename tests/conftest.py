@@ -30,15 +30,17 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(120, exit=True, file=sys.__stderr__)
 
 
-LONGEST = ("test_docs.py", "test_restart.py", "test_pretended_gpu.py", "test_slurm.py")
+LONGEST = ("test_slurm.py", "test_docs.py", "test_siege_of_runs.py", "test_restart.py", "test_pretended_gpu.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest: then no worker is left with one of them while the others are done."""
 
     def place(item: pytest.Item) -> int:
+        if item.path.name in LONGEST:
+            return LONGEST.index(item.path.name)
         starts_processes = item.path.parent.name in ("integration", "cluster", "doctor", "siege")
-        return 0 if item.path.name in LONGEST else 1 if starts_processes else 2
+        return len(LONGEST) + (not starts_processes)
 
     items.sort(key=place)
 

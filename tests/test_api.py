@@ -42,6 +42,7 @@ def test_importing_it_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=helpers.environment()).returncode == 0
 
 
+@pytest.mark.ci
 def test_it_trains_what_the_command_line_trains(run: Path, tmp_path: Path) -> None:
     words = ["digits", "--epochs", 1, "--data.train-limit", 400, "--data.test-limit", 60, "--optim.lr", "1e-2"]
     assert helpers.run(*words, "--output-dir", tmp_path / "run").returncode == 0
@@ -92,6 +93,7 @@ def test_evaluate_returns_what_the_command_line_prints_and_writes(run: Path) -> 
     assert right == pytest.approx(result.figures["model"]["accuracy"])
 
 
+@pytest.mark.ci
 def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Path) -> None:
     exported = export(run, "pt2", output=tmp_path / "export")
     assert exported.folder == tmp_path / "export" and exported.address == ""
@@ -107,6 +109,7 @@ def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Pa
     assert report(run, tmp_path / "copy", output=page.path).figures == {}
 
 
+@pytest.mark.ci
 def test_doctor_and_bench_return_what_they_have_found(tmp_path: Path) -> None:
     script = f"""
 import json, os
@@ -138,6 +141,7 @@ for words in ((), ("--data.test-limit", "30")):
     assert all(figures == other for count, figures in found for number, other in found if count == number)
 
 
+@pytest.mark.ci
 def test_a_training_whose_end_cannot_be_saved_raises_what_the_command_line_says(tmp_path: Path) -> None:
     script = f"""
 import resource
@@ -202,6 +206,7 @@ def test_a_training_in_a_thread_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.ci
 def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
     script = f"""
 from accelerate import notebook_launcher
@@ -231,6 +236,7 @@ def tell(result):
 """
 
 
+@pytest.mark.ci
 def test_train_says_whether_a_signal_has_stopped_it_and_the_same_call_finishes_the_run(tmp_path: Path) -> None:
     script = f"""{TELL}
 def warn():

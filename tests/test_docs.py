@@ -333,7 +333,7 @@ def write_snippets(folder: Path) -> None:
                 (folder / block.splitlines()[0].removeprefix("# ")).write_text(block)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> None:
     """In a folder that has only these files and the launch configs, as `accel-train init` writes them."""
@@ -410,7 +410,7 @@ def test_the_tutorial_works_as_it_is(tmp_path: Path) -> None:
     assert len(rows) == 1 + 80 * 2 and rows[1].startswith("photos/cat/0.jpg,1,")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_page_on_several_gpus_works_on_the_cpu(tmp_path: Path) -> None:
     """Its launch line, with the config file for CPUs, half as many processes and digits; then its further options."""
     (line,) = (words for block in blocks(text_of("docs/several_gpus.md"), "bash") for words in commands_in(block))
@@ -431,7 +431,7 @@ def test_the_page_on_several_gpus_works_on_the_cpu(tmp_path: Path) -> None:
         assert plan in done.stdout
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_page_on_resuming_works(tmp_path: Path) -> None:
     """What its table says, on digits with 2 epochs: stop, save, continue, refuse, change, train for longer."""
     page = text_of("docs/resume.md")
@@ -475,7 +475,7 @@ def test_the_page_on_resuming_works(tmp_path: Path) -> None:
     assert train("--checkpoint.every-seconds 120").returncode == 0
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path) -> None:
     page = text_of("docs/evaluate.md")
     (tmp_path / "runs").mkdir()
@@ -495,7 +495,7 @@ def test_the_page_on_evaluation_works_as_it_is(digits_run: Path, tmp_path: Path)
     assert row[2:5] == [f"{record[name]:.2f}" for name in ("precision", "recall", "f1")]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_page_on_export_works_as_it_is(digits_run: Path, tmp_path: Path) -> None:
     """But for the push. The script runs where nothing but onnxruntime, NumPy and Pillow can be imported."""
     page = text_of("docs/export.md")
@@ -559,7 +559,7 @@ def test_the_commands_that_can_run_do_and_the_snippets_train(tmp_path: Path) -> 
     assert result["test_accuracy"] > 0.9
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_commands_of_fine_tune_run(tmp_path: Path) -> None:
     """In one process, with few small images and a small net; those that need a network only in test_fine_tune.py."""
     import timm
@@ -612,6 +612,7 @@ def test_the_page_on_sweeps_shows_the_example() -> None:
     assert (ROOT / "examples" / "optuna_sweep.py").read_text() in blocks(text_of("docs/sweeps.md"), "python")
 
 
+@pytest.mark.ci
 def test_the_page_on_observers_works(tmp_path: Path) -> None:
     (code,) = blocks(text_of("docs/observers.md"), "python")
     (tmp_path / "observe.py").write_text(code)

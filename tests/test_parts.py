@@ -24,6 +24,7 @@ def trained(directory: Path, updates: int, *words: str, processes: int = 1) -> t
     return done.returncode, done.stderr
 
 
+@pytest.mark.ci
 def test_batchnorm_and_dropout_are_the_same_on_any_number_of_processes_and_after_a_restart(tmp_path: Path) -> None:
     for processes in (1, 2, 3):
         assert trained(tmp_path / str(processes), 7, processes=processes) == (0, "")

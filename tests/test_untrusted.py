@@ -140,7 +140,7 @@ def test_predict_and_check_data_name_a_pipe_among_the_images(
     assert Path("unreadable-data.txt").read_text().splitlines()[1:] == ["a/pipe.png", "a/zero.png"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_damaged_records_of_an_evaluation_are_one_line(digits_run: Path, tmp_path: Path, capsys: Any) -> None:
     run = Path(shutil.copytree(digits_run, tmp_path / "run"))
     assert cli.main(["report", str(run)]) == 0

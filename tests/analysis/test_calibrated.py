@@ -62,6 +62,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.ci
 def test_calibrated_probabilities_are_those_of_the_temperature(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +167,7 @@ def test_a_folder_of_folders_twice(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert sorted(path.name for path in photos.iterdir()) == ["a", "b", "found.csv"]  # nothing is left over
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_killed_half_way_there_is_no_half_file(tmp_path: Path, how: signal.Signals) -> None:
     script = (

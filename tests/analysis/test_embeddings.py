@@ -30,6 +30,7 @@ def made(name: str, size: int) -> tuple[Any, torch.Tensor]:
     return cast(Any, model), torch.randn(2, 3, size, size)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [
@@ -59,6 +60,7 @@ def test_of_torchvisions_models_and_ours() -> None:
     assert embedded(model, images).shape == (2, 128)
 
 
+@pytest.mark.ci
 def test_a_layer_that_is_named_has_the_mean_over_the_image() -> None:
     model, images = made("test_resnet", 64)
     with torch.no_grad():
@@ -98,6 +100,7 @@ def test_what_the_next_layer_overwrites_is_kept() -> None:
     torch.testing.assert_close(embedded(model, images, "bn1"), expected)
 
 
+@pytest.mark.ci
 def test_a_layer_that_is_called_with_windows_or_again_with_other_features() -> None:
     model, images = made("swin_s3_tiny_224", 224)  # 64 windows of each image
     with pytest.raises(UserError, match="attn: it does not compute one tensor of features for each image"):

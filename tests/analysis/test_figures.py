@@ -35,6 +35,7 @@ def drawn(samples: int, classes: int, seed: int) -> tuple[np.ndarray, np.ndarray
     return logits.astype(np.float32), labels
 
 
+@pytest.mark.ci
 @given(st.integers(1, 40), st.integers(2, 7), st.integers(0, 10**6))
 def test_precision_and_recall_are_those_of_scikit_learn(samples: int, classes: int, seed: int) -> None:
     logits, labels = drawn(samples, classes, seed)

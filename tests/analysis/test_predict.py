@@ -68,6 +68,7 @@ def probabilities(line: dict) -> dict[str, float]:
     return {found["class"]: found["probability"] for found in line["predictions"]}
 
 
+@pytest.mark.ci
 def test_probabilities_are_those_of_the_model(alone: Path, tmp_path: Path) -> None:
     images = [tmp_path / f"{number}.png" for number in range(40)]
     for number, path in enumerate(images):
@@ -140,6 +141,7 @@ def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest
     assert cli.main(["predict", str(alone), str(tmp_path / "image")]) == 0
 
 
+@pytest.mark.ci
 def test_what_the_last_screen_says_can_be_typed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +276,7 @@ def test_what_is_wrong_is_told_in_a_line(
     assert told(image).startswith(f"{alone}/model.json cannot be read (No such file or directory)")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("data", "augment", "size"),
     [

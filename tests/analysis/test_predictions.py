@@ -56,6 +56,7 @@ def test_the_logits_are_those_of_the_model(run: Path, tmp_path: Path, capsys: py
     assert (found.logits.argmax(1) == found.labels).mean() == record["ema"]["accuracy"]
 
 
+@pytest.mark.ci
 def test_one_two_and_four_processes_write_the_same(run: Path, tmp_path: Path) -> None:
     files = []
     for processes in (1, 2, 4):

@@ -56,7 +56,7 @@ def words(model: Path, photos: Path, *more: str) -> list[str]:
     return ["evaluate", "--model.name", f"local-dir:{model}", *data, *more]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_logits_are_those_of_timm(
     model: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,7 +60,7 @@ def live(digits_run: Path, tmp_path: Path) -> Iterator[Path]:
             writer.kill()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_all_that_reads_a_run_reads_one_that_trains(live: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = next((live / "examples").glob("*.png"))
     folders = set()
@@ -82,6 +82,7 @@ def test_all_that_reads_a_run_reads_one_that_trains(live: Path, capsys: pytest.C
     assert "not a complete checkpoint" not in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_two_processes_read_the_same(live: Path) -> None:
     done = helpers.python("-m", "accel_train", "evaluate", live, processes=2)
     assert done.returncode == 0, done.stderr

@@ -133,7 +133,7 @@ def test_evaluate_says_what_it_is_and_keeps_the_plain_figures(run: Path, capsys:
     assert json.loads(plain)["ema"]["loss"] != figures["ema"]["loss"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("--tta", "flip"), ("--tta", "ten-crop", "--augment.resize", "10")])
 def test_two_processes_compute_the_same(run: Path, words: tuple[str, str]) -> None:
     found: list[tuple[dict[str, Any], Predictions]] = []

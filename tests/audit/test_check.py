@@ -36,6 +36,7 @@ def data(tmp_path: Path) -> Data:
 EXPECTED = ["train/cat/3.jpg", "train/dog/70.jpg", "train/dog/74.jpg", "val/cat/1.jpg"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("processes", [1, 2])
 def test_all_are_found_and_can_be_left_out(data: Data, tmp_path: Path, processes: int, capfd) -> None:
     output = tmp_path / "new" / "unreadable.txt"

@@ -18,7 +18,7 @@ from accel_train.config.schema import Data
 IMAGES = 400
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_audit_goes_on_after_sigkill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number in range(IMAGES):

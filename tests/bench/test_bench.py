@@ -56,6 +56,7 @@ def check(figures: dict[str, Any], rounds: int) -> None:
     assert figures["environment"]["packages"]["torch"]
 
 
+@pytest.mark.ci
 def test_digits_end_to_end_with_accumulation(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     done = bench("digits", "--rounds", 2, "--updates", 8, "--micro-batch-size", 24, "--output", output)
@@ -70,7 +71,7 @@ def test_digits_end_to_end_with_accumulation(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]  # the runs are gone
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_what_torch_compile_makes_of_the_bare_loop(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     words = ("digits", "--rounds", 2, "--updates", 4, "--output", output)
@@ -112,7 +113,7 @@ def test_a_model_that_cannot_be_compiled_has_one_limit(capsys: pytest.CaptureFix
     assert "left out" in said and said.endswith("there is no Triton\n")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_processes_train_several_times(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     done = bench("digits", "--rounds", 2, "--updates", 40, "--output", output, processes=2)
@@ -124,6 +125,7 @@ def test_two_processes_train_several_times(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
+@pytest.mark.ci
 def test_synthetic_images_in_place_of_a_set_that_is_not_there(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     done = bench("mnist_cnn", "--synthetic", "--data.root", tmp_path / "no", "--rounds", 1, "--updates", 2,

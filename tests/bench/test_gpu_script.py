@@ -19,6 +19,7 @@ import gpu
 SCRIPT = helpers.ROOT / "benchmarks" / "gpu.py"
 
 
+@pytest.mark.slow
 def test_without_a_device_nothing_is_claimed(tmp_path: Path) -> None:
     environment = helpers.environment(CUDA_VISIBLE_DEVICES="")
     line = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "out")]
@@ -122,7 +123,7 @@ def test_each_line_comes_as_far_as_the_device(launcher: tuple[str, ...], words: 
     assert done.returncode == 0 and "updates in all:" in done.stdout, done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_steps_work_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ONE_PROCESS", ("cpu.yaml",))
     monkeypatch.setattr(gpu, "SHARED", ("multi_cpu.yaml", "--num_processes", "2"))

@@ -37,6 +37,7 @@ def test_a_loss_that_only_grows_has_no_good_rate() -> None:
     assert suggestions([1.0, 2.0, 4.0], [2.0, 1.9, 3.0], [2.0, 1.9, 3.0]) == (None, 0.2)
 
 
+@pytest.mark.ci
 def test_it_finds_a_rate_and_keeps_nothing_but_the_picture(tmp_path: Path) -> None:
     line = ("-m", "accel_train", "find-lr", "digits", "--output", "lr.svg")
     done = helpers.python(*line, cwd=tmp_path)
@@ -47,7 +48,7 @@ def test_it_finds_a_rate_and_keeps_nothing_but_the_picture(tmp_path: Path) -> No
     assert "learning rate" in (tmp_path / "lr.svg").read_text()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_any_number_of_processes_finds_the_same(tmp_path: Path) -> None:
     script = f"""
 import json, os

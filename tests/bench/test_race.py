@@ -56,6 +56,7 @@ def racers(tmp_path: Path, then: str) -> dict[str, race.Start]:
     return {"a": start, "b": start}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("then", ["on", "end"])
 def test_a_program_s_time_is_that_of_its_turns(
     tmp_path: Path, then: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,6 +74,7 @@ def test_a_program_s_time_is_that_of_its_turns(
     assert capsys.readouterr().out.count("30.00% in epoch 3") == 2
 
 
+@pytest.mark.ci
 def test_a_program_that_ends_before_the_goal_ends_the_race(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"program\.py end has ended"):
         race.race(racers(tmp_path, "end"), seed=0, goal=0.5, images=None)

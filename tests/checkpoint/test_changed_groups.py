@@ -25,6 +25,7 @@ def weights_after(run: Path, words: str) -> dict[str, torch.Tensor]:
     return load_file(run / "model.safetensors")
 
 
+@pytest.mark.ci
 def test_the_new_value_counts(tmp_path: Path) -> None:
     first = weights_after(tmp_path / "first", "--epochs 1")
     shutil.copytree(tmp_path / "first", tmp_path / "same")

@@ -55,6 +55,7 @@ def test_an_older_run_without_batchnorm_goes_on(tmp_path: Path) -> None:
     assert train(run, more(TINY)) == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("policy", "goes_on"), [("randaugment", False), ("augmix", True), ("none", True)])
 def test_an_older_run_whose_policy_did_not_interpolate_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, goes_on: bool
@@ -68,6 +69,7 @@ def test_an_older_run_whose_policy_did_not_interpolate_is_refused(
         assert train(run, f"{more(words).replace('randaugment', 'none')} augment.policy") == 0
 
 
+@pytest.mark.ci
 def test_an_older_run_keeps_the_weight_decay_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--optim.decay-all left out what the model excludes; a checkpoint has the decay of each group."""
     words = f"{TINY} --data.image-size 160 --model.name test_vit --optim.name adamw --optim.weight-decay 0.1"
@@ -87,6 +89,7 @@ def test_an_older_run_keeps_the_weight_decay_that_it_had(tmp_path: Path, monkeyp
     assert [group["weight_decay"] for group in groups] == [0.0, 0.1]
 
 
+@pytest.mark.ci
 def test_a_bitwise_run_says_what_its_bits_depend_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, words = tmp_path / "run", f"{TINY} --bitwise true"
     interrupted(run, words)

@@ -126,6 +126,7 @@ def test_the_exit_code_is_2_however_it_is_started() -> None:
     assert done.stderr == accel_train("trian")[2]
 
 
+@pytest.mark.ci
 def test_traceback_is_shown_on_request_only() -> None:
     for words in (["train", "no_such"], ["evaluate", "no_such"]):
         code, _, err = accel_train(*words, "--traceback")
@@ -205,6 +206,7 @@ def at_a_terminal(*words: str, **variables: str) -> tuple[str, str]:
     return first.decode().rstrip("\r\n"), rest.decode()
 
 
+@pytest.mark.ci
 def test_a_terminal_sees_at_once_that_it_has_begun(tmp_path: Path) -> None:
     stub = "import os, sys; print('the import of torch has begun', file=sys.stderr, flush=True); os._exit(3)"
     (tmp_path / "torch.py").write_text(stub)  # found first
@@ -216,7 +218,7 @@ def test_a_terminal_sees_at_once_that_it_has_begun(tmp_path: Path) -> None:
     assert at_a_terminal("train", "digits", "--config-only") == ("", "")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_output_may_be_cut_short_and_the_locale_plain() -> None:
     command = f"{sys.executable} -m accel_train train --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
@@ -229,6 +231,7 @@ def test_output_may_be_cut_short_and_the_locale_plain() -> None:
     assert "COMMAND ?" in out
 
 
+@pytest.mark.ci
 def test_recipes_are_listed_whole_and_printed(tmp_path: Path) -> None:
     from accel_train.config.recipe import RECIPES, recipe_names
 

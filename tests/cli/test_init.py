@@ -109,7 +109,7 @@ def test_a_message_names_the_command_only_where_the_files_are_missing(
     assert how_to_get("pbs/train.pbs") == ""
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_several_processes_that_were_asked_for_and_did_not_start(tmp_path: Path) -> None:
     """The user of a wheel who writes an own config with MULTI_CPU has no multi_cpu.yaml."""
     (tmp_path / "own.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")

@@ -122,7 +122,7 @@ def test_a_seed_that_the_shell_should_have_replaced_is_told_what_to_do() -> None
             parse(["digits", "--seed", seed])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_thousand_elements_are_checked_in_seconds() -> None:
     elements_of("digits", [], None, [])
     began = time.process_time()

@@ -104,7 +104,6 @@ SITE = "export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1\n"
 CPU = {"PROCESSES_PER_NODE": "1", "ACCELERATE_CONFIG": str(ROOT / "accelerate_configs" / "multi_cpu.yaml")}
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> None:
     # the time limit is so near that STOP is laid while the program starts: the first update obeys it
@@ -140,7 +139,7 @@ def test_one_launcher_a_node_and_again_after_the_time_limit(tmp_path: Path) -> N
     assert "my run holds a finished run" in train(tmp_path, TRAIN=words, **CPU).stdout
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("doctor", ["sleep 300", "exit 1"])
 def test_a_chain_of_jobs(doctor: str, tmp_path: Path) -> None:
     """Each job saves and submits the next, which has the variables of the first, whatever the doctor does."""
@@ -169,7 +168,7 @@ def test_a_chain_of_jobs(doctor: str, tmp_path: Path) -> None:
     assert (run / "slurm" / "variables.sh").read_text() == kept
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_no_missing_variable_ends_a_job(tmp_path: Path) -> None:
     """None, and all but one of the variables that the script and its nodes read; with a doctor that fails."""
     read = read_variables("pbs/train.pbs", "slurm/common.sh", "slurm/rank.sh")
@@ -200,7 +199,7 @@ def test_no_missing_variable_ends_a_job(tmp_path: Path) -> None:
             assert "qsub -v CONTINUE" in done.stderr, (left_out, done.stderr)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_failed_run_fails_though_pbsdsh_does_not_say_so(tmp_path: Path) -> None:
     (tmp_path / "runs/digits/job-123.server").mkdir(parents=True)
     (tmp_path / "runs/digits/job-123.server/REQUEUE").touch()  # of a start long ago
@@ -233,7 +232,7 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert "killing task" in failed.stdout
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_node_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
     """The hosts meet before their launchers, which would wait for it for ten minutes without a word."""
     (tmp_path / "site").write_text(SITE + "if [[ ${node_name:-} == localhost ]]; then exec sleep 300; fi\n")
@@ -247,7 +246,7 @@ def test_a_node_that_does_not_come_is_named_in_time(tmp_path: Path) -> None:
     assert "no task could write to" in missing.stderr and "on localhost: are these nodes up" in missing.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_names_that_a_sites_file_uses_itself(tmp_path: Path) -> None:
     """With these two as its own variables each node trained alone."""
     (tmp_path / "site").write_text(SITE + "node=0 NODES=1\n")

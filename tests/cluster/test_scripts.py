@@ -83,7 +83,7 @@ def test_only_this_start_asks_for_a_requeue(tmp_path: Path) -> None:
     assert "scontrol" not in failed.stderr and "slurm_script" not in failed.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_refused_command_is_not_the_one_to_continue_with(tmp_path: Path) -> None:
     words, end = "begin_run digits --epochs nonsense", "echo 2 >$START/exit-code; end_run 1"
     first = bash(f"{words}; {end}", tmp_path, SLURM_JOB_ID="7")
@@ -130,7 +130,7 @@ def test_a_sites_file_runs_as_in_an_ordinary_shell(tmp_path: Path) -> None:
     assert "no program accelerate on" in missing.stderr and "site_environment in" in missing.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_processes_of_a_node(tmp_path: Path) -> None:
     """What the user says, what Slurm gave, or, where Slurm does not count GPUs, what PyTorch sees.
 
@@ -379,7 +379,7 @@ REAL_TASKS = {  # srun starts the task on this host
 }
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("slurm/*.sbatch")))
 def test_no_missing_variable_ends_a_job(script: str, tmp_path: Path) -> None:
     """None, and all but one of the variables that the script and its tasks read; with a doctor that fails."""
@@ -405,7 +405,7 @@ def test_no_missing_variable_ends_a_job(script: str, tmp_path: Path) -> None:
             assert "To continue the run: cd " in done.stderr, (name, done.stderr)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("slurm/*.sbatch")))
 def test_no_value_ends_a_job(script: str, tmp_path: Path) -> None:
     """Each variable that the script and its tasks read, empty or with a value that it should not have: at most one
@@ -437,6 +437,7 @@ def test_no_value_ends_a_job(script: str, tmp_path: Path) -> None:
                 assert done.returncode == end, (name, value, done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_scripts_are_clean() -> None:
     scripts = [

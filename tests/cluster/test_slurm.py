@@ -28,7 +28,6 @@ LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|SLURM|SBATCH|PMI|OMPI|PBS|ACCEL
 EPOCHS = 30  # of 30 updates: long enough for several interruptions
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(900),  # six starts of a run wait for one another in the longest, beside other tests
     pytest.mark.skipif(
         not all(shutil.which(program, path=PATH) for program in NEEDED),
@@ -163,13 +162,27 @@ TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster) -> dict[str, Job]:
-    """Start the uninterrupted runs at the same time, and the run that reaches its time limit."""
-    short = ("digits", "--epochs", "1", "--log-every-updates", "1")
+def limited(cluster: Cluster) -> Job:
+    """Start the run that reaches its time limit of a minute. While it starts, no other job takes the processors."""
+    job = cluster.submit("single_node.sbatch", *LONG, options="--time=1 --signal=USR1@5")
+    job.until(lambda: job.update() >= 20)
+    return job
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster: Cluster, limited: Job) -> dict[str, Job]:
+    """Start the runs of which others, with interruptions, have the weights."""
     return {
-        "limited": cluster.submit("single_node.sbatch", *LONG, options="--time=1 --signal=USR1@5"),
         "alone": cluster.submit("single_node.sbatch", *LONG),
         "pair": cluster.submit("tasks.sbatch", *LONG, options=TWO_NODES),
+    }
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, limited: Job) -> dict[str, Job]:
+    """Start the same short run with three scripts."""
+    short = ("digits", "--epochs", "1", "--log-every-updates", "1")
+    return {
         "short": cluster.submit("single_node.sbatch", *short),
         "four": cluster.submit("multi_node.sbatch", *short, options="--gpus-per-node=2"),
         "tasks": cluster.submit("tasks.sbatch", *short, options="--nodes=2 --ntasks-per-node=2"),
@@ -187,9 +200,8 @@ def losses(job: Job) -> list[float]:
 
 
 @pytest.mark.ci
-def test_the_time_limit_interrupts_and_the_job_goes_on(jobs: dict[str, Job]) -> None:
-    job = jobs["limited"]
-    job.until(lambda: job.update() >= 20)
+def test_the_time_limit_interrupts_and_the_job_goes_on(limited: Job) -> None:
+    job = limited
     os.kill(job.ranks()[0], signal.SIGSTOP)  # so that it is not ready before the warning, which wakes it
     job.until(lambda: (job.run / "slurm" / "requeues").exists())
     job.restarted(1)
@@ -209,8 +221,8 @@ def test_each_script_makes_the_same_run(jobs: dict[str, Job]) -> None:
         assert "test accuracy" in logs[0] and "test accuracy" in jobs[name].log()
 
 
-@pytest.mark.ci
-def test_a_run_survives_everything(cluster: Cluster, jobs: dict[str, Job]) -> None:
+@pytest.mark.slow
+def test_a_run_survives_everything(cluster: Cluster, uninterrupted: dict[str, Job]) -> None:
     """Signals, requeues, preemption and a killed rank: it ends with an uninterrupted run's weights."""
     job = cluster.submit("multi_node.sbatch", *LONG, options="--nodes=2", PROCESSES_PER_NODE="1")
     # the warning before the time limit, as --signal=USR1@… sends it to the processes; and a user who asks for a stop
@@ -234,14 +246,14 @@ def test_a_run_survives_everything(cluster: Cluster, jobs: dict[str, Job]) -> No
     assert "failed with exit code" in job.log() and not job.ranks()
     cluster.command("scontrol", "requeue", job.number)
     job.restarted(5)
-    assert job.result()["world_size"] == jobs["pair"].result()["world_size"] == 2
-    expected, found = ({line["update"]: line["loss"] for line in lines(one)} for one in (jobs["pair"], job))
+    assert job.result()["world_size"] == uninterrupted["pair"].result()["world_size"] == 2
+    expected, found = ({line["update"]: line["loss"] for line in lines(one)} for one in (uninterrupted["pair"], job))
     assert [update for update in expected if expected[update] != found.get(update, expected[update])] == []
-    assert job.weights() == jobs["pair"].weights()
+    assert job.weights() == uninterrupted["pair"].weights()
 
 
-@pytest.mark.ci
-def test_a_lost_node_is_noticed_and_the_job_goes_on(cluster: Cluster, jobs: dict[str, Job]) -> None:
+@pytest.mark.slow
+def test_a_lost_node_is_noticed_and_the_job_goes_on(cluster: Cluster, uninterrupted: dict[str, Job]) -> None:
     job = cluster.submit("tasks.sbatch", *LONG, options=TWO_NODES)
     job.trains_on()
     lost = job.ranks()[1]
@@ -252,15 +264,16 @@ def test_a_lost_node_is_noticed_and_the_job_goes_on(cluster: Cluster, jobs: dict
     job.until(lambda: not job.ranks())
     cluster.command("slurmd", "-N", "127.0.0.12")  # the node comes back
     job.restarted(1)
-    assert job.result()["world_size"] == 2 and job.weights() == jobs["pair"].weights()
+    assert job.result()["world_size"] == 2 and job.weights() == uninterrupted["pair"].weights()
 
 
-@pytest.mark.ci
-def test_the_interrupted_single_process_ends_as_the_uninterrupted(jobs: dict[str, Job]) -> None:
-    assert jobs["limited"].result()["world_size"] == 1
-    assert jobs["limited"].weights() == jobs["alone"].weights()
+@pytest.mark.slow
+def test_the_interrupted_single_process_ends_as_the_uninterrupted(limited: Job, uninterrupted: dict[str, Job]) -> None:
+    assert limited.result()["world_size"] == 1
+    assert limited.weights() == uninterrupted["alone"].weights()
 
 
+@pytest.mark.slow
 def test_preflight_and_scaling(cluster: Cluster) -> None:
     preflight = cluster.submit("preflight.sbatch", options="--nodes=2 --gpus-per-node=2")
     words = ("scaling.sbatch", "2", "digits", "--epochs", "1")
@@ -285,6 +298,7 @@ def test_preflight_and_scaling(cluster: Cluster) -> None:
     assert (folder / "scaling.svg").exists() and "speed-up" in second.log()
 
 
+@pytest.mark.slow
 def test_the_doctor_on_two_nodes(cluster: Cluster) -> None:
     """All checks, on nodes that are well and through a launcher that a signal would end."""
     words = ["digits", "--seconds", "300", "--skip", "matmul", "matmul-bf16"]
@@ -321,7 +335,7 @@ exec {python}/accelerate launch --config_file {config} --num_machines 2 --num_pr
     assert "SIGUSR1 ends the launcher" in found["signal-path"]["measured"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_doctor_before_a_training(cluster: Cluster) -> None:
     """It prints, and the training begins; with DOCTOR=strict a check that fails ends the job, without a requeue."""
     site = cluster.directory / "unlike.sh"
@@ -366,6 +380,7 @@ def data():
 """
 
 
+@pytest.mark.slow
 def test_a_chain_of_jobs_whatever_the_doctor_does(cluster: Cluster) -> None:
     """With default variables. The doctor is killed, takes too long and is deaf to SIGTERM, ends with 2, and is well."""
     scripts = cluster.directory / "scripts"
@@ -396,7 +411,7 @@ def test_a_chain_of_jobs_whatever_the_doctor_does(cluster: Cluster) -> None:
     assert max(killed, failed) < 60 and cut < 60 + 30 + 15 + 30  # Slurm looks every 30 s, and KillWait is 15 s
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_warning_while_the_launcher_imports_is_kept(cluster: Cluster) -> None:
     job = cluster.submit("multi_node.sbatch", *LONG, options="--nodes=2", PROCESSES_PER_NODE="1")
     nodes = job.run / "slurm" / f"start-{job.number}.0" / "nodes"
@@ -408,7 +423,7 @@ def test_a_warning_while_the_launcher_imports_is_kept(cluster: Cluster) -> None:
     cluster.command("scancel", job.number)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_warning_to_the_batch_script_alone_reaches_the_ranks(cluster: Cluster) -> None:
     """--signal=B:USR1, common in batch scripts."""
     options = "--nodes=2 --time=1 --signal=B:USR1@5"
@@ -421,6 +436,7 @@ def test_a_warning_to_the_batch_script_alone_reaches_the_ranks(cluster: Cluster)
     assert "continuing after update" in job.log()
 
 
+@pytest.mark.slow
 def test_the_launcher_by_hand_is_as_the_docs_say(cluster: Cluster, jobs: dict[str, Job]) -> None:
     """docs/clusters.md, "By hand", in an ordinary allocation of several tasks a node."""
     text = (ROOT / "docs" / "clusters.md").read_text().split("### By hand")[1].split("```")[1].removeprefix("bash\n")
@@ -438,7 +454,7 @@ def test_the_launcher_by_hand_is_as_the_docs_say(cluster: Cluster, jobs: dict[st
     assert losses(job) == losses(jobs["tasks"])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_tasks_read_accelerates_config_file(cluster: Cluster) -> None:
     config = cluster.directory / "compiled.yaml"
     config.write_text("distributed_type: MULTI_GPU\nmixed_precision: 'bf16'\ndynamo_config: {dynamo_backend: EAGER}\n")
@@ -455,7 +471,7 @@ def test_tasks_read_accelerates_config_file(cluster: Cluster) -> None:
     assert other.log().count("deepspeed is not possible without accelerate's launcher") == 1
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_to_do_or_is_refused(cluster: Cluster, jobs: dict[str, Job]) -> None:
     run = jobs["short"].run
     jobs["short"].result()
@@ -470,7 +486,7 @@ def test_a_finished_run_has_nothing_to_do_or_is_refused(cluster: Cluster, jobs: 
     assert (run / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_second_job_with_the_directory_of_a_running_one_is_refused(cluster: Cluster) -> None:
     run = str(cluster.directory / "runs" / "shared")
     words = ("digits", "--epochs", "900", "--log-every-updates", "1", "--output-dir", run)
@@ -489,7 +505,7 @@ def test_a_second_job_with_the_directory_of_a_running_one_is_refused(cluster: Cl
     assert not (first.run / "owner.json").exists()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -524,6 +540,7 @@ def test_a_world_that_cannot_be_is_named(cluster: Cluster) -> None:
     assert "different numbers of GPUs (2 on 127.0.0.11, 1 on 127.0.0.12)" in uneven.log()
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_checkout(cluster: Cluster, tmp_path: Path) -> None:
     """`accel-train init` wrote the scripts. Nothing but its .venv, with the wheel, says where the program is."""
     installed = wheel_environment.install(tmp_path / "wheel")

@@ -9,7 +9,7 @@ import pytest
 import test_slurm
 from test_slurm import Cluster, local_cluster
 
-pytestmark = [*test_slurm.pytestmark, pytest.mark.ci]
+pytestmark = [*test_slurm.pytestmark, pytest.mark.slow]
 WORDS = ("digits", "--bitwise", "true", "--epochs", "30", "--log-every-updates", "1")
 
 

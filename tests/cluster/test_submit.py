@@ -19,7 +19,7 @@ import test_slurm
 import yaml
 from test_slurm import PATH, Cluster, local_cluster
 
-pytestmark = [*test_slurm.pytestmark, pytest.mark.ci]
+pytestmark = [*test_slurm.pytestmark, pytest.mark.slow]
 OPTIONS = ("--", "--cpus-per-task=1", "--time=30")
 
 

@@ -23,7 +23,6 @@ def answers() -> bool:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.ci,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not answers(), reason="no PBS answers here (qstat -B)"),
 ]

@@ -187,7 +187,7 @@ def test_each_option_of_a_peer_that_is_one_here_is_converted(peer: Peer) -> None
     assert not missing
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_printed_recipe_passes_config_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, line in enumerate((LINE, "yolo classify train data=mnist160 model=yolo11n-cls.pt epochs=3 imgsz=64")):
         main(["convert", "--lossy", line])

@@ -29,6 +29,7 @@ def tree(root: Path, splits: tuple[str, ...] = ("train", "test"), count: int = 1
     return root
 
 
+@pytest.mark.ci
 def test_a_bad_test_image_is_told_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, run = tree(tmp_path / "images"), tmp_path / "run"
     for name, processes in (("b/1.jpg", 2), ("b/15.png", 1)):
@@ -49,6 +50,7 @@ def test_a_bad_test_image_is_told_before_training(tmp_path: Path, capsys: pytest
         bad.write_bytes(whole)
 
 
+@pytest.mark.ci
 def test_what_only_the_last_test_finds_leaves_the_weights_and_only_the_test_to_do(tmp_path: Path) -> None:
     bad = tree(tmp_path / "images") / "test" / "a" / "2.png"
     (tmp_path / "images" / "train" / "a" / "x.heic").touch()

@@ -252,7 +252,7 @@ class TestPlacement:
         assert str(Placement("device", 3 * 10**9, 0, 0)).startswith("3.0 GB on the device, no workers")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_interpreter_ends_although_a_loader_with_workers_is_still_there() -> None:
     script = (
         "import torch\n"

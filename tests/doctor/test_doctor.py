@@ -31,7 +31,8 @@ DISTURBED = ("room", "matmul", "import")
 LONG = ("matmul-bf16", "all-reduce")
 
 
-@pytest.mark.parametrize("left_out", [(*DISTURBED, *LONG), pytest.param(DISTURBED, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("left_out", [(*DISTURBED, *LONG), pytest.param(DISTURBED, marks=pytest.mark.slow)])
 def test_digits_on_two_processes_has_nothing_to_fear(tmp_path: Path, left_out: tuple[str, ...]) -> None:
     words = ["doctor", "--json", tmp_path / "found.json", "--output-dir", tmp_path / "run", "--batch-size", "64"]
     words += ["--seconds", "250", "--skip", *left_out]  # beside other tests its usual minute is not enough
@@ -52,6 +53,7 @@ def test_digits_on_two_processes_has_nothing_to_fear(tmp_path: Path, left_out: t
     assert list(tmp_path.iterdir()) == [tmp_path / "found.json"]
 
 
+@pytest.mark.ci
 def test_what_is_wrong_on_one_process_is_found_and_said_of_it(tmp_path: Path) -> None:
     for split in ("train", "val"):
         for label in ("cat", "dog"):
@@ -94,6 +96,7 @@ def test_an_image_that_cannot_be_read(tmp_path: Path) -> None:
     assert "check-data" in found["images"]["advice"]
 
 
+@pytest.mark.ci
 def test_a_port_on_which_nobody_listens(tmp_path: Path) -> None:
     words = ["doctor", "--quick", "--batch-size", "64", "--rendezvous-timeout-seconds", "2"]
     world = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -139,7 +142,7 @@ def test_a_training_that_is_killed_and_continued_has_the_same_weights(tmp_path: 
     assert list(tmp_path.iterdir()) == [tmp_path / "found.json"]  # the scratch folder is gone
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_drill_of_a_training_that_ends_by_itself_says_what_it_printed(tmp_path: Path) -> None:
     others = [check.name for check in CHECKS]
     words = ["doctor", "--drill", "--skip", *others, "--json", tmp_path / "found.json"]

@@ -73,6 +73,7 @@ def torchrun_script(folder: Path, shell: str) -> list[str]:
     return ["/bin/bash", str(script), "-m", "accel_train", "doctor"]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_a_signal_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun has no handler of SIGUSR1: the kernel ends it, and it does not even end its processes."""
     launched_by(monkeypatch, torchrun_script(tmp_path, ""))
@@ -82,6 +83,7 @@ def test_a_launcher_that_a_signal_ends(tmp_path: Path, monkeypatch: pytest.Monke
     assert "trap" in finding.advice
 
 
+@pytest.mark.slow
 def test_a_launcher_that_ignores_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launched_by(monkeypatch, torchrun_script(tmp_path, "trap '' USR1"))
     (tmp_path / "a").mkdir()
@@ -89,6 +91,7 @@ def test_a_launcher_that_ignores_the_signal(tmp_path: Path, monkeypatch: pytest.
     assert finding.status == PASS and "2 of 2" in finding.measured, finding
 
 
+@pytest.mark.slow
 def test_a_launcher_whose_processes_do_not_hear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those behind a wrapper that keeps the signals which it gets."""
     launched_by(monkeypatch, torchrun_script(tmp_path, "trap '' USR1"))

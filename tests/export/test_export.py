@@ -80,6 +80,7 @@ def rules_in(folder: Path) -> dict[str, Any]:
     return rules
 
 
+@pytest.mark.slow
 def test_onnx_of_the_digits(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exported(digits, "onnx") == 0
     said = capsys.readouterr().out
@@ -185,6 +186,7 @@ def test_a_timm_directory(photos: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert str(tmp_path) not in (again / "export-timm" / "README.md").read_text()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "size", "channels", "words"),
     [
@@ -298,6 +300,7 @@ def test_a_model_that_torch_cannot_export(photos: Path, tmp_path: Path, capsys: 
     assert not (run / "export-pt2").exists()
 
 
+@pytest.mark.ci
 def test_without_the_data(digits: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = digits / "config.yaml"
     config.write_text(config.read_text().replace("name: digits\n", "name: mnist\n").replace("root: data", "root: gone"))
@@ -329,6 +332,7 @@ def test_images_of_16_bits_are_compared_with_8(
     assert "the same class as predict for 6 of 6 images; pixels differ by at most 1.0 of 255" in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_the_range_of_the_data_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without it the images of 12 bits would be black to a program that knows only the export."""
     numbers = np.random.default_rng(0)
@@ -363,7 +367,7 @@ def test_missing_packages_and_options(digits: Path, capsys: pytest.CaptureFixtur
     assert lines == ["accel-train: error: --format onnx needs onnxruntime: pip install 'accel-train[export]'."]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_several_labels_and_tensors_of_ones_own(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

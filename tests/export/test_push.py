@@ -90,6 +90,7 @@ def pushed(run: Path) -> int:
     return cli.main(["export", str(run), "--format", "pt2", "--push-to-hub", "org/net"])
 
 
+@pytest.mark.ci
 def test_all_files_arrive(run: Path, server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert pushed(run) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"pushed: http://127.0.0.1:{server.server_port}/org/net"

@@ -60,7 +60,7 @@ def test_a_page_without_a_place_for_the_table_is_an_error(tmp_path: Path, docume
     assert not (tmp_path / "benchmarks.json").exists()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_store_is_asked_no_more_than_in_proportion_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ranks together ask of rank 0's host; it was the square of the ranks at the meeting and in the search."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -97,7 +97,7 @@ def test_a_quick_run_prints_its_table_and_writes_nothing(script: str) -> None:
     assert state() == before
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_what_the_same_run_costs_is_measured() -> None:
     net = "--model.name test_resnet --model.image-size 32 --batch-size 16 --virtual-batch-size 4 --rounds 2"
     data = "--data.name synthetic --data.image-size 32 --data.train-images 64 --data.test-images 8 --data.workers 0"
@@ -108,7 +108,7 @@ def test_what_the_same_run_costs_is_measured() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [("tutorial.py",), ("tutorial.py", "--second-pass"), ("timm_loader.py",), ("lightning_script.py",), ("limit.py",)],
@@ -124,7 +124,7 @@ def test_each_contestant_tells_how_far_it_is(script: tuple[str, ...]) -> None:
     assert all(line["images_per_second"] > 0 for line in lines)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["tutorial.py", "timm_loader.py", "lightning_script.py"])
 def test_each_trainer_tells_its_test_accuracy_after_each_epoch(script: str) -> None:
     if script == "lightning_script.py":
@@ -152,7 +152,7 @@ for number in range(1, 10**6):
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_who_has_no_turn_stands_still_and_so_do_its_processes(tmp_path: Path, turns: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "counter.py").write_text(COUNTER)
@@ -181,6 +181,7 @@ def test_who_has_no_turn_stands_still_and_so_do_its_processes(tmp_path: Path, tu
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
 
 
+@pytest.mark.ci
 def test_the_plot_is_drawn_from_the_stored_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -76,6 +76,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert [results[0][name] for name in named] == [results[1][name] for name in named]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "worlds"),
     [
@@ -83,7 +84,7 @@ def assert_same(one: Path, other: Path) -> None:
         *(pytest.param(name, (1, 2, 3, 4), marks=[pytest.mark.ci] * (name != "digits")) for name in RUNS),
         *(pytest.param(name, (1, 2, 3, 4), marks=pytest.mark.slow) for name in SLOW),
         *(pytest.param(name, (1, 5, 6, 7, 8), marks=pytest.mark.slow) for name in ("digits", "drawn")),
-        pytest.param("digits", (1, 8), marks=pytest.mark.ci),
+        pytest.param("digits", (1, 8), marks=pytest.mark.slow),
     ],
 )
 def test_the_weights_are_the_same_on_any_number_of_processes(name: str, worlds: Sequence[int], tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_the_weights_are_the_same_on_any_number_of_processes(name: str, worlds: 
         assert_same(tmp_path / "1", tmp_path / str(processes))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_in_bf16_too(tmp_path: Path) -> None:
     words = RUNS["batchnorm"]
     for processes in (1, 2):

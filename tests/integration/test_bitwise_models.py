@@ -107,8 +107,9 @@ def named(folder: Path, name: str) -> str:
     return f"{WORDS} --model.name {folder / 'mine.py'}:{name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.ci) for name in ("Types", "Draws")), "Couples"]
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("Types", "Draws")), "Couples"]
 )
 def test_the_weights_are_the_same_on_any_number_of_processes(name: str, tmp_path: Path) -> None:
     words = f"{named(tmp_path, name)} --epochs 1"
@@ -117,7 +118,7 @@ def test_the_weights_are_the_same_on_any_number_of_processes(name: str, tmp_path
         assert_same(tmp_path / "1", tmp_path / str(processes))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Draws", "Types"])
 def test_a_run_continues_on_another_number_of_processes(name: str, tmp_path: Path) -> None:
     """What a model draws, and how the EMA of bfloat16 weights is rounded, follows from the update: not from the updates
@@ -132,7 +133,7 @@ def test_a_run_continues_on_another_number_of_processes(name: str, tmp_path: Pat
         assert (tmp_path / "whole" / weights).read_bytes() == (tmp_path / "parts" / weights).read_bytes(), weights
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "told"),
     [

@@ -38,7 +38,7 @@ def train(root: Path, run: Path, *others: str, processes: int = 1) -> bytes:
     return (run / "model.safetensors").read_bytes()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_it_is_the_run_without_the_other_classes(pets: dict[str, Path], tmp_path: Path) -> None:
     expected = train(pets["two"], tmp_path / "two")
     chosen = ("--data.only-classes", "cat", "dog")
@@ -51,6 +51,7 @@ def test_it_is_the_run_without_the_other_classes(pets: dict[str, Path], tmp_path
     assert train(pets["three"], tmp_path / "listed", *more, processes=2) == expected
 
 
+@pytest.mark.ci
 def test_what_a_finished_run_does_follows(
     pets: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_what_a_finished_run_does_follows(
     assert answers == {"cat", "dog"}
 
 
+@pytest.mark.ci
 def test_a_run_does_not_go_on_with_another_list(pets: dict[str, Path], tmp_path: Path) -> None:
     file = tmp_path / "classes.txt"
     file.write_text("cat\ndog\n")

@@ -81,7 +81,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] in ("train", "eval")]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_compiled_or_not_is_the_same_run_and_one_all_reduce_an_update(tmp_path: Path) -> None:
     plain, compiled = tmp_path / "plain", tmp_path / "compiled"
     assert re.findall(r"all-reduces: (\d+)", train(plain)) == ["6", "6"]
@@ -107,7 +107,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3])
 def test_two_graphs_suffice(model: Path, tmp_path: Path, processes: int) -> None:
     """One for training, whether an update is padded or not, and one for evaluation. DDP's warm-up compiles none, and it
@@ -120,7 +120,7 @@ def test_two_graphs_suffice(model: Path, tmp_path: Path, processes: int) -> None
         assert re.findall(r"those of the warm-up: (\d+), common: (\d+)", said) == [("1", "0")] * processes
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_inductor_computes_the_same_run(model: Path, tmp_path: Path) -> None:
     words = [*WITH_MODEL, f"{model}:net", "--log-every-updates", "1", "--optim.lr", "0.01"]
     said = train(tmp_path / "compiled", words, 1, ACCELERATE_DYNAMO_BACKEND="INDUCTOR")
@@ -133,7 +133,7 @@ def test_inductor_computes_the_same_run(model: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text)  # type: ignore[misc]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_model_may_write_its_output_to_the_same_memory(model: Path, tmp_path: Path) -> None:
     """As a CUDA graph does: nothing that is kept over its calls is read from there."""
     found = []

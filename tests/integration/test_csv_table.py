@@ -49,7 +49,7 @@ def figures(run: Path) -> dict[str, object]:
     return {"result": accuracies, "evaluations": evaluations}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_table_trains_to_the_same_bits_as_the_folder(images: Path, tmp_path: Path) -> None:
     table = images / "labels.csv"
     for name, root, processes in (("folder", images, 1), ("csv", table, 1), ("csv", table, 2)):
@@ -64,6 +64,7 @@ def test_a_table_trains_to_the_same_bits_as_the_folder(images: Path, tmp_path: P
     assert result["train_images"] == COUNTS["train"] and result["test_images"] == COUNTS["test"]
 
 
+@pytest.mark.slow
 def test_it_resumes_exactly_and_a_changed_table_is_refused(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +132,7 @@ def test_processes_with_another_table_do_not_train_together(
     assert done.stderr.count("accel-train: error") == 1
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_several_labels_train_from_a_table_and_from_its_cache(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_the_pretended_device_replays_what_was_recorded_and_refuses_to_wait_mean
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [pytest.param(*each, marks=pytest.mark.ci) for each in (("momentum", "no"), ("momentum", "bf16"), ("adamw", "no"))],
@@ -112,7 +113,7 @@ def net(num_classes, in_chans, image_size):
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(("net", "most"), [("mnist_cnn", 41), ("cifar10_fast", 15), ("digits", 43)])
 def test_nets_of_recipes_and_of_users(gpu: Pretended, tmp_path: Path, net: str, most: int) -> None:
     (tmp_path / "mine.py").write_text(DRAWING)
@@ -129,7 +130,7 @@ def test_nets_of_recipes_and_of_users(gpu: Pretended, tmp_path: Path, net: str, 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param("momentum", marks=pytest.mark.ci),
+        pytest.param("momentum", marks=pytest.mark.slow),
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("adam", "adadelta")),
     ],
 )
@@ -151,7 +152,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_interrupted(
         torch.testing.assert_close(values, one[key], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
 def test_an_update_that_is_not_finite(gpu: Pretended, tmp_path: Path, policy: str) -> None:
     words = ["train", exploding(tmp_path, "adamw"), "--ema.enabled", "true", "--on-nonfinite", policy]
@@ -181,7 +182,7 @@ def net(num_classes, in_chans, image_size):
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_what_cannot_be_recorded_is_refused_in_one_line(gpu: Pretended, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(READING)
     small = "--epochs 1 --batch-size 16 --data.train-limit 96 --data.test-limit 24 --cuda-graph true".split()  # noqa: SIM905
@@ -210,7 +211,8 @@ def recorded(*words: object, processes: int = 2, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_processes_sum_as_ddp_does(tmp_path: Path, processes: int) -> None:
     """Three share four virtual batches: two of them have empty passes, which only DDP makes."""
     words = (*NET, *EXACT, "--optim.name", "momentum", "--micro-batch-size", 4, "--epochs", 4 - processes)
@@ -221,7 +223,7 @@ def test_several_processes_sum_as_ddp_does(tmp_path: Path, processes: int) -> No
         torch.testing.assert_close(values, other[key], rtol=0, atol=0 if processes == 2 else 1e-4)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_several_processes_go_on(tmp_path: Path) -> None:
     words = (*NET, *EXACT, "--cuda-graph", "true", "--checkpoint.every-updates", 7)
     recorded(*words, "--output-dir", tmp_path / "whole")
@@ -233,7 +235,7 @@ def test_several_processes_go_on(tmp_path: Path) -> None:
             torch.testing.assert_close(values, other[key], rtol=0, atol=0 if processes == 2 else 1e-4)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_several_processes_leave_an_update_out(tmp_path: Path, policy: str) -> None:
     words = [exploding(tmp_path, "adamw"), "--ema.enabled", "true", "--epochs", 2, "--checkpoint.every-updates", 2]
@@ -259,6 +261,7 @@ def net(num_classes, in_chans, image_size):
 """
 
 
+@pytest.mark.ci
 def test_a_model_that_leaves_out_parameters_needs_one_process(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LEAVING_OUT)
     words = ("digits", *SHORT, "--model.name", f"{tmp_path}/mine.py:net", "--cuda-graph", "true")
@@ -268,7 +271,7 @@ def test_a_model_that_leaves_out_parameters_needs_one_process(tmp_path: Path) ->
     assert "this model may leave out parameters" in line and "Traceback" not in output
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_no_process_waits_for_its_device_but_where_gradients_are_summed(tmp_path: Path) -> None:
     both, port = [Pretended(), Pretended()], free_port()
     words = ("train", *NET, *EXACT, "--micro-batch-size", 4, "--cuda-graph", "true", "--share-gpus", "true")

@@ -49,7 +49,7 @@ def killed_after(run: Path, update: int, *words: object) -> Path:
     return run
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_run_ends_within_an_epoch_also_killed_and_on_two_processes(tmp_path: Path) -> None:
     words = ("--epochs", "2.5", "--bitwise", "true")
     whole = trained(tmp_path / "whole", *words)
@@ -70,6 +70,7 @@ def test_a_run_ends_within_an_epoch_also_killed_and_on_two_processes(tmp_path: P
     assert again.returncode == 0 and "Nothing is left to do" in again.stdout
 
 
+@pytest.mark.ci
 def test_a_longer_end_completes_the_epoch(tmp_path: Path) -> None:
     words = ("--schedule.name", "constant", "--schedule.warmup-epochs", "0")
     at_once = trained(tmp_path / "at once", *words, "--epochs", "2")
@@ -83,6 +84,7 @@ def test_a_longer_end_completes_the_epoch(tmp_path: Path) -> None:
     assert (run / "model.safetensors").read_bytes() == (at_once / "model.safetensors").read_bytes()
 
 
+@pytest.mark.ci
 def test_the_schedule_falls_until_the_last_update(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", "--epochs", "9", "--stop.updates", "20", "--log-every-updates", "1")
     epochs = trained(tmp_path / "epochs", "--epochs", "2", "--log-every-updates", "1")
@@ -99,7 +101,7 @@ def test_the_schedule_falls_until_the_last_update(tmp_path: Path) -> None:
     assert "--stop.updates 15: 20 updates are done in" in refused.stderr and "Give at least 20" in refused.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_evaluations_within_epochs_are_repeated_by_no_start_and_left_out_by_none(tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", "--epochs", "2")
     words = ("--epochs", "2", "--eval-every-updates", "4")

@@ -46,6 +46,7 @@ def loss_of(run: Path) -> float:
     return float((found.get("ema") or found["model"])["loss"])
 
 
+@pytest.mark.ci
 def test_a_run_trains_at_one_size_and_is_evaluated_at_another(photos: Path, tmp_path: Path) -> None:
     small, both = tmp_path / "small", tmp_path / "both"
     assert main(words(photos, small, "--model.image-size", "16", "--augment.resize", "28")) == 0
@@ -67,6 +68,7 @@ def test_a_run_trains_at_one_size_and_is_evaluated_at_another(photos: Path, tmp_
     assert loss_of(both) == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_evaluation_crops_the_same_fraction_at_any_size(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +97,7 @@ def test_the_evaluation_crops_the_same_fraction_at_any_size(
     assert "expected a number above 0, at most 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_predict_and_export_take_the_size_of_evaluation(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

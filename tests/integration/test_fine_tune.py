@@ -49,7 +49,7 @@ def refused(ended: Any, message: str) -> None:
     assert ended.stderr.count("accel-train: error:") == 1, ended.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_run_needs_its_file_only_once(tmp_path: Path, file: Path) -> None:
     """On two processes; then the file is gone, comes back with other content, or lies elsewhere."""
     run, copy = tmp_path / "run", tmp_path / "copy.pth"
@@ -81,6 +81,7 @@ def test_a_run_needs_its_file_only_once(tmp_path: Path, file: Path) -> None:
     assert evaluated.returncode == 0, evaluated.stderr
 
 
+@pytest.mark.ci
 def test_a_killed_run_goes_on_bitwise_without_its_file(tmp_path: Path, file: Path) -> None:
     words = (
         "digits",
@@ -109,6 +110,7 @@ def test_a_killed_run_goes_on_bitwise_without_its_file(tmp_path: Path, file: Pat
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_local_directory_of_timms(tmp_path: Path) -> None:
     """Other processes, evaluation and prediction; after the start the directory is not needed any more."""
     folder, run = tmp_path / "net", tmp_path / "run"
@@ -164,7 +166,7 @@ def pictures(root: Path, classes: tuple[str, ...]) -> None:
                 Image.new("RGB", (48, 48), (80 * number, 50, 99 * copy)).save(root / split / name / f"{copy}.png")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("classes", "said"),
     [
@@ -188,6 +190,7 @@ def test_from_run_to_run(tmp_path: Path, source: Path, classes: tuple[str, ...],
     assert (here.mean, here.std, here.image_size) == (there.mean, there.std, there.image_size)
 
 
+@pytest.mark.slow
 def test_what_model_weights_may_name(tmp_path: Path, source: Path) -> None:
     checkpoint = next((source / "checkpoints").glob("update-*"))
     for path, name in ((source, "ema"), (checkpoint, "ema"), (source / "model.safetensors", "model")):
@@ -205,6 +208,7 @@ def test_what_model_weights_may_name(tmp_path: Path, source: Path) -> None:
         find_file(broken)
 
 
+@pytest.mark.ci
 def test_bad_weights_are_one_line(tmp_path: Path, file: Path) -> None:
     text = tmp_path / "text.safetensors"
     text.write_text("These are not weights.")
@@ -259,7 +263,7 @@ def server(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
     server.server_close()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_hub_is_asked_once_and_its_cache_is_enough(tmp_path: Path, server: ThreadingHTTPServer) -> None:
     """The hub's libraries read their variables when they are imported: these processes are started anew."""
     words = (*NET, "--model.name", "hf-hub:org/net", "--model.image-size", 32, "--model.pretrained", "true")

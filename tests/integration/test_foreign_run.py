@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import helpers
+import pytest
 import yaml
 
 COMMANDS = """
@@ -85,6 +86,7 @@ def codes(run: Path, work: Path, *more: Path) -> dict[str, int]:
     return {name: int(code) for _, name, code in lines}
 
 
+@pytest.mark.slow
 def test_a_model_that_is_a_function_of_the_standard_library(digits_run: Path, tmp_path: Path) -> None:
     run, marker = Path(shutil.copytree(digits_run, tmp_path / "run")), tmp_path / "was-run"
     source = Path(str(subprocess.__file__))
@@ -97,6 +99,7 @@ def test_a_model_that_is_a_function_of_the_standard_library(digits_run: Path, tm
     }  # fmt: skip
 
 
+@pytest.mark.ci
 def test_data_and_a_loss_that_are_installed_modules(digits_run: Path, tmp_path: Path) -> None:
     run, marker = Path(shutil.copytree(digits_run, tmp_path / "run")), tmp_path / "was-run"
     (tmp_path / "installed").mkdir()

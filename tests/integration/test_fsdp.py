@@ -61,6 +61,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["update"]: line["loss"] for line in lines if line["kind"] == "train"}
 
 
+@pytest.mark.ci
 def test_fsdp2_clips_by_agc_as_one_process_does(tmp_path: Path) -> None:
     agc = "--model.drop-path 0 --optim.clip 0.01 --optim.clip-mode agc --data.train-images 48 --data.test-images 16"
     done = helpers.run(*RUN.split(), *agc.split(), "--output-dir", tmp_path / "one")
@@ -74,7 +75,6 @@ def test_fsdp2_clips_by_agc_as_one_process_does(tmp_path: Path) -> None:
         np.testing.assert_allclose(weights[key], array, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
@@ -101,6 +101,7 @@ def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -
 NORMS = RUN.replace("test_vit", "test_resnet").replace("192", "96")
 
 
+@pytest.mark.slow
 def test_batchnorm_in_bf16(tmp_path: Path) -> None:
     told = fsdp(tmp_path / "run", launch=BF16, settings=NORMS.replace("96", "32"))
     assert int(re.search(r"sharded (\d+)", told)[1]) > 10  # type: ignore[index]
@@ -111,7 +112,6 @@ def test_batchnorm_in_bf16(tmp_path: Path) -> None:
         assert any((array != 0).all() for key, array in weights.items() if key.endswith("running_mean"))
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 def test_batchnorm_in_bf16_is_that_of_ddp_and_goes_on_there(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"

@@ -67,6 +67,7 @@ def altered(checkpoint: Path, **train: Any) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.ci
 def test_another_batch_size_in_the_middle_of_an_epoch(done: Path, tmp_path: Path) -> None:
     run = copied(done, tmp_path / "run", until=40)  # 480 samples of epoch 2
     words = ("digits", "--epochs", 3, "--batch-size", 96, "--log-every-updates", 1)
@@ -86,6 +87,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch(done: Path, tmp_path: Path
         assert line["lr"] == optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.ci
 def test_other_samples_wait_for_the_epochs_end(done: Path, tmp_path: Path) -> None:
     run = copied(done, tmp_path / "run", until=40)
     before = contents(run)
@@ -113,6 +115,7 @@ def test_a_place_that_does_not_fit_what_was_counted_is_refused(done: Path, tmp_p
     assert not (run / "result.json").exists()
 
 
+@pytest.mark.ci
 def test_a_finished_run_goes_on_to_a_later_end(done: Path, tmp_path: Path) -> None:
     run = copied(done, tmp_path / "a run")
     before = contents(run)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import helpers
+import pytest
 from PIL import Image
 
 from accel_train.errors import COMMANDS
@@ -39,6 +40,7 @@ def assert_harmless(printed: str) -> None:
     assert not any(line.startswith("forged") for line in printed.splitlines()), printed
 
 
+@pytest.mark.ci
 def test_no_command_prints_a_name_as_it_is(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     for number in range(24):

@@ -152,7 +152,7 @@ def test_it_trains_the_same_on_any_processes_and_workers(
     assert found[0, 1][1] > 0.9
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [("lambda", "lambda"), ("open file", "TextIOWrapper"), ("h5py", "h5py objects cannot be pickled")],

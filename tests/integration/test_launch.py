@@ -183,6 +183,7 @@ def test_threads_are_shared_unless_tasks_are_bound(monkeypatch: pytest.MonkeyPat
     assert _threads(Launch("Open MPI", 0, 4, 0, 4), {}) == 8
 
 
+@pytest.mark.ci
 def test_the_environment_is_prepared_without_torch() -> None:
     program = (
         "import os, sys; from accel_train.launch.environment import prepare_environment; prepare_environment()\n"
@@ -239,6 +240,7 @@ def test_mpirun_makes_one_world() -> None:
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_two_launchers_make_one_world(rendezvous: str) -> None:
     """Two "hosts", as over ssh, the first of which is called 127.0.0.2."""
@@ -272,6 +274,7 @@ def by_hand(rank: int, port: str, world_size: int = 2, *words: str, **variables:
     return helpers.Captured(words or [PROGRAM], environment(**world, **variables))
 
 
+@pytest.mark.ci
 def test_a_missing_process_is_named(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
     nodes.write_text(f"{socket.gethostname()}\n{socket.gethostname()}\nother-node\n")
@@ -283,7 +286,7 @@ def test_a_missing_process_is_named(tmp_path: Path) -> None:
     assert "Missing: ranks 1,3, and every process of the nodes other-node." in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -306,6 +309,7 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
         assert codes[0] == 2 and not worlds and "expects 2 processes, but rank 1" in text
 
 
+@pytest.mark.ci
 def test_two_versions_of_the_program_do_not_train_together() -> None:
     program = (
         "import runpy, sys; from accel_train.launch import rendezvous\n"
@@ -323,6 +327,7 @@ def test_two_versions_of_the_program_do_not_train_together() -> None:
         assert len(set(text.splitlines())) == 1, text  # all raise the same error, which the program prints once
 
 
+@pytest.mark.ci
 def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -> None:
     """The meeting alone, which needs no GPU: processes say which one they have, and are told to end while they wait."""
     program = (
@@ -346,6 +351,7 @@ def test_two_processes_on_one_gpu_are_an_error_and_sigterm_shortens_the_wait() -
     assert "1 of 2 processes met within " in text and "Missing: ranks 1. SIGTERM came meanwhile" in text
 
 
+@pytest.mark.ci
 def test_a_rank_that_finds_nobody_does_not_outlive_sigterm_and_its_launcher() -> None:
     """It waited for --rendezvous-timeout-seconds, ten minutes, beside the next start of the job."""
     program = (
@@ -369,7 +375,7 @@ def test_a_rank_that_finds_nobody_does_not_outlive_sigterm_and_its_launcher() ->
         assert "found nobody at 127.0.0.1" in text and f"stops waiting: {reason}" in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_ranks_whose_launcher_dies_while_they_still_start_end_too(tmp_path: Path) -> None:
     """They import torch for seconds, and did not know then that they had had a launcher."""
     words = helpers.command("digits", "--output-dir", tmp_path / "run", processes=2)
@@ -389,7 +395,7 @@ def test_ranks_whose_launcher_dies_while_they_still_start_end_too(tmp_path: Path
     assert text.count("the launcher has ended") == 2 and "Traceback" not in text, text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_accelerate_that_starts_one_process_instead_of_several_is_an_error() -> None:
     codes, worlds, text = finish(
         start("accelerate", "launch", "--cpu", "--num_processes=2", "--num_machines=1", PROGRAM)

@@ -124,6 +124,7 @@ def failing(logits, targets):
 )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_exception_ends_all_processes_with_its_line_and_nothing_is_lost(tmp_path: Path, processes: int) -> None:
     mine, run = tmp_path / "mine.py", tmp_path / "run"
@@ -146,7 +147,7 @@ def test_an_exception_ends_all_processes_with_its_line_and_nothing_is_lost(tmp_p
     assert result(run)["updates"] == 30
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_patience_follows_it_over_starts_and_nan_is_never_best(tmp_path: Path) -> None:
     """The value is best after the second epoch; NaN in the first, and infinite in the third, count as no progress."""
     mine, run = tmp_path / "mine.py", tmp_path / "run"
@@ -181,7 +182,7 @@ error.higher_is_better = False
     assert "after 4 epochs without a better val error (best: 0.5000 after update 20)" in done.stdout
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_it_may_change_in_a_run_unless_it_decides_what_is_best(mine: Path, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other.py"
     other.write_text(MINE)
@@ -206,6 +207,7 @@ def test_it_may_change_in_a_run_unless_it_decides_what_is_best(mine: Path, tmp_p
     assert result(run)["best_update"] == 40
 
 
+@pytest.mark.ci
 def test_one_that_cannot_be_used_is_told_before_the_first_update(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(
@@ -224,6 +226,7 @@ def test_one_that_cannot_be_used_is_told_before_the_first_update(tmp_path: Path)
         assert not list((tmp_path / "run").glob("checkpoints/update-*"))
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_objects_of_python_are_metrics_by_their_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def balanced(logits: Tensor, targets: Tensor) -> float:
@@ -276,7 +279,7 @@ def data():
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_batches_of_workers_come_in_the_order_of_the_samples_too(mine: Path, tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(DATASET)
     words = ("digits", "--data.name", f"{tmp_path}/data.py:data", "--epochs", "1", "--bitwise", "true")

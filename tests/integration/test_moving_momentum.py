@@ -15,7 +15,7 @@ YOLO = "--schedule.name cosine --schedule.per epoch --schedule.warmup-bias-lr 0.
 CYCLE = "--schedule.name one_cycle --schedule.cycle-momentum 0.8 --optim.bias-lr 2 --schedule.cooldown-epochs 0.5"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [YOLO, CYCLE])
 def test_the_same_bits_after_a_kill_and_on_two_processes(schedule: str, tmp_path: Path) -> None:
     words = (*COMMON.split(), *EMA.split(), *schedule.split(), "--checkpoint.every-updates", "1")

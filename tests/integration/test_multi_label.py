@@ -74,7 +74,7 @@ def single(folder: Path) -> Path:
     return trained(folder, 1)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_figures_are_those_of_a_plain_loop(single: Path) -> None:
     """Of the weights that the run wrote, sample by sample, by scikit-learn."""
     loaded, found = load_run(single), result(single)
@@ -95,13 +95,14 @@ def test_the_figures_are_those_of_a_plain_loop(single: Path) -> None:
     assert training and all("accuracy" not in line for line in training)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_several_processes_train_the_same(folder: Path, single: Path) -> None:
     one, several = result(single), result(trained(folder, 2))
     for key in ("test_loss", "ema_test_loss"):
         assert several[key] == pytest.approx(one[key], abs=1e-4), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_several_processes_evaluate_the_same(single: Path, processes: int) -> None:
     evaluated = Captured(["-m", "accel_train", "evaluate", single], environment(), processes=processes)
@@ -113,7 +114,7 @@ def test_several_processes_evaluate_the_same(single: Path, processes: int) -> No
         assert record["model"][name] == pytest.approx(figures[f"test_{name}"], abs=1e-6)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_bitwise_runs_have_equal_weights(folder: Path) -> None:
     words = ("--bitwise", "true", "--epochs", "1")
     one, two = (trained(folder, processes, *words) for processes in (1, 2))
@@ -128,6 +129,7 @@ def said(*words: object) -> tuple[int, str, str]:
     return process.returncode or 0, out, err
 
 
+@pytest.mark.ci
 def test_predict_shows_all_classes_from_the_threshold_on(single: Path) -> None:
     images = sorted((single / "examples").glob("*.png"))
     assert any(image.name.count("has-") > 1 for image in images)  # the names say all labels
@@ -168,6 +170,7 @@ def test_what_needs_one_label_is_refused(folder: Path, words: list[str], message
     assert not (folder / "refused").exists() or not list((folder / "refused").glob("checkpoints/*"))
 
 
+@pytest.mark.ci
 def test_a_threshold_needs_several_labels(tmp_path: Path) -> None:
     run("digits", "--epochs", "1", "--output-dir", tmp_path / "run")
     image = next((tmp_path / "run" / "examples").glob("*.png"))

@@ -70,6 +70,7 @@ def words(root: str, tmp_path: Path) -> list[object]:
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("below", ["shards", f"shards/{BRACES}", "no-ranges", "gzip"])
 def test_a_run_is_that_on_local_shards(
     server: NginxServer, folder: Path, local: str, tmp_path: Path, below: str
@@ -105,6 +106,7 @@ def test_a_shard_of_several_parts_comes_whole(
     assert len(gets) == (1 if below == "no-ranges" else -(-shard.size // 10_000))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("change", "reason"),
     [("deleted", "cannot be read: "), ("replaced", "is not the file any more that it was when the run looked at it")],

@@ -81,6 +81,7 @@ def weights(run: Path) -> bytes:
     return (run / "model.safetensors").read_bytes()
 
 
+@pytest.mark.ci
 def test_objects_train_what_their_names_train(tmp_path: Path) -> None:
     play(
         tmp_path,
@@ -101,6 +102,7 @@ attempt(model=Net, data=data(), loss=lambda a, b: losses(a, b), output_dir="lamb
     assert "name: nets:Net\n" in (tmp_path / "imported/config.yaml").read_text()
 
 
+@pytest.mark.ci
 def test_a_model_is_copied_so_that_the_same_call_trains_the_same(tmp_path: Path) -> None:
     said = play(tmp_path, """
 net = Net().eval()
@@ -124,7 +126,7 @@ attempt(model=net, data={**data(), "train": squares(240, 5)}, output_dir="first"
     assert "model.name: <object>:Net#" in refused[0] and "data.name: <object>:TensorDataset#" in refused[1]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_killed_run_goes_on_by_the_same_call_and_no_other(tmp_path: Path) -> None:
     call = """
 torch.manual_seed(3)
@@ -146,6 +148,7 @@ attempt(model=Net(), data=data(), loss=Killer({}), checkpoint={{"every_updates":
     assert done.returncode == 2 and "made with an object of a Python program (Net#" in done.stderr, done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("start", ["launcher", "fork"])
 def test_on_two_processes(tmp_path: Path, start: str) -> None:
     script = 'torch.manual_seed(3)\nattempt("--bitwise", model=Net(), data=data(), loss=losses, output_dir="{}")\n'
@@ -182,6 +185,7 @@ def load(**settings):
 """
 
 
+@pytest.mark.ci
 def test_a_run_is_opened_with_the_object_or_the_kept_source(tmp_path: Path) -> None:
     play(tmp_path, 'attempt(model=Net(), data=data, output_dir="run")\n')
     loaded = "loaded ['layers.1.bias', 'layers.1.weight', 'layers.3.bias', 'layers.3.weight']"
@@ -214,6 +218,7 @@ load(model=net)
     assert done.returncode == 2 and "the argument model=…" in done.stderr
 
 
+@pytest.mark.ci
 def test_what_cannot_be_trained_is_one_line(tmp_path: Path) -> None:
     said = play(tmp_path, """
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset

@@ -23,7 +23,7 @@ def net(num_classes):
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_restart_goes_on_with_the_same_buffers_on_all_processes(tmp_path: Path) -> None:
     """Each pass changes the buffers of its process and skips a block of its own choice; each update begins anew."""
     whole, again = tmp_path / "whole", tmp_path / "again"
@@ -40,7 +40,7 @@ def test_a_restart_goes_on_with_the_same_buffers_on_all_processes(tmp_path: Path
     assert all(one[name].equal(other[name]) for name in one)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_model_with_layers_that_only_gpus_have_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SYNCED)
     words = ["digits", "--model.name", tmp_path / "mine.py:net", "--output-dir", tmp_path / "run"]

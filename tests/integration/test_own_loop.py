@@ -22,7 +22,7 @@ from torch.nn import functional as F
 EXAMPLES = helpers.ROOT / "examples"
 EXAMPLE, PLAIN = EXAMPLES / "segmentation.py", EXAMPLES / "segmentation_plain.py"
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file", helpers.MULTI_CPU, "--num_processes")
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 def trained(run: Path, *words: object, processes: int = 1, launcher: bool = False, program: Path = EXAMPLE) -> str:
@@ -93,6 +93,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return run, figures(trained(run))
 
 
+@pytest.mark.slow
 def test_it_learns_and_counts_each_test_sample_once(whole: tuple[Path, list[str]], monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     example = importlib.import_module("segmentation")
@@ -109,6 +110,7 @@ def test_it_learns_and_counts_each_test_sample_once(whole: tuple[Path, list[str]
     assert iou > 0.9 and len(whole[1]) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "launcher"), [(2, True), (3, False)])
 def test_the_weights_and_figures_are_the_same_on_any_number_of_processes(
     whole: tuple[Path, list[str]], processes: int, launcher: bool, tmp_path: Path
@@ -118,6 +120,7 @@ def test_the_weights_and_figures_are_the_same_on_any_number_of_processes(
     assert figures(output) == whole[1]
 
 
+@pytest.mark.ci
 def test_killed_stopped_and_continued_on_other_numbers_of_processes(
     whole: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -143,6 +146,7 @@ def test_killed_stopped_and_continued_on_other_numbers_of_processes(
     assert figures(output)[-1] == whole[1][-1]
 
 
+@pytest.mark.slow
 def test_more_epochs_later_are_the_same_as_at_once(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(run, "--epochs", 2, processes=2)
@@ -153,6 +157,7 @@ def test_more_epochs_later_are_the_same_as_at_once(whole: tuple[Path, list[str]]
     assert weights(run) == weights(whole[0])
 
 
+@pytest.mark.slow
 def test_other_settings_in_an_existing_directory_are_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(run, "--epochs", 1)
@@ -174,6 +179,7 @@ def test_other_settings_in_an_existing_directory_are_refused(tmp_path: Path) -> 
     assert all(after.get(path, content) == content for path, content in before.items())
 
 
+@pytest.mark.slow
 def test_a_directory_with_a_living_owner_is_refused_and_the_owner_goes_on(
     whole: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -185,6 +191,7 @@ def test_a_directory_with_a_living_owner_is_refused_and_the_owner_goes_on(
     assert weights(tmp_path / "run") == weights(whole[0])
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_older_checkpoint_and_the_same_command_goes_on(
     whole: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -203,6 +210,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_the_same_command_goes_on(
         assert weights(disk / "run") == weights(whole[0])
 
 
+@pytest.mark.slow
 def test_a_run_of_the_trainer_and_one_of_a_loop_of_ones_own_do_not_mix(tmp_path: Path) -> None:
     done = helpers.run("digits", "--epochs", 1, "--data.train-limit", 64, "--output-dir", tmp_path / "digits")
     assert done.returncode == 0, done.stderr
@@ -212,6 +220,7 @@ def test_a_run_of_the_trainer_and_one_of_a_loop_of_ones_own_do_not_mix(tmp_path:
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_gone_in_plain_accelerate(tmp_path: Path) -> None:
     trained(tmp_path / "1", "--epochs", 2, program=PLAIN)
     trained(tmp_path / "2", "--epochs", 2, program=PLAIN, processes=2)
@@ -222,6 +231,7 @@ def test_what_is_gone_in_plain_accelerate(tmp_path: Path) -> None:
     assert done.returncode != 0 and "needs to be a round multiple of the number of processes (3)" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_examples_can_be_taken_in_at_once() -> None:
     for program in (EXAMPLE, PLAIN):
         assert program.read_text().count("\n") <= 160

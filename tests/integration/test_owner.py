@@ -115,7 +115,7 @@ def test_a_suspended_owner_whose_run_was_taken_over_ends_and_writes_nothing(tmp_
         assert contents(run.run) == before and temporary.exists()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_suspended_owner_does_not_take_a_finished_run_back(tmp_path: Path) -> None:
     short = ("digits", "--epochs", 30, "--log-every-updates", 5, "--checkpoint.every-updates", 20)
     with started(tmp_path / "run", *short) as run:

@@ -72,6 +72,7 @@ def words(root: object, tmp_path: Path, order: str = "shards", name: str = "run"
     return [*WORDS.split(), *data, *(IN_SHARDS if order == "shards" else ()), "--output-dir", tmp_path / name]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("order", ["full", "shards"])
 def test_local_files_train_what_tar_shards_train(
     folder: Path, in_tars: dict[str, str], tmp_path: Path, order: str
@@ -85,6 +86,7 @@ def test_local_files_train_what_tar_shards_train(
     assert main(["evaluate", str(tmp_path / "run"), "--split", "val"]) == 0
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_from_a_web_server(folder: Path, in_tars: dict[str, str], tmp_path: Path) -> None:
     with StorageServer(folder) as server:
         two = helpers.run(*words(f"{server.url}/data/{BRACES}", tmp_path), processes=2, launcher=True)
@@ -97,6 +99,7 @@ def test_two_processes_fetch_from_a_web_server(folder: Path, in_tars: dict[str, 
     assert weights(tmp_path / "run") == weights(tmp_path / "again") == in_tars["shards"]
 
 
+@pytest.mark.slow
 def test_the_hub(folder: Path, in_tars: dict[str, str], tmp_path: Path) -> None:
     with hub_of(folder) as server:
         # fresh: huggingface_hub reads HF_ENDPOINT when it is imported.
@@ -108,6 +111,7 @@ def test_the_hub(folder: Path, in_tars: dict[str, str], tmp_path: Path) -> None:
     assert weights(tmp_path / "run") == in_tars["shards"]
 
 
+@pytest.mark.ci
 def test_killed_while_it_fetches_and_resumed_on_two(folder: Path, in_tars: dict[str, str], tmp_path: Path) -> None:
     with StorageServer(folder, bandwidth=400_000.0) as server:
         asked = words(f"{server.url}/data/{BRACES}", tmp_path)
@@ -130,6 +134,7 @@ def test_killed_while_it_fetches_and_resumed_on_two(folder: Path, in_tars: dict[
     assert "update" in ended.stdout and weights(tmp_path / "run") == in_tars["shards"]
 
 
+@pytest.mark.slow
 def test_a_cache_smaller_than_the_data(tmp_path: Path) -> None:
     folder = write_hub(tmp_path / "data", train=12, val=1, side=32, per_shard=64)
     options = ["--data.order", "shards", "--data.canonical-nodes", 1, "--data.open-shards", 2, "--epochs", 1]

@@ -150,12 +150,13 @@ with pretended.PretendedCuda():
 """
 
 
+@pytest.mark.ci
 def test_copies_on_a_stream_of_their_own_are_waited_for_by_the_device_alone() -> None:
     done = helpers.python("-c", SIDE_STREAM, cwd=helpers.ROOT / "tests")
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["device", "host", "disk"])
 def test_a_set_in_memory_with_every_augmentation(gpu: Pretended, tmp_path: Path, placement: str) -> None:
     done = succeeded(
@@ -174,6 +175,7 @@ def launched(done: Done) -> dict[str, int]:
     return dict(reduce(or_, found))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("placement", ["device", "host", "disk"])
 def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, placement: str) -> None:
     words = ("digits", *SMALL, "--data.placement", placement, "--output-dir", tmp_path / "run")
@@ -214,6 +216,7 @@ def kernels_of_torchs_own(gpu: Pretended, run: Path, words: str, layers: int, ba
     return one.total() - one["virtual_batches.py"] + layers
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("words", "layers"),
     [pytest.param(*net, marks=pytest.mark.slow if net[1] > 50 else pytest.mark.ci) for net in NETS],
@@ -225,10 +228,8 @@ def test_kernels_do_not_grow_with_the_virtual_batches(gpu: Pretended, tmp_path: 
     assert four == eight <= 3 * plain, (four, eight, plain)
 
 
-@pytest.mark.parametrize(
-    ("words", "layers"),
-    [pytest.param(*net, marks=pytest.mark.ci if net is NETS[-1] else pytest.mark.slow) for net in NETS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "layers"), NETS)
 @pytest.mark.timeout(900)
 def test_kernels_with_triton(tmp_path: Path, words: str, layers: int) -> None:
     """Two forward and two backward of each layer: at most 1.3 times the kernels of torch's own, and the same run."""
@@ -247,7 +248,7 @@ def test_kernels_with_triton(tmp_path: Path, words: str, layers: int) -> None:
     print(f"{words}: {found.total()} kernels of {plain}")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["device", "disk"])
 def test_kernels_of_an_update_with_two_dropout_layers(gpu: Pretended, tmp_path: Path, placement: str) -> None:
     """Their masks are computed together, from keys that the host has hashed and sends without waiting."""
@@ -263,6 +264,7 @@ def test_kernels_of_an_update_with_two_dropout_layers(gpu: Pretended, tmp_path: 
 BATCHNORM = 32
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("mixing", "augmenting"), [("--augment.mixup 0.2", 19), ("--augment.cutmix 1", 17)])
 def test_kernels_of_an_update_with_every_augmentation(
     gpu: Pretended, tmp_path: Path, mixing: str, augmenting: int
@@ -282,7 +284,7 @@ def test_kernels_of_an_update_with_every_augmentation(
     assert kernels["loss.py"] <= 4 and kernels["optimizer.py"] <= 8 and kernels["ema.py"] <= 2
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["cats_dogs_alexnet", "cifar10_alexnet", "cifar10_fast"])
 def test_bitwise_needs_no_kernel_that_is_not_deterministic(gpu: Pretended, tmp_path: Path, recipe: str) -> None:
     """Their nets have adaptive pooling. The first two on small images: of 7x7 values one is pooled to 6x6."""
@@ -305,6 +307,7 @@ def net(num_classes, in_chans, image_size):
 """
 
 
+@pytest.mark.ci
 def test_bitwise_names_an_operator_that_is_not_deterministic_before_the_run(gpu: Pretended, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REFLECTING)
     words = ["digits", *SMALL, "--model.name", f"{tmp_path}/mine.py:net", "--output-dir", tmp_path / "run"]
@@ -349,13 +352,14 @@ with pretended.PretendedCuda():
 
 
 # Every 11th of the 384: 11 has no factor of theirs, so that each setting meets each of the others.
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_gpus_way_to_augment_gives_the_bits_of_the_cpus(stride: int) -> None:
     done = helpers.python("-c", TRANSFORMED, stride, cwd=helpers.ROOT / "tests", timeout=200)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_the_weights_are_those_of_the_cpu(
     gpu: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
@@ -371,7 +375,7 @@ def test_the_weights_are_those_of_the_cpu(
             torch.testing.assert_close(ours[key], values, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "augmentation",
     [
@@ -391,6 +395,7 @@ def test_image_files_that_workers_decode(gpu: Pretended, photos: Path, tmp_path:
     assert done.waits[2:5] == [READ_LATER] * 3
 
 
+@pytest.mark.ci
 def test_a_cache_of_images(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
     cache = tmp_path / "photos.cache"
     succeeded(gpu("cache-data", "folder", "--root", photos / "train", "--output", cache, "--short-side", 40))
@@ -405,7 +410,7 @@ def test_a_cache_of_images(gpu: Pretended, photos: Path, tmp_path: Path) -> None
 RECIPE_DATA = {"mnist": (1, 28), "fashion_mnist": (1, 28), "cifar10": (3, 32)}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str) -> None:
     """With its own augmentation, optimizer, schedule and accumulation, on data of the shape that it is for."""
@@ -434,6 +439,7 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
     assert result["updates"] == 3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_waits_of_each_policy_and_precision(gpu: Pretended, tmp_path: Path, policy: str, precision: str) -> None:
@@ -463,7 +469,7 @@ optim: {{name: {optimizer}, lr: 0.01}}
     return path
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "precision"), [("adamw", "no"), ("sgd", "no"), ("adadelta", "no"), ("momentum", "fp16")]
 )
@@ -489,7 +495,7 @@ def steep(logits, targets):  # its value is finite, its gradient is not
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_gradients_that_overflow_whatever_the_loss_scale(gpu: Pretended, tmp_path: Path) -> None:
     """The scaler halves 65536 in each update; the first one with a scale below 1 is called bad."""
     (tmp_path / "mine.py").write_text(STEEP)
@@ -498,7 +504,7 @@ def test_gradients_that_overflow_whatever_the_loss_scale(gpu: Pretended, tmp_pat
     assert done.code == 2 and "Update 18 is not finite: the gradient, though" in done.output, done.output
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw", "adadelta", "lamb"])
 def test_a_first_step_that_overflows(gpu: Pretended, tmp_path: Path, optimizer: str) -> None:
     """fp16 begins with a scale of 65536, which is found too large in the very first update: nothing is left of it."""
@@ -514,6 +520,7 @@ def test_a_first_step_that_overflows(gpu: Pretended, tmp_path: Path, optimizer: 
     assert scales[0] == 32768  # halved
 
 
+@pytest.mark.ci
 def test_it_goes_on_where_it_was_and_is_evaluated_and_used(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
     words = ("digits", *SMALL, *ALL_AT_ONCE, "--checkpoint.every-updates", 2)
     succeeded(gpu("train", *words, "--output-dir", tmp_path / "whole"))
@@ -537,6 +544,7 @@ def test_it_goes_on_where_it_was_and_is_evaluated_and_used(gpu: Pretended, photo
     assert done.output.count(".jpg") >= 6
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimizer: str) -> None:
     model = (
@@ -558,6 +566,7 @@ def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimi
     assert all(torch.isfinite(value).all() for each in last["state"].values() for value in each.values())
 
 
+@pytest.mark.slow
 def test_sync_batchnorm_of_one_process(gpu: Pretended, tmp_path: Path) -> None:
     """On CUDA the layers become torch's SyncBatchNorm, which exists for GPUs only."""
     model = "--model.name test_resnet --model.image-size 32 --model.sync-batchnorm true"
@@ -565,7 +574,7 @@ def test_sync_batchnorm_of_one_process(gpu: Pretended, tmp_path: Path) -> None:
     assert quiet_updates(done) == [READ_LATER] * 3
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "bench"])
 def test_cuda_graphs_and_accumulation_are_refused(gpu: Pretended, tmp_path: Path, command: str) -> None:
     graphs = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_MODE": "reduce-overhead"}
@@ -576,13 +585,13 @@ def test_cuda_graphs_and_accumulation_are_refused(gpu: Pretended, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_preflight(gpu: Pretended, tmp_path: Path) -> None:
     done = succeeded(gpu("preflight", tmp_path))
     assert "cuda:0 (Pretended GPU)" in done.output
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_doctor(gpu: Pretended, tmp_path: Path) -> None:
     """All checks; what the device does not say is not called good."""
     file = tmp_path / "found.json"
@@ -593,7 +602,7 @@ def test_doctor(gpu: Pretended, tmp_path: Path) -> None:
     assert {found[name] for name in ("gpus", "matmul", "update", "evaluation", "save", "forecast")} == {"PASS"}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_bench(gpu: Pretended, tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     succeeded(gpu("bench", "digits", "--synthetic", "--rounds", 1, "--updates", 4, "--output", output))
@@ -635,7 +644,7 @@ def test_the_largest_micro_batch_is_found_and_leaves_no_trace(gpu: Pretended, tm
     assert done.code == 2 and "out of memory in evaluation" in done.output and "--eval-batch-size 150." in done.output
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_what_fits_nowhere_and_what_needs_no_search(gpu: Pretended, tmp_path: Path) -> None:
     words = ["--micro-batch-size", "auto", "--output-dir", tmp_path / "run"]
     done = gpu("train", *AUTO, *words, PRETENDED_MEMORY="1500000")

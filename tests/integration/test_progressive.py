@@ -45,7 +45,7 @@ def same_weights(one: Path, other: Path) -> bool:
     return all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_same_bits_on_two_processes_and_after_a_kill_behind_the_change(tmp_path: Path) -> None:
     words = (*(COMMON + GROWING + AUGMENT).split(), "--epochs", 4, "--bitwise", "true")
     words += ("--checkpoint.every-updates", 1, "--checkpoint.keep", 90)
@@ -68,6 +68,7 @@ def test_the_same_bits_on_two_processes_and_after_a_kill_behind_the_change(tmp_p
     assert same_weights(whole, parts)
 
 
+@pytest.mark.ci
 def test_a_rewind_goes_back_over_the_change(tmp_path: Path) -> None:
     """One image is white, which is more than a float32 can hold: each epoch has an update that is not finite."""
     for number in range(16):
@@ -91,6 +92,7 @@ def test_a_rewind_goes_back_over_the_change(tmp_path: Path) -> None:
     assert text.count('"rewound"') >= 1 and sizes(tmp_path / "rewind")[-2:] == [(1, 8), (2, 24)]
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_an_epoch_is_what_it_is_in_a_run_of_its_size(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
@@ -107,7 +109,7 @@ def test_an_epoch_is_what_it_is_in_a_run_of_its_size(tmp_path: Path) -> None:
     assert json.loads((one / "model.json").read_text())["image_size"] == 24
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_image_files_shrink_in_proportion_and_workers_end_with_their_size(tmp_path: Path) -> None:
     numbers = np.random.default_rng(0)

@@ -35,10 +35,8 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if number % 2 else pytest.mark.ci) for number, name in enumerate(PARTS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
 def test_killed_and_resumed_on_two_processes_it_has_the_same_bits(name: str, tmp_path: Path) -> None:
     words = [*WORDS, *PARTS[name].split()]
     if name == "own":

@@ -49,7 +49,7 @@ from accel_train.run.nonfinite import Guard
 from accel_train.train import grouped, update
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
-pytestmark = [pytest.mark.usefixtures("fresh_accelerate"), pytest.mark.ci]
+pytestmark = [pytest.mark.usefixtures("fresh_accelerate"), pytest.mark.slow]
 PUBLISHED: dict[str, dict[str, Any]] = reference.published()["recipes"]
 GPUS, IMAGES, CLASSES = 2, 8, 5  # IMAGES: of a GPU
 SMALL = f"""

@@ -60,6 +60,7 @@ VERY_LARGE = {name for name in recipe_names() if name.startswith("imagenet")} - 
 MARKS = dict.fromkeys(LARGE, pytest.mark.ci) | dict.fromkeys(VERY_LARGE, pytest.mark.slow)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("recipe", [pytest.param(name, marks=MARKS.get(name, ())) for name in recipe_names()])
 def test_recipe_runs(recipe: str, photos: Path, tmp_path: Path) -> None:
     assert main(["train", recipe, *small(recipe, photos), "--output-dir", str(tmp_path / "run")]) == 0
@@ -72,6 +73,7 @@ def test_recipe_runs(recipe: str, photos: Path, tmp_path: Path) -> None:
     assert ("train", 16) in evaluated and evaluated & {("val", 4), ("test", 4), ("test", 2)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_config_only(
     recipe: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

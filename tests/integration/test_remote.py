@@ -55,6 +55,7 @@ def words(server: StorageServer, tmp_path: Path, name: str = "run") -> list[obje
     return [*WORDS.split(), "--data.root", url, "--data.cache-dir", tmp_path / "cache", "--output-dir", tmp_path / name]
 
 
+@pytest.mark.ci
 def test_one_and_two_processes_train_what_local_files_train(
     server: StorageServer, folder: Path, local: str, tmp_path: Path
 ) -> None:
@@ -92,7 +93,7 @@ def test_killed_while_it_fetches_and_resumed(server: StorageServer, local: str, 
     assert weights(tmp_path / "run") == local
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_lost_shard_stops_the_run_after_it_is_saved(tmp_path: Path, processes: int) -> None:
     folder = write_shards(tmp_path / "data", train=5, val=0)
@@ -118,6 +119,7 @@ def test_a_lost_shard_stops_the_run_after_it_is_saved(tmp_path: Path, processes:
     assert f"update {status['update']}" in there.stdout
 
 
+@pytest.mark.ci
 def test_a_lost_shard_of_validation_stops_the_run_before_the_epoch_ends(server: StorageServer, tmp_path: Path) -> None:
     make_index(Data("wds", server.folder))
     server.fault = lambda method, path, times: "404" if path == "val-000.tar" and method == "GET" else None
@@ -127,7 +129,7 @@ def test_a_lost_shard_of_validation_stops_the_run_before_the_epoch_ends(server: 
     assert 0 < json.loads((tmp_path / "run" / "status.json").read_text())["update"] < 6
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_cache_smaller_than_the_data_with_the_order_of_shards(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "data", train=12, val=1, side=32, per_shard=64)
     make_index(Data("wds", folder))

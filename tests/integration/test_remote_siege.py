@@ -22,7 +22,7 @@ from storage_server import StorageServer
 from accel_train.config.schema import Data
 from accel_train.data.tools.index import make_index
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci]
+pytestmark = pytest.mark.slow
 WORDS = "digits --data.name wds --data.order shards --data.canonical-nodes 2 --data.open-shards 2 --data.workers 1"
 WORDS += " --model.image-size 8 --batch-size 16 --virtual-batch-size 4 --bitwise true --checkpoint.every-updates 1"
 

@@ -102,6 +102,7 @@ SHORT = pytest.mark.timeout(600)
 LONG = (pytest.mark.slow, pytest.mark.timeout(7200))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("processes", "kills", "epochs"),
     [
@@ -152,8 +153,9 @@ def test_killed_on_changing_numbers_of_processes_it_ends_bitwise_equal(
     assert_bitwise_equal(run, whole)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_processes_then_one_then_four(tmp_path: Path, launcher: bool) -> None:
     """No dropout and no BatchNorm here: what remains is the order in which floats are added."""
     # A small learning rate: rounding errors grow with the steps that are taken.

@@ -34,9 +34,10 @@ def together(processes: list[dict[str, Any]], case: str) -> list[Any]:
     return list(chain.from_iterable(chain.from_iterable(steps)))
 
 
+@pytest.mark.ci
 class TestFeeds:
     @pytest.mark.parametrize(
-        "augment", ["turned", *(pytest.param(each, marks=pytest.mark.ci) for each in ("mixed", "policy"))]
+        "augment", ["turned", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixed", "policy"))]
     )
     def test_the_same_samples_pixels_and_targets_in_the_same_order(self, feeds: dict, augment: str) -> None:
         cases = [case for case in feeds[1][0]["fed"] if case.startswith(augment) and "from" not in case]
@@ -66,6 +67,7 @@ class TestFeeds:
             assert together(processes, "mixed, 2, from 3") == whole[3 * BATCH :], world
 
 
+@pytest.mark.ci
 def test_evaluation_counts_the_same_on_any_number_of_processes(feeds: dict) -> None:
     expected = feeds[1][0]["counted"]
     for case, figures in expected.items():
@@ -113,7 +115,7 @@ SLOW = pytest.mark.slow
     ("world", "accumulation"),
     [
         (1, 4),
-        pytest.param(2, 2, marks=pytest.mark.ci),  # under the real launcher
+        pytest.param(2, 2, marks=pytest.mark.slow),  # under the real launcher
         (4, 2),
         *(pytest.param(*split, marks=SLOW) for split in ((1, 2), (2, 1), (2, 4), (4, 1), (4, 4))),
     ],

@@ -85,6 +85,7 @@ LARGE = "imagenet_vit_b16"  # four processes with its weights in float64 need mu
 FLOAT32 = sorted({*recipe_names()} - {*QUICK, LARGE} - {name for name in recipe_names() if name.startswith(DEEP)})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("recipes", [QUICK, pytest.param(FLOAT32, marks=pytest.mark.slow)])
 def test_the_update_is_the_same_however_it_is_divided(tmp_path: Path, recipes: list[str]) -> None:
     results = computed(tmp_path, [small(recipe) for recipe in recipes])
@@ -123,7 +124,7 @@ def test_the_loss_and_the_statistics_of_a_deep_net_are_the_same_in_float32(tmp_p
     assert not differences(results, [DEEP], {"loss": 1e-6, "statistics": 1e-4})
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_updates_in_float64_stay_the_same(tmp_path: Path) -> None:
     """Ten updates, with a short last window of each epoch: in float64 nothing but a mistake could grow.
 

@@ -41,7 +41,7 @@ digits --epochs 2 --model.name mnist_cnn --model.image-size 28 --model.dropout 0
 """.split()  # noqa: SIM905
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_killed_and_resumed_on_two_processes_it_draws_the_same(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(DATA)
@@ -86,6 +86,7 @@ def loss(logits, targets):
 """
 
 
+@pytest.mark.ci
 def test_two_draws_of_a_sample_in_one_update_have_two_dropout_masks(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(DATA.replace("labels == 3, 4.0, 1.0", "labels.cumsum(0) == 0, 1.0, 0.0") + LOSS)
     words = "digits --epochs 1 --model.name mnist_cnn --model.image-size 28 --model.dropout 0.5"
@@ -100,6 +101,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     assert twice.returncode == 2 and "both together correct the imbalance twice" in twice.stderr
 
 
+@pytest.mark.slow
 def test_skipping_an_image_from_the_middle_on_is_the_same_as_from_the_start(tmp_path: Path) -> None:
     root, numbers = tmp_path / "images", np.random.default_rng(0)
     for number in range(48):

@@ -42,7 +42,7 @@ def write_shards(root: Path, images: int, of_shard: int) -> Path:
     return root
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_same_bits_on_any_number_of_processes_also_after_a_kill(tmp_path: Path) -> None:
     words = (*WORDS, "--data.root", write_shards(tmp_path / "shards", 600, 25))
@@ -72,6 +72,7 @@ def test_the_same_bits_on_any_number_of_processes_also_after_a_kill(tmp_path: Pa
     assert [line["count"] for line in lines if line["kind"] == "eval" and line["split"] == "train"] == [540, 540]
 
 
+@pytest.mark.ci
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     root = write_shards(tmp_path / "shards", 100, 25)
     words = (*WORDS, "--data.root", root, "--output-dir", tmp_path / "run")

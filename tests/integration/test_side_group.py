@@ -18,7 +18,7 @@ import pytest
 WORKER = str(helpers.ROOT / "tests" / "side_group_worker.py")
 SECONDS = 5
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.slow
 
 
 def free_port() -> str:

@@ -39,7 +39,7 @@ def words(data: Data, run: Path, *others: object) -> list[str]:
     return ["train", *WORDS.split(), *root.split(), *map(str, others)]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Path) -> None:
     data = tree(tmp_path / "images")
     train = load_splits(data, 0).train
@@ -78,6 +78,7 @@ def older(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "digits"])
 def test_an_older_run_goes_on_if_nothing_changed_and_else_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str

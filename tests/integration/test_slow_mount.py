@@ -43,6 +43,7 @@ def test_the_mount_has_the_same_files_and_counts_what_is_read(tmp_path: Path) ->
     assert not place.is_mount() and not [*place.iterdir()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["full", "shards"])
 def test_a_run_is_that_on_the_disk(tmp_path: Path, order: str) -> None:
     folder, place = write_shards(tmp_path / "data"), tmp_path / "mount"

@@ -26,7 +26,7 @@ def evaluations(run: Path, split: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "eval" and line["split"] == split]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_without_progress_it_ends_after_the_patience_also_killed_and_on_two_processes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     patient = (*FLAT, "--stop.patience-epochs", "3")
@@ -60,6 +60,7 @@ def test_without_progress_it_ends_after_the_patience_also_killed_and_on_two_proc
     assert json.loads((run / "result-epoch-4.json").read_text()) == found
 
 
+@pytest.mark.ci
 def test_the_hours_of_all_starts_count(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = (*DIGITS, "--epochs", "2000", "--checkpoint.every-epochs", "1", "--checkpoint.keep", "2")
@@ -80,6 +81,7 @@ def test_the_hours_of_all_starts_count(tmp_path: Path) -> None:
     assert (result(run)["stopped_by"], result(run)["epochs"]) == ("hours", found["epochs"])  # it was over by then
 
 
+@pytest.mark.ci
 def test_the_best_is_that_of_the_metric_and_begins_anew_with_another_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [

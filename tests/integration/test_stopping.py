@@ -37,6 +37,7 @@ def assert_interrupted(run: helpers.Started) -> None:
     assert run.events[-1]["text"] == "interrupted"
 
 
+@pytest.mark.ci
 def test_signal_to_every_process_of_a_job_with_data_workers(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, "--data.placement", "disk", "--data.workers", 2) as run:
         run.until_trained(5)
@@ -74,6 +75,7 @@ def test_ctrl_c_in_the_launchers_terminal_makes_a_checkpoint(tmp_path: Path) -> 
         assert again in run.output
 
 
+@pytest.mark.ci
 def test_files_save_and_stop(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, "--checkpoint.every-epochs", 1000) as run:
         run.until_trained(5)
@@ -96,7 +98,7 @@ def test_file_stop_that_is_there_already_counts_at_the_first_update(tmp_path: Pa
         assert run.status["update"] == 1
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGINT]
 )
@@ -199,7 +201,7 @@ def test_ctrl_c_is_answered_while_one_operation_lasts(tmp_path: Path) -> None:
             popen.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal_saves_and_ends_a_loop_of_the_shells(tmp_path: Path) -> None:
     line = shlex.join(helpers.command(*LONG, "--output-dir", tmp_path / "run"))
     main, side = pty.openpty()
@@ -228,6 +230,7 @@ def test_ctrl_c_at_a_terminal_saves_and_ends_a_loop_of_the_shells(tmp_path: Path
     assert not re.search(r"(?m)^code \d", run.output)  # a path in the output may contain the word
 
 
+@pytest.mark.ci
 def test_signal_during_an_evaluation(tmp_path: Path) -> None:
     long_evaluation = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
     long_evaluation += ("--data.train-images", 96, "--data.test-images", 20000, "--eval-batch-size", 4)
@@ -265,6 +268,7 @@ def let_saves_fail(run: helpers.Started) -> None:
     resource.prlimit(run.popen.pid, resource.RLIMIT_FSIZE, (65536, 65536))
 
 
+@pytest.mark.ci
 def test_last_save_that_fails_is_told_and_requeued_only_after_progress(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG) as run:
         run.until(lambda: list_updates(run.run / "checkpoints"))
@@ -310,6 +314,7 @@ def make_read_only(disk: Path) -> None:
         time.sleep(0.01)  # a file was open for writing
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("break_it", "processes"), [(fill, 1), (make_read_only, 2)])
 def test_signal_where_nothing_can_be_written_any_more(small_disk: Path, break_it, processes: int) -> None:  # type: ignore[no-untyped-def]
     with started(small_disk, *LONG, "--checkpoint.every-epochs", 1000, processes=processes) as run:

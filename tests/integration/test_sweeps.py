@@ -15,7 +15,7 @@ import pytest
 
 EXAMPLE = helpers.ROOT / "examples" / "optuna_sweep.py"
 TRIALS = 6
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]  # each process imports torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # each process imports torch
 
 
 def worker(folder: Path, output: Path, trials: int = TRIALS) -> subprocess.Popen[bytes]:

@@ -44,6 +44,7 @@ TINY = (
 )
 
 
+@pytest.mark.ci
 def test_gradient_checkpointing_leaves_the_same_weights_and_statistics(tmp_path: Path) -> None:
     # Without --model.dropout: this model calls it as a function, which cannot be redirected in the backward pass.
     net = "--model.name test_resnet --model.drop-path 0.5 --micro-batch-size 8 --virtual-batch-size 4"

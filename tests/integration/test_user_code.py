@@ -89,7 +89,7 @@ def images_of(run: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("processes", "workers", "kills", "epochs"),
     [
-        pytest.param((2, 1), 1, 2, 6, marks=pytest.mark.ci),
+        pytest.param((2, 1), 1, 2, 6, marks=pytest.mark.slow),
         pytest.param((2, 4, 1), 2, 10, 30, marks=(pytest.mark.slow, pytest.mark.timeout(3600))),
     ],
 )
@@ -108,6 +108,7 @@ def test_it_is_resumed_bitwise_on_other_processes_after_kills(
     assert json.loads((run / "result.json").read_text())["test_accuracy"] > 0.9
 
 
+@pytest.mark.ci
 def test_a_run_is_opened_without_running_code_that_is_not_the_user_s(recipe: Path, tmp_path: Path) -> None:
     run, code = tmp_path / "run", tmp_path / "own/code/mine.py"
     assert helpers.run(recipe, "--epochs", 1, "--output-dir", run).returncode == 0
@@ -156,7 +157,7 @@ def test_a_run_is_opened_without_running_code_that_is_not_the_user_s(recipe: Pat
     assert trusted.returncode == 0, trusted.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_changed_file_is_told_when_the_run_goes_on(recipe: Path, tmp_path: Path) -> None:
     run, code = tmp_path / "run", tmp_path / "own/code/mine.py"
     assert helpers.run(recipe, "--epochs", 1, "--output-dir", run).returncode == 0

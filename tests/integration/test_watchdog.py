@@ -40,7 +40,7 @@ def stop_workers(trainer: int) -> None:
         os.kill(worker, signal.SIGSTOP)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_process_that_waits_for_data_is_named_and_all_stacks_are_written(tmp_path: Path) -> None:
     words = (*LONG, "--data.placement", "disk", "--data.workers", 1, "--hang-timeout-seconds", 4)
     with started(tmp_path / "run", *words, processes=2, FRESH_WORKERS="1") as run:
@@ -119,7 +119,8 @@ def test_killed_process_is_named_first(tmp_path: Path) -> None:
         assert first_error(run).startswith("accel-train: error: A process was killed"), run.output
 
 
-@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("launcher", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_error_of_one_process_ends_both_and_is_named_first(tmp_path: Path, launcher: bool) -> None:
     for number in range(32):
         path = tmp_path / "images" / ("train" if number < 24 else "test") / "ab"[number % 2] / f"{number:03d}.png"

@@ -23,7 +23,7 @@ def launched(*words: object, **variables: str) -> tuple[int, str]:
     return codes[0], text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "processes", "asked"),
     [

@@ -168,7 +168,7 @@ def test_the_exact_sum_has_one_row_for_each_virtual_batch_however_often_a_layer_
         torch.testing.assert_close(one, expected.float())
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_compiled_each_call_counts() -> None:
     model = Shared()
     buffers = updated(torch.compile(model, backend="aot_eager"), 8)  # type: ignore[arg-type]

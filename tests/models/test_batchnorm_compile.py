@@ -109,7 +109,7 @@ def compiled_by(inductor: Inductor, *, converted: bool) -> None:
     train_and_evaluate(model, torch.compile(model, backend=inductor, dynamic=False), converted=converted)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_it_has_the_graphs_of_torchs_own_and_changes_only_static_inputs() -> None:
     plain, own = Inductor(), Inductor()
     compiled_by(plain, converted=False)
@@ -118,12 +118,14 @@ def test_it_has_the_graphs_of_torchs_own_and_changes_only_static_inputs() -> Non
     assert own.changed >= 3 and own.obstacles == [None] * 3
 
 
+@pytest.mark.slow
 def test_it_is_seen_if_an_input_that_is_changed_is_not_static() -> None:
     inductor = Inductor()
     torch.compile(lambda values: values.add_(1), backend=inductor)(torch.ones(3))
     assert "mutated inputs" in str(inductor.obstacles[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("real", [BATCH, 6, None], ids=["training", "padded", "evaluation"])
 def test_no_break(real: int | None) -> None:
     model = net().train(real is not None)
@@ -134,6 +136,7 @@ def test_no_break(real: int | None) -> None:
     assert (found.graph_count, found.graph_break_count, found.break_reasons) == (1, 0, [])
 
 
+@pytest.mark.slow
 def test_inductors_results_are_those_of_the_layers_as_they_are() -> None:
     eager, model = net(), net()
     expected = train_and_evaluate(eager, eager, converted=True)

@@ -95,7 +95,7 @@ def interpret(*words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("float32", marks=pytest.mark.ci), pytest.param("bfloat16", marks=pytest.mark.slow)]
+    "kind", [pytest.param("float32", marks=pytest.mark.slow), pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
 def test_the_kernels_give_what_torchs_operators_give(kind: str) -> None:
     interpret(COMPARED, kind)
@@ -134,7 +134,7 @@ for one, other in zip(*found, strict=True):
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_layers_collect_their_statistics() -> None:
     interpret(LAYERS)
 
@@ -160,7 +160,7 @@ for kind in ("fp32", "bf16"):
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_kernels_compile_for_an_h100() -> None:
     """Triton brings NVIDIA's assembler, so that needs no GPU."""
     pytest.importorskip("triton")

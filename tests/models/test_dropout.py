@@ -477,9 +477,11 @@ class TestCompilation:
     def test_one_graph_for_all_updates(self, name: str) -> None:
         self.check(*LAYERS[name], "aot_eager")
 
+    @pytest.mark.ci
     def test_called_twice_in_a_forward_pass(self) -> None:
         self.check(lambda: Segments(None), (16,), "aot_eager")
 
+    @pytest.mark.ci
     def test_functions(self) -> None:
         self.check(Functions, (4, 6, 5), "aot_eager", functions=True)
 

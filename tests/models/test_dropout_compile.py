@@ -59,7 +59,7 @@ class Inductor:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("shared", marks=pytest.mark.ci),
+        pytest.param("shared", marks=pytest.mark.slow),
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("mnist_cnn", "transformer")),
     ],
 )

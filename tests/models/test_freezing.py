@@ -153,6 +153,7 @@ def test_layers_thaw_from_the_last_to_the_first() -> None:
     assert found == expected
 
 
+@pytest.mark.ci
 def test_a_frozen_epoch_is_that_of_a_frozen_run(tmp_path: Path) -> None:
     """With momentum, decay and clipping: of what is trained later nothing may have an effect before."""
     words = ("digits", "--data.train-limit", 96, "--batch-size", 32, "--model.name", "test_resnet", "--seed", 3)
@@ -165,6 +166,7 @@ def test_a_frozen_epoch_is_that_of_a_frozen_run(tmp_path: Path) -> None:
     assert all(torch.equal(frozen[name], later[name]) for name in frozen)
 
 
+@pytest.mark.ci
 def test_an_evaluation_within_an_epoch_freezes_nothing_again(tmp_path: Path) -> None:
     words = ("digits", "--data.train-limit", 96, "--batch-size", 32, "--model.name", "test_resnet", "--epochs", 2)
     words += ("--model.image-size", 32, "--model.freeze-body", "true", "--model.freeze-epochs", 1)
@@ -175,6 +177,7 @@ def test_an_evaluation_within_an_epoch_freezes_nothing_again(tmp_path: Path) -> 
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.ci
 def test_frozen_layers_are_not_told_to_have_lost_their_state(tmp_path: Path) -> None:
     """They had none yet when the checkpoint was saved: within an epoch, and at the end of one."""
     words = ("digits", "--data.train-limit", 96, "--batch-size", 32, "--epochs", 3, "--output-dir", tmp_path / "run")
@@ -193,7 +196,7 @@ digits --data.train-limit 192 --batch-size 32 --epochs 5 --log-every-updates 1 -
 """.split()  # noqa: SIM905
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_it_is_the_same_run_on_any_number_of_processes_and_after_a_kill(tmp_path: Path) -> None:
     words = (*WORDS, "--bitwise", "true")
     whole = helpers.run(*words, "--output-dir", tmp_path / "whole", timeout=200)

@@ -87,6 +87,7 @@ def checked(
     return result, keys
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "size", "options", "functions"),
     [*SHORT, *(pytest.param(*row, marks=pytest.mark.slow) for row in LONG)],
@@ -181,6 +182,7 @@ class TestDraws:
         net.middle = Call(lambda x: x + net.drop(net.table))
         assert "bernoulli_ in drop (Dropout)" in checked(net)[0].warnings[0]
 
+    @pytest.mark.ci
     def test_a_rate_of_0_draws_nothing(self) -> None:
         model = created("maxxvit_rmlp_nano_rw_256", {"img_size": 64})  # drops parts of a table of positions
         assert "rel_pos.mlp.drop1 (Dropout)" in checked(model, 64)[0].warnings[0]

@@ -114,13 +114,14 @@ def test_own_nets(name: str, channels: int) -> None:
     check_builds(name, channels, OWN[name])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TIMM)
 def test_timm_families(name: str) -> None:
     channels = 1 if len(name) % 2 else 3
     check_builds(name, channels, TIMM[name])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_torchvision_families(name: str) -> None:
     channels = 1 if len(name) % 2 else 3
@@ -360,6 +361,7 @@ def test_published_torchvision_weights(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert other["fc.weight"].shape == (7, 512)
 
 
+@pytest.mark.ci
 def test_the_name_says_which_weights_of_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     states = {
         which: cache_torchvision("resnet50", monkeypatch, tmp_path, which) for which in ("IMAGENET1K_V1", "DEFAULT")
@@ -388,13 +390,14 @@ def test_published_weights_without_their_auxiliary_heads(monkeypatch: pytest.Mon
     assert not torch.equal(empty.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
 
 
+@pytest.mark.ci
 def test_published_weights_of_another_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cache_torchvision("vit_b_32", monkeypatch, tmp_path)
     with pytest.raises(UserError, match="image_size"):
         make("torchvision/vit_b_32", image_size=64, pretrained=True)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_no_network_is_one_line_and_imports_are_late(tmp_path: Path) -> None:
     # In a process of its own: the caches' places are read when the libraries are imported. The proxy refuses at once.
     program = """

@@ -59,7 +59,7 @@ def test_the_process_with_the_least_memory_decides(tmp_path: Path) -> None:
     assert (none, everything) == (None, 2)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adamw", "adagrad", "lamb", "muon"])
 def test_a_trial_leaves_no_trace(name: str) -> None:
     torch.manual_seed(0)

@@ -178,7 +178,7 @@ def test_layer_decay_has_a_lowest_scale_as_timm() -> None:
     [
         ("digits_cnn", 8, "0", "8"),
         ("test_vit", 160, "patch_embed.proj", "head"),
-        ("torchvision/resnet18", 32, "conv1", "fc"),
+        ("test_resnet", 32, "conv1.0", "fc"),
     ],
 )
 def test_muon_takes_the_hidden_weights_only(name: str, model: str, size: int, first: str, last: str) -> None:
@@ -239,6 +239,7 @@ def rates_of(schedule: Schedule, epochs: int, updates_per_epoch: int, order: lis
     return rates
 
 
+@pytest.mark.ci
 @settings(max_examples=200, deadline=None)
 @given(schedule=SCHEDULES, epochs=st.integers(3, 6), updates=st.integers(1, 9), draw=st.randoms(use_true_random=False))
 def test_the_rate_is_a_function_of_the_update(schedule: Schedule, epochs: int, updates: int, draw: object) -> None:

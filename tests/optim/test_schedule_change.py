@@ -117,7 +117,7 @@ def test_each_schedule_that_falls_to_the_end_says_where_it_ends() -> None:
         assert f"{name} now ends at epoch 2" in told
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_run_that_goes_on_says_it(tmp_path: Path) -> None:
     """Its numbers are those of the log: the next update has the learning rate that the line names."""
     run = tmp_path / "run"

@@ -101,6 +101,7 @@ def test_elastic_agents_wait_for_the_owner_on_a_lost_host(
     lease.release()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("content", ["", '{"token": 3}'])
 def test_an_owner_file_that_is_none_is_nobodys_after_a_while(quick: None, tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
@@ -112,6 +113,7 @@ def test_an_owner_file_that_is_none_is_nobodys_after_a_while(quick: None, tmp_pa
     claim(tmp_path, take_over=True).release()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("links", [True, False])
 def test_of_many_starts_that_find_a_dead_owner_one_gets_the_run(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool

@@ -105,7 +105,7 @@ def test_the_terminal_that_mpirun_makes_for_a_file_is_none() -> None:
     assert "\x1b" not in on_a_terminal(program=program)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun (Open MPI) is not installed")
 def test_mpirun_into_a_file_prints_lines(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(RUN)
@@ -117,7 +117,7 @@ def test_mpirun_into_a_file_prints_lines(tmp_path: Path) -> None:
     assert done.returncode == 0 and "\x1b" not in text and "epoch 2/2  test" in text
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     """Also the interpreter's end, which writes what is left."""
     words = f"train digits --epochs 1 --output-dir {tmp_path}/run"
@@ -138,6 +138,7 @@ def test_a_log_that_nobody_reads_any_more_does_not_end_the_run(tmp_path: Path) -
     assert (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.ci
 def test_a_silent_process_prints_nothing() -> None:
     done = in_a_pipe("silent")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -164,6 +165,7 @@ def test_a_terminal_has_one_live_display(columns: int) -> None:
     assert max(len(line.split("\r")[-1]) for line in drawn) <= columns
 
 
+@pytest.mark.ci
 def test_what_stays_on_the_terminal_is_no_older_than_the_last_epochs_line() -> None:
     """The figures of the display are of the last updates, which are not the epoch's."""
     last = without_codes(on_a_terminal()).rpartition("20/20")[2]
@@ -179,6 +181,7 @@ def test_it_is_redrawn_by_time_and_not_by_update() -> None:
     assert len(shown) < 10
 
 
+@pytest.mark.ci
 def test_no_color_is_respected() -> None:
     colours = re.compile(r"\x1b\[[0-9;]*(3[0-9]|38;5;\d+|9[0-7])m")
     assert colours.search(on_a_terminal())
@@ -284,7 +287,7 @@ def test_lines_are_broken_between_words_and_paths_stay_whole() -> None:
     assert command_lines("predict  ", command, None) == [f"predict  {command}"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("tmux") is None, reason="tmux, a terminal that breaks its lines anew, is not installed"
 )

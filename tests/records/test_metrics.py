@@ -167,6 +167,7 @@ def test_the_f1_of_one_label_an_image_is_that_of_scikit_learn(sizes: tuple[int, 
     assert macro_f1(predicted, labels) == pytest.approx(f1_score(labels, predicted, average="macro"), abs=1e-12)
 
 
+@pytest.mark.ci
 @given(SIZES, st.sampled_from([0.1, 0.5]))
 def test_the_figures_of_several_labels_are_those_of_scikit_learn(sizes: tuple[int, int, int], share: float) -> None:
     samples, classes, seed = sizes

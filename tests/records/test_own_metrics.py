@@ -269,6 +269,7 @@ class TestTorchmetrics:
 SIZES = st.tuples(st.integers(1, 40), st.integers(2, 5), st.integers(0, 2**32 - 1))
 
 
+@pytest.mark.ci
 @given(SIZES, st.booleans())
 def test_the_area_under_the_roc_curve_is_that_of_scikit_learn(sizes: tuple[int, int, int], several: bool) -> None:
     samples, classes, seed = sizes

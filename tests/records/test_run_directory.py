@@ -221,6 +221,7 @@ print(full, directory.failures)
 """
 
 
+@pytest.mark.ci
 def test_a_full_disk_costs_neither_the_run_nor_a_line(tmp_path: Path) -> None:
     """A limit on the size of files replaces the full disk: the kernel writes part of a line, then refuses."""
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)

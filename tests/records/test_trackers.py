@@ -102,6 +102,7 @@ def test_each_curve_has_one_meaning() -> None:
     assert point_of({"kind": "event", "update": 3}) is None
 
 
+@pytest.mark.ci
 def test_tensorboard_after_a_kill_and_a_resume(tmp_path: Path) -> None:
     """SIGKILL with lines after the last checkpoint; the run repeats these updates, and TensorBoard shows each once."""
     run = tmp_path / "run"

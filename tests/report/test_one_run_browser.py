@@ -16,7 +16,7 @@ from accel_train.report.one_run.augmented import Augmented
 from accel_train.report.one_run.page import Pictures, page_of_run
 from accel_train.report.one_run.pictures import Picture
 
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"), pytest.mark.ci]
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"), pytest.mark.slow]
 
 NAMES = {
     2: ["cat", "<b>dog</b> & " + "x" * 120],

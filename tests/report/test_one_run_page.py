@@ -38,6 +38,7 @@ def tiles(page: str) -> str:
     return text_of("".join(re.findall(r'<div class="tile">.*?</div>', page, re.DOTALL)))
 
 
+@pytest.mark.ci
 def test_the_headline_is_the_accuracy_with_its_interval() -> None:
     page = page_of_run(made_up_run(train=FALLING), evaluation_by_counts([[8, 2], [1, 9]]), Pictures(), [])
     low, high = accuracy_interval(17, 20)
@@ -50,6 +51,7 @@ def test_the_headline_is_the_accuracy_with_its_interval() -> None:
     assert tiles(page_of_run(made_up_run(result={}), {}, Pictures(), [])) == ""
 
 
+@pytest.mark.ci
 def test_a_run_of_one_epoch_has_a_table_for_its_curves() -> None:
     page = text_of(page_of_run(made_up_run(train=[1.0], val=[0.9]), {}, Pictures(), []))
     assert "The run has one epoch, so there are no curves over the epochs. Its figures:" in page
@@ -61,6 +63,7 @@ def test_a_run_of_one_epoch_has_a_table_for_its_curves() -> None:
     assert "no curves over the epochs" not in usual
 
 
+@pytest.mark.ci
 def test_the_best_epoch_is_marked_in_the_curves() -> None:
     marked = page_of_run(made_up_run(train=FALLING, val=TURNING), {}, Pictures(), [])
     assert marked.count("best epoch: 3") == 2  # of the loss and of the accuracy
@@ -86,6 +89,7 @@ def test_the_calibration_shows_how_many_images_a_bin_has() -> None:
     assert draw_calibration([{"confidence": 1.0, "accuracy": 0.0, "count": 1}])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fit", [{"value": 0.01, "at_bound": True}, {"value": 99.9999}])  # an older one says less
 def test_a_temperature_at_a_bound_is_not_a_fit(fit: dict[str, object]) -> None:
     evaluation = evaluation_by_counts([[8, 2], [1, 9]])
@@ -98,6 +102,7 @@ def test_a_temperature_at_a_bound_is_not_a_fit(fit: dict[str, object]) -> None:
     assert "0.4321" in page and "temperature, fitted on val" in page and "No temperature" not in page
 
 
+@pytest.mark.ci
 def test_names_with_markup_and_several_labels() -> None:
     names = ["<script>alert(1)</script>", "a & b", "\u6f22\u5b57"]
     page = page_of_run(made_up_run(names, train=FALLING), made_up_evaluation(names, 60), Pictures(), ["<b>note</b>"])
@@ -142,6 +147,7 @@ def test_the_label_of_a_mixed_image_has_its_shares() -> None:
     assert label_text(torch.zeros(3), classes) == "none"
 
 
+@pytest.mark.ci
 def test_right_images_and_why_images_are_missing(digits_run: Path, tmp_path: Path, fresh_accelerate: None) -> None:
     run = Path(shutil.copytree(digits_run, tmp_path / "run"))
     assert cli.main(["report", str(run)]) == 0

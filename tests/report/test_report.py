@@ -56,6 +56,7 @@ def rows(html: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.ci
 def test_all_figures_are_those_of_scikit_learn_from_the_predictions(run: Path, page: str) -> None:
     found = read_predictions(run / "predictions-test.npz")
     predicted = found.logits.argmax(1)
@@ -108,6 +109,7 @@ def test_the_page_loads_nothing(page: str) -> None:
         assert "var(--text)" in chart
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 @pytest.mark.parametrize("width", [390, 1440])
 def test_a_browser_shows_it_without_a_horizontal_scroll_bar(page: str, tmp_path: Path, width: int) -> None:
@@ -132,6 +134,7 @@ def test_a_browser_shows_it_without_a_horizontal_scroll_bar(page: str, tmp_path:
     assert [float(text.rstrip("%")) for text in seen["down"]] == sorted(recalls, reverse=True)
 
 
+@pytest.mark.ci
 def test_restarts_and_differences_from_the_recipe_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     words = ["train", "digits", "--output-dir", str(run), "--optim.lr", "0.02", "--schedule.name", "constant"]
@@ -161,6 +164,7 @@ def test_restarts_and_differences_from_the_recipe_are_there(tmp_path: Path, caps
     assert loss.count("var(--mark)") >= 3 and ">restart<" in loss and ">skipped<" in loss
 
 
+@pytest.mark.ci
 def test_it_evaluates_once_and_again_when_the_weights_are_others(run: Path, page: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     kept = (copy / "predictions-test.npz").stat().st_mtime_ns
@@ -182,6 +186,7 @@ def test_huge_weights_that_are_not_are_refused_at_once(run: Path, tmp_path: Path
     assert "There are no figures of a model: The weights in" in unescape((tmp_path / "report.html").read_text())
 
 
+@pytest.mark.ci
 def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = []
     for seed in ("0", "1", "2"):
@@ -230,6 +235,7 @@ def test_any_name_of_a_run_is_shown_as_it_is(
     assert not COMMANDS.search(capsys.readouterr().out.replace("\n", ""))
 
 
+@pytest.mark.ci
 def test_classes_without_an_image_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     words = ["--epochs", "1", "--data.test-limit", "4", "--output-dir", str(run)]
@@ -244,6 +250,7 @@ def test_classes_without_an_image_are_listed(tmp_path: Path, capsys: pytest.Capt
     assert f"No test images: {', '.join(empty)} ({len(empty)} of 10 classes)." in found
 
 
+@pytest.mark.ci
 def test_a_thousand_classes_stay_below_5_mb(run: Path) -> None:
     real, numbers = read_run(run), np.random.default_rng(0)
     labels = numbers.integers(1000, size=20_000)

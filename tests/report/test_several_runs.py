@@ -120,6 +120,7 @@ def test_little_difference_is_not_told_from_noise(tmp_path: Path) -> None:
     assert same.differences[0].p_value == 1 and "c has as much test accuracy (95%" in verdict(page)
 
 
+@pytest.mark.ci
 def test_settings_with_seeds_are_judged_by_welch(tmp_path: Path) -> None:
     wrong = {0.1: (40, 44, 38), 0.2: (20, 26, 22)}
     runs = [
@@ -262,6 +263,7 @@ def test_unfinished_and_damaged_runs_are_named(tmp_path: Path) -> None:
     assert any(note.startswith("odd: ") and "predictions" in note for note in notes) and len(notes) == 2
 
 
+@pytest.mark.ci
 def test_a_run_without_predictions_is_evaluated_once(digits_run: Path, tmp_path: Path, fresh_accelerate: None) -> None:
     runs = [Path(shutil.copytree(digits_run, tmp_path / name)) for name in ("a", "b")]
     result = api.report(*runs)
@@ -273,6 +275,7 @@ def test_a_run_without_predictions_is_evaluated_once(digits_run: Path, tmp_path:
     assert [(run / "predictions-test.npz").stat().st_mtime_ns for run in runs] == kept
 
 
+@pytest.mark.ci
 def test_the_terminal_names_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [make_run(tmp_path / f"seed-{seed}", answers(some(20, seed)), "--seed", seed) for seed in range(10)]
     assert cli.main(["report", *map(str, runs), "--no-evaluate", "true"]) == 0
@@ -321,7 +324,7 @@ OVERFLOW = """(() => {
 })()"""
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 @pytest.mark.parametrize("classes", [2, 10, 1000])
 def test_a_browser_shows_it_on_any_screen(tmp_path: Path, classes: int) -> None:
@@ -346,7 +349,7 @@ def test_a_browser_shows_it_on_any_screen(tmp_path: Path, classes: int) -> None:
             assert seen["images"] and set(seen["images"]) == {8}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_sixty_runs_have_a_page(tmp_path: Path) -> None:
     runs = [
         make_run(

@@ -31,7 +31,7 @@ ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_suspended_process_is_left_alone() -> None:
     with subprocess.Popen([sys.executable, "-c", LIVES], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as popen:
         assert popen.stdout is not None

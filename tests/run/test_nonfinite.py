@@ -78,7 +78,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert not different
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adadelta"])
 def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path, optimizer: str) -> None:
     directory = tmp_path / "run"
@@ -117,6 +117,7 @@ def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path, optimizer: str)
     assert json.loads((directory / "result.json").read_text())["left_out_updates"] == 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("processes", "optimizer"), [pytest.param(1, "adamw", marks=pytest.mark.slow), (2, "adamw"), (2, "adadelta")]
 )
@@ -147,6 +148,7 @@ def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(
     assert json.loads((found / "state.json").read_text())["train"]["left_out"] == [bad]
 
 
+@pytest.mark.ci
 def test_bitwise_skip_and_rewind_come_to_the_same_bits_on_any_number_of_processes(recipe: Path, tmp_path: Path) -> None:
     """The exact sum of a gradient that is not finite is not finite on all processes, and the update leaves nothing."""
     kinds = {"skip-1": ("skip", 1), "skip-2": ("skip", 2), "rewind-2": ("rewind", 2)}
@@ -161,7 +163,7 @@ def test_bitwise_skip_and_rewind_come_to_the_same_bits_on_any_number_of_processe
         assert_equal(ends[0], end)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_rewind_to_a_checkpoint_of_another_optimizer(recipe: Path, tmp_path: Path) -> None:
     """The new optimizer begins anew there: nothing of the bad update is left in it."""
     for policy in ("skip", "rewind"):

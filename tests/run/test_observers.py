@@ -212,6 +212,7 @@ def weights(run: Path) -> bytes:
     return (run / "model.safetensors").read_bytes()
 
 
+@pytest.mark.ci
 def test_what_a_run_tells_and_that_observers_change_no_bit(tmp_path: Path) -> None:
     heard = told("go('alone')\ngo('seen', Sees(seconds=0.01), Sees(at='on_update', fails=True))", tmp_path)
     assert of(heard, "on_start") == [{"update": 0, "resumed": False, "folder": "seen"}] * 2
@@ -235,6 +236,7 @@ def test_what_a_run_tells_and_that_observers_change_no_bit(tmp_path: Path) -> No
     assert [line for line in figures["seen"] if line["kind"] != "event"] == figures["alone"]
 
 
+@pytest.mark.ci
 def test_an_observer_ends_the_run_anywhere_and_it_goes_on_without_a_difference(tmp_path: Path) -> None:
     script = """
 go('alone')
@@ -270,6 +272,7 @@ go('strict', strict)
     assert not any(end["result"] for end in ends)
 
 
+@pytest.mark.ci
 def test_going_back_is_told_as_updates_that_come_again(tmp_path: Path) -> None:
     script = """
 from accel_train.errors import UserError
@@ -286,6 +289,7 @@ except UserError as error:
     assert len(of(heard, "on_start")) == 1 and not of(heard, "on_end")  # an error is no end
 
 
+@pytest.mark.ci
 def test_a_save_asked_for_at_each_update_is_made(tmp_path: Path) -> None:
     heard = told("go('saves', Sees('save', 'on_update'))", tmp_path)
     assert of(heard, "result") == [["saves", True, "epochs", 20]]
@@ -295,6 +299,7 @@ def test_a_save_asked_for_at_each_update_is_made(tmp_path: Path) -> None:
     assert [value["update"] for value in of(heard, "on_checkpoint")] == saved
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("processes", [2, 3])
 def test_all_processes_stop_and_save_at_the_same_update(tmp_path: Path, processes: int) -> None:
     script = "go('save', Sees('save', 'on_update', 3))\ngo('stop', Sees('stop', 'on_update', 3))\ngo('stop', Sees())"

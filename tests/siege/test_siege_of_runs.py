@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import helpers
+import pytest
 from scene import Scene
-from siege import MARKS, FallenError, besiege, check
+from siege import SECONDS, FallenError, besiege, check
 
 from accel_train.api import load_run
 from accel_train.ownership.owner import FILE
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(SECONDS + 900)]
 EPOCHS = 6
 COMMON = (
     "digits --data.train-limit 480 --data.val-fraction 0.1 --batch-size 48 --log-every-updates 1 "

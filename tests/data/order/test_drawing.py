@@ -43,6 +43,7 @@ def test_the_counts_of_samples_and_classes_differ_from_the_expected_by_less_than
     assert bool(((torch.bincount(classes[drawn], minlength=5) - of_classes).abs() < 1 + 1e-9).all())
 
 
+@pytest.mark.ci
 def test_over_many_epochs_each_sample_comes_as_often_as_its_weight_says() -> None:
     weights = torch.tensor([0.03, 0.2, 0.2, 1.0, 0.0, 3.0, 0.7, 0.11])
     classes = torch.tensor([0, 1, 0, 1, 1, 0, 0, 1])
@@ -127,6 +128,7 @@ def test_a_sample_that_is_drawn_twice_is_augmented_in_two_ways() -> None:
     assert torch.equal(batch["keys"], torch.cat([each.keys(0) for each in order]))  # what a data worker uses
 
 
+@pytest.mark.ci
 def test_an_unreadable_sample_is_replaced_by_one_of_its_class_and_all_others_keep_their_places() -> None:
     labels = torch.tensor([0] * 40 + [1] * 8)
     bad = torch.zeros(48, dtype=torch.bool)

@@ -60,6 +60,7 @@ def test_each_sample_exactly_once_and_padding_last(plan: Plan, seed: int, epoch:
     assert counted.tolist() == [plan.real_samples(update * plan.batch_size) for update in range(plan.updates_per_epoch)]
 
 
+@pytest.mark.ci
 @given(plans(), st.integers(0, 2**40), st.integers(0, 100))
 def test_the_windows_do_not_depend_on_the_split(plan: Plan, seed: int, epoch: int) -> None:
     whole = TrainingSampler(Plan(plan.samples, plan.batch_size, 1, 1, plan.drop_last), seed)
@@ -109,6 +110,7 @@ def test_what_is_said_of_a_division() -> None:
     assert "(33% of the slots" in warning and "with 2 or 4 processes, or with --batch-size 24 or 48" in warning
 
 
+@pytest.mark.ci
 @given(plans(), st.integers(0, 2**40), st.integers(0, 100), st.data())
 def test_seek_goes_to_any_update(plan: Plan, seed: int, epoch: int, data: st.DataObject) -> None:
     order = TrainingSampler(plan, seed)
@@ -131,6 +133,7 @@ def test_seek_goes_to_any_update(plan: Plan, seed: int, epoch: int, data: st.Dat
         assert permuted(position, plan.samples, key(seed, epoch, "order")).item() == tail.ids[at]
 
 
+@pytest.mark.ci
 @given(plans(), st.integers(1, 60), st.integers(0, 2**40), st.data())
 def test_an_epoch_goes_on_with_another_batch_size_where_it_was(
     plan: Plan, batch_size: int, seed: int, data: st.DataObject

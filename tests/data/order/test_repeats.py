@@ -51,6 +51,7 @@ def test_an_update_has_the_samples_of_ra_sampler(world: int, samples: int, repea
         assert sorted(ids[window][weights[window] > 0].tolist()) == sorted(expected)
 
 
+@pytest.mark.ci
 @given(st.data())
 def test_any_division_has_the_same_copies_and_can_go_on(data: st.DataObject) -> None:
     repeats, samples = data.draw(st.integers(2, 5)), data.draw(st.integers(40, 700))

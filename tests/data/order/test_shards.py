@@ -67,6 +67,7 @@ def by_place(plan: Plan, batch: IndexBatch) -> IndexBatch:
     return IndexBatch(batch.epoch, batch.ids[index], batch.weights[index], positions)
 
 
+@pytest.mark.ci
 @given(plans(), st.integers(1, 5), st.integers(0, 50))
 def test_each_sample_exactly_once_in_an_order_of_the_recipe_alone(
     drawn: tuple[Plan, list[int]], open_shards: int, epoch: int
@@ -88,6 +89,7 @@ def test_each_sample_exactly_once_in_an_order_of_the_recipe_alone(
     assert torch.equal(slots_of(alone).ids, found.ids)
 
 
+@pytest.mark.ci
 @given(plans(), st.integers(1, 5), st.data())
 def test_seek_goes_to_any_update(drawn: tuple[Plan, list[int]], open_shards: int, data: st.DataObject) -> None:
     plan, sizes = drawn
@@ -109,6 +111,7 @@ def shards_by_process(plan: Plan, sampler: ShardSampler, epoch: int) -> torch.Te
     return shards.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.ci
 @given(plans(), st.integers(1, 5), st.integers(0, 50))
 def test_a_process_has_few_shards_open_and_only_those_of_its_nodes(
     drawn: tuple[Plan, list[int]], open_shards: int, epoch: int
@@ -139,6 +142,7 @@ def test_a_process_has_few_shards_open_and_only_those_of_its_nodes(
             assert len(of_process.unique()) <= most * nodes_of_it + open_shards  # and padding has the block before
 
 
+@pytest.mark.ci
 @given(plans(), st.integers(1, 5), st.integers(2, 4), st.data())
 def test_repeats_have_all_copies_of_a_sample_in_its_update_and_on_its_node(
     drawn: tuple[Plan, list[int]], open_shards: int, repeats: int, data: st.DataObject
@@ -164,6 +168,7 @@ def test_repeats_have_all_copies_of_a_sample_in_its_update_and_on_its_node(
     assert torch.equal(slots_of(one).ids, found.ids)
 
 
+@pytest.mark.ci
 @given(plans(), st.integers(1, 5), st.data())
 def test_skipped_samples_are_replaced_by_those_of_their_shard_and_all_others_keep_their_places(
     drawn: tuple[Plan, list[int]], open_shards: int, data: st.DataObject
@@ -182,6 +187,7 @@ def test_skipped_samples_are_replaced_by_those_of_their_shard_and_all_others_kee
     assert not can_be_read[shard[whole.ids[moved]]].any()
 
 
+@pytest.mark.ci
 @given(plans(), st.integers(1, 5))
 def test_drawn_samples_are_those_of_the_sampler(drawn: tuple[Plan, list[int]], open_shards: int) -> None:
     plan, sizes = drawn
@@ -201,6 +207,7 @@ def test_drawn_samples_are_those_of_the_sampler(drawn: tuple[Plan, list[int]], o
     assert torch.equal(rest.ids[rest.weights > 0], found.ids[rest.weights > 0])
 
 
+@pytest.mark.ci
 def test_a_million_samples_take_less_than_a_second_and_no_table_of_them() -> None:
     plan = Plan(1 << 20, 1024, 8, 1, canonical_nodes=8)
     for sizes in ([1 << 10] * (1 << 10), [1 << 20], [1] * (1 << 20)):

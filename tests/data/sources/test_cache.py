@@ -395,7 +395,7 @@ class TestWriting:
         assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_trained_from_a_cache_by_the_command_line(original: Path, tmp_path: Path) -> None:
     cached, run = tmp_path / "pets.cache", tmp_path / "run"
     words = ["cache-data", "folder", "--root", str(original), "--output", str(cached), "--short-side", "40"]

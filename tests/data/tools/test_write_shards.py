@@ -120,6 +120,7 @@ class TestWhatIsWritten:
         _, shards = written(Data(name="folder", root=pets), tmp_path / "out")
         assert api.index({"name": "wds", "root": str(shards.root)}).was_there
 
+    @pytest.mark.ci
     def test_digits_and_user_tensors_are_png(self, tmp_path: Path) -> None:
         result, shards = written(Data(), tmp_path / "digits", shard_size="1MB")
         assert_same(load_splits(Data(), 0), load_splits(shards, 0))
@@ -217,7 +218,7 @@ class TestOrder:
         splits = json.loads((shards.root / "_info.json").read_text())["splits"]
         assert splits["train"]["shard_lengths"] == [7] * 8 + [4] and splits["validation"]["num_samples"] == 12
 
-    @pytest.mark.ci
+    @pytest.mark.slow
     def test_in_a_kept_order_the_same_is_learned_to_the_bit(self, pets: Path, tmp_path: Path) -> None:
         data = Data(name="folder", root=pets)
         of_files, _ = written(data, tmp_path / "out", keep_order=True)
@@ -276,7 +277,7 @@ class TestCompleteOrAbsent:
                 written(Data(name="folder", root=pets), output)
         assert sorted(path.name for path in (pets / "train").iterdir()) == ["a \n name", "cat", "dög"]
 
-    @pytest.mark.ci
+    @pytest.mark.slow
     def test_after_a_kill_it_continues_to_the_same_bytes(self, pets: Path, tmp_path: Path) -> None:
         script = (
             "import sys, time; from accel_train.data.tools import shard_writer\n"
@@ -307,6 +308,7 @@ class TestCompleteOrAbsent:
         written(Data(name="folder", root=pets), tmp_path / "at once")
         assert content(output) == content(tmp_path / "at once")
 
+    @pytest.mark.ci
     def test_altered_bytes_are_noticed_and_written_again(
         self, pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

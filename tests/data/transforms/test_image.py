@@ -97,6 +97,7 @@ class TestResizedCrop:
         keys = hashed(key(9), torch.arange(count))
         return crop_boxes(keys, torch.full((count,), height), torch.full((count,), width), **bounds)
 
+    @pytest.mark.ci
     @pytest.mark.parametrize(("height", "width"), SIZES)
     def test_boxes_are_distributed_as_torchvisions(self, height: int, width: int) -> None:
         count = 4000

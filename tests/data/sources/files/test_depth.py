@@ -243,6 +243,7 @@ def test_pil_images_of_a_users_dataset_are_treated_alike(tmp_path: Path) -> None
         assert torch.equal(splits.train.fetch([1])[0], LEVELS)
 
 
+@pytest.mark.ci
 def test_a_run_keeps_its_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Training, evaluation and prediction have the same pixels. Without the range the accuracy was 50 %."""
     root = write(tmp_path / "float", "float", {"train": 64, "test": 16})

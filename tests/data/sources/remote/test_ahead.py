@@ -99,6 +99,7 @@ def test_most_at_once_is_counted_with_a_margin() -> None:
     assert [uses.most_at_once(sizes, margin) for margin in (0, 1, 100)] == [10, 20, 60]
 
 
+@pytest.mark.ci
 def test_each_shard_is_there_before_it_is_needed(server: StorageServer, tmp_path: Path) -> None:
     train, sampler = splits(server, tmp_path, None).train, in_order()
     loader = follow([], train, sampler, one_process())
@@ -114,6 +115,7 @@ def test_each_shard_is_there_before_it_is_needed(server: StorageServer, tmp_path
     assert loader is not None
 
 
+@pytest.mark.ci
 def test_a_small_cache_keeps_what_is_needed_next(
     server: StorageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +140,7 @@ def test_a_small_cache_keeps_what_is_needed_next(
     assert 28 <= len(fetched(server)) <= 38
 
 
+@pytest.mark.ci
 def test_an_order_that_needs_all_shards_at_a_time_is_refused(server: StorageServer, tmp_path: Path) -> None:
     train = splits(server, tmp_path, 3.0).train
     shuffled = TrainingSampler(Plan(len(train), BATCH, 1, 1), 0)
@@ -146,6 +149,7 @@ def test_an_order_that_needs_all_shards_at_a_time_is_refused(server: StorageServ
     follow([], train, in_order(), one_process())
 
 
+@pytest.mark.ci
 def test_so_is_one_for_which_the_disk_has_no_room(
     server: StorageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +159,7 @@ def test_so_is_one_for_which_the_disk_has_no_room(
         follow([], train, TrainingSampler(Plan(len(train), BATCH, 1, 1), 0), one_process())
 
 
+@pytest.mark.ci
 def test_an_evaluation_fetches_each_shard_once(server: StorageServer, tmp_path: Path) -> None:
     train = splits(server, tmp_path, 4.2).train
     sampler, batches = EvaluationSampler(len(train), BATCH), 0
@@ -165,6 +170,7 @@ def test_an_evaluation_fetches_each_shard_once(server: StorageServer, tmp_path: 
     assert sorted(fetched(server)) == sorted({*fetched(server)}) and len(fetched(server)) == TRAIN
 
 
+@pytest.mark.ci
 def test_a_lost_shard_is_said_before_it_is_needed(server: StorageServer, tmp_path: Path) -> None:
     train, sampler = splits(server, tmp_path, None).train, in_order()
     server.fault = lambda method, path, times: "404" if path == "train-003.tar" else None

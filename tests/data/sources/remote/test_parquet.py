@@ -257,6 +257,7 @@ def test_hfds_says_what_reads_its_files_in_shards() -> None:
         shard_table(Data("folder"), source)
 
 
+@pytest.mark.ci
 def test_killed_while_it_unpacks(tmp_path: Path) -> None:
     folder = write_hub(tmp_path / "data", train=1, val=0, below="")
     with StorageServer(folder) as server:
@@ -268,6 +269,7 @@ def test_killed_while_it_unpacks(tmp_path: Path) -> None:
     assert [path.suffix for path in copies(tmp_path)] == [".tar"]
 
 
+@pytest.mark.ci
 def test_what_a_killed_process_has_left_makes_room(tmp_path: Path) -> None:
     folder = write_hub(tmp_path / "data", train=2, val=0, below="", side=64)
     size = (folder / "train-00000-of-00002.parquet").stat().st_size
@@ -362,6 +364,7 @@ def test_a_file_that_is_replaced_while_it_is_unpacked(tmp_path: Path, monkeypatc
         load_splits(data(folder, tmp_path), 0)
 
 
+@pytest.mark.ci
 def test_memory_does_not_grow_with_a_row_group(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).bytes(1 << 20)
     for name, count in (("small", 4), ("large", 300)):

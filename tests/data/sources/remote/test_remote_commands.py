@@ -44,6 +44,7 @@ def exam_of(root: object, update_seconds: float) -> Any:
     return exam
 
 
+@pytest.mark.ci
 def test_the_doctor_compares_the_storage_with_the_recipe(
     server: StorageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_index_and_check_data(server: StorageServer, capsys: pytest.CaptureFixtu
     assert json.loads(listed.read_text().partition(": ")[2])["root"] == url and "{" not in listed.name
 
 
+@pytest.mark.ci
 def test_they_keep_copies_where_a_training_would(
     server: StorageServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +98,7 @@ def test_they_keep_copies_where_a_training_would(
         assert "--cache-size: expected a size such as 256MB or 1GB, found 'much'." in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_the_quick_doctor_fetches_no_shards_to_make_an_index(server: StorageServer, tmp_path: Path) -> None:
     words = ["doctor", "digits", "--quick", "--json", str(tmp_path / "found.json"), "--batch-size", "32"]
     words += ["--data.name", "wds", "--data.root", f"{server.url}/{BRACES}", "--output-dir", str(tmp_path / "run")]
@@ -118,6 +121,7 @@ def test_the_quick_doctor_fetches_no_shards_to_make_an_index(server: StorageServ
     assert len(read) <= 2  # one of which images are decoded, one by which the bandwidth is measured
 
 
+@pytest.mark.ci
 def test_an_evaluation_reads_where_the_run_has_read(server: StorageServer, tmp_path: Path) -> None:
     words = "digits --data.name wds --batch-size 16 --epochs 1 --model.image-size 8 --augment.crop resized"
     run, cache = tmp_path / "run", tmp_path / "cache"

@@ -85,6 +85,7 @@ def test_an_index_beside_the_shards_spares_fetching_them(server: StorageServer, 
     assert INDEX not in {path for method, path, _ in server.log if method == "GET" and path.endswith(".tar")}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("root", ["", "/{train-{000..005},val-000}.tar"], ids=["folder", "braces"])
 def test_few_requests_follow_one_another_until_the_data_is_known(
     server: StorageServer, folder: Path, tmp_path: Path, root: str
@@ -242,6 +243,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     moto.wait()
 
 
+@pytest.mark.ci
 def test_a_bucket_is_listed_and_read(bucket: tuple[str, Path], tmp_path: Path) -> None:
     url, folder = bucket
     assert everything(data(url, tmp_path)) == everything(data(folder, tmp_path))

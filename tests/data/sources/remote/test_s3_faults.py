@@ -126,6 +126,7 @@ def proxy(s3: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pr
     server.server_close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "faults", [(), ("503",), ("500", "503"), ("reset",), ("truncated",), ("429", "truncated", "reset")], ids="-".join
 )
@@ -145,6 +146,7 @@ def test_a_shard_comes_whole_whatever_fails_on_the_way(
     assert proxy.requests.count(("GET", f"/bucket/some/data/{NAME}")) == parts + len(faults)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("faults", [("503",), ("500", "500"), ("reset",), ("truncated",)], ids="-".join)
 def test_the_bucket_is_listed_whatever_fails_on_the_way(proxy: Proxy, folder: Path, faults: tuple[str, ...]) -> None:
     proxy.fault = lambda method, path, times: faults[times] if method == "GET" and times < len(faults) else None
@@ -155,6 +157,7 @@ def test_the_bucket_is_listed_whatever_fails_on_the_way(proxy: Proxy, folder: Pa
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("status", "few"), [("503", False), ("403", True), ("404", True)])
 def test_what_never_comes_is_one_line_with_the_url(proxy: Proxy, tmp_path: Path, status: str, few: bool) -> None:
     there, copy = Storage(Url(ROOT)), tmp_path / "copy"

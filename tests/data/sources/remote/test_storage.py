@@ -64,6 +64,7 @@ def test_a_server_without_ranges_sends_all_of_it_once(server: StorageServer, tmp
     assert server.bytes == size_of(server.folder, NAME)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("status", "requests"), [("404", 1), ("403", 1), ("503", 4)])
 def test_what_is_not_there_is_one_line_with_the_url(
     server: StorageServer, tmp_path: Path, status: str, requests: int
