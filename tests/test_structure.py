@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ ABOVE = ("cli", "api", "preflight", "__main__")
 LONGEST_FUNCTION, LONGEST_FILE, MOST_FILES = 80, 300, 11
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """Return each file's module name, such as "data.order.plan", and its syntax tree."""
     return {
@@ -46,6 +48,7 @@ def imports(tree: ast.Module, known: set[str]) -> Iterator[str]:
                 yield inner if inner in known else module
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     found = modules()
     return {name: {each for each in imports(tree, set(found)) if each} for name, tree in found.items() if name}

@@ -81,6 +81,7 @@ def test_what_is_wrong_on_one_process_is_found_and_said_of_it(tmp_path: Path) ->
     assert f"FAIL variables: {found['variables']['advice']}" in done.stdout
 
 
+@pytest.mark.ci
 def test_an_image_that_cannot_be_read(tmp_path: Path) -> None:
     for split in ("train", "val"):
         for label in ("cat", "dog"):

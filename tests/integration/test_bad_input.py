@@ -140,6 +140,7 @@ def test_traceback_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_one_of_two_processes_speaks(tmp_path: Path) -> None:
     """Both processes find that they cannot share the batch, and one of them prints the error."""
     done = helpers.python("-m", "accel_train.train", "digits", "--batch-size", 1, processes=2, cwd=tmp_path)

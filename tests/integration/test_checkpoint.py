@@ -65,6 +65,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("saved", "restored", "processes"), CASES)
 def test_any_number_of_processes_restores_the_state_bitwise(elastic, saved, restored, processes):
     expected = torch.load(elastic / f"{saved}.0")
@@ -81,6 +82,7 @@ def test_any_number_of_processes_restores_the_state_bitwise(elastic, saved, rest
             )
 
 
+@pytest.mark.ci
 def test_files_are_those_of_the_plain_model_and_hold_tied_weights_under_both_names(elastic):
     for run in ("one", "two", "fsdp"):
         weights = load_file(find_newest_checkpoint(elastic / run) / "model.safetensors")
@@ -88,6 +90,7 @@ def test_files_are_those_of_the_plain_model_and_hold_tied_weights_under_both_nam
         assert torch.equal(weights["4.weight"], weights["5.weight"])
 
 
+@pytest.mark.ci
 def test_every_process_raises_the_same_error(elastic):
     messages = {(elastic / f"refused.{rank}").read_text() for rank in range(2)}
     assert len(messages) == 1

@@ -89,6 +89,7 @@ def test_without_repeats_nothing_is_rounded_and_few_samples_are_all_used() -> No
     assert divide_batch(Config(batch_size=30), 1, batchnorm=False) == (1, 1)
 
 
+@pytest.mark.ci
 def test_a_workers_batch_has_the_numbers_of_the_copies_on_the_host_too() -> None:
     """A worker moves the keys to shared memory: an array that shared theirs would have what is there afterwards."""
     source = Synthetic(Data(image_size=8, classes=2), "train", 0, 96)

@@ -84,6 +84,7 @@ def parts(splits: Splits) -> list[Source]:
 
 
 class TestContent:
+    @pytest.mark.ci
     @pytest.mark.parametrize("processes", [1, 2])
     def test_the_same_samples_and_in_evaluation_the_same_pixels(
         self, original: Path, tmp_path: Path, processes: int
@@ -152,6 +153,7 @@ def cached(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Data:
 
 
 class TestReading:
+    @pytest.mark.ci
     def test_any_batch_any_worker_any_restart(self, cached: Data) -> None:
         source = load_splits(cached, 0).train
 

@@ -488,6 +488,7 @@ def test_killed_while_it_is_written(tmp_path: Path, step: str, after: bool, look
     assert content(root, "wds") == first and looks == [root] * (not whole)
 
 
+@pytest.mark.ci
 def test_a_worker_keeps_the_index_that_it_was_given(tmp_path: Path) -> None:
     """Though another file has its name: the workers of a training may start when the data has a new index."""
     root = make(tmp_path / "data", "folder")
