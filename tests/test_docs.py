@@ -366,7 +366,7 @@ def test_the_pages_on_own_data_and_models_work_as_they_are(tmp_path: Path) -> No
     assert done.stdout.splitlines()[-1].startswith("2 test ")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_tutorial_works_as_it_is(tmp_path: Path) -> None:
     """All its commands but those that install, in one folder, as they are there (photographs smaller)."""

@@ -57,7 +57,10 @@ def test_accelerate_takes_every_setting(name: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("name", "world_size"), [("cpu", 1), ("multi_cpu", 2), ("single_gpu", 1)])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("multi_cpu", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("cpu", "single_gpu"))],
+)
 def test_those_that_need_no_gpu_run_without_one(name: str, world_size: int) -> None:
     config = str(DIRECTORY / f"{name}.yaml")
     codes, found, text = worlds.finish(

@@ -207,7 +207,7 @@ def test_the_time_limit_interrupts_and_the_job_goes_on(limited: Job) -> None:
     job.restarted(1)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_each_script_makes_the_same_run(jobs: dict[str, Job]) -> None:
     alone, four, tasks = (jobs[name].result() for name in ("short", "four", "tasks"))
     assert [found["world_size"] for found in (alone, four, tasks)] == [1, 4, 4]

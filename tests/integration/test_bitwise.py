@@ -81,7 +81,7 @@ def assert_same(one: Path, other: Path) -> None:
     ("name", "worlds"),
     [
         # Three share four virtual batches as 2, 1, 1, and eight as 3, 3, 2.
-        *(pytest.param(name, (1, 2, 3, 4), marks=[pytest.mark.ci] * (name != "digits")) for name in RUNS),
+        *(pytest.param(name, (1, 2, 3, 4), marks=[pytest.mark.slow] * (name != "digits")) for name in RUNS),
         *(pytest.param(name, (1, 2, 3, 4), marks=pytest.mark.slow) for name in SLOW),
         *(pytest.param(name, (1, 5, 6, 7, 8), marks=pytest.mark.slow) for name in ("digits", "drawn")),
         pytest.param("digits", (1, 8), marks=pytest.mark.slow),

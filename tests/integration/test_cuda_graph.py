@@ -77,7 +77,7 @@ def test_the_pretended_device_replays_what_was_recorded_and_refuses_to_wait_mean
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [pytest.param(*each, marks=pytest.mark.ci) for each in (("momentum", "no"), ("momentum", "bf16"), ("adamw", "no"))],

@@ -226,7 +226,7 @@ def test_torchrun_makes_one_world_and_may_restart_it() -> None:
     assert worlds[0]["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun (Open MPI) is not installed")
 def test_mpirun_makes_one_world() -> None:
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -66,7 +66,7 @@ def result(run: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_figures_have_the_same_bits_on_1_2_and_3_processes_also_after_kills(mine: Path, tmp_path: Path) -> None:
     words = (*DIGITS, *chosen(mine), "--bitwise", "true", "--epochs", "3", "--ema.enabled", "true")

@@ -71,7 +71,10 @@ def words(root: str, tmp_path: Path) -> list[object]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("below", ["shards", f"shards/{BRACES}", "no-ranges", "gzip"])
+@pytest.mark.parametrize(
+    "below",
+    ["shards", *(pytest.param(each, marks=pytest.mark.slow) for each in (f"shards/{BRACES}", "no-ranges", "gzip"))],
+)
 def test_a_run_is_that_on_local_shards(
     server: NginxServer, folder: Path, local: str, tmp_path: Path, below: str
 ) -> None:
@@ -109,7 +112,12 @@ def test_a_shard_of_several_parts_comes_whole(
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [("deleted", "cannot be read: "), ("replaced", "is not the file any more that it was when the run looked at it")],
+    [
+        ("deleted", "cannot be read: "),
+        pytest.param(
+            "replaced", "is not the file any more that it was when the run looked at it", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_shard_that_is_lost_while_it_trains_ends_the_run_in_one_line(
     server: NginxServer, folder: Path, local: str, tmp_path: Path, change: str, reason: str

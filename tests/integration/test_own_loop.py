@@ -120,7 +120,7 @@ def test_the_weights_and_figures_are_the_same_on_any_number_of_processes(
     assert figures(output) == whole[1]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_killed_stopped_and_continued_on_other_numbers_of_processes(
     whole: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

@@ -68,7 +68,7 @@ def test_a_second_start_is_refused_and_a_killed_owners_run_goes_on_at_once(tmp_p
         assert not list(run.run.glob("*owner*")) and not list(run.run.glob(".owner*"))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_processes_have_one_owner_and_end_soon_after_their_launcher(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, "--checkpoint.every-updates", 1000, processes=2, fresh=True) as run:
         run.until_trained(5)

@@ -216,11 +216,8 @@ def kernels_of_torchs_own(gpu: Pretended, run: Path, words: str, layers: int, ba
     return one.total() - one["virtual_batches.py"] + layers
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("words", "layers"),
-    [pytest.param(*net, marks=pytest.mark.slow if net[1] > 50 else pytest.mark.ci) for net in NETS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "layers"), NETS)
 def test_kernels_do_not_grow_with_the_virtual_batches(gpu: Pretended, tmp_path: Path, words: str, layers: int) -> None:
     """Eight virtual batches take at most three times the kernels of the model with torch's own BatchNorm."""
     four, eight = (kernels_of(gpu, tmp_path, words, size).total() for size in (8, 4))
@@ -395,7 +392,7 @@ def test_image_files_that_workers_decode(gpu: Pretended, photos: Path, tmp_path:
     assert done.waits[2:5] == [READ_LATER] * 3
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_cache_of_images(gpu: Pretended, photos: Path, tmp_path: Path) -> None:
     cache = tmp_path / "photos.cache"
     succeeded(gpu("cache-data", "folder", "--root", photos / "train", "--output", cache, "--short-side", 40))
@@ -544,7 +541,7 @@ def test_it_goes_on_where_it_was_and_is_evaluated_and_used(gpu: Pretended, photo
     assert done.output.count(".jpg") >= 6
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_save_waits_for_the_device_once(gpu: Pretended, tmp_path: Path, optimizer: str) -> None:
     model = (

@@ -57,7 +57,7 @@ def small(recipe: str, photos: Path) -> list[str]:
 
 LARGE = ("cats_dogs_alexnet", "cifar10_alexnet", "imagenet_resnet50", "imagenet_vit_small")
 VERY_LARGE = {name for name in recipe_names() if name.startswith("imagenet")} - {*LARGE}
-MARKS = dict.fromkeys(LARGE, pytest.mark.ci) | dict.fromkeys(VERY_LARGE, pytest.mark.slow)
+MARKS = dict.fromkeys((*LARGE, *VERY_LARGE), pytest.mark.slow)
 
 
 @pytest.mark.ci

@@ -102,12 +102,11 @@ SHORT = pytest.mark.timeout(600)
 LONG = (pytest.mark.slow, pytest.mark.timeout(7200))
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("processes", "kills", "epochs"),
     [
         pytest.param(1, 4, 3, marks=(SHORT, pytest.mark.slow)),
-        pytest.param(2, 2, 2, marks=(SHORT, pytest.mark.ci)),
+        pytest.param(2, 2, 2, marks=(SHORT, pytest.mark.slow)),
         pytest.param(4, 6, 6, marks=LONG),
         pytest.param(1, 50, 40, marks=LONG),
         pytest.param(2, 50, 40, marks=LONG),

@@ -16,7 +16,7 @@ from PIL import Image
 LONG = ("digits", "--epochs", 500, "--log-every-updates", 5)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_stopped_process_is_named_and_the_run_ended(tmp_path: Path) -> None:
     with started(tmp_path / "run", *LONG, "--hang-timeout-seconds", 4, processes=2, launcher=True) as run:
         run.until_trained(5)
