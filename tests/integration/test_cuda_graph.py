@@ -80,7 +80,7 @@ def test_the_pretended_device_replays_what_was_recorded_and_refuses_to_wait_mean
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
-    [pytest.param(*each, marks=pytest.mark.ci) for each in (("momentum", "no"), ("momentum", "bf16"), ("adamw", "no"))],
+    [("momentum", "no"), ("momentum", "bf16"), ("adamw", "no")],
 )
 def test_a_recorded_run_has_the_bits_of_one_that_is_not(
     gpu: Pretended, tmp_path: Path, optimizer: str, precision: str
