@@ -55,9 +55,8 @@ def small(recipe: str, photos: Path) -> list[str]:
     return [*options, "--data.test-limit", "4", "--eval-batch-size", "4"]
 
 
-LARGE = ("cats_dogs_alexnet", "cifar10_alexnet", "imagenet_resnet50", "imagenet_vit_small")
-VERY_LARGE = {name for name in recipe_names() if name.startswith("imagenet")} - {*LARGE}
-MARKS = dict.fromkeys((*LARGE, *VERY_LARGE), pytest.mark.slow)
+LARGE = {name for name in recipe_names() if name.startswith("imagenet")} | {"cats_dogs_alexnet", "cifar10_alexnet"}
+MARKS = dict.fromkeys(LARGE, pytest.mark.slow)
 
 
 @pytest.mark.ci

@@ -76,38 +76,42 @@ def figures(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] in ("train", "eval")]
 
 
-def train(kind: str, place: int, count: int, run: Path, *options: str) -> int:
-    words = [kind, str(place), str(count), *OPTIONS, *options, "--output-dir", str(run)]
+def train(kind: str, last: str, count: int, run: Path, *options: str) -> int:
+    words = [kind, str(SINKS.index(last) + 1), str(count), *OPTIONS, *options, "--output-dir", str(run)]
     return helpers.python("-c", KILLED, *words).returncode
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("whole")
-    assert train("UpdateDone", 1, 0, run) == 0
+    assert train("UpdateDone", "metrics.jsonl", 0, run) == 0
     return run
 
 
-# metrics.jsonl, status.json, trackers, console, ledger: a place is the number of sinks that have handled the event.
+SINKS = ("metrics.jsonl", "status.json", "trackers", "console", "ledger")
 ALL = [
-    (kind, place, count)
+    (kind, last, count)
     for kind, count in {
         "Started": 1, "UpdateDone": 8, "Logged": 7, "Evaluated": 2, "SaveBegun": 2, "SaveCommitted": 2, "Ended": 1,
     }.items()
-    for place in range(1, 6)
+    for last in SINKS
 ]  # fmt: skip
-SOME = {("UpdateDone", 4), ("Logged", 1), ("Evaluated", 3), ("SaveBegun", 2), ("SaveCommitted", 2)}
+SOME = {
+    ("UpdateDone", "console"), ("Logged", "metrics.jsonl"), ("Evaluated", "trackers"), ("SaveBegun", "status.json"),
+    ("SaveCommitted", "status.json"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "count"),
+    ("kind", "last", "count"),
     [pytest.param(*case, marks=[] if case[:2] in SOME else pytest.mark.slow) for case in ALL],
 )
 def test_a_kill_between_two_sinks_loses_and_repeats_nothing(
-    tmp_path: Path, whole: Path, kind: str, place: int, count: int
+    tmp_path: Path, whole: Path, kind: str, last: str, count: int
 ) -> None:
-    assert train(kind, place, count, tmp_path) == -9
-    assert train("UpdateDone", 1, 0, tmp_path) == 0
+    """`last` is the last sink that has handled the event."""
+    assert train(kind, last, count, tmp_path) == -9
+    assert train("UpdateDone", "metrics.jsonl", 0, tmp_path) == 0
     assert figures(tmp_path) == figures(whole)
     status = json.loads((tmp_path / "status.json").read_text())
     if kind != "Ended":  # else the run was finished before: nothing of it is changed
@@ -123,15 +127,15 @@ def test_a_kill_between_two_sinks_loses_and_repeats_nothing(
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-@pytest.mark.parametrize("place", [1, 4])
-def test_a_kill_when_the_run_goes_back_is_resumed(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("last", ["metrics.jsonl", "console"])
+def test_a_kill_when_the_run_goes_back_is_resumed(tmp_path: Path, last: str) -> None:
     """A learning rate that makes the loss infinite again and again: each time the run goes back, until it is killed."""
     options = ["--optim.lr", "1e30", "--schedule.warmup-epochs", "1", "--on-nonfinite", "rewind"]
-    assert train("Rewound", place, 1, tmp_path, *options) == -9
+    assert train("Rewound", last, 1, tmp_path, *options) == -9
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     back = next(line["update"] for line in lines if line.get("text") == "rewound")
     assert max((line["update"] for line in lines if line["kind"] == "train"), default=0) <= back
-    train("UpdateDone", 1, 3, tmp_path, *options)
+    train("UpdateDone", "metrics.jsonl", 3, tmp_path, *options)
     starts = read_starts(tmp_path)
     assert len(starts) == 2 and starts[0].last_update <= back == starts[1].first_update
 
