@@ -69,7 +69,8 @@ def keeping_page(
         notes.append(f"The first {SHOWN:,} of {counted(count, 'image')}; `accel-train predict … --output` has all.")
     if unreadable:
         notes.append(f"{unreadable:,} of {counted(count, 'image')} cannot be read.")
-    facts = [("model", run.title), ("images", f"{count:,}"), ("probabilities", calibration.text.removeprefix("probabilities are "))]
+    probabilities = calibration.text.removeprefix("probabilities are ")
+    facts = [("model", run.title), ("images", f"{count:,}"), ("probabilities", probabilities)]
     page = render(
         "predictions.html",
         title=f"{run.path.resolve().name}: what the model answers",
