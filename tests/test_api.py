@@ -109,7 +109,7 @@ def test_export_and_report_return_what_they_have_written(run: Path, tmp_path: Pa
     assert report(run, tmp_path / "copy", output=page.path).figures == {}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_doctor_and_bench_return_what_they_have_found(tmp_path: Path) -> None:
     script = f"""
 import json, os

@@ -612,7 +612,7 @@ def test_the_page_on_sweeps_shows_the_example() -> None:
     assert (ROOT / "examples" / "optuna_sweep.py").read_text() in blocks(text_of("docs/sweeps.md"), "python")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_page_on_observers_works(tmp_path: Path) -> None:
     (code,) = blocks(text_of("docs/observers.md"), "python")
     (tmp_path / "observe.py").write_text(code)

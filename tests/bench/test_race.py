@@ -56,7 +56,7 @@ def racers(tmp_path: Path, then: str) -> dict[str, race.Start]:
     return {"a": start, "b": start}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["on", "end"])
 def test_a_program_s_time_is_that_of_its_turns(
     tmp_path: Path, then: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

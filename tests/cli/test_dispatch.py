@@ -206,7 +206,7 @@ def at_a_terminal(*words: str, **variables: str) -> tuple[str, str]:
     return first.decode().rstrip("\r\n"), rest.decode()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_terminal_sees_at_once_that_it_has_begun(tmp_path: Path) -> None:
     stub = "import os, sys; print('the import of torch has begun', file=sys.stderr, flush=True); os._exit(3)"
     (tmp_path / "torch.py").write_text(stub)  # found first
@@ -231,7 +231,7 @@ def test_output_may_be_cut_short_and_the_locale_plain() -> None:
     assert "COMMAND ?" in out
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_recipes_are_listed_whole_and_printed(tmp_path: Path) -> None:
     from accel_train.config.recipe import RECIPES, recipe_names
 

@@ -73,7 +73,7 @@ def test_those_that_need_no_gpu_run_without_one(name: str, world_size: int) -> N
     assert found[0]["threads"] == max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_nodes_with_two_processes_each_make_a_world_of_four() -> None:
     line = ["-m", "accelerate.commands.launch", "--config_file", DIRECTORY / "palmetto_2x2.yaml"]
     address = ["--main_process_ip", "127.0.0.1", "--main_process_port", helpers.free_port()]

@@ -575,7 +575,7 @@ def configs(draw: st.DrawFn) -> Config:
     return Config(**own, **groups)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(found=configs())
 def test_to_yaml_and_back_is_the_same_config(found: Config, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -85,7 +85,7 @@ def test_workers_end_with_a_trainer_that_is_killed(trainer: subprocess.Popen[str
     assert not psutil.wait_procs(started, timeout=20)[1]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_stop_signal_to_every_process_leaves_the_workers_to_the_trainer(
     trainer: subprocess.Popen[str], tmp_path: Path
 ) -> None:

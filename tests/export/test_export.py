@@ -186,7 +186,7 @@ def test_a_timm_directory(photos: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert str(tmp_path) not in (again / "export-timm" / "README.md").read_text()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "channels", "words"),
     [
@@ -300,7 +300,7 @@ def test_a_model_that_torch_cannot_export(photos: Path, tmp_path: Path, capsys: 
     assert not (run / "export-pt2").exists()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_without_the_data(digits: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = digits / "config.yaml"
     config.write_text(config.read_text().replace("name: digits\n", "name: mnist\n").replace("root: data", "root: gone"))

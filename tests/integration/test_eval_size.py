@@ -46,7 +46,7 @@ def loss_of(run: Path) -> float:
     return float((found.get("ema") or found["model"])["loss"])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_run_trains_at_one_size_and_is_evaluated_at_another(photos: Path, tmp_path: Path) -> None:
     small, both = tmp_path / "small", tmp_path / "both"
     assert main(words(photos, small, "--model.image-size", "16", "--augment.resize", "28")) == 0

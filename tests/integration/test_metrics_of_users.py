@@ -124,7 +124,7 @@ def failing(logits, targets):
 )
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_exception_ends_all_processes_with_its_line_and_nothing_is_lost(tmp_path: Path, processes: int) -> None:
     mine, run = tmp_path / "mine.py", tmp_path / "run"

@@ -94,7 +94,7 @@ def trained(folder: Path, *options: object, several: bool = False, net: str = "n
     return folder / "run"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_a_first_figure_of_nan_ends_no_run_and_is_not_the_best(tmp_path: Path, *, several: bool) -> None:
     run = trained(tmp_path, several=several)

@@ -70,7 +70,7 @@ def words(root: str, tmp_path: Path) -> list[object]:
     ]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "below",
     ["shards", *(pytest.param(each, marks=pytest.mark.slow) for each in (f"shards/{BRACES}", "no-ranges", "gzip"))],

@@ -148,7 +148,7 @@ attempt(model=Net(), data=data(), loss=Killer({}), checkpoint={{"every_updates":
     assert done.returncode == 2 and "made with an object of a Python program (Net#" in done.stderr, done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["launcher", "fork"])
 def test_on_two_processes(tmp_path: Path, start: str) -> None:
     script = 'torch.manual_seed(3)\nattempt("--bitwise", model=Net(), data=data(), loss=losses, output_dir="{}")\n'

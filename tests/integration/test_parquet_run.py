@@ -72,7 +72,7 @@ def words(root: object, tmp_path: Path, order: str = "shards", name: str = "run"
     return [*WORDS.split(), *data, *(IN_SHARDS if order == "shards" else ()), "--output-dir", tmp_path / name]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [pytest.param("full", marks=pytest.mark.slow), "shards"])
 def test_local_files_train_what_tar_shards_train(
     folder: Path, in_tars: dict[str, str], tmp_path: Path, order: str

@@ -59,7 +59,7 @@ LARGE = {name for name in recipe_names() if name.startswith("imagenet")} | {"cat
 MARKS = dict.fromkeys(LARGE, pytest.mark.slow)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [pytest.param(name, marks=MARKS.get(name, ())) for name in recipe_names()])
 def test_recipe_runs(recipe: str, photos: Path, tmp_path: Path) -> None:
     assert main(["train", recipe, *small(recipe, photos), "--output-dir", str(tmp_path / "run")]) == 0

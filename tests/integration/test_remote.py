@@ -55,7 +55,7 @@ def words(server: StorageServer, tmp_path: Path, name: str = "run") -> list[obje
     return [*WORDS.split(), "--data.root", url, "--data.cache-dir", tmp_path / "cache", "--output-dir", tmp_path / name]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_one_and_two_processes_train_what_local_files_train(
     server: StorageServer, folder: Path, local: str, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ def together(processes: list[dict[str, Any]], case: str) -> list[Any]:
     return list(chain.from_iterable(chain.from_iterable(steps)))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 class TestFeeds:
     @pytest.mark.parametrize(
         "augment", ["turned", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixed", "policy"))]
@@ -67,7 +67,7 @@ class TestFeeds:
             assert together(processes, "mixed, 2, from 3") == whole[3 * BATCH :], world
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_evaluation_counts_the_same_on_any_number_of_processes(feeds: dict) -> None:
     expected = feeds[1][0]["counted"]
     for case, figures in expected.items():

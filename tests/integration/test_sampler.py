@@ -86,7 +86,7 @@ def loss(logits, targets):
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_draws_of_a_sample_in_one_update_have_two_dropout_masks(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(DATA.replace("labels == 3, 4.0, 1.0", "labels.cumsum(0) == 0, 1.0, 0.0") + LOSS)
     words = "digits --epochs 1 --model.name mnist_cnn --model.image-size 28 --model.dropout 0.5"

@@ -197,7 +197,7 @@ def test_a_model_without_batchnorm() -> None:
     batches.end_update()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 def test_compiled_it_is_the_same(padded: bool) -> None:
     torch._dynamo.reset()
@@ -263,7 +263,7 @@ def test_exact_statistics_have_no_order() -> None:
 NAMES = ["torchvision/resnet18", "efficientnet_b0", "levit_128s", "regnetx_002", "mobilenetv3_small_100", "densenet121"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_models_of_the_libraries(name: str) -> None:
     """All their BatchNorms are converted, and an update does not depend on its cut, nor does a short one."""

@@ -87,7 +87,7 @@ def checked(
     return result, keys
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "options", "functions"),
     [*SHORT, *(pytest.param(*row, marks=pytest.mark.slow) for row in LONG)],

@@ -121,7 +121,7 @@ def test_timm_families(name: str) -> None:
     check_builds(name, channels, TIMM[name])
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_torchvision_families(name: str) -> None:
     channels = 1 if len(name) % 2 else 3

@@ -87,7 +87,7 @@ def test_rates_are_those_of_timms_training(name: str, cooldown: int, prefix: boo
     assert [group["lr"] for group in values(schedule, sgd(), epochs)] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     name=st.sampled_from(["cosine", "tanh", "poly"]),

@@ -147,7 +147,7 @@ def test_the_label_of_a_mixed_image_has_its_shares() -> None:
     assert label_text(torch.zeros(3), classes) == "none"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_right_images_and_why_images_are_missing(digits_run: Path, tmp_path: Path, fresh_accelerate: None) -> None:
     run = Path(shutil.copytree(digits_run, tmp_path / "run"))
     assert cli.main(["report", str(run)]) == 0

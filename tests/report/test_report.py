@@ -186,7 +186,7 @@ def test_huge_weights_that_are_not_are_refused_at_once(run: Path, tmp_path: Path
     assert "There are no figures of a model: The weights in" in unescape((tmp_path / "report.html").read_text())
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_several_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = []
     for seed in ("0", "1", "2"):
@@ -250,7 +250,7 @@ def test_classes_without_an_image_are_listed(tmp_path: Path, capsys: pytest.Capt
     assert f"No test images: {', '.join(empty)} ({len(empty)} of 10 classes)." in found
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_thousand_classes_stay_below_5_mb(run: Path) -> None:
     real, numbers = read_run(run), np.random.default_rng(0)
     labels = numbers.integers(1000, size=20_000)

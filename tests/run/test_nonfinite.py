@@ -117,7 +117,7 @@ def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path, optimizer: str)
     assert json.loads((directory / "result.json").read_text())["left_out_updates"] == 2
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "optimizer"), [pytest.param(1, "adamw", marks=pytest.mark.slow), (2, "adamw"), (2, "adadelta")]
 )

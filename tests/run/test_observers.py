@@ -299,7 +299,7 @@ def test_a_save_asked_for_at_each_update_is_made(tmp_path: Path) -> None:
     assert [value["update"] for value in of(heard, "on_checkpoint")] == saved
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_all_processes_stop_and_save_at_the_same_update(tmp_path: Path, processes: int) -> None:
     script = "go('save', Sees('save', 'on_update', 3))\ngo('stop', Sees('stop', 'on_update', 3))\ngo('stop', Sees())"

@@ -43,7 +43,7 @@ def test_the_counts_of_samples_and_classes_differ_from_the_expected_by_less_than
     assert bool(((torch.bincount(classes[drawn], minlength=5) - of_classes).abs() < 1 + 1e-9).all())
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_over_many_epochs_each_sample_comes_as_often_as_its_weight_says() -> None:
     weights = torch.tensor([0.03, 0.2, 0.2, 1.0, 0.0, 3.0, 0.7, 0.11])
     classes = torch.tensor([0, 1, 0, 1, 1, 0, 0, 1])

@@ -60,7 +60,7 @@ def test_each_sample_exactly_once_and_padding_last(plan: Plan, seed: int, epoch:
     assert counted.tolist() == [plan.real_samples(update * plan.batch_size) for update in range(plan.updates_per_epoch)]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @given(plans(), st.integers(0, 2**40), st.integers(0, 100))
 def test_the_windows_do_not_depend_on_the_split(plan: Plan, seed: int, epoch: int) -> None:
     whole = TrainingSampler(Plan(plan.samples, plan.batch_size, 1, 1, plan.drop_last), seed)

@@ -44,7 +44,7 @@ def test_known_sources() -> None:
     assert {"digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "folder", "synthetic"} <= set(known_sources())
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_libraries_are_imported_only_where_used(tmp_path: Path) -> None:
     """The import takes a second or two of each start, so it must not happen."""
     script = (

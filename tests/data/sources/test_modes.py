@@ -94,7 +94,7 @@ def predicted(run: LoadedRun, image: Path | Image.Image) -> torch.Tensor | None:
         return None
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("value_range", RANGES)
 def test_all_modes_have_the_same_pixels_everywhere(

@@ -46,7 +46,7 @@ def test_results_come_in_the_order_of_the_jobs_from_both_processes(variables: di
     assert found == tuple(range(40)) and len({*processes}) == 2
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_processes_end_with_the_command(tmp_path: Path, variables: dict[str, Any], number: signal.Signals) -> None:
     command = psutil.Popen(

@@ -96,7 +96,7 @@ class TestPurity:
         assert torch.equal(some, whole[which])  # bitwise: equal as float32 numbers, of which none is NaN
         assert torch.equal(labels, LABELS[which])
 
-    @pytest.mark.ci
+    @pytest.mark.slow
     @pytest.mark.parametrize("resize", [14, 20, 33])
     def test_the_same_in_any_batch_when_resized_before(self, resize: int) -> None:
         transform = created(resize=resize, **ALL)

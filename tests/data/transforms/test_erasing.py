@@ -44,7 +44,7 @@ def test_a_colour_of_each_box_or_of_each_pixel() -> None:
     assert kstest(of_boxes.flatten().numpy(), "norm").pvalue > 1e-4 and len(of_boxes.unique()) > 2 * len(of_boxes)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_it_is_the_same_in_any_batch(mode: str, count: int) -> None:

@@ -115,7 +115,7 @@ def test_each_shard_is_there_before_it_is_needed(server: StorageServer, tmp_path
     assert loader is not None
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_small_cache_keeps_what_is_needed_next(
     server: StorageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -364,7 +364,7 @@ def test_a_file_that_is_replaced_while_it_is_unpacked(tmp_path: Path, monkeypatc
         load_splits(data(folder, tmp_path), 0)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_row_group(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).bytes(1 << 20)
     for name, count in (("small", 4), ("large", 300)):

@@ -121,7 +121,7 @@ def test_the_quick_doctor_fetches_no_shards_to_make_an_index(server: StorageServ
     assert len(read) <= 2  # one of which images are decoded, one by which the bandwidth is measured
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_evaluation_reads_where_the_run_has_read(server: StorageServer, tmp_path: Path) -> None:
     words = "digits --data.name wds --batch-size 16 --epochs 1 --model.image-size 8 --augment.crop resized"
     run, cache = tmp_path / "run", tmp_path / "cache"
