@@ -73,7 +73,7 @@ def words(root: object, tmp_path: Path, order: str = "shards", name: str = "run"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [pytest.param("full", marks=pytest.mark.slow), "shards"])
+@pytest.mark.parametrize("order", ["full", "shards"])
 def test_local_files_train_what_tar_shards_train(
     folder: Path, in_tars: dict[str, str], tmp_path: Path, order: str
 ) -> None:

@@ -36,9 +36,7 @@ def together(processes: list[dict[str, Any]], case: str) -> list[Any]:
 
 @pytest.mark.slow
 class TestFeeds:
-    @pytest.mark.parametrize(
-        "augment", ["turned", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixed", "policy"))]
-    )
+    @pytest.mark.parametrize("augment", ["turned", "mixed", "policy"])
     def test_the_same_samples_pixels_and_targets_in_the_same_order(self, feeds: dict, augment: str) -> None:
         cases = [case for case in feeds[1][0]["fed"] if case.startswith(augment) and "from" not in case]
         assert len(cases) == (1 if augment == "policy" else 3)
@@ -108,16 +106,13 @@ def trained(run: Path, world: int, accumulation: int, *, launcher: bool = False)
     return {"losses": losses, "result": json.loads((run / "result.json").read_text())}
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("world", "accumulation"),
     [
         (1, 4),
-        pytest.param(2, 2, marks=pytest.mark.slow),  # under the real launcher
         (4, 2),
-        *(pytest.param(*split, marks=SLOW) for split in ((1, 2), (2, 1), (2, 4), (4, 1), (4, 4))),
+        # Two processes are started by the real launcher.
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (2, 1), (2, 2), (2, 4), (4, 1), (4, 4))),
     ],
 )
 def test_each_updates_loss_is_the_same(tmp_path: Path, alone: dict, world: int, accumulation: int) -> None:
