@@ -154,7 +154,7 @@ class TestPermuted:
     def test_is_uniform_over_many_epochs(self, size: int, epochs: int) -> None:
         assert min(p_values_over_epochs(size, epochs)) > CHANCE
 
-    @pytest.mark.parametrize("size", [6, 31])
+    @pytest.mark.parametrize("size", [6, 31, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 12))])
     def test_too_few_rounds_would_be_noticed(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(keyed, "_rounds", lambda size: 4)
         assert min(p_values_over_epochs(size, 2000)) < CHANCE

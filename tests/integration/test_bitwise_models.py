@@ -108,9 +108,7 @@ def named(folder: Path, name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("Types", "Draws")), "Couples"]
-)
+@pytest.mark.parametrize("name", ["Types", "Draws", "Couples"])
 def test_the_weights_are_the_same_on_any_number_of_processes(name: str, tmp_path: Path) -> None:
     words = f"{named(tmp_path, name)} --epochs 1"
     for processes in (1, 2, 4):

@@ -55,12 +55,8 @@ def small(recipe: str, photos: Path) -> list[str]:
     return [*options, "--data.test-limit", "4", "--eval-batch-size", "4"]
 
 
-LARGE = {name for name in recipe_names() if name.startswith("imagenet")} | {"cats_dogs_alexnet", "cifar10_alexnet"}
-MARKS = dict.fromkeys(LARGE, pytest.mark.slow)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=MARKS.get(name, ())) for name in recipe_names()])
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_recipe_runs(recipe: str, photos: Path, tmp_path: Path) -> None:
     assert main(["train", recipe, *small(recipe, photos), "--output-dir", str(tmp_path / "run")]) == 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())

@@ -99,9 +99,7 @@ def test_file_stop_that_is_there_already_counts_at_the_first_update(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGINT]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signal_while_torch_is_being_imported(tmp_path: Path, number: signal.Signals) -> None:
     """A warning is kept until there is something to save, even where it was ignored before; Ctrl-C ends at once."""
     ignored = "import os, signal, sys; signal.signal(signal.SIGUSR1, signal.SIG_IGN); "

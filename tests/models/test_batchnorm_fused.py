@@ -94,9 +94,8 @@ def interpret(*words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("float32", marks=pytest.mark.slow), pytest.param("bfloat16", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_the_kernels_give_what_torchs_operators_give(kind: str) -> None:
     interpret(COMPARED, kind)
 

@@ -23,7 +23,7 @@ from accel_train.models.independence import Independence, check_independence
 CPU = torch.device("cpu")
 DROP = {"drop_rate": 0.1, "drop_path_rate": 0.2}
 # Name, size of the images, options, and whether the model calls functions that draw.
-SHORT = [
+MODELS = [
     (
         "vit_tiny_patch16_224",
         32,
@@ -42,8 +42,6 @@ SHORT = [
     ("torchvision/efficientnet_b0", 32, {}, False),
     ("torchvision/densenet121", 32, {"drop_rate": 0.01}, True),
     ("torchvision/alexnet", 64, {}, False),
-]
-LONG = [
     ("densenet121", 32, {"drop_rate": 0.1}, False),
     ("torchvision/swin_t", 64, {"dropout": 0.1, "attention_dropout": 0.1}, True),
     ("torchvision/convnext_tiny", 32, {}, False),
@@ -88,10 +86,7 @@ def checked(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "size", "options", "functions"),
-    [*SHORT, *(pytest.param(*row, marks=pytest.mark.slow) for row in LONG)],
-)
+@pytest.mark.parametrize(("name", "size", "options", "functions"), MODELS)
 def test_models_of_timm_and_torchvision(name: str, size: int, options: dict, functions: bool) -> None:
     model = created(name, options)
     result, keys = checked(model, size)

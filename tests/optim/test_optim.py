@@ -179,6 +179,7 @@ def test_layer_decay_has_a_lowest_scale_as_timm() -> None:
         ("digits_cnn", 8, "0", "8"),
         ("test_vit", 160, "patch_embed.proj", "head"),
         ("test_resnet", 32, "conv1.0", "fc"),
+        pytest.param("torchvision/resnet18", 32, "conv1", "fc", marks=pytest.mark.slow),
     ],
 )
 def test_muon_takes_the_hidden_weights_only(name: str, model: str, size: int, first: str, last: str) -> None:

@@ -118,9 +118,7 @@ def test_stop_then_go_on_with_skip(recipe: Path, tmp_path: Path, optimizer: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "optimizer"), [pytest.param(1, "adamw", marks=pytest.mark.slow), (2, "adamw"), (2, "adadelta")]
-)
+@pytest.mark.parametrize(("processes", "optimizer"), [(1, "adamw"), (2, "adamw"), (2, "adadelta")])
 def test_skip_leaves_all_as_it_was_and_rewind_comes_to_the_same_end(
     recipe: Path, tmp_path: Path, processes: int, optimizer: str
 ) -> None:

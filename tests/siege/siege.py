@@ -19,7 +19,7 @@ import pytest
 SECONDS = float(os.environ.get("SIEGE_SECONDS", "60"))
 FIRST_SEED = int(os.environ.get("SIEGE_SEED", "0"))
 MOST_FAILURES = 30  # then something is wrong that every round meets
-MARKS = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 900)]
+TIMEOUT = pytest.mark.timeout(SECONDS + 900)
 
 
 class FallenError(Exception):

@@ -21,9 +21,9 @@ import helpers
 import pytest
 from mutations import LARGE, MUTATIONS, Victim, rehash
 from PIL import Image
-from siege import MARKS, FallenError, besiege, check
+from siege import TIMEOUT, FallenError, besiege, check
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.slow, TIMEOUT]
 DEADLINE = 90  # seconds for what takes less than two on an idle machine; more is a hang
 # What one of the commands may fill with the content of a huge file; then it ends with a traceback.
 PROGRAM = """

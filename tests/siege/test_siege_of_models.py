@@ -11,12 +11,12 @@ from typing import Any
 import helpers
 import pytest
 from nets import BLOCKS
-from siege import MARKS, FallenError, besiege, check
+from siege import TIMEOUT, FallenError, besiege, check
 
 from accel_train.analysis.loaded_run import LoadedRun
 from accel_train.api import load_run
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.slow, TIMEOUT]
 NETS = Path(__file__).with_name("nets.py")
 WORDS = """
 digits --epochs 2 --data.train-limit 96 --batch-size 48 --log-every-updates 1 --schedule.name constant

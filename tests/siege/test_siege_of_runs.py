@@ -15,12 +15,12 @@ from typing import Any
 import helpers
 import pytest
 from scene import Scene
-from siege import SECONDS, FallenError, besiege, check
+from siege import TIMEOUT, FallenError, besiege, check
 
 from accel_train.api import load_run
 from accel_train.ownership.owner import FILE
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(SECONDS + 900)]
+pytestmark = [pytest.mark.ci, TIMEOUT]
 EPOCHS = 6
 COMMON = (
     "digits --data.train-limit 480 --data.val-fraction 0.1 --batch-size 48 --log-every-updates 1 "
