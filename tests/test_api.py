@@ -211,7 +211,7 @@ def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
     script = f"""
 from accelerate import notebook_launcher
 from accel_train.api import load_run, train
-notebook_launcher(train, ({SMALL!r}, "--output-dir", "run"), num_processes=2)
+notebook_launcher(train, ({SMALL!r}, "--output-dir", "run"), num_processes=2, use_port="{helpers.free_port()}")
 run = load_run("run")
 print(len(run.rows("eval")), run.result["world_size"])
 """

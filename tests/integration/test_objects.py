@@ -156,13 +156,14 @@ def test_on_two_processes(tmp_path: Path, start: str) -> None:
     if start == "launcher":
         play(tmp_path, script.format("two"), processes=2)
     else:
-        play(tmp_path, """
+        play(tmp_path, f"""
 from accelerate import notebook_launcher
 torch.manual_seed(3)
 net = Net()
 notebook_launcher(
     lambda: attempt("--bitwise", model=net, data=data(), loss=lambda a, b: losses(a, b), output_dir="two"),
     num_processes=2,
+    use_port="{helpers.free_port()}",
 )
 """)  # fmt: skip
     assert weights(tmp_path / "one") == weights(tmp_path / "two")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,12 +20,6 @@ SECONDS = 5
 pytestmark = pytest.mark.slow
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return str(listener.getsockname()[1])
-
-
 def both(
     changed: int, interface: str, address: str, before: tuple[list[str], list[str]], own: tuple[str, str]
 ) -> list[tuple]:
@@ -34,7 +27,7 @@ def both(
 
     `before`: of each command line; `own`: the interface on which each listens first.
     """
-    port, began = free_port(), time.monotonic()
+    port, began = helpers.free_port(), time.monotonic()
     processes: list[subprocess.Popen[str] | helpers.Captured] = []
     for rank in range(2):
         variables = {

@@ -312,11 +312,11 @@ def test_all_processes_stop_and_save_at_the_same_update(tmp_path: Path, processe
 
 
 def test_a_notebook_observes_two_processes(tmp_path: Path) -> None:
-    script = """
+    script = f"""
 from accelerate import notebook_launcher
 def job():
     go('run', Sees('stop', 'on_evaluation'))
-notebook_launcher(job, (), num_processes=2)
+notebook_launcher(job, (), num_processes=2, use_port="{helpers.free_port()}")
 """
     heard = told(script, tmp_path)
     assert {tuple(value) for value in of(heard, "result")} == {("run", False, "the observer Sees", 12)}
