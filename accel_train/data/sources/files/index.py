@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.index_file import Index, KeptIndex, read_index, write_index
+from accel_train.data.sources.files.index_file import Index, read_index, write_index
 from accel_train.data.sources.splits import Source, Splits, splits_of_files
 from accel_train.errors import LOGGER
 
@@ -89,15 +89,15 @@ def indexed(
     if not verify:
         kept, is_current = _find(files, root, places)
         if kept is not None and is_current:
-            return kept.index
+            return kept
     with _lock(files[1].with_suffix(".lock")):
         kept, is_current = _find(files, root, places)
         # Another process made it while this one waited. To verify, each one looks that finds the file unchanged.
         if kept is not None and is_current and not (verify and _versions(files) == before):
-            return kept.index
+            return kept
         index = _make(root, files, look)
     if kept is not None:
-        _tell_changes(root, kept.index, index, verified=verify)
+        _tell_changes(root, kept, index, verified=verify)
     return index
 
 
@@ -112,15 +112,11 @@ def _make(root: Path, files: Sequence[Path], look: Callable[[Progress], Index]) 
         # Their states come first: what changes after them is seen by the next start, what changed before them now.
         states = {place: _state(root, place) for place in index.places}
         if names is not None and names == _names(root) and _settled(root, index.places, began):
-            written = write_index(files, root, index, states)
-            again = read_index(written.file, root) if written.file else None  # mapped, in place of what is in memory
-            return replace(again.index, was_there=False) if again else written
+            return write_index(files, root, index, states)
     return replace(index, unkept=CHANGING)
 
 
-def _find(
-    files: Sequence[Path], root: Path, places: Callable[[], Sequence[str]] | None
-) -> tuple[KeptIndex | None, bool]:
+def _find(files: Sequence[Path], root: Path, places: Callable[[], Sequence[str]] | None) -> tuple[Index | None, bool]:
     """The newest index that is that of the data as it is now, and True; or else of any earlier state, and False."""
     stale = None
     for file in sorted(files, key=_version, reverse=True):
@@ -130,7 +126,7 @@ def _find(
                 same = places is None or sorted(places()) == known
                 if same and all(_state(root, place) == state for place, state in kept.states.items()):
                     return kept, True
-            stale = stale or kept
+            stale = kept if stale is None else stale
     return stale, False
 
 

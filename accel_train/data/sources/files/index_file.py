@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,21 +68,14 @@ class Index:
     """Why it is kept nowhere: a part of a sentence."""
     was_there: bool = False
     """Whether it was read from its file."""
+    states: Mapping[str, str] = field(default_factory=dict)
+    """Of each place, when the index was made: what its file says."""
 
     def __len__(self) -> int:
         return sum(len(files.labels) for files in self.splits.values())
 
 
-@dataclass(frozen=True)
-class KeptIndex:
-    """The content of an index file."""
-
-    index: Index
-    states: dict[str, str]
-    """Of each place, when the index was made."""
-
-
-def read_index(file: Path, root: Path) -> KeptIndex | None:
+def read_index(file: Path, root: Path) -> Index | None:
     """The index of the data in `root` that `file` has; None if it is absent, damaged or of another version."""
     try:
         header, arrays = _arrays(file)
@@ -90,7 +83,7 @@ def read_index(file: Path, root: Path) -> KeptIndex | None:
         if about["version"] != VERSION or _checksum(header["index"], arrays) != header["checksum"]:
             return None
         weights = arrays.get("weights")
-        index = Index(
+        return Index(
             places=tuple(about["states"]),
             classes=tuple(about["classes"]),
             splits={split: _split(arrays, split) for split in about["splits"]},
@@ -104,8 +97,8 @@ def read_index(file: Path, root: Path) -> KeptIndex | None:
             mistake=about["mistake"].replace(about["root"], str(root)),
             file=file,
             was_there=True,
+            states=about["states"],
         )
-        return KeptIndex(index, about["states"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError):
         return None
 
@@ -156,7 +149,8 @@ def _split(arrays: Mapping[str, SharedArray], split: str) -> SplitFiles:
 
 
 def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping[str, str]) -> Index:
-    """Write the index into the first of `files` that can be written: all of it, or nothing. Return it with `file`."""
+    """Write the index into the first of `files` that can be written: all of it, or nothing. Return it as it was read
+    back, mapped in place of what is in memory; with `unkept` if none can be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -186,7 +180,8 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
                 set_default_permissions(temporary)
                 with temporary.open("rb") as written:
                     os.fsync(written.fileno())
-            return replace(index, file=file)
+            again = read_index(file, root)
+            return replace(index if again is None else again, file=file, was_there=False)
         except (OSError, SafetensorError) as error:  # a read-only folder, or a full disk: safetensors has its own error
             reasons.append(f"{file.parent}: {(isinstance(error, OSError) and error.strerror) or error}")
     return replace(index, unkept=f"it cannot be written ({'; '.join(reasons)})")

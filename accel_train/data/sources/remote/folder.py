@@ -12,11 +12,10 @@ import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from accel_train.config.url import Url
 from accel_train.data.sources.files.index import index_name
-from accel_train.data.sources.files.index_file import KeptIndex, read_index
+from accel_train.data.sources.files.index_file import Index, read_index
 from accel_train.data.sources.files.webdataset import LISTS, listed_shards
 from accel_train.data.sources.remote.shard_cache import ShardCache
 from accel_train.data.sources.remote.storage import Shard, StorageError
@@ -33,16 +32,14 @@ class RemoteFolder:
         self.storage.client  # noqa: B018 -- made by one thread
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="folder")
         self._lists = self._pool.submit(self._ask_for_lists)
-        self._index: Future[KeptIndex | None] | None = None
+        self._index: Future[Index | None] | None = None
         if needs_index:
             self.index()
 
     def __enter__(self) -> RemoteFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pool.shutdown(wait=False)
 
     def is_new(self, file: Path) -> bool:
@@ -73,7 +70,7 @@ class RemoteFolder:
             atomic_write(file, json.dumps([asdict(shard) for shard in shards]))
         return shards
 
-    def index(self) -> Future[KeptIndex | None]:
+    def index(self) -> Future[Index | None]:
         """The index that lies on the storage, asked for once; None if there is none. Its result raises UserError."""
         if self._index is None:
             self._index = self._pool.submit(self._ask_for_index)
@@ -83,7 +80,7 @@ class RemoteFolder:
         """The file that says which shards belong to which split, if there is one. Raises UserError."""
         return self._lists.result()
 
-    def _ask_for_index(self) -> KeptIndex | None:
+    def _ask_for_index(self) -> Index | None:
         name, file = index_name(self.kind), self.cache.folder / f"beside-{self.kind}.safetensors"
         said = file.with_suffix(".version")  # by the storage, of the file
         if self.storage.folder.lower().endswith(self.storage.suffix):

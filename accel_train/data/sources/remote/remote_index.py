@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.index import Progress, index_name, splits_of_index
-from accel_train.data.sources.files.index_file import Index, KeptIndex, read_index, write_index
+from accel_train.data.sources.files.index_file import Index, read_index, write_index
 from accel_train.data.sources.files.tars import images_in, index_of_trees
 from accel_train.data.sources.files.webdataset import Listed, index_of_shards, listed_shards, named_shards, pairs_in
 from accel_train.data.sources.remote.folder import RemoteFolder
@@ -101,7 +100,7 @@ def _ready(data: Data, cache: ShardCache, folder: RemoteFolder) -> Index | None:
     root, url, lists = names_root(data), cache.storage.url(index_name(data.name)), folder.lists()
     kept = read_index(_index_file(cache, data.name), root)
     if kept is not None and kept.states == _states(cache, lists):
-        return kept.index
+        return kept
     beside = folder.index().result()
     if beside is None:
         return None
@@ -112,7 +111,7 @@ def _ready(data: Data, cache: ShardCache, folder: RemoteFolder) -> Index | None:
         )
         return None
     LOGGER.info(f"{root}: using the index {url}.")
-    return _kept(data, cache, beside.index, lists)
+    return _kept(data, cache, beside, lists)
 
 
 def _states(cache: ShardCache, lists: dict[str, bytes]) -> dict[str, str]:
@@ -127,27 +126,24 @@ def _columns(cache: ShardCache) -> dict[str, str]:
 
 def _kept(data: Data, cache: ShardCache, index: Index, lists: dict[str, bytes]) -> Index:
     """The index, written into the node's cache."""
-    root, file = names_root(data), _index_file(cache, data.name)
-    written = write_index([file], root, index, _states(cache, lists))
-    again = read_index(file, root) if written.file else None
-    return replace(again.index, was_there=False) if again else written
+    return write_index([_index_file(cache, data.name)], names_root(data), index, _states(cache, lists))
 
 
-def _difference(beside: KeptIndex, cache: ShardCache) -> str:
+def _difference(beside: Index, cache: ShardCache) -> str:
     """How the index beside the shards differs from what these are now: "" if it is theirs. Their names and sizes are
     compared; times are others on a storage."""
     shards, end = cache.shards, cache.storage.suffix
     sizes = {place: state.partition(" ")[0] for place, state in beside.states.items() if place.endswith(end)}
     if unknown := sorted({*shards} - {*sizes}):
         return f"it does not know {first_of(unknown, 1)}"
-    if absent := sorted({*sizes, *beside.index.tars} - {*shards}):  # it may be anybody's file
+    if absent := sorted({*sizes, *beside.tars} - {*shards}):  # it may be anybody's file
         return f"it has {first_of(absent, 1)}, which is not among them"
     if changed := [name for name, shard in shards.items() if sizes[name] != str(shard.size)]:
         name = changed[0]
         return f"{first_of(changed, 1)} has {shards[name].size:,} bytes, in the index {sizes[name]}"
     if beside.states.get(COLUMNS) != _columns(cache).get(COLUMNS):
         return "it was made with other --data.image-column or --data.label-column"
-    return beside.index.mistake.rstrip(".")
+    return beside.mistake.rstrip(".")
 
 
 def _missing(cache: ShardCache) -> list[Shard]:
@@ -164,17 +160,13 @@ def _made(data: Data, cache: ShardCache, lists: dict[str, bytes]) -> Index:
         )
     with Progress(root) as progress:
         if kind == "parquet":
-            index = index_of_parquet(
-                root, names, lambda files: _through(cache, files, partial(labelled_in, root)), progress,
-                named=cache.storage.names is not None,
-            )  # fmt: skip
+            named, rows = cache.storage.names is not None, partial(_through, cache, partial(labelled_in, root))
+            index = index_of_parquet(root, names, rows, progress, named=named)
         elif kind == "tar":
-            index = index_of_trees(root, names, _through(cache, names, partial(images_in, root)), progress)
+            index = index_of_trees(root, names, _through(cache, partial(images_in, root), names), progress)
         else:
-            look: Callable[[Sequence[str]], Iterable[Any]] = lambda shards: _through(  # noqa: E731
-                cache, shards, partial(pairs_in, root)
-            )
-            index = index_of_shards(root, [*lists, *names], *_splits(root, cache, lists), look, progress)
+            pairs = partial(_through, cache, partial(pairs_in, root))
+            index = index_of_shards(root, [*lists, *names], *_splits(root, cache, lists), pairs, progress)
     return _kept(data, cache, index, lists)
 
 
@@ -191,7 +183,7 @@ def _splits(root: Path, cache: ShardCache, lists: dict[str, bytes]) -> Listed:
     return named_shards(root, cache.shards), ()
 
 
-def _through(cache: ShardCache, names: Sequence[str], look: Callable[[str, Path], Found]) -> Iterator[Found]:
+def _through(cache: ShardCache, look: Callable[[str, Path], Found], names: Sequence[str]) -> Iterator[Found]:
     """What `look` finds in each shard, fetched several at a time. Raises UserError."""
 
     def of(name: str) -> Found:

@@ -551,7 +551,7 @@ def test_on_a_network_file_system_it_is_not_mapped(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(index_file, "file_system", lambda folder: "nfs4")
     copied = index_file.read_index(file, root)
     assert mapped and copied and content(root, "tar") == first
-    kinds = [type(found.index.splits["train"].positions).__name__ for found in (mapped, copied)]
+    kinds = [type(found.splits["train"].positions).__name__ for found in (mapped, copied)]
     assert kinds == ["MappedArray", "SharedArray"]
 
 
