@@ -143,11 +143,9 @@ def find_images(root: Path, progress: Progress | None = None) -> FolderContents:
 Stats = tuple[int, int]
 """A row of `SplitFiles.stats`."""
 MISSING = (-2, -2)
-PARTS = 128
-"""Into which the folders of a table are divided."""
 
 
-def file_stats(root: Path, paths: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.int64]:
+def file_stats(root: Path, paths: Sequence[str], progress: Progress) -> npt.NDArray[np.int64]:
     """The stats of the files `paths` below `root`, as `SplitFiles.stats` has them; MISSING of what is no file, nor a
     link to one.
 
@@ -159,24 +157,18 @@ def file_stats(root: Path, paths: Sequence[str], progress: Progress | None = Non
     folders = [
         (folder, [paths[index].rpartition("/")[2] for index in indices]) for folder, indices in by_folder.items()
     ]
-    size = 1 + len(folders) // PARTS  # not one job for each of a million folders
-    parts = [folders[first : first + size] for first in range(0, len(folders), size)]
-    found = np.empty((len(paths), 2), dtype=np.int64)
-    order = iter(by_folder.values())
-    for part, stats in zip(parts, on_all_cores(partial(_stats_in, root), parts), strict=True):
-        rows = [index for _, indices in zip(part, order) for index in indices]  # noqa: B905 -- a part of them
-        found[rows] = stats
-        if progress is not None:
-            progress.images += len(rows)
-    return found
+    rows: list[Stats] = []
+    for found in on_all_cores(partial(_stats_of, root), folders):
+        rows += found
+        progress.images = len(rows)
+    stats = np.empty((len(paths), 2), dtype=np.int64)
+    stats[[index for indices in by_folder.values() for index in indices]] = rows
+    return stats
 
 
-def _stats_in(root: Path, folders: Sequence[tuple[str, list[str]]]) -> npt.NDArray[np.int64]:
-    return np.array([row for folder, names in folders for row in _stats_of(root / folder, names)], dtype=np.int64)
-
-
-def _stats_of(folder: Path, names: Sequence[str]) -> list[Stats]:
-    """Of the files `names` in a folder."""
+def _stats_of(root: Path, files: tuple[str, Sequence[str]]) -> list[Stats]:
+    """Of `files`: a folder, and the names of the files in it."""
+    folder, names = root / files[0], files[1]
     try:
         if len(names) > 3:
             wanted = set(names)
