@@ -120,11 +120,11 @@ def check_data(
     named = {"train": splits.to_train_on, "val": splits.validation, "test": splits.test}
     sources = {split: source for split, source in named.items() if source is not None and len(source)}
     images = Images(sources, splits.classes, names_root(data))
-    of_files = isinstance(unwrap_subset(splits.train)[0], EncodedImages)
-    if of_files:
-        with writing("--output", output):
-            check_writable(output)
-        check_own_list(output, whole, splits.sources.values())
+    listed = output if isinstance(unwrap_subset(splits.train)[0], EncodedImages) else None
+    if listed is not None:
+        with writing("--output", listed):
+            check_writable(listed)
+        check_own_list(listed, whole, splits.sources.values())
     _check_folder(folder, data)
     with writing("--folder", folder, "another folder"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,15 +137,13 @@ def check_data(
         ignored=splits.ignored,
         white=float(splits.full_scale),
     )
-    notes = (*splits.notes, *(depth_notes(splits.train) if of_files else ()))
-    listed = output if of_files else None
     result = AuditResult(
         data.name,
         data.root,
         images,
         tuple(findings),
         mistakes,
-        notes,
+        (*splits.notes, *depth_notes(splits.train)),
         tuple(unreadable),
         records,
         reused,
@@ -154,7 +152,7 @@ def check_data(
     )
     if listed is not None:
         with writing("--output", listed):
-            write_list(listed, whole, splits.sources.values(), (_full_name(images, each.id) for each in unreadable))
+            write_list(listed, whole, splits.sources.values(), (images.name(each.id) for each in unreadable))
     with writing("--folder", folder, "another folder"):
         atomic_write(folder / "audit.json", json.dumps(result.as_dict(), indent=1) + "\n")
     return result
@@ -192,7 +190,9 @@ def _look_at_all(
     sources = list(images.sources.values())
     records = np.zeros(len(images), RECORD)
     unreadable: list[Unreadable] = []
-    kept, done, reused = Kept(folder / "looked-at.bin"), 0, 0
+    reused = 0
+    with writing("--folder", folder, "another folder"):
+        kept = Kept(folder / "looked-at.bin")
     options = f"{data.range} {data.max_pixels} {data.channels} "
 
     def of_job(job: Job) -> tuple[Any, ...]:
@@ -203,19 +203,15 @@ def _look_at_all(
         return hashes, kept.of(hashes)
 
     jobs = jobs_of(sources)
-    with contextlib.ExitStack() as stack:
-        with writing("--folder", folder, "another folder"):
-            stack.enter_context(kept)
-        shown = stack.enter_context(ProgressDisplay("decod", len(images))) if shows_progress else None
+    with contextlib.closing(kept), ProgressDisplay("decod", len(images), quiet=not shows_progress) as shown:
         looked = in_processes(look, sources, jobs, processes or available_cores(), options, of_job=of_job)
         for (number, first, last), (found, bad, again) in zip(jobs, looked, strict=True):
             start = int(images.starts[number])
             records[start + first : start + last] = found
             unreadable += [replace(each, id=start + each.id) for each in bad]
             kept.append(found)
-            done, reused = done + last - first, reused + again
-            if shown is not None:
-                shown.advance(last - first, len(unreadable))
+            reused += again
+            shown.advance(last - first, len(unreadable))
     kept.replace(records)
     return records, unreadable, reused
 
@@ -230,8 +226,3 @@ def _check_folder(folder: Path, data: Data) -> None:
             f"{folder} has the audit of {about.get('name')} {about.get('root')}, not of "
             f"{short_name('data.name', data.name)} {data.root}: give another --folder, or delete it."
         )
-
-
-def _full_name(images: Images, id: int) -> str:
-    _, source, number = images.place(id)
-    return source.name(number)

@@ -34,11 +34,8 @@ Groups = list[npt.NDArray[np.int64]]
 def equal_images(records: Records) -> Groups:
     """The groups of two or more readable images with the same pixels."""
     ids = np.flatnonzero(records["readable"])
-    pixels = records["pixels"][ids]
-    order = np.lexsort((ids, pixels[:, 1], pixels[:, 0]))
-    changes = 1 + np.flatnonzero((pixels[order][1:] != pixels[order][:-1]).any(1))
-    groups = np.split(ids[order], changes) if len(ids) else []
-    return sorted((group for group in groups if len(group) > 1), key=lambda group: int(group[0]))
+    _, numbers = np.unique(records["pixels"][ids], axis=0, return_inverse=True)
+    return _grouped(ids, numbers.reshape(-1))
 
 
 def similar_images(records: Records, white: float = 255.0) -> Groups:
@@ -70,9 +67,13 @@ def similar_images(records: Records, white: float = 255.0) -> Groups:
                     waiting += int(keep.sum())
                 if waiting > MOST_PAIRS:
                     members, pairs, waiting = _joined(members, pairs), [], 0
-    members = _joined(members, pairs)
-    order = np.argsort(members, kind="stable")
-    groups = np.split(ids[order], 1 + np.flatnonzero(np.diff(members[order]))) if len(ids) else []
+    return _grouped(ids, _joined(members, pairs))
+
+
+def _grouped(ids: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Groups:
+    """The groups of two or more of the images `ids`, which are sorted, whose `numbers` are the same."""
+    order = np.argsort(numbers, kind="stable")
+    groups = np.split(ids[order], 1 + np.flatnonzero(np.diff(numbers[order])))
     return sorted((group for group in groups if len(group) > 1), key=lambda group: int(group[0]))
 
 

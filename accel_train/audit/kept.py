@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +18,15 @@ SALT = np.uint64(0xACCE17A1_00000001)
 
 
 class Kept:
-    """The records in the file `path`; new ones are appended between `with` and its end. Raises OSError."""
+    """The records in the file `path`; new ones are appended until `close`."""
 
     def __init__(self, path: Path) -> None:
+        """Raises OSError."""
         self.path = path
         self.records = _read(path)
+        # What a kill has left at the end would shift all that is appended.
+        atomic_write(self.path, self.records.tobytes(), durable=False)
+        self._stream = self.path.open("ab")
 
     def of(self, names: npt.NDArray[np.uint64]) -> Records:
         """The records of these names (uint64 [n]), as far as there are any."""
@@ -33,28 +36,20 @@ class Kept:
         found: Records = self.records[places[self.records["name"][places] == names]]
         return found
 
-    def __enter__(self) -> Kept:
-        # What a kill has left at the end would shift all that is appended.
-        atomic_write(self.path, self.records.tobytes(), durable=False)
-        self._stream = self.path.open("ab")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+    def close(self) -> None:
         with contextlib.suppress(OSError):  # a full disk: they are looked at again
             self._stream.close()
 
     def append(self, records: Records) -> None:
         """Keep those of the records that have a state."""
-        lasting = records[records["state"].any(1)]
-        if len(lasting):
-            with contextlib.suppress(OSError):
-                self._stream.write(_checked(lasting).tobytes())
-                self._stream.flush()
+        with contextlib.suppress(OSError):
+            self._stream.write(_lasting(records))
+            self._stream.flush()
 
     def replace(self, records: Records) -> None:
         """Keep these records alone: those of images that are not there any more go."""
         with contextlib.suppress(OSError):
-            atomic_write(self.path, _checked(records[records["state"].any(1)]).tobytes())
+            atomic_write(self.path, _lasting(records))
 
 
 def _read(path: Path) -> Records:
@@ -70,10 +65,11 @@ def _read(path: Path) -> Records:
     return newest
 
 
-def _checked(records: Records) -> Records:
-    records = records.copy()
+def _lasting(records: Records) -> bytes:
+    """The records that have a state, with their check values."""
+    records = records[records["state"].any(1)]
     records["check"] = _check_values(records)
-    return records
+    return bytes(records.tobytes())
 
 
 def _check_values(records: Records) -> npt.NDArray[np.uint64]:

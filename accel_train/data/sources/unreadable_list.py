@@ -119,11 +119,10 @@ def check_own_list(path: Path, data: Data, sources: Iterable[Source]) -> None:
 
 
 def write_list(path: Path, data: Data, sources: Iterable[Source], names: Iterable[str]) -> None:
-    """Write the `names` of unreadable images, as their source calls them. Raises OSError."""
-    root, prefix = real(data.root), f"{names_root(data)}/"
-    about = {"name": data.name, "root": root, "samples": _digest(_keys(sources, data))}
-    lines = sorted(_line(name.removeprefix(prefix)) for name in names)
-    atomic_write(path, "".join(f"{line}\n" for line in (HEAD + json.dumps(about), *lines)))
+    """Write the `names` of unreadable images, relative to `names_root`. Raises OSError."""
+    about = {"name": data.name, "root": real(data.root), "samples": _digest(_keys(sources, data))}
+    lines = (HEAD + json.dumps(about), *sorted(map(_line, names)))
+    atomic_write(path, "".join(f"{line}\n" for line in lines))
 
 
 def _line(name: str) -> str:

@@ -110,16 +110,16 @@ def _write(
             shown.advance(len(chunk.sizes), len(unreadable))
 
     root = names_root(data)
-    bad = [(name, why) for name, why in unreadable if name.removeprefix(f"{root}/") not in listed]
-    if bad:
+    keys = [name.removeprefix(f"{root}/") for name, _ in unreadable]
+    if bad := sum(key not in listed for key in keys):
         list_path = output.with_name(f"{output.name}.unreadable.txt")
-        write_list(list_path, data, sources, (name for name, _ in unreadable))
+        write_list(list_path, data, sources, keys)
         _print_unreadable(unreadable)
         print_line(
             f"{len(unreadable)} of {total} images cannot be read. They are listed in {list_path}. The finished part is "
             f"kept. Continue with the same command and\n  --skip-unreadable {shlex.quote(str(list_path))}"
         )
-        return len(bad)
+        return bad
 
     _finish(partial, chunks, sources, weights, root, described, listed)
     _verify(partial)

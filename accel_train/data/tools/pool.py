@@ -82,10 +82,11 @@ def _run(work: Callable[..., T], job: Job, arguments: tuple[Any, ...]) -> T:
 class ProgressDisplay:
     """The progress: a bar on a terminal, otherwise a line after every tenth of the images."""
 
-    def __init__(self, verb: str, total: int, done: int = 0) -> None:
-        """`verb`: "decod", which becomes "decoding" and "decoded". `done`: images that were finished before."""
+    def __init__(self, verb: str, total: int, done: int = 0, *, quiet: bool = False) -> None:
+        """`verb`: "decod", which becomes "decoding" and "decoded". `done`: images that were finished before. `quiet`:
+        nothing is shown."""
         self.console = console = Console(soft_wrap=True, highlight=False, markup=False)
-        self.verb, self.total, self.done = verb, total, done
+        self.verb, self.total, self.done, self.quiet = verb, total, done, quiet
         self.printed = 10 * done // total if total else 0
         self.bar = Progress(
             TextColumn(f"{verb}ing"),
@@ -94,7 +95,7 @@ class ProgressDisplay:
             TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal or not total,
+            disable=quiet or not console.is_terminal or not total,
         )
         self.task = self.bar.add_task("", total=total, completed=done, note="")
 
@@ -112,6 +113,6 @@ class ProgressDisplay:
         note = "" if unreadable is None else f"{unreadable} unreadable"
         self.bar.update(self.task, completed=self.done, note=note)
         tenth = 10 * self.done // self.total
-        if not self.console.is_terminal and tenth > self.printed:
+        if not self.quiet and not self.console.is_terminal and tenth > self.printed:
             self.printed = tenth
             print_line(f"{self.verb}ed {self.done} of {self.total} images{', ' * bool(note)}{note}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import posixpath
@@ -168,14 +167,12 @@ def _write(
         number, first, last = job
         return (keys[number][first:last],)
 
-    with contextlib.ExitStack() as stack:
-        shown = stack.enter_context(ProgressDisplay("pack", total, done)) if shows_progress else None
+    with ProgressDisplay("pack", total, done, quiet=not shows_progress) as shown:
         packed: Iterator[list[bytes]] = in_processes(pack, list(sources.values()), jobs, processes, of_job=keys_of)
         for (number, _, _), samples in zip(jobs, packed, strict=True):
             for sample in samples:
                 writer.add(names[number], sample)
-            if shown is not None:
-                shown.advance(len(samples))
+            shown.advance(len(samples))
         writer.complete()
 
 
