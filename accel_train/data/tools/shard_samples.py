@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import posixpath
-import tarfile
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from accel_train.data.sources.cache import CachedImages
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.files.images import ImageError, to_image
+from accel_train.data.sources.files.tars import packed
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.errors import UserError
 
@@ -26,12 +26,12 @@ def pack(source: Source, first: int, last: int, keys: Sequence[str]) -> list[byt
     The headers have no owner and no time, so that the same samples are the same bytes.
     """
     held, ids = unwrap_subset(source)
-    packed = []
+    samples = []
     for key, id in zip(keys, range(first, last), strict=True):
         content, extension = _image(held, id if ids is None else int(ids[id]))
         label = str(int(source.labels[id])).encode()
-        packed.append(_member(f"{key}{extension}", content) + _member(f"{key}.cls", label))
-    return packed
+        samples.append(b"".join([*packed(f"{key}{extension}", content), *packed(f"{key}.cls", label)]))
+    return samples
 
 
 def _image(source: Source, id: int) -> tuple[bytes, str]:
@@ -56,11 +56,3 @@ def _png(pixels: Tensor, name: str) -> bytes:
     file = io.BytesIO()
     to_image(pixels).save(file, "PNG")
     return file.getvalue()
-
-
-def _member(name: str, content: bytes) -> bytes:
-    """A file in a tar file: header, content, and zeros up to a whole number of blocks."""
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    header = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-    return header + content + bytes(-len(content) % tarfile.BLOCKSIZE)

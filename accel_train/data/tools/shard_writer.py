@@ -14,9 +14,9 @@ import os
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from accel_train.data.all_cores import on_all_cores
+from accel_train.data.sources.files.tars import END
 from accel_train.data.sources.files.webdataset import UNFINISHED
 from accel_train.errors import LOGGER, UserError
 from accel_train.files import atomic_write, fsync, sha256
@@ -24,7 +24,6 @@ from accel_train.files import atomic_write, fsync, sha256
 FINISHED = ".accel-train-shards"
 """What the journal is called when all shards are complete."""
 INFO, SUMS = "_info.json", "SHA256SUMS"
-END = bytes(2 * 512)  # of a tar file
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class ShardWriter:
         self.file = self.partial.open("wb")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         with contextlib.suppress(OSError):  # to close it writes what is buffered, which a full disk refuses again
             self.file.close()
         self.partial.unlink(missing_ok=True)

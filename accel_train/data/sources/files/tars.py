@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import require_regular_file
 
+END = bytes(2 * tarfile.BLOCKSIZE)
+"""Of a tar file."""
 DEEPEST = 4
 """Maximum depth of tar files inside tar files; ImageNet has two levels."""
 
@@ -102,6 +104,16 @@ def _is_header(block: bytes, size: int) -> bool:
     with contextlib.suppress(tarfile.HeaderError):
         return bool(tarfile.nti(block[124:136]) == size)  # type: ignore[attr-defined]  # its place in all formats
     return False
+
+
+def packed(name: str, content: Any, kind: Literal[0, 1, 2] = tarfile.GNU_FORMAT) -> Iterator[Any]:
+    """A file in a tar file, piece by piece: a header without owner and time, the content (bytes or a buffer), and zeros
+    up to a whole number of blocks."""
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    yield info.tobuf(kind, "utf-8", "surrogateescape")
+    yield content
+    yield bytes(-len(content) % tarfile.BLOCKSIZE)
 
 
 def members_of(root: Path, tar: str, copy: Path | None = None) -> Iterator[tuple[Member, IO[bytes]]]:

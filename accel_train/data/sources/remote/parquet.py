@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_train.data.sources.files.tars import END, packed
 from accel_train.errors import UserError, first_of, nearest, reason_of
 
 ABOUT = "about.json"
@@ -46,7 +47,7 @@ def unpacked(file: Path, name: str, image: str | None, label: str | None) -> Ite
             if labels.null_count:
                 raise _mistake(f"{name}: row {_first_null(labels)} has no label in the column '{label}'")
             about = {"columns": [image, label], "classes": classes, "labels": labels.to_pylist()}
-            yield from _member(ABOUT, json.dumps(about).encode())
+            yield from packed(ABOUT, json.dumps(about).encode(), tarfile.USTAR_FORMAT)
             row = 0
             for batch in table.iter_batches(ROWS, columns=[image]):
                 images = batch.column(0)
@@ -55,7 +56,7 @@ def unpacked(file: Path, name: str, image: str | None, label: str | None) -> Ite
                 if images.null_count:
                     raise _mistake(f"{name}: row {row + _first_null(images)} has no image in the column '{image}'")
                 for value in images:
-                    yield from _member(f"{row:06d}", value.as_buffer())
+                    yield from packed(f"{row:06d}", value.as_buffer(), tarfile.USTAR_FORMAT)
                     row += 1
             if not row == len(labels) == table.metadata.num_rows:
                 raise ValueError(f"{row:,} images and {len(labels):,} labels in {table.metadata.num_rows:,} rows")
@@ -63,15 +64,7 @@ def unpacked(file: Path, name: str, image: str | None, label: str | None) -> Ite
         raise _mistake(
             f"the Parquet file {name} cannot be read ({reason_of(error, 200)}): it is damaged or incomplete"
         ) from error
-    yield bytes(2 * tarfile.BLOCKSIZE)
-
-
-def _member(name: str, content: Any) -> Iterator[Any]:
-    info = tarfile.TarInfo(name)
-    info.size = len(content)
-    yield info.tobuf(tarfile.USTAR_FORMAT)
-    yield content
-    yield bytes(-len(content) % tarfile.BLOCKSIZE)
+    yield END
 
 
 def _mistake(text: str) -> UserError:
