@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol
@@ -183,20 +183,13 @@ def _overlap(first: str, second: str) -> bool:
     return max(low, start) < min(high, end)
 
 
-@dataclass
 class Subset:
     """The samples `ids` (int64 [n]) of a source, renumbered from 0."""
 
-    source: Source
-    ids: torch.Tensor
-    relabelled: InitVar[torch.Tensor | None] = None
-    """Other labels of these samples than the source's."""
-    labels: torch.Tensor = field(init=False)
-    in_memory: bool = field(init=False)
-
-    def __post_init__(self, relabelled: torch.Tensor | None) -> None:
-        self.labels = self.source.labels[self.ids] if relabelled is None else relabelled
-        self.in_memory = self.source.in_memory
+    def __init__(self, source: Source, ids: torch.Tensor, labels: torch.Tensor | None = None) -> None:
+        """`labels`: of these samples, if they are others than the source's."""
+        self.source, self.ids, self.in_memory = source, ids, source.in_memory
+        self.labels = source.labels[ids] if labels is None else labels
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -224,12 +217,15 @@ def names_root(data: Data) -> Path:
 def sample_keys(source: Source, root: Path) -> Iterator[str]:
     """The unique key of each sample in its dataset: its name relative to the folder `root`.
 
-    A source with millions of samples has `names_below`, which is several times as fast as one name after the other.
+    A source with millions of samples has `relative_names`, those relative to its own `root`: several times as fast as
+    one name after the other.
     """
+    held: Any
     held, ids = unwrap_subset(source)
-    names: Iterator[str] | None = held.names_below(root) if hasattr(held, "names_below") else None
-    if names is None or (ids is not None and not bool((ids.diff() > 0).all())):
+    is_ordered = ids is None or bool((ids.diff() > 0).all())
+    if not (is_ordered and hasattr(held, "relative_names") and held.root == root):
         return (source.name(id).removeprefix(f"{root}/") for id in range(len(source)))
+    names: Iterator[str] = held.relative_names()
     if ids is None:
         return names
     chosen = torch.zeros(len(held), dtype=torch.bool)

@@ -58,9 +58,8 @@ class FileImages(EncodedImages):
     def name(self, id: int) -> str:
         return f"{self.root}/{self.paths[id]}"
 
-    def names_below(self, root: Path) -> Iterator[str] | None:
-        """The names relative to `root`; None: it is not the folder of all."""
-        return iter(self.paths) if root == self.root else None
+    def relative_names(self) -> Iterator[str]:
+        return iter(self.paths)
 
     def states(self) -> Iterable[str]:
         return (file_state(self.root / self.paths[id]) for id in range(len(self)))

@@ -87,10 +87,7 @@ class TarImages(EncodedImages):
         tar = self.tars[int(self.positions.array[id, 0])]
         return "/".join(part for part in (str(self.root), tar, self.names[id]) if part)
 
-    def names_below(self, root: Path) -> Iterator[str] | None:
-        """The names relative to `root`; None: it is not the folder of all."""
-        if root != self.root:
-            return None
+    def relative_names(self) -> Iterator[str]:
         prefixes = [f"{tar}/" * bool(tar) for tar in self.tars]
         numbers = map(int, self.positions.array[:, 0])
         return (prefixes[number] + name for number, name in zip(numbers, self.names, strict=True))
@@ -192,7 +189,7 @@ def index_of(data: Data) -> Index:
     def places() -> list[str]:
         return [""] if root.is_file() else sorted(path.name for path in root.glob("*.tar"))
 
-    if not (root.is_file() or (root.is_dir() and places())):
+    if not places():
         raise UserError(f"--data.root {root} is neither a tar file nor a folder with tar files.")
 
     return indexed(root, "tar", lambda progress: _look(root, places(), progress), places, verify=data.verify)

@@ -56,12 +56,8 @@ class UserDataset:
         self.dataset, self.reference, self.split = dataset, reference, split
         self.labels, self.channels, self.shape, self.value_range = labels, channels, shape, value_range
         self.dtype = dtype
+        self.one_size = shape is not None
         self.packed: Packed | None = None  # what data workers are sent
-
-    @property
-    def one_size(self) -> bool:
-        """Whether all images have one size already."""
-        return self.shape is not None
 
     def __len__(self) -> int:
         return len(self.labels)
