@@ -23,7 +23,7 @@ from accel_train.config.compatibility import IMAGE_FILES, IN_MEMORY
 from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.files.encoded import EncodedImages, read_image
-from accel_train.data.sources.files.images import ImageError, decode
+from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.data.sources.splits import Source, Splits, named_splits, numbered, splits_of_files
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import short_name
@@ -168,7 +168,7 @@ def _tensorflow(data: Data) -> Splits:
     tensorflow_datasets: Any = importlib.import_module("tensorflow_datasets")
     info = tensorflow_datasets.builder(data.name.partition("/")[2], data_dir=str(data.root)).info
     sources: dict[str, Source] = {
-        split: _read(f"{data.name} {stored}", ((_pixels(image), target) for image, target in stream(stored)))
+        split: _read(f"{data.name} {stored}", ((to_tensor(x, data.channels), y) for x, y in stream(stored)))
         for split, stored in named_splits(info.splits, data).items()
     }
     return _splits(data, tuple(info.features["label"].names), sources)
@@ -193,12 +193,6 @@ def _column(data: Data, features: Any, kind: type, usual: str, given: str | None
             f"{option}."
         )
     return columns[0]
-
-
-def _pixels(image: Any) -> Tensor:
-    """A PIL image of 8 bits as uint8 [C, H, W]."""
-    pixels = torch.from_numpy(np.array(image))
-    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
 
 
 def _read(label: str, stream: Iterable[tuple[Tensor, int]]) -> ArraySource | StreamedImages:

@@ -40,8 +40,8 @@ def make_index(data: Data) -> IndexResult:
 
     Data that has just been written is waited for, and looked at again.
     """
-    index_of = KINDS.get(data.name.partition("/")[0])
-    if index_of is None or ("/" in data.name and not data.name.startswith("wds/")):
+    index_of = KINDS.get("wds" if data.name.startswith("wds/") else data.name)
+    if index_of is None:
         raise UserError(
             f"'{data.name}' needs no index; these do: folder (images in folders), csv (a table of images), "
             "tar (tar files), wds (WebDataset shards), parquet (Parquet files)."

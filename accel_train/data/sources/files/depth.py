@@ -40,10 +40,8 @@ class ImageError(ValueError):
 
 def is_value_range(value: Any) -> bool:
     """Whether a value that was read from a file is a range, or None."""
-    if value is None:
-        return True
-    ends = value if isinstance(value, tuple) and len(value) == 2 else ()
-    return len(ends) == 2 and all(is_number(end, -MOST, MOST) for end in ends) and ends[0] < ends[1]
+    is_pair = isinstance(value, tuple) and len(value) == 2 and all(is_number(end, -MOST, MOST) for end in value)
+    return value is None or (is_pair and value[0] < value[1])
 
 
 def range_text(value_range: ValueRange) -> str:

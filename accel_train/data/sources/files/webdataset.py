@@ -63,8 +63,8 @@ def _places(root: Path) -> list[str]:
 
 def _look(root: Path, progress: Progress) -> Index:
     """Read the headers and labels in all shards. Raises UserError."""
-    look = partial(on_all_cores, partial(pairs_in, root))
-    return index_of_shards(root, _places(root), *_shards(root), look, progress)
+    places, look = _places(root), partial(on_all_cores, partial(pairs_in, root))
+    return index_of_shards(root, places, *_shards(root, places), look, progress)
 
 
 Pairs = tuple[list[tuple[Member, int]], Counter[str]]
@@ -105,12 +105,11 @@ Listed = tuple[dict[str, list[str]], tuple[str, ...]]
 """split -> paths of its shards, relative to the root; and the names of the classes, () if no file says them."""
 
 
-def _shards(root: Path) -> Listed:
+def _shards(root: Path, places: Sequence[str]) -> Listed:
     """Raises UserError."""
-    for name in LISTS:
-        if (root / name).is_file():
-            return listed_shards(root / name, lambda file: read_regular_file(file, follow=True))
-    return named_shards(root, [path.relative_to(root).as_posix() for path in root.rglob("*.tar")]), ()
+    if places and places[0] in LISTS:
+        return listed_shards(root / places[0], lambda file: read_regular_file(file, follow=True))
+    return named_shards(root, places), ()
 
 
 def listed_shards(file: Path, read: Callable[[Path], bytes]) -> Listed:

@@ -197,10 +197,10 @@ class FetchAhead:
     def _ask_to_stop(self, is_soon: npt.NDArray[np.bool_]) -> None:
         """Let the run be saved while it can be, if a shard has failed that is needed soon after this pass: where the
         next one begins, no loader has looked ahead yet."""
-        ask = self.cache.ask_to_stop
-        for shard, (_, reason) in list(self._failed.items()) if ask is not None else ():
-            if is_soon[shard] and ask is not None:
-                ask(LOST.format(reason.rstrip(".")))
+        if (ask := self.cache.ask_to_stop) is not None:
+            for shard, (_, reason) in list(self._failed.items()):
+                if is_soon[shard]:
+                    ask(LOST.format(reason.rstrip(".")))
 
     def _fetch(self, shard: int, worth: float, removes: bool) -> None:
         try:

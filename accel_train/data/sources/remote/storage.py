@@ -154,9 +154,7 @@ class Storage:
         try:
             return self._patiently(self.url(name), lambda: answers.get(self.client, self.scheme, self.url(name)))
         except StorageError as error:
-            if isinstance(
-                error.__cause__, FileNotFoundError | PermissionError
-            ):  # S3 without the right to list says 403
+            if isinstance(error.__cause__, FileNotFoundError | PermissionError):  # 403: S3 without the right to list
                 return None
             raise
 
