@@ -82,7 +82,7 @@ def _listed(data: Data) -> Iterator[tuple[ShardCache, RemoteFolder]]:
     if is_parquet := kind == "parquet":
         pyarrow()
     storage = Storage(data.root, ".parquet" if is_parquet else ".tar")
-    cache = (UnpackedCache if is_parquet else ShardCache).of(data, storage)
+    cache = (UnpackedCache if is_parquet else ShardCache)(data, storage)
     with cache.locked("index"):  # the processes of a node ask the storage one after the other, the first one alone
         is_there = _index_file(cache, kind).exists()
         with RemoteFolder(cache, kind, needs_index=not is_there and not data.verify) as folder:

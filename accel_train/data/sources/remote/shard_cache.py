@@ -56,30 +56,28 @@ class Copy:
 class ShardCache:
     """The copies of the shards of one data.root. It can be passed to workers."""
 
-    def __init__(self, storage: Storage, folder: Path, limit: int | None, shards: Mapping[str, Shard]) -> None:
-        """`limit`: bytes that all copies take together; None: as many as the disk has room for. `shards`: by their
-        names."""
-        self.storage, self.folder, self.limit, self.shards = storage, folder, limit, dict(shards)
+    def __init__(self, data: Data, storage: Storage) -> None:
+        """Raises UserError if the folder cannot be made."""
+        self.storage, self.folder = storage, cache_folder(data)
+        self.limit = None if data.cache_size is None else bytes_of(data.cache_size)
+        """Bytes that all copies take together; None: as many as the disk has room for."""
+        self.shards: dict[str, Shard] = {}
+        """By their names."""
         self.began = time.time()
         self.ahead: Any = None
         """The `FetchAhead` of this process, if it has one."""
         self.ask_to_stop: Callable[[str], None] | None = None
         """Called with the reason if a shard that will be needed cannot be fetched, so that the run is saved before."""
+        try:
+            (self.folder / "locks").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--data.cache-dir: {self.folder} cannot be made ({error.strerror}); name a folder on a disk of this "
+                "node."
+            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "ahead": None, "ask_to_stop": None}
-
-    @classmethod
-    def of(cls, data: Data, storage: Storage) -> ShardCache:
-        """Raises UserError if the folder cannot be made."""
-        folder, limit = cache_folder(data), None if data.cache_size is None else bytes_of(data.cache_size)
-        try:
-            (folder / "locks").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--data.cache-dir: {folder} cannot be made ({error.strerror}); name a folder on a disk of this node."
-            ) from error
-        return cls(storage, folder, limit, {})
 
     def path(self, name: str) -> Path:
         """Where the copy of this shard is, or would be: another content has another name."""

@@ -37,17 +37,11 @@ OF_THE_HUB = re.compile(r"(?:.*/)?([^/]+?)-\d+-of-\d+(?:-[0-9a-f]+)?\.parquet")
 class UnpackedCache(ShardCache):
     """The copies of Parquet files are tar files. Their sizes are known from the index, or when they are made."""
 
-    columns: tuple[str | None, str | None] = None, None
-    """Of images and labels, if they are given."""
-    sizes: dict[str, int] = {}  # noqa: RUF012 -- replaced, never changed
-    """Bytes of the copies that the index knows, by the names of the shards."""
-
-    @classmethod
-    def of(cls, data: Data, storage: Storage) -> UnpackedCache:
-        cache = super().of(data, storage)
-        assert isinstance(cache, UnpackedCache)
-        cache.columns = data.image_column, data.label_column
-        return cache
+    def __init__(self, data: Data, storage: Storage) -> None:
+        super().__init__(data, storage)
+        self.columns = data.image_column, data.label_column
+        self.sizes: dict[str, int] = {}
+        """Bytes of the copies that the index knows, by the names of the shards."""
 
     @property
     def is_local(self) -> bool:

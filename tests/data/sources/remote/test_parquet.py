@@ -278,7 +278,7 @@ def test_what_a_killed_process_has_left_makes_room(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", KILLED, first, str(tmp_path / "cache")], check=False)
         left = copies(tmp_path)
         assert len(left) == 2
-        folder = UnpackedCache.of(data(second, tmp_path), Storage(Url(second), ".parquet")).folder
+        folder = UnpackedCache(data(second, tmp_path), Storage(Url(second), ".parquet")).folder
         for path in left:
             path.rename(folder / path.name)
         load_splits(data(second, tmp_path, cache_size=f"{int(2.4 * size)}B"), 0)

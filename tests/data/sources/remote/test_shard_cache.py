@@ -35,7 +35,7 @@ from accel_train.data.sources.remote.shard_cache import ShardCache
 from accel_train.data.sources.remote.storage import Storage
 url, folder, *names = sys.argv[1:]
 storage = Storage(Url(url))
-cache = ShardCache.of(Data(root=Url(url), cache_dir=Path(folder)), storage)
+cache = ShardCache(Data(root=Url(url), cache_dir=Path(folder)), storage)
 cache.shards = {shard.name: shard for shard in storage.look_up(names)}
 print("begins", flush=True)
 for name in names:
@@ -54,7 +54,7 @@ def create(server: StorageServer, folder: Path, shards: float | None = None) -> 
     size = (server.folder / NAMES[0]).stat().st_size
     limit = None if shards is None else f"{int(shards * size)}B"
     storage = Storage(Url(server.url))
-    cache = ShardCache.of(Data(root=Url(server.url), cache_dir=folder, cache_size=limit), storage)
+    cache = ShardCache(Data(root=Url(server.url), cache_dir=folder, cache_size=limit), storage)
     cache.shards = {shard.name: shard for shard in storage.look_up(NAMES)}
     server.reset()
     return cache
