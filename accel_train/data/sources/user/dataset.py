@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -111,13 +110,13 @@ class UserDataset:
     def _error(self, text: str) -> UserError:
         return UserError(f"--{OPTION} {self.reference.short}: {text}.", every_process=False)
 
-    def __getstate__(self) -> Any:
-        """A data worker imports the user's file first: the dataset's class is defined there."""
-        path = self.reference.file
-        return (_ImportFirst(Path(path)) if path else None, self.__dict__ | {"dataset": self._pack(), "packed": None})
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"dataset": self._pack(), "packed": None}
 
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state[1])
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.reference.file:  # in which the dataset's class is defined
+            load_file(Path(self.reference.file))
         self.dataset = self.dataset.unpack()
 
     def _pack(self) -> Packed:
@@ -154,16 +153,6 @@ class UserDataset:
                 f"({described(error, self.reference).rstrip('.')}). {advice}, or load in this process: "
                 "--data.workers 0."
             ) from error
-
-
-class _ImportFirst:
-    """Pickled in front of objects of a user's file: unpickling it imports the file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[[Path], ModuleType], tuple[Path]]:
-        return load_file, (self.path,)
 
 
 EXPECTED = "expected a PIL image, a uint8 tensor [C, H, W] or a float tensor [C, H, W]"
