@@ -129,19 +129,11 @@ def check_data(
     with writing("--folder", folder, "another folder"):
         folder.mkdir(parents=True, exist_ok=True)
     records, unreadable, reused = _look_at_all(images, whole, folder, processes, shows_progress=shows_progress)
-    findings = all_findings(
-        images,
-        records,
-        unreadable,
-        missing=splits.missing,
-        ignored=splits.ignored,
-        white=float(splits.full_scale),
-    )
     result = AuditResult(
         data.name,
         data.root,
         images,
-        tuple(findings),
+        tuple(all_findings(splits, images, records, unreadable)),
         mistakes,
         (*splits.notes, *depth_notes(splits.train)),
         tuple(unreadable),

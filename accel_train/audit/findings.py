@@ -12,6 +12,7 @@ from accel_train.audit.duplicates import Groups, equal_images, similar_images
 from accel_train.audit.images import Images
 from accel_train.audit.look import COLOUR, GREY, Records, Unreadable
 from accel_train.audit.unreadable import KINDS
+from accel_train.data.sources.splits import Splits
 from accel_train.errors import first_of
 
 FEW = 10
@@ -39,24 +40,17 @@ class Finding:
     """Of what is no image: classes, files that are missing."""
 
 
-def all_findings(
-    images: Images,
-    records: Records,
-    unreadable: Sequence[Unreadable],
-    *,
-    missing: tuple[str, ...] = (),
-    ignored: str = "",
-    white: float = 255.0,
-) -> list[Finding]:
-    """All that was found; first what must be decided on. `white`: the largest value; others as in `Splits`."""
+def all_findings(splits: Splits, images: Images, records: Records, unreadable: Sequence[Unreadable]) -> list[Finding]:
+    """All that was found; first what must be decided on."""
+    white = float(splits.full_scale)  # the largest value
     found = [
         *_unreadable(unreadable),
-        *_missing(missing),
+        *_missing(splits.missing),
         *_duplicates(images, records, white),
         *_classes(images),
         *_pixels(images, records, white),
         *_sizes(records),
-        *_ignored(ignored),
+        *_ignored(splits.ignored),
     ]
     return sorted(found, key=lambda finding: not finding.decide)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,6 @@ ROWS_SHOWN = 100  # of a table: audit.json has all
 NAMED = 3  # of classes, in the title
 SHORT_SIDE = 160  # pixels of a picture
 SMALL = 64  # pixels: smaller images are kept without loss, and their pixels are to be seen
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image on the page."""
-
-    name: str
-    split: str
-    label: str
-    uri: str
-    """As a data: URI; "": it cannot be read."""
-    size: str
-    pixelated: bool
 
 
 def write_page(result: AuditResult) -> Path:
@@ -103,15 +89,22 @@ def _section(result: AuditResult, finding: Finding) -> dict[str, Any]:
     return section
 
 
-def _picture(result: AuditResult, id: int) -> Picture:
+def _picture(result: AuditResult, id: int) -> dict[str, Any]:
+    """What the template shows of an image. Its `uri` is "" if it cannot be read."""
     split, source, number = result.images.place(id)
     record = result.records[id]
     uri = ""
     with contextlib.suppress(UserError):  # it has been removed since
         uri = uri_of(torch.as_tensor(source.fetch([number])[0]))
     height, width = int(record["height"]), int(record["width"])
-    small = max(height, width) <= SMALL
-    return Picture(result.images.name(id), split, result.images.label(id), uri, f"{width}x{height}", small)
+    return {
+        "name": result.images.name(id),
+        "split": split,
+        "label": result.images.label(id),
+        "uri": uri,
+        "size": f"{width}x{height}",
+        "pixelated": max(height, width) <= SMALL,
+    }
 
 
 def uri_of(pixels: torch.Tensor) -> str:
