@@ -85,10 +85,7 @@ def index_of(data: Data) -> Index:
 
 def splits_of_image_files(data: Data, root: Path, index: Index) -> Splits:
     """The splits of image files below the folder `root`."""
-    sources = {
-        split: FileImages(root, files.names, files.labels, data, files.stats) for split, files in index.splits.items()
-    }
-    return splits_of_index(data, index, sources)
+    return splits_of_index(data, index, lambda files: FileImages(root, files.names, files.labels, data, files.stats))
 
 
 def _look(root: Path, given: Mapping[str, str], progress: Progress) -> Index:

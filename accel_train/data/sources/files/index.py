@@ -12,7 +12,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from accel_train.config.schema import Data
-from accel_train.data.sources.files.index_file import Index, read_index, write_index
+from accel_train.data.sources.files.index_file import Index, SplitFiles, read_index, write_index
 from accel_train.data.sources.splits import Source, Splits, splits_of_files
 from accel_train.errors import LOGGER
 
@@ -178,8 +178,9 @@ def _difference(before: Index, now: Index) -> str:
     return ""
 
 
-def splits_of_index(data: Data, index: Index, sources: Mapping[str, Source]) -> Splits:
-    """The splits of an index, from the images of each."""
+def splits_of_index(data: Data, index: Index, source_of: Callable[[SplitFiles], Source]) -> Splits:
+    """The splits of an index, of which `source_of` has the images."""
+    sources = {split: source_of(files) for split, files in index.splits.items()}
     said = {"ignored": index.ignored, "notes": index.notes, "mistake": index.mistake, "semantics": index.semantics}
     listed = {"train_weights": index.weights, "table": index.table, "missing": index.missing}
     return splits_of_files(data, index.classes, sources, **said, **listed)

@@ -271,5 +271,4 @@ def index_of_members(
 
 def splits_of_tars(data: Data, root: Path, index: Index) -> Splits:
     """The splits of images in tar files in `root`."""
-    sources = {split: TarImages(root, index.tars, files, data) for split, files in index.splits.items()}
-    return splits_of_index(data, index, sources)
+    return splits_of_index(data, index, lambda files: TarImages(root, index.tars, files, data))

@@ -40,10 +40,7 @@ def remote(data: Data) -> Splits:
     Raises UserError.
     """
     cache, index = _cached_index(data)
-    sources = {
-        split: RemoteImages(names_root(data), index.tars, files, data, cache) for split, files in index.splits.items()
-    }
-    return splits_of_index(data, index, sources)
+    return splits_of_index(data, index, lambda files: RemoteImages(names_root(data), index.tars, files, data, cache))
 
 
 def index_of(data: Data) -> Index:
