@@ -25,6 +25,7 @@ SMALL, ALIKE_SMALL = 48, 0.998
 19,956 pairs of MNIST's digits are alike, all of them different ones; with 0.998 one pair of ones."""
 FLAT = 0.01  # of the largest value: the hash of an image with less contrast says nothing
 BLOCK = 2048  # images that are compared with as many others at a time: 32 MB
+PAIRS = 1 << 13  # whose thumbnails are compared at a time
 MOST_PAIRS = 1 << 20  # that are kept before they become groups
 
 Groups = list[npt.NDArray[np.int64]]
@@ -80,7 +81,7 @@ def _grouped(ids: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Grou
 def _near(
     hashes: npt.NDArray[np.uint64], together: npt.NDArray[np.int64]
 ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield the pairs of the images `together` whose hashes are near, a block of them at a time."""
+    """Yield the pairs of the images `together` whose hashes are near, some of them at a time."""
     for start in range(0, len(together), BLOCK):
         rows = together[start : start + BLOCK]
         for begin in range(start, len(together), BLOCK):
@@ -89,8 +90,8 @@ def _near(
             if begin == start:
                 near = np.triu(near, 1)
             left, right = np.nonzero(near)
-            for at in range(0, len(left), MOST_PAIRS // 8):
-                yield rows[left[at : at + MOST_PAIRS // 8]], columns[right[at : at + MOST_PAIRS // 8]]
+            for at in range(0, len(left), PAIRS):
+                yield rows[left[at : at + PAIRS]], columns[right[at : at + PAIRS]]
 
 
 _COUNTS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
@@ -112,13 +113,10 @@ def _alike(
     right: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
     """bool [n]: whether the thumbnails of each pair correlate enough."""
-    alike = np.zeros(len(left), dtype=np.bool_)
-    for at in range(0, len(left), BLOCK * 4):
-        which = slice(at, at + BLOCK * 4)
-        one, other = thumbnails[left[which]].astype(np.float32), thumbnails[right[which]].astype(np.float32)
-        lengths = np.sqrt(np.square(one).sum(1) * np.square(other).sum(1))
-        limit = np.where(small[left[which]] | small[right[which]], ALIKE_SMALL, ALIKE)
-        alike[which] = (one * other).sum(1) >= limit * lengths
+    one, other = thumbnails[left].astype(np.float32), thumbnails[right].astype(np.float32)
+    lengths = np.sqrt(np.square(one).sum(1) * np.square(other).sum(1))
+    limit = np.where(small[left] | small[right], ALIKE_SMALL, ALIKE)
+    alike: npt.NDArray[np.bool_] = (one * other).sum(1) >= limit * lengths
     return alike
 
 

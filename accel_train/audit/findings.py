@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from accel_train.audit.duplicates import Groups, equal_images, similar_images
 from accel_train.audit.images import Images
@@ -48,7 +49,7 @@ def all_findings(splits: Splits, images: Images, records: Records, unreadable: S
         *_missing(splits.missing),
         *_duplicates(images, records, white),
         *_classes(images),
-        *_pixels(images, records, white),
+        *_pixels(records, white),
         *_sizes(records),
         *_ignored(splits.ignored),
     ]
@@ -63,8 +64,11 @@ def count_text(count: int, what: str = "image", rest: str = "") -> str:
     return f"{count:,} {what}{'' if count == 1 else 'es' if what.endswith('s') else 's'}{' ' * bool(rest)}{rest}"
 
 
-def _singles(kind: str, ids: Iterable[int], rest: str, advice: str, *, decide: bool = False) -> Iterator[Finding]:
-    groups = tuple((int(id),) for id in ids)
+def _singles(
+    kind: str, found: npt.NDArray[np.bool_], rest: str, advice: str, *, decide: bool = False
+) -> Iterator[Finding]:
+    """`found`: bool [n], of each image."""
+    groups = tuple((id,) for id in np.flatnonzero(found).tolist())
     if groups:
         yield Finding(kind, count_text(len(groups), rest=rest), advice, decide, groups)
 
@@ -95,13 +99,12 @@ def _duplicates(images: Images, records: Records, white: float) -> Iterator[Find
     equal = equal_images(records)
     yield from _of_groups("equal", equal, images)
     # Of equal images the first one stands for all: an image like one of them may be in another split, or class.
-    alike = _with_equal_ones(similar_images(records, white), equal)
-    yield from _of_groups("similar", alike, images)
-
-
-def _with_equal_ones(groups: Groups, equal: Groups) -> Groups:
     rest = {int(group[0]): group for group in equal}
-    return [np.sort(np.concatenate([rest.get(int(id), np.array([id])) for id in group])) for group in groups]
+    alike = [
+        np.sort(np.concatenate([rest.get(int(id), np.array([id])) for id in group]))
+        for group in similar_images(records, white)
+    ]
+    yield from _of_groups("similar", alike, images)
 
 
 def _of_groups(kind: str, groups: Groups, images: Images) -> Iterator[Finding]:
@@ -143,32 +146,31 @@ def _classes(images: Images) -> Iterator[Finding]:
         yield Finding("few-images", title, advice, False, names=tuple(few))
 
 
-def _pixels(images: Images, records: Records, white: float) -> Iterator[Finding]:
+def _pixels(records: Records, white: float) -> Iterator[Finding]:
     readable = records["readable"] == 1
     undefined = readable & np.isnan(records["low"])
     constant = readable & (records["constant"] == 1)
     advice = "Look at how they were made: these values reach the model as they are."
-    yield from _singles("not-finite", np.flatnonzero(undefined), "have values that are NaN or infinite", advice,
-                        decide=True)  # fmt: skip
+    yield from _singles("not-finite", undefined, "have values that are NaN or infinite", advice, decide=True)
     advice = "Nothing can be seen in them: remove them, unless the empty image is what is to be learned."
-    yield from _singles("constant", np.flatnonzero(constant), "have one colour only", advice, decide=True)
+    yield from _singles("constant", constant, "have one colour only", advice, decide=True)
     with np.errstate(invalid="ignore"):
         narrow = readable & ~constant & (records["high"] - records["low"] < NARROW * white)
     advice = "They are nearly empty, or darker than they should be: images of 16 bits may need --data.range."
-    yield from _singles("narrow", np.flatnonzero(narrow), "have next to no contrast", advice)
+    yield from _singles("narrow", narrow, "have next to no contrast", advice)
     turned = readable & (records["orientation"] > 1)
     advice = "This program shows them upright, as they are meant. Others may not: bounding boxes, earlier predictions."
-    yield from _singles("rotated", np.flatnonzero(turned), "are rotated by EXIF", advice)
+    yield from _singles("rotated", turned, "are rotated by EXIF", advice)
     grey, colour = (readable & ~constant & ~narrow & (records["colours"] == kind) for kind in (GREY, COLOUR))
     if grey.any() and colour.any():
         if grey.sum() <= colour.sum():
             advice = (
                 "If some classes have more of them, the model learns that. --data.channels 1 trains without colours."
             )
-            yield from _singles("grey", np.flatnonzero(grey), "are grey, and most are in colour", advice)
+            yield from _singles("grey", grey, "are grey, and most are in colour", advice)
         else:
             advice = "Look whether they belong to the data set. --data.channels 1 trains without colours."
-            yield from _singles("colour", np.flatnonzero(colour), "are in colour, and most are grey", advice)
+            yield from _singles("colour", colour, "are in colour, and most are grey", advice)
 
 
 def _sizes(records: Records) -> Iterator[Finding]:
@@ -181,12 +183,12 @@ def _sizes(records: Records) -> Iterator[Finding]:
     long = readable & (ratio > max(LONG, 2 * usual))
     advice = "A square crop shows a small part of them: cut them up, or look whether they belong to the data set."
     rest = f"have a long side of more than {max(LONG, 2 * usual):.2g} times the short one"
-    yield from _singles("long", np.flatnonzero(long), rest, advice)
+    yield from _singles("long", long, rest, advice)
     median = float(np.median(short[readable]))
     tiny = readable & (short < TINY * median)
     rest = f"have a short side below {TINY * median:.0f} pixels, a quarter of the usual one"
     advice = "They are enlarged for the model: are they thumbnails of the images that were meant?"
-    yield from _singles("small", np.flatnonzero(tiny), rest, advice)
+    yield from _singles("small", tiny, rest, advice)
 
 
 def _ignored(ignored: str) -> Iterator[Finding]:

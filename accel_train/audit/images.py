@@ -47,10 +47,9 @@ class Images:
     def label(self, id: int) -> str:
         """The name of its class, or the names of its classes, or "none"."""
         _, source, number = self.place(id)
-        return ", ".join(map(self._class, label_numbers(source.labels[number]))) or "none"
-
-    def _class(self, number: int) -> str:
-        return self.classes[number] if 0 <= number < len(self.classes) else str(number)
+        labels = label_numbers(source.labels[number])
+        names = [self.classes[label] if 0 <= label < len(self.classes) else str(label) for label in labels]
+        return ", ".join(names) or "none"
 
     @cached_property
     def split_numbers(self) -> npt.NDArray[np.int64]:

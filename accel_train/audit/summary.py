@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from itertools import chain
 
 from accel_train.audit.audit import AuditResult, size_figures
 from accel_train.audit.findings import Finding, count_text
@@ -66,32 +65,27 @@ def _examples(result: AuditResult, finding: Finding) -> Iterator[str]:
     """The first images of a finding, one line each, or one a group."""
     if finding.kind == "missing":
         yield first_of(finding.names, SHOWN)
-    most = SHOWN if finding.kind == "unreadable" else GROUPS_SHOWN
-    groups = finding.groups
+    images, groups, most = result.images, finding.groups, GROUPS_SHOWN
     if finding.kind == "unreadable":
-        groups = sorted(groups, key=lambda group: result.images.name(group[0]))
+        groups, most = sorted(groups, key=lambda group: images.name(group[0])), SHOWN
     alone = bool(groups) and all(len(group) == 1 for group in groups)
     if alone and finding.kind != "unreadable":
-        yield first_of([result.images.name(id) for id in chain(*groups[: IMAGES_SHOWN + 1])][:IMAGES_SHOWN]) + (
-            f" and {len(groups) - IMAGES_SHOWN:,} more" if len(groups) > IMAGES_SHOWN else ""
-        )
+        shown = [images.name(id) for (id,) in groups[:IMAGES_SHOWN]]
+        yield ", ".join(shown) + _more(len(groups))
         return
     for group in groups[:most]:
         if alone:
-            yield f"{result.images.name(group[0])}: {finding.notes[group[0]]}"
+            yield f"{images.name(group[0])}: {finding.notes[group[0]]}"
         else:
-            shown = [_described(result, id) for id in group[:IMAGES_SHOWN]]
-            rest = len(group) - IMAGES_SHOWN
-            yield (" ~ " if finding.kind.startswith("similar") else " = ").join(shown) + (
-                f" and {rest:,} more" if rest > 0 else ""
-            )
+            shown = [f"{images.name(id)} ({images.split(id)}, {images.label(id)})" for id in group[:IMAGES_SHOWN]]
+            yield (" ~ " if finding.kind.startswith("similar") else " = ").join(shown) + _more(len(group))
     if len(groups) > most:
         yield f"… and {len(groups) - most:,} more{' groups' * (not alone)}."
 
 
-def _described(result: AuditResult, id: int) -> str:
-    images = result.images
-    return f"{images.name(id)} ({images.split(id)}, {images.label(id)})"
+def _more(count: int) -> str:
+    """How many of `count` images are not shown."""
+    return f" and {count - IMAGES_SHOWN:,} more" if count > IMAGES_SHOWN else ""
 
 
 def _unreadable(result: AuditResult) -> Iterator[tuple[str, bool]]:
