@@ -32,7 +32,7 @@ from accel_train.data.sources.load import Source, Splits, load_splits
 from accel_train.data.sources.shared import StringArray
 from accel_train.data.sources.splits import names_root, present_classes, sample_keys, unwrap_subset
 from accel_train.data.sources.unreadable_list import list_for, write_list
-from accel_train.data.tools.chunk import Chunk, Unreadable, encode
+from accel_train.data.tools.chunk import Chunk, encode
 from accel_train.data.tools.output import locked
 from accel_train.data.tools.pool import Job, ProgressDisplay, in_processes, jobs_of
 from accel_train.errors import UserError, print_line
@@ -114,7 +114,10 @@ def _write(
     if bad := sum(key not in listed for key in keys):
         list_path = output.with_name(f"{output.name}.unreadable.txt")
         write_list(list_path, data, sources, keys)
-        _print_unreadable(unreadable)
+        for name, why in sorted(unreadable)[:SHOWN]:
+            print_line(f"  {name}: {why}")
+        if len(unreadable) > SHOWN:
+            print_line(f"  … and {len(unreadable) - SHOWN} more.")
         print_line(
             f"{len(unreadable)} of {total} images cannot be read. They are listed in {list_path}. The finished part is "
             f"kept. Continue with the same command and\n  --skip-unreadable {shlex.quote(str(list_path))}"
@@ -266,11 +269,3 @@ def _verify(partial: Path) -> None:
                 f"{partial} is altered: {cached.names[number]} differs from what was written. Check the disk, delete "
                 "the file and start again."
             )
-
-
-def _print_unreadable(unreadable: list[Unreadable]) -> None:
-    """Print the first unreadable images, with the reasons."""
-    for name, why in sorted(unreadable)[:SHOWN]:
-        print_line(f"  {name}: {why}")
-    if len(unreadable) > SHOWN:
-        print_line(f"  … and {len(unreadable) - SHOWN} more.")

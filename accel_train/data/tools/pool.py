@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ def jobs_of(sources: list[Source]) -> list[Job]:
 def in_processes(
     work: Callable[..., T],
     sources: list[Source],
-    jobs: Iterable[Job],
+    jobs: Sequence[Job],
     processes: int,
     *arguments: Any,
     of_job: Callable[[Job], tuple[Any, ...]] = lambda job: (),
@@ -46,7 +46,6 @@ def in_processes(
     `of_job` is called in this process, a while before the job begins. If a source is an object of this program that no
     other process can make, this process does all.
     """
-    jobs = list(jobs)
     held = [unwrap_subset(source)[0] for source in sources]
     if any(isinstance(each, UserDataset) and each.stays_here() for each in held):
         processes = 1

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from accel_train.data.all_cores import on_all_cores
@@ -137,17 +136,13 @@ def finish(output: Path, shards: list[Shard], classes: tuple[str, ...]) -> None:
         }
     atomic_write(output / INFO, json.dumps({"splits": splits, "classes": classes}, indent=1) + "\n")
     atomic_write(output / SUMS, "".join(f"{shard.sha256}  {shard.name}\n" for shard in shards))
-    names = [shard.name for shard in shards]
-    for shard, found in zip(shards, on_all_cores(partial(_sha256_of, output), names), strict=True):
+    paths = [output / shard.name for shard in shards]
+    for shard, path, found in zip(shards, paths, on_all_cores(sha256, paths), strict=True):
         if found != shard.sha256:
-            (output / shard.name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise UserError(
-                f"{output / shard.name} differs from what was written, and was removed. Check the disk; then the same "
-                "command writes it again."
+                f"{path} differs from what was written, and was removed. Check the disk; then the same command writes "
+                "it again."
             )
     (output / UNFINISHED).replace(output / FINISHED)
     fsync(output)
-
-
-def _sha256_of(folder: Path, name: str) -> str:
-    return sha256(folder / name)
