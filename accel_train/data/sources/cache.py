@@ -99,8 +99,7 @@ class CacheFile:
             if self.columns["labels"].dtype == np.uint8:
                 self.columns["labels"] = _unpacked(self.columns["labels"], len(self.description.classes))
             self._shared = {name: SharedArray(column) for name, column in self.columns.items()}
-            _check(self.description, self.columns, text, ends, index_start)
-            _check_weights(self.weights, self.description)
+            _check(self.description, self.columns, text, ends, self.weights, index_start)
         except OSError as error:
             raise UserError(
                 f"--data.root {path} cannot be read ({error.strerror}); name a file that `accel-train cache-data` "
@@ -142,6 +141,7 @@ def _check(
     columns: dict[str, npt.NDArray[Any]],
     text: npt.NDArray[Any],
     ends: npt.NDArray[Any],
+    weights: npt.NDArray[Any] | None,
     end: int,
 ) -> None:
     """Raise ValueError unless index and description describe images inside the file, before byte `end`."""
@@ -180,6 +180,11 @@ def _check(
         sides = (heights > 0) & (widths > 0) & (heights <= end) & (widths <= end // np.maximum(heights, 1))
         if not (skipped | (sides & (heights * widths * channels == sizes))).all():
             raise ValueError("the sizes of its images are wrong")
+    if weights is not None:
+        if weights.shape != (splits["train"],) or weights.dtype != np.float64:
+            raise ValueError("it does not have one weight for each training image")
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            raise ValueError("the weights of its images are wrong")
 
 
 def _unpacked(bits: npt.NDArray[Any], classes: int) -> npt.NDArray[np.bool_]:
@@ -187,16 +192,6 @@ def _unpacked(bits: npt.NDArray[Any], classes: int) -> npt.NDArray[np.bool_]:
     if bits.ndim != 2 or bits.shape[1] != -(-classes // 8):
         raise ValueError(f"its labels do not have one bit for each of {classes} classes")
     return np.unpackbits(bits, axis=1, count=classes).astype(np.bool_)
-
-
-def _check_weights(weights: npt.NDArray[Any] | None, description: Description) -> None:
-    """Raise ValueError unless these are weights of the training images, or None."""
-    if weights is None:
-        return
-    if weights.shape != (description.splits["train"],) or weights.dtype != np.float64:
-        raise ValueError("it does not have one weight for each training image")
-    if not (np.isfinite(weights) & (weights >= 0)).all():
-        raise ValueError("the weights of its images are wrong")
 
 
 class CachedImages(EncodedImages):

@@ -197,7 +197,7 @@ def _column(data: Data, features: Any, kind: type, usual: str, given: str | None
 
 def _read(label: str, stream: Iterable[tuple[Tensor, int]]) -> ArraySource | StreamedImages:
     """Read a stream of (uint8 [C, H, W], label) into memory. It may take at most half of the free memory."""
-    psutil: Any = importlib.import_module("psutil")
+    import psutil
 
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process on this machine keeps its own copy
     most = psutil.virtual_memory().available // 2 // processes
