@@ -22,6 +22,8 @@ from accel_train.cli.of_run.runs import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages
+from accel_train.data.sources.files.index_file import SplitFiles
+from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
 from accel_train.ownership.owner import read_owner
 from accel_train.run.start import find_file
@@ -118,7 +120,8 @@ def test_weights_that_are_no_files_of_weights(tmp_path: Path, make: Callable[[Pa
 def test_an_image_that_is_no_file(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     make(tmp_path / "b.png")
-    images = FileImages(tmp_path, ["a.png", "b.png"], torch.zeros(2, dtype=torch.int64), Data())
+    files = SplitFiles(StringArray(["a.png", "b.png"]), torch.zeros(2, dtype=torch.int64))
+    images = FileImages(tmp_path, files, Data())
     assert images.fetch([0])[0].shape == (3, 8, 8)
     with pytest.raises(UserError, match=r"b\.png cannot be read: .*(not a regular file|bytes, more than)"):
         images.fetch([1])

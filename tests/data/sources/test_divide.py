@@ -236,7 +236,7 @@ def test_many_keys_are_those_of_the_names(kind: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(shared, "BLOCK", 3)
     names = ["0.jpg", "a.jpg", "b/ä.jpg", "c\udcff.jpg", "d.jpg", "long/" * 9 + "e.jpg", "f.jpg"]
     labels = torch.zeros(len(names), dtype=torch.int64)
-    source: Any = FileImages(tmp_path, names, labels, Data())
+    source: Any = FileImages(tmp_path, SplitFiles(StringArray(names), labels), Data())
     if kind != "folder":
         places = np.array([[number // 4, 0, 1] for number in range(len(names))], dtype=np.int64)
         tars = ("",) if kind == "tar" else ("0.tar", "x/1.tar")

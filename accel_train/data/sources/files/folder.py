@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -32,18 +32,9 @@ Samples = tuple[list[str], torch.Tensor]
 class FileImages(EncodedImages):
     """Image files below a folder."""
 
-    def __init__(
-        self,
-        root: Path,
-        paths: Sequence[str] | StringArray,
-        labels: torch.Tensor,
-        data: Data,
-        stats: SharedArray | None = None,
-    ) -> None:
-        """`stats`: those of an index, as in `SplitFiles`."""
-        super().__init__(labels, data)
-        self.root, self.paths = root, paths if isinstance(paths, StringArray) else StringArray(paths)
-        self.stats = stats
+    def __init__(self, root: Path, files: SplitFiles, data: Data) -> None:
+        super().__init__(files.labels, data)
+        self.root, self.paths, self.stats = root, files.names, files.stats
 
     def read(self, id: int) -> bytes:
         self.paths.check()
@@ -67,7 +58,7 @@ class FileImages(EncodedImages):
 
 def folder(data: Data) -> Splits:
     """The images in the tree of `data.root`. Raises UserError."""
-    return splits_of_image_files(data, data.root, index_of(data))
+    return splits_of_index(data, index_of(data), lambda files: FileImages(data.root, files, data))
 
 
 def index_of(data: Data) -> Index:
@@ -81,11 +72,6 @@ def index_of(data: Data) -> Index:
     given = given_splits(data)
     kind = "folder" + "".join(f"-{split}={quote(name, safe='')}" for split, name in given.items())
     return indexed(root, kind, lambda progress: _look(root, given, progress), verify=data.verify)
-
-
-def splits_of_image_files(data: Data, root: Path, index: Index) -> Splits:
-    """The splits of image files below the folder `root`."""
-    return splits_of_index(data, index, lambda files: FileImages(root, files.names, files.labels, data, files.stats))
 
 
 def _look(root: Path, given: Mapping[str, str], progress: Progress) -> Index:

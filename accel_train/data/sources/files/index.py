@@ -85,7 +85,7 @@ def indexed(
     index that cannot be written is no error. Raises what `look` raises.
     """
     files = index_places(root, kind)
-    before = _versions(files)
+    before = [*map(_version, files)]
     if not verify:
         kept, is_current = _find(files, root, places)
         if kept is not None and is_current:
@@ -93,7 +93,7 @@ def indexed(
     with _lock(files[1].with_suffix(".lock")):
         kept, is_current = _find(files, root, places)
         # Another process made it while this one waited. To verify, each one looks that finds the file unchanged.
-        if kept is not None and is_current and not (verify and _versions(files) == before):
+        if kept is not None and is_current and not (verify and [*map(_version, files)] == before):
             return kept
         index = _make(root, files, look)
     if kept is not None:
@@ -137,10 +137,6 @@ def _version(file: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return status.st_mtime_ns, status.st_ino
-
-
-def _versions(files: Sequence[Path]) -> list[tuple[int, int]]:
-    return [_version(file) for file in files]
 
 
 def _tell_changes(root: Path, before: Index, now: Index, *, verified: bool) -> None:

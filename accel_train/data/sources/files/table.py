@@ -25,8 +25,8 @@ import torch
 from accel_train.config.compatibility import IMAGE_FILES
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.csv_rows import Mistakes, columns_of, csv_rows, quoted, unused_notes
-from accel_train.data.sources.files.folder import splits_of_image_files
-from accel_train.data.sources.files.index import Progress, indexed
+from accel_train.data.sources.files.folder import FileImages
+from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
 from accel_train.data.sources.files.index_file import Index, SplitFiles
 from accel_train.data.sources.files.listing import MISSING, file_stats, why_missing
 from accel_train.data.sources.shared import SharedArray, StringArray
@@ -62,7 +62,7 @@ class _Rows:
 
 def table(data: Data) -> Splits:
     """The images that the CSV file `data.root` lists. Raises UserError."""
-    return splits_of_image_files(data, data.root.parent, index_of(data))
+    return splits_of_index(data, index_of(data), lambda files: FileImages(data.root.parent, files, data))
 
 
 def index_of(data: Data) -> Index:

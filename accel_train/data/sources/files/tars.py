@@ -179,7 +179,8 @@ def tar(data: Data) -> Splits:
 
     Raises UserError.
     """
-    return splits_of_tars(data, data.root, index_of(data))
+    index = index_of(data)
+    return splits_of_index(data, index, lambda files: TarImages(data.root, index.tars, files, data))
 
 
 def index_of(data: Data) -> Index:
@@ -267,8 +268,3 @@ def index_of_members(
     }
     semantics = semantics_of(member.name for members, _ in samples.values() for member in members)
     return Index(tuple(places), classes, splits, semantics, tars)
-
-
-def splits_of_tars(data: Data, root: Path, index: Index) -> Splits:
-    """The splits of images in tar files in `root`."""
-    return splits_of_index(data, index, lambda files: TarImages(root, index.tars, files, data))

@@ -18,10 +18,10 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.all_cores import on_all_cores
 from accel_train.data.sources.files.folder import ignored_text
-from accel_train.data.sources.files.index import Progress, indexed
+from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
 from accel_train.data.sources.files.index_file import Index
 from accel_train.data.sources.files.listing import is_image
-from accel_train.data.sources.files.tars import Member, index_of_members, members_of, splits_of_tars
+from accel_train.data.sources.files.tars import Member, TarImages, index_of_members, members_of
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
 from accel_train.untrusted import read_regular_file
@@ -39,7 +39,8 @@ def webdataset(data: Data) -> Splits:
     Their splits follow from _info.json, if there is one, or else from their names: NAME-train-0000.tar. The names
     of the classes are its `classes`, or else their numbers. Raises UserError.
     """
-    return splits_of_tars(data, _root(data), index_of(data))
+    index = index_of(data)
+    return splits_of_index(data, index, lambda files: TarImages(_root(data), index.tars, files, data))
 
 
 def index_of(data: Data) -> Index:
@@ -56,7 +57,7 @@ def _root(data: Data) -> Path:
 
 
 def _places(root: Path) -> list[str]:
-    """The files that decide what is in the data set."""
+    """The files that decide what is in the data set; the list of its shards is the first, if there is one."""
     lists = [name for name in LISTS if (root / name).is_file()]
     return lists + [path.relative_to(root).as_posix() for path in root.rglob("*.tar")]
 
@@ -64,7 +65,9 @@ def _places(root: Path) -> list[str]:
 def _look(root: Path, progress: Progress) -> Index:
     """Read the headers and labels in all shards. Raises UserError."""
     places, look = _places(root), partial(on_all_cores, partial(pairs_in, root))
-    return index_of_shards(root, places, *_shards(root, places), look, progress)
+    has_list = bool(places) and places[0] in LISTS
+    shards, classes = listed_shards(root / places[0]) if has_list else (named_shards(root, places), ())
+    return index_of_shards(root, places, shards, classes, look, progress)
 
 
 Pairs = tuple[list[tuple[Member, int]], Counter[str]]
@@ -105,18 +108,11 @@ Listed = tuple[dict[str, list[str]], tuple[str, ...]]
 """split -> paths of its shards, relative to the root; and the names of the classes, () if no file says them."""
 
 
-def _shards(root: Path, places: Sequence[str]) -> Listed:
-    """Raises UserError."""
-    if places and places[0] in LISTS:
-        return listed_shards(root / places[0], lambda file: read_regular_file(file, follow=True))
-    return named_shards(root, places), ()
-
-
-def listed_shards(file: Path, read: Callable[[Path], bytes]) -> Listed:
-    """What the `file` lists. Raises UserError."""
+def listed_shards(file: Path, text: bytes | None = None) -> Listed:
+    """What the `file` lists. `text`: its content; None: it is read. Raises UserError."""
     shards: dict[str, list[str]] = {}
     try:
-        info: dict[str, Any] = json.loads(read(file))
+        info: dict[str, Any] = json.loads(read_regular_file(file, follow=True) if text is None else text)
         for split, about in info["splits"].items():
             if split.lower() in SPLIT_NAMES:
                 shards[SPLIT_NAMES[split.lower()]] = list(about["filenames"])

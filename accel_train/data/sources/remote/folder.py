@@ -121,7 +121,7 @@ class RemoteFolder:
         return lists
 
     def _has_all(self, name: str, text: bytes, shards: tuple[str, ...]) -> bool:
-        listed, _ = listed_shards(Url(self.storage.url(name)), lambda _: text)
+        listed, _ = listed_shards(Url(self.storage.url(name)), text)
         if others := sorted({*shards} - {*itertools.chain(*listed.values())}):
             LOGGER.warning(
                 f"{self.storage.url(name)} is not used, because it does not list {first_of(others, 1)}: the names of "

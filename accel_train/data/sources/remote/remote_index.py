@@ -170,7 +170,7 @@ def _made(data: Data, cache: ShardCache, lists: dict[str, bytes]) -> Index:
 def _splits(root: Path, cache: ShardCache, lists: dict[str, bytes]) -> Listed:
     """Which shards belong to which split, and the names of the classes. Raises UserError."""
     for name, text in lists.items():
-        listed, classes = listed_shards(root / name, lambda _: text)  # noqa: B023 -- called at once
+        listed, classes = listed_shards(root / name, text)
         if cache.storage.names is not None:  # a part of them may be named
             listed = {split: [shard for shard in shards if shard in cache.shards] for split, shards in listed.items()}
             listed = {split: shards for split, shards in listed.items() if shards}

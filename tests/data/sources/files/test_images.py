@@ -13,6 +13,7 @@ from PIL import Image
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.files.images import ImageError, decode
+from accel_train.data.sources.files.index_file import SplitFiles
 from accel_train.data.sources.files.listing import find_images
 from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
@@ -85,7 +86,7 @@ def test_decoding_a_jpeg_warns_nobody() -> None:
 
 def test_a_bmp_called_jpg_is_read_by_its_content(tmp_path: Path) -> None:
     (tmp_path / "cat.jpg").write_bytes(encoded(Image.fromarray(smooth()), "BMP"))
-    source = FileImages(tmp_path, ["cat.jpg"], torch.tensor([0]), Data())
+    source = FileImages(tmp_path, SplitFiles(StringArray(["cat.jpg"]), torch.tensor([0])), Data())
     assert torch.equal(source.fetch([0])[0], torch.from_numpy(smooth()).permute(2, 0, 1))
 
 
@@ -124,7 +125,8 @@ def test_no_image_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_unreadable_file_is_named_with_reason_and_advice(tmp_path: Path) -> None:
     (tmp_path / "empty.jpg").touch()
-    source = FileImages(tmp_path, ["empty.jpg", "gone.jpg"], torch.tensor([0, 1]), Data(name="x"))
+    files = SplitFiles(StringArray(["empty.jpg", "gone.jpg"]), torch.tensor([0, 1]))
+    source = FileImages(tmp_path, files, Data(name="x"))
     with pytest.raises(UserError) as caught:
         source.fetch([0])
     assert str(tmp_path / "empty.jpg") in str(caught.value) and "the file is empty" in str(caught.value)
