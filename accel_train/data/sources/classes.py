@@ -24,7 +24,10 @@ def choose_classes(splits: Splits, data: Data) -> Splits:
     An image with several labels stays, also if all of them are of other classes. Raises UserError.
     """
     if data.class_map is not None:
-        names, option = _names_in(_found(data.class_map, data.root)), f"--data.class-map {data.class_map}"
+        file, option = data.class_map, f"--data.class-map {data.class_map}"
+        if not file.is_file() and (data.root / file).is_file():  # as in timm
+            file = data.root / file
+        names = _names_in(file)
         if data.only_classes:
             raise UserError(f"{option}: it names the classes, as --data.only-classes does; give one of them.")
     elif data.only_classes:
@@ -64,11 +67,6 @@ def _check_known(names: Sequence[str], known: Sequence[str], option: str, *, is_
     if not is_list or len(unknown) == len(names):
         raise UserError(f"{option}: there is no class {unknown[0]!r}.{nearest(unknown[0], known)} ({has})")
     return (f"{option}: of its {len(names)} classes, the data has no image of {first_of(unknown)}",)
-
-
-def _found(file: Path, root: Path) -> Path:
-    """As in timm, a name that is no file is looked for in the data's folder."""
-    return root / file if not file.is_file() and (root / file).is_file() else file
 
 
 def _names_in(file: Path) -> tuple[str, ...]:

@@ -222,7 +222,9 @@ def _read(label: str, stream: Iterable[tuple[Tensor, int]]) -> ArraySource | Str
 
 
 def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) -> Splits:
-    sides = {side for source in sources.values() for side in _sides(source)}
+    sides: set[int | None] = set()  # of all images; None: they differ within a split
+    for source in sources.values():
+        sides.update(source.pixels.shape[2:] if isinstance(source, ArraySource) else (None,))
     return splits_of_files(
         data,
         classes,
@@ -232,8 +234,3 @@ def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) ->
         semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,
         value_range=None if data.name.startswith("tfds/") else data.range,
     )
-
-
-def _sides(source: Source) -> tuple[int | None, ...]:
-    """Height and width of all its images; None if they differ."""
-    return tuple(source.pixels.shape[2:]) if isinstance(source, ArraySource) else (None,)

@@ -144,9 +144,9 @@ class FetchAhead:
         (which, batch), now = self._here, time.monotonic()
         if which is not self._planned:
             self._plan(which, batch)
-        at = self._next_uses(batch - self._start)
-        self._order_removals(at)
         done = batch - self._start
+        at = self._next_uses(done)
+        self._order_removals(at)
         self._ask_to_stop((at - done <= SOON * which.accumulation) & (at >= self._passes[0].length))
         if now < max(self._full_until, self._next_look):
             return
@@ -154,7 +154,7 @@ class FetchAhead:
         order = np.argsort(at, kind="stable")[: int((at < NEVER).sum())]
         order = order[self.sizes[order].cumsum() <= self._capacity]  # what comes after takes the room of one of these
         present = self.cache.names()
-        near = AHEAD + int((at <= batch - self._start).sum())
+        near = AHEAD + int((at <= done).sum())
         for number, shard in enumerate(order.tolist()):
             if len(self._fetching) >= FETCHES:
                 return
