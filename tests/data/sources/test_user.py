@@ -19,7 +19,7 @@ from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
 from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.torch_loader import create_loader
-from accel_train.errors import UserError
+from accel_train.errors import UserError, print_logged
 
 HEAD = """
 import random
@@ -222,6 +222,7 @@ def test_damaged_recorded_labels_are_read_again(tmp_path: Path, found: bytes) ->
 
 
 def test_labels_that_cannot_be_recorded_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_logged()  # as the command line does
     path, run = tmp_path / "mine.py", tmp_path / "run"
     run.mkdir()
     path.write_text(f"{HEAD}\ndef data(): return {{'train': Items(uint8)}}\n")

@@ -61,7 +61,7 @@ def _cached_index(data: Data) -> tuple[ShardCache, Index]:
         # To verify, the first process of a node looks; the others use what it has found.
         verify = data.verify and not folder.is_new(_index_file(cache, data.name))
         index = None if verify else _ready(data, cache, folder)
-        index = index or _made(data, cache, folder.lists())
+        index = _made(data, cache, folder.lists()) if index is None else index
         if isinstance(cache, UnpackedCache):
             cache.sizes = sizes_of(index)
         return cache, index
