@@ -104,7 +104,6 @@ def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[s
         from accel_train.data.order.drawing import digest, sample_weights
 
         weights = sample_weights(config, splits.train.labels, splits.train_weights, splits.unreadable)
-        assert weights is not None
         drawn = {"how often samples are drawn": digest(weights)}
     check_agreement(
         accelerator,

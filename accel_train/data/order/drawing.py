@@ -78,17 +78,13 @@ def _uniform(keys: Tensor) -> Tensor:
     return shift(keys, 11).to(torch.float64) * 2.0**-53
 
 
-def sample_weights(
-    config: Config, labels: Tensor, weights: Tensor | None, unreadable: Tensor | None = None
-) -> Tensor | None:
-    """How often --data.sampler draws each training sample, relative to the others: float64 [n].
+def sample_weights(config: Config, labels: Tensor, weights: Tensor | None, unreadable: Tensor | None = None) -> Tensor:
+    """How often --data.sampler, unless it is shuffle, draws each training sample, relative to the others: float64 [n].
 
-    `labels`: see `Source.labels`; `weights`: those of the data, see `Splits.train_weights`. None: an epoch has each
-    sample once. Raises UserError if they do not fit the option.
+    `labels`: see `Source.labels`; `weights`: those of the data, see `Splits.train_weights`. Raises UserError if they do
+    not fit the option.
     """
     option = f"--data.sampler {config.data.sampler}"
-    if config.data.sampler == "shuffle":
-        return None
     if config.data.sampler == "balanced":
         if labels.ndim == 2:
             raise UserError(
@@ -122,9 +118,9 @@ def create_draws(
     config: Config, labels: Tensor, weights: Tensor | None, unreadable: Tensor | None = None
 ) -> Draws | None:
     """What an epoch draws; None: each sample once. Takes and raises what `sample_weights` does."""
-    weights = sample_weights(config, labels, weights, unreadable)
-    if weights is None:
+    if config.data.sampler == "shuffle":
         return None
+    weights = sample_weights(config, labels, weights, unreadable)
     # Images with several labels have no class: treat all of them as one class.
     classes = torch.zeros(len(labels), dtype=torch.int64) if labels.ndim == 2 else labels
     return Draws(config.seed, classes, weights, unreadable)

@@ -187,8 +187,10 @@ def create_plan(config: Config, samples: int, processes: int, accumulation: int,
     """The plan of a run with `samples` training samples. Raises UserError if they are fewer than a batch."""
     samples = epoch_length(samples, config.data.repeats)
     plan = Plan(samples, config.batch_size, processes, accumulation, config.data.drop_last, virtual_batch)
-    plan = replace(plan, canonical_nodes=_canonical_nodes(config))
-    return replace(plan, updates=updates_of_run(config, plan.updates_per_epoch))
+    # A fraction of an epoch has the nearest number of updates, a run at least one.
+    updates = max(1, round(config.epochs * plan.updates_per_epoch))
+    updates = min(updates, config.stop.updates or updates)
+    return replace(plan, canonical_nodes=_canonical_nodes(config), updates=updates)
 
 
 def _canonical_nodes(config: Config) -> int | None:
@@ -198,12 +200,6 @@ def _canonical_nodes(config: Config) -> int | None:
     from accel_train.data.order.shards import canonical_nodes
 
     return canonical_nodes(config.data.canonical_nodes, config.batch_size)
-
-
-def updates_of_run(config: Config, updates_per_epoch: int) -> int:
-    """Number of updates of a whole run. A fraction of an epoch has the nearest number, a run at least one."""
-    updates = max(1, round(config.epochs * updates_per_epoch))
-    return min(updates, config.stop.updates or updates)
 
 
 def virtual_batch_size(batch_size: int, *, batchnorm: bool, pairs: bool) -> int:

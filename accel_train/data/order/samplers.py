@@ -119,19 +119,9 @@ class TrainingSampler(IndexSampler):
     def real_samples(self, position: int) -> int:
         """Number of samples in the window at `position` of the epoch that are neither padding nor skipped."""
         count = self.plan.real_samples(position)
-        return count if self.unreadable is None else count - self._skipped(position, count)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Number of samples of the epoch that are neither padding nor skipped."""
-        count = self.plan.samples_per_epoch
-        return count - self._skipped(0, count)
-
-    def _skipped(self, first: int, count: int) -> int:
-        """How many of the epoch's `count` positions from `first` on have an unreadable sample."""
         if self.unreadable is None:
-            return 0
-        return int(self.unreadable[self._ids(torch.arange(first, first + count))].sum())
+            return count
+        return count - int(self.unreadable[self._ids(torch.arange(position, position + count))].sum())
 
     def _ids(self, positions: Tensor) -> Tensor:
         """The samples at `positions` (int64 [n]) of the epoch. This alone decides the order."""

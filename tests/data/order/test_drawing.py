@@ -98,7 +98,7 @@ def test_an_epoch_is_the_same_for_any_division_and_from_any_position() -> None:
     whole = order(1, 1)
     whole.seek(2)
     expected = everything(whole)
-    assert len(expected) == 240 and expected.weights.sum() == 230 == whole.samples_per_epoch
+    assert len(expected) == 240 and expected.weights.sum() == 230 == whole.plan.samples_per_epoch
     assert torch.bincount(labels[expected.ids[:230]]).tolist() == [115, 115]
     assert not torch.equal(expected.ids[:115].sort().values, expected.ids[115:230].sort().values)  # classes are mixed
     assert labels[expected.ids[:115]].float().mean() == pytest.approx(0.5, abs=0.15)
@@ -145,7 +145,7 @@ def test_an_unreadable_sample_is_replaced_by_one_of_its_class_and_all_others_kee
     assert chisquare(counts[:40][~bad[:40]]).pvalue > 0.001
     assert chisquare(counts[40:][~bad[40:]]).pvalue > 0.001
     order = TrainingSampler(Plan(48, 16, 1, 1), 0, bad, draws=without)
-    assert order.samples_per_epoch == 48 and order.real_samples(32) == 16
+    assert [order.real_samples(position) for position in (0, 16, 32)] == [16, 16, 16]
 
     # A class of which nothing is left that may be drawn: any other sample comes in its place.
     weights = torch.tensor([1.0, 2.0, 1.0, 0.0])
