@@ -48,9 +48,8 @@ def shift(words: Tensor, bits: int) -> Tensor:
 
 def scramble(words: Tensor) -> Tensor:
     """SplitMix64's finaliser, a bijection of 64-bit words; int64 of any shape, returned in the same shape."""
-    words = (
-        shift(words, 30).bitwise_xor_(words).mul_(signed(MIX_1))
-    )  # in place: allocating memory would cost more than the arithmetic
+    # In place: allocating memory would cost more than the arithmetic.
+    words = shift(words, 30).bitwise_xor_(words).mul_(signed(MIX_1))
     words = shift(words, 27).bitwise_xor_(words).mul_(signed(MIX_2))
     return shift(words, 31).bitwise_xor_(words)
 

@@ -59,7 +59,7 @@ class BatchTransform:
             values.view(-1, 1, 1) if memory_format == torch.contiguous_format else values.repeat(size, 1)
             for values in (stds * full_scale, -means / stds)
         )
-        self.cuts = augment.cuts
+        self.mixes, self.cuts = augment.mixes, augment.cuts
         self.steps = torch.arange(size, dtype=torch.int32).to(device)
         self.classes = torch.arange(num_classes).to(device)
         self.interpolation = augment.interpolation_of(training=training)
@@ -69,15 +69,11 @@ class BatchTransform:
         if augment.erase > 0 and self.draw_parameters is not None:
             from accel_train.data.transforms.erasing import Erasing
 
-            self.erasing = Erasing(parameters, device)
+            self.erasing = Erasing(parameters, self.steps)
         if self.draw_parameters is not None:
             # The image's rows or columns in each window, int64 [windows, size]; then those of flipped windows.
             indices = window_indices(self.draw_parameters, reflects=augment.pad_mode == "reflect")
             self.places = torch.cat([indices, indices.flip(1)]).to(device)
-
-    @property
-    def mixes(self) -> bool:
-        return self.draw_parameters is not None and self.draw_parameters.mixes
 
     def __call__(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """`batch`: images uint8 or float32 [b, C, H, W], labels int64 [b] or bool [b, classes] and, unless
@@ -229,9 +225,8 @@ def _windows(
     flat, length = padded.view(-1), size * values
     runs = flat.as_strided((len(flat) - length + 1, length), (1, 1))
     lefts = torch.where(mirrored, width - size - lefts, lefts)
-    first = (
-        (number * (count * height) + tops) * width + lefts
-    ) * values  # index in `flat` of each window's first value
+    # The index in `flat` of each window's first value.
+    first = ((number * (count * height) + tops) * width + lefts) * values
     rows = torch.arange(count * height).view(count, height)[:, :size] * (width * values)
     if upended is not None:
         rows = torch.where(upended[:, None, None], rows.flip(1), rows)

@@ -19,12 +19,12 @@ CHUNK = 1 << 21  # pixels that are drawn at a time
 class Erasing:
     """Erases the boxes of each image of a batch."""
 
-    def __init__(self, draw: AugmentParameters, device: torch.device) -> None:
-        self.draw, self.mode = draw, draw.augment.erase_mode
+    def __init__(self, draw: AugmentParameters, steps: Tensor) -> None:
+        """`steps`: see `box_masks`."""
+        self.draw, self.mode, self.steps = draw, draw.augment.erase_mode, steps
         if self.mode != "const":
             middles = (torch.arange(1 << BITS, dtype=torch.float64) + 0.5) / (1 << BITS)
-            self.normal = torch.special.ndtri(middles).float().to(device)
-        self.steps = torch.arange(draw.size, dtype=torch.int32).to(device)
+            self.normal = torch.special.ndtri(middles).float().to(steps.device)
 
     def __call__(self, images: Tensor, batch: dict[str, Tensor], masks: Tensor) -> None:
         """Erase in `images`, normalised float32 [b, C, size, size], in place. `batch`: "parameters" and, unless the

@@ -90,7 +90,8 @@ class ImageTransform:
         """Yield each image, resized and, unless that is one of `steps`, cropped."""
         sizes = [_size(image) for image in images]
         if self.crop == "resized":
-            boxes = drawn_boxes(sizes, keys, self.augment)
+            heights, widths = torch.tensor(sizes).T
+            boxes = crop_boxes(keys, heights, widths, self.augment.scale, self.augment.ratio).tolist()
             for image, mode, box in zip(images, modes, boxes, strict=True):
                 yield self._resized_box(image, mode, box, self.size, self.size)
         elif self.crop in ("rkrc", "rkrr"):
@@ -127,14 +128,6 @@ class ImageTransform:
         if not (self.decodes_smaller and image.reducible):
             return 1
         return max(factor for factor in (1, 2, 4, 8) if factor == 1 or side >= factor * needed)
-
-
-def drawn_boxes(sizes: Sequence[tuple[int, int]], keys: Tensor, augment: Augment) -> list[Box]:
-    """Top, left, height and width of each crop with crop=resized of an image of this height and width, drawn from the
-    keys (int64 [b])."""
-    heights, widths = torch.tensor(sizes).T
-    boxes = crop_boxes(keys, heights, widths, augment.scale, augment.ratio).tolist()
-    return [(top, left, height, width) for top, left, height, width in boxes]
 
 
 def drawn_flips(keys: Tensor, augment: Augment, *, training: bool) -> list[tuple[int, ...]]:

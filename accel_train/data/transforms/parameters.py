@@ -111,7 +111,6 @@ class AugmentParameters:
             from accel_train.data.transforms.mixing import Mixing
 
             self.mixing = Mixing(augment, size, virtual_batch)
-        self.mixes = augment.mixes
         self.pad = augment.pad if self.crops else 0
         self.windows = (augment.resize or size) + 2 * self.pad - size + 1  # possible positions in each direction
 
@@ -130,7 +129,7 @@ class AugmentParameters:
     @property
     def any(self) -> bool:
         """Whether the augmentation has any random part."""
-        return self.crops or self.flips or self.changes_colours or self.mixes or self.augment.erase > 0
+        return self.crops or self.flips or self.changes_colours or self.mixing is not None or self.augment.erase > 0
 
     def __call__(self, keys: Tensor, weights: Tensor, epoch: int = 0) -> Tensor:
         """The parameters, int32 [b, columns], of samples with these keys (int64 [b]) and weights (float32 [b]).
@@ -148,7 +147,7 @@ class AugmentParameters:
             parameters[:, Column.GREY] = uniform(keys, Stream.GREY) < self.augment.grey
         if self.augment.erase:
             self._draw_erased(parameters, keys)
-        if self.mixes:
+        if self.mixing is not None:
             self._draw_mixed(parameters, keys, weights, epoch)
         return parameters
 

@@ -15,13 +15,13 @@ def sides(height: int, width: int, short_side: int) -> tuple[int, int]:
     return int(short_side * height / short), int(short_side * width / short)
 
 
-def resized_to_short_side(image: Tensor, short_side: int, interpolation: str = "bilinear") -> Tensor:
+def resized_to_short_side(image: Tensor, short_side: int) -> Tensor:
     """`image`, uint8 [C, H, W], resized so that the shorter of its sides has `short_side` pixels.
 
     The pixels are those of torchvision's Resize in 0.29. Older versions of it computed in float32 on some CPUs, so that
     pixels differed by 1.
     """
-    return resized(image, *sides(image.shape[1], image.shape[2], short_side), interpolation)
+    return resized(image, *sides(image.shape[1], image.shape[2], short_side))
 
 
 def resized(image: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:

@@ -12,7 +12,7 @@ from torchvision.transforms import functional as F
 from accel_train.config.declaration import PILLOWS_OWN
 from accel_train.config.schema import Augment
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.image import ImageTransform, drawn_boxes
+from accel_train.data.transforms.image import ImageTransform, crop_boxes
 from accel_train.data.transforms.parameters import resize_default
 from accel_train.data.transforms.resizing import resized_by_pillow
 from accel_train.errors import UserError
@@ -33,7 +33,8 @@ class TestPillows:
         augment = Augment(crop="resized", interpolation=interpolation)  # type: ignore[arg-type]
         trained = ImageTransform(augment, 24, training=True)(IMAGES, KEYS)
         evaluated = ImageTransform(augment, 24, training=False)(IMAGES, KEYS)
-        boxes = drawn_boxes([(image.shape[1], image.shape[2]) for image in IMAGES], KEYS, augment)
+        heights, widths = torch.tensor([image.shape[1:] for image in IMAGES]).T
+        boxes = crop_boxes(KEYS, heights, widths, augment.scale, augment.ratio).tolist()
         for number, image in enumerate(IMAGES):
             picture = F.to_pil_image(image)
             crop = F.resized_crop(picture, *boxes[number], [24, 24], mode)
