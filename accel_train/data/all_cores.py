@@ -28,15 +28,12 @@ def on_all_cores(work: Callable[[Thing], Result], things: Sequence[Thing]) -> It
     for done, thing in enumerate(things):
         processes = min(available_cores(), len(things) - done)
         if processes > 1 and time.monotonic() - began > PATIENCE_SECONDS:
-            yield from _in_processes(work, things[done:], processes)
+            # They import the same as the processes that load images, for whom the server stays.
+            with process_pool(processes, WORKERS, end_with_trainer) as pool:
+                left = len(things) - done
+                yield from pool.map(work, things[done:], chunksize=1 + left // (64 * processes))
             return
         yield work(thing)
-
-
-def _in_processes(work: Callable[[Thing], Result], things: Sequence[Thing], processes: int) -> Iterator[Result]:
-    # They import the same as the processes that load images, for whom the server stays.
-    with process_pool(processes, WORKERS, end_with_trainer) as pool:
-        yield from pool.map(work, things, chunksize=1 + len(things) // (64 * processes))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from accel_train.config.schema import Config, Model
+from accel_train.config.schema import Config
 from accel_train.data.transforms.batch import BatchTransform
 from accel_train.errors import UserError
 
@@ -34,7 +34,11 @@ class ProgressiveInput:
         their workers when they are used, and transforms. Raises UserError.
         """
         self._model, self._pipeline, self.size = config.model, pipeline, pipeline.transform.size
-        check_sizes(config.model, self.size)
+        if config.model.progressive_sizes[-1] >= self.size:
+            raise UserError(
+                f"--model.progressive-sizes: found {config.model.progressive_sizes[-1]}, but the images of the last "
+                f"epochs have {self.size} pixels (--model.image-size); give smaller sizes."
+            )
         self._of_size = {self.size: (pipeline.loader, pipeline.transform)}
         for size in config.model.progressive_sizes:
             augment = config.augment
@@ -51,12 +55,3 @@ class ProgressiveInput:
             return None
         self._pipeline.loader, self._pipeline.transform = self._of_size[size]
         return size
-
-
-def check_sizes(model: Model, size: int) -> None:
-    """Raise UserError unless all model.progressive_sizes are below `size`, the input's height and width."""
-    if model.progressive_sizes and model.progressive_sizes[-1] >= size:
-        raise UserError(
-            f"--model.progressive-sizes: found {model.progressive_sizes[-1]}, but the images of the last epochs have "
-            f"{size} pixels (--model.image-size); give smaller sizes."
-        )

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from accel_train.data.order.samplers import IndexBatch
 from accel_train.data.sources.files.encoded import EncodedImages
+from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.sources.splits import Source, unwrap_subset
 from accel_train.data.sources.user.dataset import UserDataset
 from accel_train.data.transforms.image import ImageTransform
@@ -56,18 +57,16 @@ class BatchDataset(Dataset[dict[str, Any]]):
 
     def _fetch(self, indices: IndexBatch) -> dict[str, Any]:
         keys = indices.keys(self.seed)
-        images: Tensor | Sequence[Tensor]
+        images: Tensor | Sequence[Tensor | LazyImage]
         ids = indices.ids if self.held_ids is None else self.held_ids[indices.ids]
         if isinstance(self.held, UserDataset):
             images = self.held.fetch_seeded(ids.tolist(), keys)
-            if self.transform is not None:
-                images = self.transform(list(images), keys)
-        elif self.transform is None:
-            images = self.source.fetch(indices.ids.tolist())
-        elif isinstance(self.held, EncodedImages):  # the transform decodes only what it needs of an image
-            images = self.transform([self.held.open(id) for id in ids.tolist()], keys)
+        elif isinstance(self.held, EncodedImages) and self.transform is not None:
+            images = [self.held.open(id) for id in ids.tolist()]  # the transform decodes only what it needs of each
         else:
-            images = self.transform(list(self.source.fetch(indices.ids.tolist())), keys)
+            images = self.source.fetch(indices.ids.tolist())
+        if self.transform is not None:
+            images = self.transform(list(images), keys)
         assert isinstance(images, Tensor), "images of different sizes need an ImageTransform"
         batch: dict[str, Any] = {
             "images": images,
@@ -83,5 +82,5 @@ class BatchDataset(Dataset[dict[str, Any]]):
 
 
 def no_collate(batch: Any) -> Any:
-    """A loader's collate_fn: `BatchDataset` returns whole batches."""
+    """A loader's collate_fn: the dataset returns whole batches."""
     return batch

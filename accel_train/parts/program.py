@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_train.data.order.plan import Plan, accumulation_steps, virtual_batch_size
 from accel_train.data.order.samplers import IndexSampler
+from accel_train.data.workers import no_collate
 from accel_train.errors import UserError, print_logged
 from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import end_world
@@ -63,14 +64,9 @@ def create_loader(
             "with parts.connect(), or with dataloader_config=DataLoaderConfiguration(split_batches=True)."
         )
     # An IndexBatch in place of a list of indices.
-    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=_whole, **options)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=no_collate, **options)  # type: ignore[arg-type]
     prepared: DataLoader[Any] = accelerator.prepare_data_loader(loader)
     return prepared
-
-
-def _whole(batch: Any) -> Any:
-    """A loader's collate_fn: the dataset returns whole batches."""
-    return batch
 
 
 def run_program(main: Callable[[], None]) -> int:
