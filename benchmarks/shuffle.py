@@ -36,8 +36,7 @@ from accel_train.api import train
 from accel_train.cli.table import print_table
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingSampler
-from accel_train.data.order.shard_sampler import ShardSampler
-from accel_train.data.order.shards import ShardOrder, ShardTable
+from accel_train.data.order.shards import ShardOrder, ShardSampler, ShardTable
 
 # How the rows are named: open shards of each canonical node, and canonical nodes; None: the full shuffle.
 ORDERS: dict[str, tuple[int, int] | None] = {
@@ -60,15 +59,7 @@ def sampler_of(order: tuple[int, int] | None, numbers: Tensor, batch_size: int) 
         return TrainingSampler(Plan(len(numbers), batch_size, 1, 1), 0)
     open_shards, nodes = order
     plan = Plan(len(numbers), batch_size, 1, 1, canonical_nodes=nodes)
-    blocks = ShardOrder(
-        ShardTable.of(numbers),
-        seed=0,
-        places=len(numbers),
-        batch_size=batch_size,
-        canonical_nodes=nodes,
-        open_shards=open_shards,
-    )
-    return ShardSampler(plan, blocks)
+    return ShardSampler(plan, ShardOrder(ShardTable.of(numbers), plan, seed=0, open_shards=open_shards))
 
 
 def figures(order: tuple[int, int] | None, *, sorted_by_class: bool, virtual_batch: int = 32) -> list[str]:

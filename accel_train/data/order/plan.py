@@ -28,6 +28,7 @@ from accel_train.errors import UserError
 
 WASTE = 0.25  # of the slots: if more are empty, the user is told
 NO_END = 2**62  # updates of a run that somebody else ends
+NODES = 8  # canonical nodes by default: as many as a machine often has GPUs
 
 
 @dataclass(frozen=True)
@@ -190,16 +191,23 @@ def create_plan(config: Config, samples: int, processes: int, accumulation: int,
     # A fraction of an epoch has the nearest number of updates, a run at least one.
     updates = max(1, round(config.epochs * plan.updates_per_epoch))
     updates = min(updates, config.stop.updates or updates)
-    return replace(plan, canonical_nodes=_canonical_nodes(config), updates=updates)
+    return replace(plan, canonical_nodes=canonical_nodes(config), updates=updates)
 
 
-def _canonical_nodes(config: Config) -> int | None:
-    """None if the order has none. Raises UserError."""
+def canonical_nodes(config: Config) -> int | None:
+    """The number of canonical nodes, which the recipe alone decides; None if its order has none. Raises UserError."""
     if config.data.order == "full":
         return None
-    from accel_train.data.order.shards import canonical_nodes
-
-    return canonical_nodes(config.data.canonical_nodes, config.batch_size)
+    batch_size = config.batch_size
+    nodes = config.data.canonical_nodes or math.gcd(NODES, batch_size)
+    if batch_size % nodes:
+        divisors = sorted(n for n in range(1, batch_size + 1) if batch_size % n == 0)
+        near = sorted(sorted(divisors, key=lambda n: abs(n - nodes))[:2])
+        raise UserError(
+            f"--data.canonical-nodes: found {nodes}, but each canonical node has an equal part of the {batch_size} "
+            f"samples of --batch-size; choose a divisor of it, such as {' or '.join(map(str, near))}."
+        )
+    return nodes
 
 
 def virtual_batch_size(batch_size: int, *, batchnorm: bool, pairs: bool) -> int:
@@ -265,7 +273,7 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[in
     batches (mix_mode batch does), they are single samples, or the pairs that are mixed. With micro_batch_size "auto"
     there is no limit here: the size that fits is found later. Raises UserError if the batch cannot be divided.
     """
-    _canonical_nodes(config)  # may raise
+    canonical_nodes(config)  # may raise
     mixes = config.augment.mixes
     unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")
     size = config.virtual_batch_size

@@ -20,31 +20,15 @@ Only tables of shards, blocks and nodes are kept, and the order of any samples i
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from accel_train.data.order.drawing import Draws
-from accel_train.errors import UserError
+from accel_train.data.order.plan import Plan
+from accel_train.data.order.samplers import TrainingSampler
 from accel_train.keyed import hashed, key, permuted, permuted_in_groups
-
-NODES = 8
-"""Canonical nodes by default: as many as a machine often has GPUs."""
-
-
-def canonical_nodes(wanted: int | None, batch_size: int) -> int:
-    """The number of canonical nodes, which the recipe alone decides. Raises UserError."""
-    nodes = wanted or math.gcd(NODES, batch_size)
-    if batch_size % nodes:
-        divisors = sorted(n for n in range(1, batch_size + 1) if batch_size % n == 0)
-        near = sorted(sorted(divisors, key=lambda n: abs(n - nodes))[:2])
-        raise UserError(
-            f"--data.canonical-nodes: found {nodes}, but each canonical node has an equal part of the {batch_size} "
-            f"samples of --batch-size; choose a divisor of it, such as {' or '.join(map(str, near))}."
-        )
-    return nodes
 
 
 @dataclass(frozen=True)
@@ -96,22 +80,21 @@ class ShardOrder:
     def __init__(
         self,
         table: ShardTable,
+        plan: Plan,
         *,
         seed: int,
-        places: int,
-        batch_size: int,
-        canonical_nodes: int,
         open_shards: int,
         repeats: int = 1,
         draws: Draws | None = None,
     ) -> None:
-        """`places`: of an epoch, at least a batch; `batch_size`: a multiple of `canonical_nodes`; `repeats`: how often
-        a sample is in its update; `draws`: which samples an epoch has, None: those of the table."""
+        """`plan`: one with canonical nodes; `repeats`: how often a sample is in its update; `draws`: which samples an
+        epoch has, None: those of the table."""
+        assert plan.canonical_nodes is not None
         self.table, self.seed, self.draws = table, seed, draws
-        self.batch_size, self.repeats, self.open_shards = batch_size, repeats, open_shards
-        self.places, self.width = places, batch_size // canonical_nodes  # width: places of a node in an update
-        updates, rest = divmod(places, batch_size)
-        in_last = (rest - torch.arange(canonical_nodes) * self.width).clamp(0, self.width)
+        self.batch_size, self.repeats, self.open_shards = plan.batch_size, repeats, open_shards
+        self.width = plan.batch_size // plan.canonical_nodes  # places of a node in an update
+        updates, rest = divmod(plan.samples, plan.batch_size)
+        in_last = (rest - torch.arange(plan.canonical_nodes) * self.width).clamp(0, self.width)
         samples = -(-(updates * self.width + in_last) // repeats)
         self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), samples.cumsum(0)])
         """int64 [canonical_nodes + 1]: where the part of each node begins on the line, and the last one's end."""
@@ -168,3 +151,31 @@ class ShardOrder:
         before, after = readable[(after - 1).clamp(min=0)], readable[after]
         shards, of_after = (torch.searchsorted(self.table.prefix, each, right=True) for each in (ids, after))
         return torch.where(shards == of_after, after, before)
+
+
+class ShardSampler(TrainingSampler):
+    """A TrainingSampler in the order of a ShardOrder.
+
+    What has weight 0 and is loaded all the same is a sample of the shards that the process has open: else each
+    process would fetch the shards of the first samples once more for an epoch's last update.
+    """
+
+    def __init__(self, plan: Plan, order: ShardOrder, unreadable: Tensor | None = None) -> None:
+        """`unreadable`: bool [samples], the samples to skip. All others keep their places, also if samples are drawn:
+        another sample in their place would move the samples after it into other shards."""
+        super().__init__(plan, order.seed, unreadable, repeats=order.repeats, samples=len(order))
+        self.order, self.draws, self.window = order, order.draws, order.width
+        self.readable = torch.empty(0) if unreadable is None else (~unreadable).nonzero()[:, 0]
+        owner = torch.arange(plan.slots) // plan.micro_batch % plan.processes
+        first = torch.tensor([plan.places_of(each).start for each in range(plan.processes)])
+        self.places = torch.where(self.filled, self.places, first[owner])
+
+    def _ids(self, positions: Tensor) -> Tensor:
+        return self.order.look_up(self.epoch, positions)
+
+    def _instead(self, positions: Tensor) -> Tensor:
+        """Padding has the sample of its place in the update before."""
+        return torch.where(positions < self.plan.samples, positions, positions - self.plan.batch_size)
+
+    def _substitutes(self, ids: Tensor) -> Tensor:
+        return self.order.substitutes(ids, self.readable)

@@ -7,8 +7,7 @@ import torch
 from accel_train.config.schema import Config, Data
 from accel_train.data.order.drawing import create_draws
 from accel_train.data.order.plan import Plan
-from accel_train.data.order.shard_sampler import ShardSampler
-from accel_train.data.order.shards import ShardOrder, ShardTable
+from accel_train.data.order.shards import ShardOrder, ShardSampler, ShardTable
 from accel_train.data.sources.splits import Source, Splits, unwrap_subset
 from accel_train.errors import UserError
 from accel_train.user_code.reference import short_name
@@ -35,13 +34,10 @@ def shard_table(data: Data, source: Source) -> ShardTable:
 
 def create_shard_sampler(config: Config, splits: Splits, plan: Plan) -> ShardSampler:
     """Raises UserError if the training data has no shards."""
-    assert plan.canonical_nodes is not None
     order = ShardOrder(
         shard_table(config.data, splits.train),
+        plan,
         seed=config.seed,
-        places=plan.samples,
-        batch_size=plan.batch_size,
-        canonical_nodes=plan.canonical_nodes,
         open_shards=config.data.open_shards,
         repeats=config.data.repeats,
         draws=create_draws(config, splits.train.labels, splits.train_weights),

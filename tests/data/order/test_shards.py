@@ -10,24 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_train.config.schema import Config, Data
 from accel_train.data.order.drawing import Draws
-from accel_train.data.order.plan import Plan, epoch_length
+from accel_train.data.order.plan import Plan, canonical_nodes, epoch_length
 from accel_train.data.order.samplers import IndexBatch
-from accel_train.data.order.shard_sampler import ShardSampler
-from accel_train.data.order.shards import ShardOrder, ShardTable, canonical_nodes
+from accel_train.data.order.shards import ShardOrder, ShardSampler, ShardTable
 from accel_train.errors import UserError
 
 
 def order_of(
     plan: Plan, sizes: list[int], open_shards: int, repeats: int = 1, draws: Draws | None = None
 ) -> ShardOrder:
-    assert plan.canonical_nodes is not None
     return ShardOrder(
         ShardTable.of(torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))),
+        plan,
         seed=7,
-        places=plan.samples,
-        batch_size=plan.batch_size,
-        canonical_nodes=plan.canonical_nodes,
         open_shards=open_shards,
         repeats=repeats,
         draws=draws,
@@ -218,7 +215,7 @@ def test_a_million_samples_take_less_than_a_second_and_no_table_of_them() -> Non
         assert time.process_time() - began < 3  # measured: 0.3 s, shards of one sample 1.2 s
     huge = Plan(10**12, 1000, 4, 1, canonical_nodes=4)
     table = ShardTable(torch.arange(0, 10**12 + 1, 10**9))
-    order = ShardOrder(table, seed=0, places=10**12, batch_size=1000, canonical_nodes=4, open_shards=16)
+    order = ShardOrder(table, huge, seed=0, open_shards=16)
     sampler = ShardSampler(huge, order)
     sampler.seek(0, 10**11)
     assert len(next(iter(sampler)).ids) == 1000
@@ -235,10 +232,13 @@ def test_neighbours_of_a_shard_are_apart_and_each_node_has_its_own_shards() -> N
 
 
 def test_canonical_nodes_follow_from_the_batch_size() -> None:
-    assert [canonical_nodes(None, size) for size in (256, 100, 7)] == [8, 4, 1]
-    assert canonical_nodes(25, 100) == 25
+    def nodes(wanted: int | None, batch_size: int) -> int | None:
+        return canonical_nodes(Config(data=Data(order="shards", canonical_nodes=wanted), batch_size=batch_size))
+
+    assert [nodes(None, size) for size in (256, 100, 7)] == [8, 4, 1]
+    assert nodes(25, 100) == 25
     with pytest.raises(UserError, match=r"canonical-nodes: found 30, .* the 100 samples .* such as 20 or 25"):
-        canonical_nodes(30, 100)
+        nodes(30, 100)
 
 
 def test_a_split_has_a_table_of_its_own() -> None:
