@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -176,7 +175,10 @@ def create_input_pipeline(
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
     per_image = transforms_each_image(has_one_size(source), augment, training=training)
-    place, size_bytes = _place(config, source, accelerator, per_image=per_image, like=like)
+    if like is None:
+        place, size_bytes = choose_place(config.data, source, accelerator, per_image=per_image)
+    else:
+        place, size_bytes = like.placement.place, like.placement.bytes
     transform = BatchTransform(
         augment,
         size=size,
@@ -220,10 +222,8 @@ def create_input_pipeline(
         loader = MemoryLoader(
             source,
             sampler,
+            accelerator,
             seed=config.seed,
-            process=accelerator.process_index,
-            processes=accelerator.num_processes,
-            device=device,
             pixels_device=device if place == "device" else torch.device("cpu"),
             memory_format=memory_format,
             draw_parameters=transform.draw_parameters,
@@ -239,15 +239,6 @@ def _side(device: torch.device, place: Place) -> SideStream | None:
     from accel_train.data.side_stream import SideStream
 
     return SideStream(device)
-
-
-def _place(
-    config: Config, source: Source, accelerator: Accelerator, *, per_image: bool, like: InputPipeline | None
-) -> tuple[Place, int | None]:
-    if like is not None:
-        return like.placement.place, like.placement.bytes
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return choose_place(config.data, source, accelerator, per_image=per_image, local_processes=local_processes)
 
 
 def _check_images(augment: Augment, splits: Splits, source: Source, size: int, *, training: bool) -> None:

@@ -5,6 +5,7 @@ The batches of a split in memory are made here by index_select, without workers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,18 +49,16 @@ class Placement:
         return f"{size}{where}, {workers}{prefetch}, {counted(threads, 'thread')}"
 
 
-def choose_place(
-    data: Data, source: Source, accelerator: Accelerator, *, per_image: bool, local_processes: int
-) -> tuple[Place, int | None]:
+def choose_place(data: Data, source: Source, accelerator: Accelerator, *, per_image: bool) -> tuple[Place, int | None]:
     """(place of the pixels of `source`, their size in bytes), the same on every process. Collective.
 
     `per_image`: workers transform each image separately before it becomes part of a batch. Raises UserError if the
     place that --data.placement names is not possible.
     """
     requested, device = data.placement, accelerator.device
-    needed = pixel_bytes(source)
-    if needed is None:
+    if not source.in_memory:
         return _choose_for_encoded(data, source, accelerator)
+    needed = len(source) * torch.as_tensor(source.fetch([0])[0]).nbytes
     if per_image:
         if requested == "device":
             raise UserError(
@@ -69,10 +68,10 @@ def choose_place(
         return "host" if _in_ram(source) else "disk", needed
     if requested == "disk":
         return "disk", needed
-    free = free_device_bytes(device)
+    free, processes_here = free_device_bytes(device), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     fits_here = {
         "device": needed <= (free if requested == "device" else free // DEVICE_SHARE),
-        "host": _in_ram(source) or needed <= free_host_bytes() // HOST_SHARE // local_processes,
+        "host": _in_ram(source) or needed <= free_host_bytes() // HOST_SHARE // processes_here,
     }
     fits = {place: all_agree(accelerator, fit) for place, fit in fits_here.items()}
     if device.type != "cpu" and requested != "host":
@@ -118,13 +117,6 @@ def _choose_for_encoded(data: Data, source: Source, accelerator: Accelerator) ->
             advice = "the images come from your own Dataset, item by item: use auto"
         raise UserError(f"--data.placement {data.placement}: {advice}.")
     return "disk", None
-
-
-def pixel_bytes(source: Source) -> int | None:
-    """Size in bytes of all images as tensors; None if they are encoded or differ in size."""
-    if not source.in_memory:
-        return None
-    return len(source) * torch.as_tensor(source.fetch([0])[0]).nbytes
 
 
 def _in_ram(source: Source) -> bool:
@@ -211,21 +203,19 @@ class MemoryLoader:
         self,
         source: Source,
         sampler: IndexSampler,
+        accelerator: Accelerator,
         *,
         seed: int,
-        process: int,
-        processes: int,
-        device: torch.device,
         pixels_device: torch.device,
         memory_format: torch.memory_format,
         draw_parameters: AugmentParameters | None = None,
         pixels: PixelTensor | None = None,
     ) -> None:
-        """`device`: of the batches; `pixels_device`: where the images are kept, the same or the CPU. The result of
+        """`pixels_device`: where the images are kept, the accelerator's device or the CPU. The result of
         `draw_parameters` is added to each batch as "parameters". `pixels`: the images, if they are in memory."""
         self.labels, self.sampler, self.seed = source.labels, sampler, seed
-        self.process, self.processes = process, processes
-        self.device, self.draw_parameters = device, draw_parameters
+        self.process, self.processes = accelerator.process_index, accelerator.num_processes
+        self.device, self.draw_parameters = accelerator.device, draw_parameters
         self.pixels = pixels or PixelTensor(source, pixels_device, memory_format)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -129,11 +129,8 @@ def test_each_process_takes_its_slice_from_any_update_on(layout: str) -> None:
         order = TrainingSampler(Plan(157, 24, processes, 2), 5)
         order.seek(3, update * 24)
         cpu = torch.device("cpu")
-        loader = MemoryLoader(
-            ARRAYS, order, seed=5, process=process, processes=processes, device=cpu, pixels_device=cpu,
-            memory_format=LAYOUTS[layout],
-        )  # fmt: skip
-        return list(loader)
+        accelerator: Any = SimpleNamespace(process_index=process, num_processes=processes, device=cpu)
+        return list(MemoryLoader(ARRAYS, order, accelerator, seed=5, pixels_device=cpu, memory_format=LAYOUTS[layout]))
 
     whole = batches(0, 1, 0)
     assert len(whole) == 14
@@ -192,7 +189,7 @@ class TestPlacement:
         monkeypatch.setattr(memory, "free_device_bytes", lambda _: free)
         monkeypatch.setattr(memory, "free_host_bytes", lambda: host)
         accelerator = SimpleNamespace(device=torch.device(device), num_processes=1)
-        settings = {"per_image": False, "local_processes": 1, "source": ARRAYS, **options}
+        settings = {"per_image": False, "source": ARRAYS, **options}
         return choose_place(Data(placement=asked), accelerator=accelerator, **settings)[0]  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
@@ -216,7 +213,8 @@ class TestPlacement:
             self.place(monkeypatch, "device", "cuda", PIXELS.numel() - 1)
         source = load_splits(Data(name="synthetic"), 0).train
         needed = 2048 * 3 * 32 * 32
-        fits: dict[str, Any] = {"source": source, "local_processes": 3}
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+        fits: dict[str, Any] = {"source": source}
         assert self.place(monkeypatch, "auto", "cpu", host=6 * needed, **fits) == "host"
         assert self.place(monkeypatch, "auto", "cpu", host=6 * needed - 6, **fits) == "disk"
         with pytest.raises(UserError, match=r"--data\.placement host: the images take 6\.3 MB in each process"):

@@ -13,6 +13,8 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import IndexBatch, TrainingSampler
 from accel_train.data.sources.arrays import ArraySource
 from accel_train.errors import UserError
+from accel_train.launch.accelerator import create_accelerator
+from accel_train.launch.environment import Launch
 
 BALANCED, WEIGHTS = (Config(data=Data(sampler=name)) for name in ("balanced", "weights"))
 
@@ -119,7 +121,7 @@ def test_a_sample_that_is_drawn_twice_is_augmented_in_two_ways() -> None:
     order = TrainingSampler(plan, 0, draws=create_draws(BALANCED, labels, None))
     source = ArraySource("set", torch.zeros(64, 1, 4, 4, dtype=torch.uint8), labels)
     loader = MemoryLoader(
-        source, order, seed=0, process=0, processes=1, device=torch.device("cpu"), pixels_device=torch.device("cpu"),
+        source, order, create_accelerator(Launch()), seed=0, pixels_device=torch.device("cpu"),
         memory_format=torch.contiguous_format,
     )  # fmt: skip
     (batch,) = loader
