@@ -291,7 +291,7 @@ MUTANTS = [
            "optim/test_optim.py", "a milestone falls on the first update of its epoch"),
     Mutant("optim/schedule.py", "max(self.end - warmup if prefix else self.end, 2)", "max(self.end, 2)",
            "optim/test_optim.py", "cosine ends at the last update"),
-    Mutant("optim/loss.py", "reduction=\"none\", label_smoothing=smoothing)", "reduction=\"none\")",
+    Mutant("optim/loss.py", "reduction=\"none\", label_smoothing=loss.label_smoothing)", "reduction=\"none\")",
            "optim/test_optim.py", "cross entropy smooths the labels"),
     Mutant("optim/loss.py", "probabilities * (1 - smoothing) + smoothing / classes", "probabilities * (1 - smoothing) + smoothing / 2",
            "optim/test_optim.py", "binary cross entropy smooths as timm does"),

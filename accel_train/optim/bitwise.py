@@ -167,8 +167,6 @@ def use_deterministic_layers(config: Config, model: nn.Module, channels: int, si
                 f"--bitwise: the model uses {found[1]}, which has no deterministic kernel on CUDA. Replace the layer, "
                 "choose another model, or train without --bitwise."
             ) from error
-    finally:
-        model.zero_grad()
 
 
 def _pool(input: Tensor, output_size: Any, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:

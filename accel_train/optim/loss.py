@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,9 @@ from torch.nn import functional as F
 from accel_train.config.schema import Loss
 from accel_train.errors import UserError
 from accel_train.user_code.reference import Reference, parse_reference
+
+LossOfSamples = Callable[[Tensor, Tensor, Loss, Tensor | None], Tensor]
+"""(logits [b, C], target, options, options.bce_pos_weight on their device: float [1] or [C]) to losses [b]."""
 
 
 def create_loss(
@@ -30,18 +32,14 @@ def create_loss(
     """
     reference = parse_reference("loss.name", loss.name)
     losses_of = LOSSES[loss.name] if reference is None else _users_loss(reference, loss.label_smoothing)
-    if loss.name == "binary_cross_entropy":
-        pos_weight = torch.tensor(loss.bce_pos_weight, device=device) if loss.bce_pos_weight else None
-        losses_of = partial(
-            _binary_cross_entropy, threshold=loss.bce_target_threshold, sums=loss.bce_sum, pos_weight=pos_weight
-        )
+    pos_weight = torch.tensor(loss.bce_pos_weight, device=device) if loss.bce_pos_weight else None
 
     def per_sample(logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bf16 would lose digits
         mixed = target.is_floating_point()
         if mixed:
             target = target.to(logits)
-        losses = losses_of(logits, target, loss.label_smoothing)
+        losses = losses_of(logits, target, loss, pos_weight)
         if class_weights is None:
             return losses
         return losses * (target @ class_weights if mixed else class_weights[target])
@@ -49,7 +47,7 @@ def create_loss(
     return per_sample
 
 
-def _users_loss(reference: Reference, smoothing: float) -> Callable[[Tensor, Tensor, float], Tensor]:
+def _users_loss(reference: Reference, smoothing: float) -> LossOfSamples:
     """The user's function of (logits, targets), or of (logits, targets, label_smoothing), tried with a few samples.
 
     Raises UserError unless it returns a loss for each sample that has a gradient.
@@ -66,7 +64,7 @@ def _users_loss(reference: Reference, smoothing: float) -> Callable[[Tensor, Ten
     elif smoothing:
         raise UserError(f"{where}: does not take label_smoothing; set --loss.label-smoothing 0, or add that argument.")
 
-    def losses(logits: Tensor, target: Tensor, _smoothing: float) -> Tensor:
+    def losses(logits: Tensor, target: Tensor, *_: object) -> Tensor:
         if isinstance(function, nn.Module):
             function.to(logits.device)
         with showing_user_lines("loss.name", reference):
@@ -161,36 +159,27 @@ def check_loss(
             )
 
 
-def _cross_entropy(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    return F.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
+def _cross_entropy(logits: Tensor, target: Tensor, loss: Loss, _pos_weight: Tensor | None) -> Tensor:
+    return F.cross_entropy(logits, target, reduction="none", label_smoothing=loss.label_smoothing)
 
 
-def _binary_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    smoothing: float,
-    *,
-    threshold: float | None = None,
-    sums: bool = False,
-    pos_weight: Tensor | None = None,
-) -> Tensor:
+def _binary_cross_entropy(logits: Tensor, target: Tensor, loss: Loss, pos_weight: Tensor | None) -> Tensor:
     """Each class against all others, the mean over the classes (Wightman et al. 2021, arxiv.org/abs/2110.00476).
 
-    As timm's BinaryCrossEntropy: a target t is smoothed to t (1 - smoothing) + smoothing / classes. With `threshold`
-    it then becomes 1 above it, else 0. `sums`: the sum over the classes. `pos_weight`: float [1] or [classes].
+    As timm's BinaryCrossEntropy: a target t is smoothed to t (1 - smoothing) + smoothing / classes. With a threshold
+    it then becomes 1 above it, else 0.
     """
-    classes = logits.shape[1]
+    classes, smoothing = logits.shape[1], loss.label_smoothing
     probabilities = target if target.is_floating_point() else F.one_hot(target, classes).to(logits.dtype)
     smoothed = probabilities * (1 - smoothing) + smoothing / classes
-    if threshold is not None:
-        smoothed = (smoothed > threshold).to(smoothed.dtype)
+    if loss.bce_target_threshold is not None:
+        smoothed = (smoothed > loss.bce_target_threshold).to(smoothed.dtype)
     losses = F.binary_cross_entropy_with_logits(logits, smoothed, reduction="none", pos_weight=pos_weight)
-    return losses.sum(1) if sums else losses.mean(1)
+    return losses.sum(1) if loss.bce_sum else losses.mean(1)
 
 
-LOSSES = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}
-"""--loss.name -> (logits [b, C], target, label smoothing) to the loss of each sample [b]. config/declaration.py has the
-same names, to check the option before torch is imported."""
+LOSSES: dict[str, LossOfSamples] = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}
+"""By --loss.name. config/declaration.py has the same names, to check the option before torch is imported."""
 MULTI_LABEL_LOSSES = ("binary_cross_entropy",)
 """Those that can be computed for images with several labels or none."""
 

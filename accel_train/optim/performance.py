@@ -164,8 +164,7 @@ def _taps(length: int, kernel: int, stride: int, padding: int) -> tuple[int, int
     outputs = (length + 2 * padding - kernel) // stride + 1
     first, end = max(0, padding - (outputs - 1) * stride), min(kernel, length + padding)
     left = padding - first
-    if (
-        first >= end or (length + 2 * left - (end - first)) // stride + 1 != outputs
-    ):  # no tap sees a pixel, or there would be another output
+    # No tap sees a pixel, or there would be another output.
+    if first >= end or (length + 2 * left - (end - first)) // stride + 1 != outputs:
         return 0, kernel, padding
     return first, end, left

@@ -183,14 +183,5 @@ def _rate_note(setup: TrainingSetup, checkpoints: Checkpoints) -> str:
         return ""
     from accel_train.optim.schedule_change import schedule_change
 
-    config = setup.config
-    return schedule_change(
-        config.schedule,
-        checkpoints.changed,
-        before=checkpoints.rate_before,
-        rate=max(float(group["lr"]) for group in setup.optimizer.param_groups if BIASES not in group),
-        lr=config.optim.lr,
-        epochs=config.epochs,
-        updates=setup.plan.updates,
-        updates_per_epoch=setup.plan.updates_per_epoch,
-    )
+    rate = max(float(group["lr"]) for group in setup.optimizer.param_groups if BIASES not in group)
+    return schedule_change(setup.config, setup.plan, checkpoints.changed, before=checkpoints.rate_before, rate=rate)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from accel_train.config.declaration import FALLING
-from accel_train.config.schema import Schedule
+from accel_train.config.schema import Config, Optim, Schedule
+from accel_train.data.order.plan import Plan
 from accel_train.optim.schedule import LearningRate
 from accel_train.optim.schedule_change import schedule_change
 
@@ -22,6 +23,12 @@ def rate_at(update: int, schedule: Schedule, epochs: int, lr: float = 0.1) -> fl
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     LearningRate(schedule, optimizer, updates=epochs * UPDATES, updates_per_epoch=UPDATES).step_update(update)
     return float(optimizer.param_groups[0]["lr"])
+
+
+def line(schedule: Schedule, changed: list[str], *, lr: float, epochs: float, updates: int, **rates: float) -> str:
+    config = Config(schedule=schedule, optim=Optim(lr=lr), epochs=epochs)
+    plan = Plan(UPDATES, batch_size=1, processes=1, accumulation=1, updates=updates)
+    return schedule_change(config, plan, changed, **rates)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def rate_at(update: int, schedule: Schedule, epochs: int, lr: float = 0.1) -> fl
 )
 def test_twice_as_many_epochs(schedule: Schedule, expected: str) -> None:
     before, rate = (rate_at(10 * UPDATES, schedule, epochs) for epochs in (10, 20))
-    told = schedule_change(
+    told = line(
         schedule,
         ["epochs", "log-every-updates"],
         before=before,
@@ -72,7 +79,6 @@ def test_twice_as_many_epochs(schedule: Schedule, expected: str) -> None:
         lr=0.1,
         epochs=20,
         updates=200,
-        updates_per_epoch=UPDATES,
     )
     assert told == f"the learning rate {expected}"
 
@@ -92,28 +98,20 @@ def test_twice_as_many_epochs(schedule: Schedule, expected: str) -> None:
 )
 def test_other_changes(schedule: Schedule, changed: list[str], expected: str) -> None:
     rate = rate_at(10 * UPDATES, schedule, 20)
-    told = schedule_change(
-        schedule, changed, before=0.001, rate=rate, lr=0.1, epochs=20, updates=200, updates_per_epoch=UPDATES
-    )
+    told = line(schedule, changed, before=0.001, rate=rate, lr=0.1, epochs=20, updates=200)
     assert told.removeprefix("the learning rate goes from 0.001 ").removeprefix("back ") == expected
-    down = schedule_change(
-        schedule, changed, before=1.0, rate=rate, lr=0.1, epochs=20, updates=200, updates_per_epoch=UPDATES
-    )
+    down = line(schedule, changed, before=1.0, rate=rate, lr=0.1, epochs=20, updates=200)
     assert down.startswith("the learning rate goes from 1 down to ")
 
 
 def test_other_options_do_not_concern_it() -> None:
     for changed in ([], ["optim.weight-decay"], ["data.root", "ema.decay"]):
-        assert not schedule_change(
-            Schedule("cosine"), changed, before=0.1, rate=0.2, lr=0.2, epochs=2, updates=20, updates_per_epoch=UPDATES
-        )
+        assert not line(Schedule("cosine"), changed, before=0.1, rate=0.2, lr=0.2, epochs=2, updates=20)
 
 
 def test_each_schedule_that_falls_to_the_end_says_where_it_ends() -> None:
     for name in FALLING:
-        told = schedule_change(
-            Schedule(name), ["epochs"], before=0.0, rate=0.05, lr=0.1, epochs=2, updates=20, updates_per_epoch=UPDATES
-        )
+        told = line(Schedule(name), ["epochs"], before=0.0, rate=0.05, lr=0.1, epochs=2, updates=20)
         assert f"{name} now ends at epoch 2" in told
 
 
@@ -142,9 +140,9 @@ def test_a_run_that_goes_on_says_it(tmp_path: Path) -> None:
 
 def test_the_end_may_be_that_of_stop_updates() -> None:
     """What falls until the end of the run falls until --stop.updates, too; other schedules do not know of it."""
-    values: Any = {"before": 0.01, "rate": 0.05, "lr": 0.1, "epochs": 20, "updates_per_epoch": UPDATES}
-    line = schedule_change(Schedule("cosine"), ["stop.updates"], updates=150, **values)
-    assert line.startswith("the learning rate goes from 0.01 back up to 0.05, because cosine now ends at update 150;")
-    line = schedule_change(Schedule("poly"), ["stop.updates", "epochs"], updates=200, **values)
-    assert "because poly now ends at epoch 20" in line
-    assert schedule_change(Schedule("step"), ["stop.updates"], updates=150, **values) == ""
+    values: Any = {"before": 0.01, "rate": 0.05, "lr": 0.1, "epochs": 20}
+    told = line(Schedule("cosine"), ["stop.updates"], updates=150, **values)
+    assert told.startswith("the learning rate goes from 0.01 back up to 0.05, because cosine now ends at update 150;")
+    told = line(Schedule("poly"), ["stop.updates", "epochs"], updates=200, **values)
+    assert "because poly now ends at epoch 20" in told
+    assert line(Schedule("step"), ["stop.updates"], updates=150, **values) == ""
