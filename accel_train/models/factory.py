@@ -90,7 +90,9 @@ def create_model(
     reference = parse_reference("model.name", model.name)
     if reference is not None:
         return _create_users(model, reference, num_classes, channels, image_size)
-    architecture = hub_architecture(model, origin)
+    architecture = ""  # of a model of hf-hub: or local-dir:, read unless `origin` has it
+    if hub.is_hub_name(model.name):
+        architecture = origin.architecture if origin.model == model.name else hub.describe(model.name).architecture
     try:
         if architecture:
             made = _create_hubs(model, architecture, num_classes, channels, image_size)
@@ -120,13 +122,6 @@ def create_model(
         ) from error
     check_forward(made, model.name, channels, image_size)
     return _with_settings(made, model, channels)
-
-
-def hub_architecture(model: Model, origin: Origin = NO_ORIGIN) -> str:
-    """`Origin.architecture` of a model of hf-hub: or local-dir:, read if `origin` is not of this model; else ""."""
-    if not hub.is_hub_name(model.name):
-        return ""
-    return origin.architecture if origin.model == model.name else hub.describe(model.name).architecture
 
 
 def _create_hubs(model: Model, architecture: str, num_classes: int, channels: int, image_size: int) -> nn.Module:

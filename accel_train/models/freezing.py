@@ -11,13 +11,12 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
-from accelerate.utils import extract_model_from_parallel
 from timm.models import group_parameters
 from torch import nn
 
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest
-from accel_train.models.wrapping import classifier_names, plain_name
+from accel_train.models.wrapping import classifier_names, plain_name, unwrap_model
 
 Layers = list[frozenset[str]]
 """The names of the parameters and buffers of each layer, from the input to the output."""
@@ -44,14 +43,14 @@ def keep_frozen(model: nn.Module, settings: Model, epoch: int) -> None:
 
     train() lets BatchNorm go on counting its running statistics, whether its weights are frozen or not.
     """
-    bare = extract_model_from_parallel(model, keep_torch_compile=False)
+    bare = unwrap_model(model)
     frozen = frozen_names(bare, settings, epoch)
     for name, module in bare.named_modules():
         buffers = [f"{plain_name(name)}.{buffer}".lstrip(".") for buffer, _ in module.named_buffers(recurse=False)]
         if any("running_" in buffer and buffer in frozen for buffer in buffers):
             module.eval()
     for name, parameter in bare.named_parameters():
-        parameter.is_frozen = plain_name(name) in frozen
+        parameter.is_frozen = plain_name(name) in frozen  # type: ignore[attr-defined]
 
 
 def frozen_names(model: nn.Module, settings: Model, epoch: int) -> frozenset[str]:

@@ -58,18 +58,9 @@ def make_independent(
     tried, passed = list[Independence](), list[TrainingPass]()
     by_ddp = accelerator.num_processes > 1 and not accelerator.is_fsdp2 and not config.bitwise  # gradients are summed
     for pixels in (size, *config.model.progressive_sizes):
-        independence = check_independence(
-            model,
-            channels,
-            pixels,
-            parameter.device,
-            dropout,
-            batch_norms=modules,
-            recomputes=config.model.gradient_checkpointing,
-            bitwise=config.bitwise,
-        )
-        tried.append(independence)
         images = different_images(channels, pixels).to(parameter.device, parameter.dtype)
+        recomputes, bitwise = config.model.gradient_checkpointing, config.bitwise
+        tried.append(check_independence(model, images, dropout, modules, recomputes=recomputes, bitwise=bitwise))
         passed.append(try_training(model, images, modules, gradients=by_ddp))
     warnings = tuple(dict.fromkeys(text for each in tried for text in each.warnings))
     found = Independence(any(each.needs_functions for each in tried), warnings)
@@ -99,16 +90,14 @@ def _check_synchronized(config: Config, accelerator: Accelerator, model: nn.Modu
 
 def check_independence(
     model: nn.Module,
-    channels: int,
-    size: int,
-    device: torch.device,
+    images: Tensor,
     keys: DropoutKeys,
-    *,
     batch_norms: Sequence[nn.Module] = (),
+    *,
     recomputes: bool = False,
     bitwise: bool = False,
 ) -> Independence:
-    """Try `model` on the device, in the mode (training) that it is in, with 4 random images of `size` x `size` pixels.
+    """Try `model` in the mode (training) that it is in, with `images`, SAMPLES of them on its device.
 
     `keys`: what `convert_dropout(model)` returned. `batch_norms`: modules that something else takes care of; they are
     tried in evaluation mode. `recomputes`: the model uses gradient checkpointing. `bitwise`: a forward pass of training
@@ -119,8 +108,7 @@ def check_independence(
     """
     functions = False
     try:
-        with unchanged(model, device), _checked(model, keys, batch_norms):
-            images = different_images(channels, size).to(device, next(model.parameters()).dtype)
+        with unchanged(model, images.device), _checked(model, keys, batch_norms):
             released = release_unrepeatable(model, images, keys) if recomputes else []
             draws, coupled = _dependencies(model, images, keys, nullcontext())
             # A function that gradient checkpointing calls again would not be redirected then.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +85,9 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
             module.training = training  # not `train`, which changes children, too
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        _restore_torch_states(device, states)
+        torch.set_rng_state(states[0])
+        if device.type in GENERATORS:
+            torch.get_device_module(device).set_rng_state(states[1], *_number(device))
         random.setstate(python)
         np.random.set_state(numpy)
 
@@ -96,12 +98,6 @@ def torch_states(device: torch.device) -> list[Tensor]:
     if device.type in GENERATORS:
         states.append(torch.get_device_module(device).get_rng_state(*_number(device)))
     return states
-
-
-def _restore_torch_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type in GENERATORS:
-        torch.get_device_module(device).set_rng_state(states[1], *_number(device))
 
 
 def _number(device: torch.device) -> tuple[torch.device, ...]:

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
 from accel_train.models.independence import Independence, check_independence
+from accel_train.models.trial import different_images
 
-CPU = torch.device("cpu")
 DROP = {"drop_rate": 0.1, "drop_path_rate": 0.2}
 # Name, size of the images, options, and whether the model calls functions that draw.
 MODELS = [
@@ -81,7 +81,7 @@ def checked(
 ) -> tuple[Independence, DropoutKeys]:
     keys = convert_dropout(model.train(), 0)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)] if normalised else []
-    result = check_independence(model, 3, size, CPU, keys, batch_norms=norms, recomputes=recomputes, bitwise=bitwise)
+    result = check_independence(model, different_images(3, size), keys, norms, recomputes=recomputes, bitwise=bitwise)
     return result, keys
 
 
@@ -92,7 +92,7 @@ def test_models_of_timm_and_torchvision(name: str, size: int, options: dict, fun
     result, keys = checked(model, size)
     assert result == Independence(functions, ())
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    assert check_independence(model, 3, size, CPU, keys, batch_norms=norms, bitwise=True) == result
+    assert check_independence(model, different_images(3, size), keys, norms, bitwise=True) == result
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.eval()
@@ -185,7 +185,7 @@ class TestDraws:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        assert check_independence(model, 3, 64, CPU, convert_dropout(model, 0), batch_norms=norms).warnings == ()
+        assert check_independence(model, different_images(3, 64), convert_dropout(model, 0), norms).warnings == ()
 
 
 class TestSamplesThatDependOnEachOther:
@@ -211,7 +211,7 @@ class TestSamplesThatDependOnEachOther:
         split = {id(part) for module in model.modules() if hasattr(module, "aux_bn") for part in module.modules()}
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and id(module) not in split]
         keys = convert_dropout(model, 0)
-        assert "BatchNorm" in check_independence(model, 3, 64, CPU, keys, batch_norms=norms).warnings[0]
+        assert "BatchNorm" in check_independence(model, different_images(3, 64), keys, norms).warnings[0]
 
     @pytest.mark.parametrize(
         "middle",
@@ -359,7 +359,7 @@ class TestNothingChanges:
         modes, hooks = [module.training for module in model.modules()], [len(m._forward_hooks) for m in model.modules()]
         states = torch.get_rng_state(), random.getstate(), np.random.get_state(False)["state"]["key"].copy()
         keys = convert_dropout(model, 0)
-        check_independence(model, 3, 64, CPU, keys, recomputes=recomputes, bitwise=recomputes)
+        check_independence(model, different_images(3, 64), keys, recomputes=recomputes, bitwise=recomputes)
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
         assert all(one is p.grad for one, p in zip(gradients, model.parameters(), strict=True))
         assert all(torch.equal(one, other) for one, other in zip(values, gradients, strict=True))

@@ -12,7 +12,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 from accel_train.launch.compat import backward_pass
-from accel_train.models.batchnorm.normalise import is_fused, normalise
+from accel_train.models.batchnorm.normalise import is_fused, normalise, per_channel
 
 
 @dataclass
@@ -114,23 +114,19 @@ class VirtualBatchNorm:
         mean = (groups * weights).sum(summed, keepdim=True) / count.clamp(min=1)
         variance = ((groups - mean).square() * weights).sum(summed, keepdim=True) / count.clamp(min=1)
         enough = count >= 2
-
-        def per_channel(vector: Tensor) -> Tensor:
-            return vector.view(1, 1, -1, *[1] * (groups.ndim - 3))
-
         if self.track_running_stats:
             with torch.no_grad():
                 unbiased = variance * (count / (count - 1).clamp(min=1))
                 rows_of_call = (mean, unbiased, torch.ones_like(mean))
                 self._collect([torch.where(enough, each, 0).flatten(1) for each in rows_of_call])
-            mean = torch.where(enough, mean, per_channel(self.running_mean))
-            variance = torch.where(enough, variance, per_channel(self.running_var))
+            mean = torch.where(enough, mean, per_channel(self.running_mean, groups))
+            variance = torch.where(enough, variance, per_channel(self.running_var, groups))
         scale = torch.rsqrt(variance + self.eps)
         if self.weight is not None:
-            scale = scale * per_channel(self.weight)
+            scale = scale * per_channel(self.weight, groups)
         normalised = (groups - mean) * scale
         if self.bias is not None:
-            normalised = normalised + per_channel(self.bias)
+            normalised = normalised + per_channel(self.bias, groups)
         result: Tensor = normalised.flatten(0, 1).to(values.dtype)
         return result
 

@@ -89,8 +89,8 @@ class Together(torch.autograd.Function):
             kind = torch.promote_types(values.dtype, torch.float32)
             variance, mean = _var_mean(groups.to(kind), summed, count)
             inverse = torch.add(torch.tensor(eps, dtype=kind), variance, alpha=(count - 1) / count).rsqrt_()
-            scale = inverse if weight is None else inverse * _per_channel(weight, groups)
-            shift = -mean * scale if bias is None else torch.addcmul(_per_channel(bias, groups), mean, scale, value=-1)
+            scale = inverse if weight is None else inverse * per_channel(weight, groups)
+            shift = -mean * scale if bias is None else torch.addcmul(per_channel(bias, groups), mean, scale, value=-1)
             normalised = torch.empty_like(values)
             torch.addcmul(shift, groups, scale, out=_grouped(normalised, rows))
         ctx.save_for_backward(values, mean, inverse, scale)
@@ -185,7 +185,7 @@ def _var_mean(groups: Tensor, summed: tuple[int, ...], count: int) -> tuple[Tens
     return (groups - mean).square_().sum(summed, keepdim=True).div_(count - 1), mean
 
 
-def _per_channel(vector: Tensor, groups: Tensor) -> Tensor:
+def per_channel(vector: Tensor, groups: Tensor) -> Tensor:
     """`vector` in the shape of the statistics of `groups` [virtual batches, rows, channels, ...]."""
     return vector.view(1, 1, -1, *[1] * (groups.ndim - 3))
 

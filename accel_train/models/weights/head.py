@@ -7,25 +7,22 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from accel_train.errors import UserError
+from accel_train.models.weights.hub import Weights
 
 
 def with_head(
-    state: dict[str, Tensor],
-    head: dict[str, Tensor],
-    theirs: Sequence[str] | None,
-    classes: Sequence[str],
-    shown: str,
-    *,
-    remaps: bool,
+    state: dict[str, Tensor], head: dict[str, Tensor], weights: Weights, classes: Sequence[str], *, remaps: bool
 ) -> tuple[dict[str, Tensor], str]:
     """The state with the rows of the last layer in the order of `classes`, or without it; and words for that.
 
-    `head`: the new last layer. `theirs`: the classes of the state, None if the file, `shown` in messages, does not name
-    them. `remaps`: if these are others, the rows of those that both have are loaded into the new last layer. Raises
-    UserError if nobody knows them then.
+    `head`: the new last layer. `remaps`: if the classes of the `weights` are others, the rows of those that both have
+    are loaded into the new last layer. Raises UserError if nobody knows them then.
     """
+    theirs = weights.classes
     if remaps and theirs is None:
-        raise UserError(f"--model.remap-classes: {shown} does not name its classes; give a run, or leave it out.")
+        raise UserError(
+            f"--model.remap-classes: {weights.shown} does not name its classes; give a run, or leave it out."
+        )
     rows = list(range(len(classes)))
     rest = {name: value for name, value in state.items() if name not in head}
     found = {name: state[name] for name in head if name in state}

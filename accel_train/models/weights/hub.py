@@ -160,7 +160,7 @@ def fetch(repository: str, files: Sequence[str], revision: str | None = None) ->
     With HF_HUB_OFFLINE=1, or without a network, it must be in the cache: there is no second attempt. Raises UserError.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     offline: Exception | None = None
     for file in files:
@@ -170,8 +170,6 @@ def fetch(repository: str, files: Sequence[str], revision: str | None = None) ->
                     get_hf_file_metadata(hf_hub_url(repository, file, revision=revision), timeout=10)
                 except RemoteEntryNotFoundError:
                     continue
-                except HFValidationError:
-                    raise
                 except Exception as error:  # of the HTTP library: a proxy, a time-out, a refused connection, a status
                     offline = error
             found = hf_hub_download(repository, file, revision=revision, local_files_only=offline is not None)

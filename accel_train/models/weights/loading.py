@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import timm
@@ -34,17 +34,15 @@ def load_into(
     given = read_state(weights.file)
     target = model.state_dict()
     state = _resized(model, given, target)
-    _adapt_channels(model, state, channels)
+    _adapt_channels(model, state, target, channels)
     both = [name for name in state if name in given and name in target]
     adapted = [name for name in both if given[name].shape != state[name].shape]
     head = [name for name in target if name.startswith(tuple(f"{layer}." for layer in classifier_names(model)))]
-    state, head_text = with_head(
-        state, {name: target[name] for name in head}, weights.classes, classes, weights.shown, remaps=remaps
-    )
+    state, head_text = with_head(state, {name: target[name] for name in head}, weights, classes, remaps=remaps)
 
     loaded = {name: value for name, value in state.items() if name in target and _fits(value, target[name])}
     body = [name for name, value in target.items() if name not in head and value.is_floating_point()]
-    _check_enough(model, weights, given, loaded, body)
+    _check_enough(weights, given, loaded, target, body)
     model.load_state_dict(target | loaded)
     new = [name for name in body if name not in loaded]
     left_out = [name for name in state if name not in loaded and name not in head]
@@ -87,9 +85,8 @@ def _call_filter(function: Any, state: dict[str, Tensor], model: nn.Module) -> A
         return function(state)
 
 
-def _adapt_channels(model: nn.Module, state: dict[str, Tensor], channels: int) -> None:
-    """Adapt the first layer's weights in `state`, in place, to images of `channels`."""
-    target = model.state_dict()
+def _adapt_channels(model: nn.Module, state: dict[str, Tensor], target: dict[str, Tensor], channels: int) -> None:
+    """Adapt the first layer's weights in `state`, in place, to images of `channels`. `target`: the model's state."""
     for name in (f"{layer}.weight" for layer in input_names(model)):
         if name not in state or name not in target:
             continue
@@ -111,15 +108,18 @@ def _fits(value: Tensor, target: Tensor) -> bool:
 
 
 def _check_enough(
-    model: nn.Module, weights: Weights, given: dict[str, Tensor], loaded: dict[str, Tensor], body: Iterable[str]
+    weights: Weights,
+    given: dict[str, Tensor],
+    loaded: dict[str, Tensor],
+    own: dict[str, Tensor],
+    body: Sequence[str],
 ) -> None:
-    """Raise UserError unless `loaded` has nearly all numbers of the body."""
-    sizes = {name: value.numel() for name, value in model.state_dict().items() if name in set(body)}
+    """Raise UserError unless `loaded` has nearly all numbers of the `body`, names of the model's `own` state."""
+    sizes = {name: own[name].numel() for name in body}
     part = sum(size for name, size in sizes.items() if name in loaded) / max(1, sum(sizes.values()))
     if part >= LEAST:
         return
-    own = model.state_dict()
-    unfit = next((name for name in own if name in given and name in sizes and name not in loaded), None)
+    unfit = next((name for name in body if name in given and name not in loaded), None)
     example = ""
     if unfit is not None:
         example = f" {unfit} is {tuple(given[unfit].shape)} there and {tuple(own[unfit].shape)} here."
