@@ -72,7 +72,7 @@ class BatchTransform:
             self.erasing = Erasing(parameters, self.steps)
         if self.draw_parameters is not None:
             # The image's rows or columns in each window, int64 [windows, size]; then those of flipped windows.
-            indices = window_indices(self.draw_parameters, reflects=augment.pad_mode == "reflect")
+            indices = window_indices(self.draw_parameters)
             self.places = torch.cat([indices, indices.flip(1)]).to(device)
 
     def __call__(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -125,14 +125,13 @@ class BatchTransform:
         if draw is None or not (draw.crops or draw.flips):
             return self._center(images)
         tops, lefts = parameters[:, Column.TOP], parameters[:, Column.LEFT]
-        reflects = self.augment.pad_mode == "reflect"
         if images.device.type == "cpu":
             flips = (tops >= draw.windows) if self.augment.vertical_flip else None, lefts >= draw.windows
             tops, lefts = tops % draw.windows, lefts % draw.windows
-            return _windows(images, draw.pad, tops, lefts, *flips, self.size, reflects=reflects)
+            return _windows(images, draw, tops, lefts, *flips)
 
         # A GPU gains nothing from copying contiguous runs: index each pixel, with 5 kernels instead of about 20.
-        if draw.pad and not reflects:
+        if draw.pad and not draw.reflects:
             images = F.pad(images, (draw.pad,) * 4)
         samples = torch.arange(len(images), device=images.device)
         rows, columns = self.places.index_select(0, tops), self.places.index_select(0, lefts)
@@ -179,36 +178,28 @@ class BatchTransform:
         return images, own * share[:, None] + _swapped(own) * rest[:, None]
 
 
-def window_indices(draw: AugmentParameters, *, reflects: bool) -> Tensor:
+def window_indices(draw: AugmentParameters) -> Tensor:
     """Indices along one side of the image of the pixels in each window, int64 [windows, size].
 
-    With `reflects` they are of the image itself, else of the padded image.
+    If it is reflected they are of the image itself, else of the padded image.
     """
     indices = torch.arange(draw.windows)[:, None] + torch.arange(draw.size)
-    if reflects:
+    if draw.reflects:
         last = draw.windows + draw.size - 2 * draw.pad - 2
         indices = last - (last - (indices - draw.pad).abs()).abs()
     return indices
 
 
 def _windows(
-    images: Tensor,
-    pad: int,
-    tops: Tensor,
-    lefts: Tensor,
-    upended: Tensor | None,
-    mirrored: Tensor,
-    size: int,
-    *,
-    reflects: bool,
+    images: Tensor, draw: AugmentParameters, tops: Tensor, lefts: Tensor, upended: Tensor | None, mirrored: Tensor
 ) -> Tensor:
     """The window of size x size pixels of each image that begins at `tops` and `lefts` (int32 [b]), on the CPU.
 
-    Images are first padded by `pad` pixels, black or (`reflects`) reflected at the edge. Windows are flipped left to
-    right where `mirrored` (bool [b]) is true, and upside down where `upended` is. A row of a window is contiguous in
-    memory, so one index_select fetches all rows: from the images, or from flipped copies that follow the images in the
-    same tensor.
+    Images are first padded, black or reflected at the edge. Windows are flipped left to right where `mirrored` (bool
+    [b]) is true, and upside down where `upended` is. A row of a window is contiguous in memory, so one index_select
+    fetches all rows: from the images, or from flipped copies that follow the images in the same tensor.
     """
+    pad, size = draw.pad, draw.size
     channels_last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
     planes = images.permute(0, 2, 3, 1)[:, None] if channels_last else images[..., None]
     to_flip = planes.index_select(0, mirrored.nonzero()[:, 0])
@@ -218,7 +209,7 @@ def _windows(
     padded = planes.new_zeros((len(planes) + len(to_flip), count, height, width, values))
     inner = padded[:, :, pad : height - pad, pad : width - pad]
     inner[: len(planes)], inner[len(planes) :] = planes, to_flip.flip(3)
-    if reflects and pad:
+    if draw.reflects and pad:
         _reflect(padded, pad, 2)
         _reflect(padded, pad, 3)
 

@@ -112,6 +112,7 @@ class AugmentParameters:
 
             self.mixing = Mixing(augment, size, virtual_batch)
         self.pad = augment.pad if self.crops else 0
+        self.reflects = augment.pad_mode == "reflect"  # what is padded is the reflected image; else it is black
         self.windows = (augment.resize or size) + 2 * self.pad - size + 1  # possible positions in each direction
 
     @property
