@@ -34,11 +34,13 @@ def update(exam: Examination) -> Finding:
         enough = max(ENOUGH_UPDATES, math.ceil((0.5 if exam.quick else SECONDS) / max(first, 1e-6)))
         count = exam.agreed(min(enough, workload.plan.updates_per_epoch))
         seconds = workload.bare_seconds(count, warm_up=0)
-    except torch.OutOfMemoryError:
-        exam.workload = None
-        return Finding(FAIL, "out of memory", expected, f"Make it smaller: {LESS_MEMORY}")
     except UserError as error:
         return Finding(FAIL, str(error), expected, "Mend the recipe; see accel-train train --help.")
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        exam.workload = None
+        return Finding(FAIL, "out of memory", expected, f"Make it smaller: {LESS_MEMORY}")
     exam.measured["update_seconds"] = exam.slowest(seconds / count)
     setup = workload.setup
     tensors = [*setup.model.state_dict().values(), *([] if setup.ema is None else setup.ema.state_dict().values())]
@@ -87,7 +89,9 @@ def evaluation(exam: Examination) -> Finding:
             inputs, _ = pipeline.transform(next(iter(pipeline.batches)))
             setup.model(inputs)
             seconds = clock.stop()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         size = evaluation_batch_size(exam.config, workload.plan.micro_batch)
         return Finding(FAIL, f"out of memory with {size} images", expected, f"--eval-batch-size {max(1, size // 4)}")
     batches = pipeline.samples / (len(inputs) * len(exam.hosts))

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
 from accel_train.optim.ema import Ema
+from accel_train.optim.micro_batch import is_out_of_memory
 
 WARM_UP = 3  # calls that are not recorded
 Batch = dict[str, Any]
@@ -110,9 +111,9 @@ class _Recorded:
                 # Threads that load data use the device meanwhile.
                 with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                     self._results = function()
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
                 reason = str(error).strip().partition("\n")[0]
                 raise UserError(f"--cuda-graph: the update cannot be recorded ({reason}): leave it out.") from error
         self._graph.replay()

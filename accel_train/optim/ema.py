@@ -36,7 +36,7 @@ class Ema(ModelEmaV3):  # type: ignore[misc]
     """timm's EMA, but it copies all counters (BatchNorm's batches) at once, not one by one.
 
     That saves 20 kernels per update of ResNet-18 on a GPU. It overrides `apply_update_` of timm's ModelEmaV3 and uses
-    its `_foreach_lerp_`, or torch's where timm calls that itself (checked with timm 1.0.24 and 1.0.31;
+    its `_foreach_lerp_`, or torch's where timm calls that itself (checked with timm 1.0.27 and 1.0.31;
     tests/test_compat.py fails if they change).
     """
 

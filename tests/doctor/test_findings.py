@@ -14,12 +14,13 @@ from typing import Any
 import helpers
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_train.bench.machine import computes_bf16
 from accel_train.config.options import parse
-from accel_train.doctor import check, data, memory, network, scheduler, storage
+from accel_train.doctor import check, data, memory, network, recipe, scheduler, storage
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN
 from accel_train.doctor.devices import QUERY, judged_health
 from accel_train.launch.environment import Launch
@@ -235,6 +236,19 @@ def test_the_memory_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     found = memory.memory(exam)
     assert found.status == WARN and "0.4 GiB a process" in found.measured and "--mem-per-cpu" in found.advice
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(""), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling")])
+def test_an_evaluation_that_does_not_fit(tmp_path: Path, error: RuntimeError) -> None:
+    def transform(batch: object) -> None:
+        raise error
+
+    pipeline = SimpleNamespace(batches=[0], transform=transform)
+    setup = SimpleNamespace(evaluations={"test": pipeline}, device=torch.device("cpu"), model=torch.nn.Identity())
+    exam = exam_of(tmp_path)
+    exam.workload, exam.accelerator = SimpleNamespace(setup=setup, plan=SimpleNamespace(micro_batch=64)), Accelerator()
+    finding = recipe.evaluation(exam)
+    assert (finding.status, finding.advice) == (FAIL, "--eval-batch-size 64")
 
 
 def test_too_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ Decisions that depend on the kind of device, and which no test without a GPU (no
 | data/memory.py, SideStream | a copy overlaps with computation; its memory is kept | computes at once here |
 | data/memory.py, mps and xpu | free memory of the device | none to ask |
 | nonfinite.py, several processes | the all-reduce by NCCL | one process here; gloo: test_nonfinite.py |
-| tuning.py, FSDP2 and several processes on CUDA | contiguous weights, SyncBatchNorm's own exchange | one process here |
-| tuning.py, compilation | inductor's kernels, CUDA graphs (only that they are refused) | nothing to compile for |
+| performance.py, FSDP2, several processes on CUDA | contiguous weights, SyncBatchNorm's exchange | one process here |
+| performance.py, compilation | inductor's kernels, CUDA graphs (only that they are refused) | nothing to compile for |
 | accelerator.py | the backends nccl, rccl and xccl; MIG | decisions alone: test_accelerator.py |
 | accelerate's set_device, DDP's device_ids | the index that LOCAL_RANK gives | one device here |
 """
