@@ -23,7 +23,7 @@ from accel_train.analysis.inference.calibrated import find_calibration
 from accel_train.analysis.inference.predict import Prediction
 from accel_train.analysis.loaded_run import load
 from accel_train.api import predict
-from accel_train.cli.of_run.predict import _csv, _jsonl, _write
+from accel_train.cli.of_run.predict import _write
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -173,14 +173,14 @@ def test_killed_half_way_there_is_no_half_file(tmp_path: Path, how: signal.Signa
     script = (
         "import signal, sys, time; from pathlib import Path; "
         "from accel_train.analysis.inference.predict import Prediction\n"
-        "from accel_train.cli.of_run.predict import _csv, _write\n"
+        "from accel_train.cli.of_run.predict import _write\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def predictions():\n"
         "    for number in range(100_000):\n"
         "        yield Prediction(Path(f'{number}.jpg'), ('a',), (1.0,))\n"
         "        if number == 50_000:\n"
         "            print('half', flush=True); time.sleep(60)\n"
-        "_write(Path('found.csv'), _csv(predictions()))"
+        "_write(Path('found.csv'), predictions())"
     )
     (tmp_path / "found.csv").write_text("of an earlier run")
     line = [sys.executable, "-c", script]
@@ -210,7 +210,7 @@ def test_predictions_are_written_as_they_come(tmp_path: Path) -> None:
                 most = max(most, len(alive))
             yield one
 
-    _write(tmp_path / "found.csv", _csv(predictions()))
+    _write(tmp_path / "found.csv", predictions())
     gc.collect()
     assert most <= 2
     with (tmp_path / "found.csv").open() as file:
@@ -220,14 +220,14 @@ def test_predictions_are_written_as_they_come(tmp_path: Path) -> None:
 def test_odd_names_and_images_without_a_class(tmp_path: Path) -> None:
     names = ["a,b.jpg", 'quo"te.jpg', "line\nbreak.jpg", os.fsdecode(b"\xff.jpg"), "=1+1.jpg"]
     made = [Prediction(Path(name), (), ()) for name in names]
-    _write(tmp_path / "found.csv", _csv(made))
+    _write(tmp_path / "found.csv", made)
     with (tmp_path / "found.csv").open(newline="", errors="surrogateescape") as file:
         head, *rows = csv.reader(file)
     assert [row[0] for row in rows] == names and {len(row) for row in rows} == {len(head)}
-    _write(tmp_path / "found.jsonl", _jsonl(made))
+    _write(tmp_path / "found.jsonl", made)
     lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     assert lines == [{"image": name, "predictions": []} for name in names]
-    _write(tmp_path / "none.csv", _csv([]))
+    _write(tmp_path / "none.csv", [])
     assert (tmp_path / "none.csv").read_text() == "image,rank,class,probability,calibrated,error\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import signal
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from tyro.conf import Positional, arg
 
@@ -139,7 +138,7 @@ def predict(arguments: Sequence[str]) -> int:
         _print(list(predictions), printed, calibrated=calibration.temperature is not None)
     else:
         with writing("--output", output):
-            _write(output, _csv(predictions) if output.suffix == ".csv" else _jsonl(predictions))
+            _write(output, predictions)
         print_line(f"{images}: {output}")
     if page is not None:
         print_line(f"page: {page}", sys.stderr)
@@ -211,18 +210,18 @@ def _classes(prediction: Prediction) -> Iterator[tuple[Any, ...]]:
     return zip(*columns, strict=True)
 
 
-def _write(path: Path, lines: Iterable[str]) -> None:
+def _write(path: Path, predictions: Iterable[Prediction]) -> None:
     """Write a file line by line. It is there when all are written: a kill leaves what was there before."""
+    write = _write_csv if path.suffix == ".csv" else _write_jsonl
     with atomic_replacement(path) as temporary:
         with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            file.writelines(lines)
+            write(file, predictions)
         fsync(temporary)
 
 
-def _csv(predictions: Iterable[Prediction]) -> Iterator[str]:
-    """Yield lines of CSV, a row for each class of an image. One without a class, or that is unreadable, has one row."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
+def _write_csv(file: TextIO, predictions: Iterable[Prediction]) -> None:
+    """Write a row for each class of an image. One without a class, or that is unreadable, has one row."""
+    writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("image", "rank", "class", "probability", "calibrated", "error"))
     for prediction in predictions:
         rows: list[tuple[Any, ...]] = [
@@ -230,14 +229,10 @@ def _csv(predictions: Iterable[Prediction]) -> Iterator[str]:
             for rank, (name, value, *more) in enumerate(_classes(prediction), 1)
         ]
         writer.writerows((prediction.image, *row, prediction.error) for row in rows or [("", "", "", "")])
-        yield text.getvalue()
-        text.seek(0)
-        text.truncate()
-    yield text.getvalue()
 
 
-def _jsonl(predictions: Iterable[Prediction]) -> Iterator[str]:
-    """Yield lines {"image": …, "predictions": [{"class": …, "probability": …, "calibrated": …}, …]}, with "error" if it
+def _write_jsonl(file: TextIO, predictions: Iterable[Prediction]) -> None:
+    """Write lines {"image": …, "predictions": [{"class": …, "probability": …, "calibrated": …}, …]}, with "error" if it
     is unreadable, without "calibrated" if there is no temperature."""
     names = ("probability", "calibrated")
     for prediction in predictions:
@@ -246,4 +241,4 @@ def _jsonl(predictions: Iterable[Prediction]) -> Iterator[str]:
             for name, *values in _classes(prediction)
         ]
         line: dict[str, Any] = {"image": str(prediction.image), "predictions": best}
-        yield json.dumps(line | ({"error": prediction.error} if prediction.error else {})) + "\n"
+        file.write(json.dumps(line | ({"error": prediction.error} if prediction.error else {})) + "\n")
