@@ -85,19 +85,28 @@ def _precision_and_recall(
     }
 
 
-def accuracy_interval(hits: int, count: int, level: float = 0.95) -> tuple[float, float]:
-    """The confidence interval of an accuracy of `hits` in `count` images: (lowest, highest).
+def accuracy_interval(hits: int, count: int) -> tuple[float, float]:
+    """The 95 % interval of an accuracy of `hits` in `count` images: (lowest, highest).
 
-    All accuracies that a two-sided test at 1 - `level` does not reject (Wilson 1927, "Probable inference, the law of
+    All accuracies that a two-sided test at 0.05 does not reject (Wilson 1927, "Probable inference, the law of
     succession, and statistical inference", J. Am. Stat. Assoc. 22). Also all of a few images right leaves a doubt: 10
     of 10 give 72 % to 100 %, where a bootstrap would give 100 % to 100 %.
     """
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = NormalDist().inv_cdf(0.975)
     accuracy, squared = hits / count, z * z / count
     middle = (accuracy + squared / 2) / (1 + squared)
     half = z * math.sqrt(accuracy * (1 - accuracy) / count + squared / count / 4) / (1 + squared)
     # Of all or nothing the bound is exact; rounding may miss it.
     return 0.0 if hits == 0 else middle - half, 1.0 if hits == count else middle + half
+
+
+def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The 95 % interval of a record's accuracy, which older records do not have; None if it has no accuracy."""
+    accuracy, count = record.get("accuracy"), record.get("count")
+    if accuracy is None or not count:
+        return None
+    low, high = record.get("accuracy_interval") or accuracy_interval(round(accuracy * count), count)
+    return low, high
 
 
 def interval_text(low: float, high: float) -> str:
@@ -171,7 +180,7 @@ def figure_rows(
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Yield the key of each figure that a record has, what a table calls it, and its value for each record.
 
-    `chosen`: by --metrics.
+    After "accuracy" comes its 95 % interval, with the key "accuracy_interval". `chosen`: by --metrics.
     """
     known = figures_for(chosen, multi_label=multi_label)
     undefined = {each.name for each in known if each.chosen}  # which may be NaN
@@ -181,6 +190,9 @@ def figure_rows(
         is_nan = key in undefined and any(key in record for record in records)  # JSON has no NaN
         if is_nan or any(value is not None for value in values):
             yield key, title, [("NaN" if is_nan else "") if value is None else format(value, form) for value in values]
+        if key == "accuracy" and any(intervals := [interval_of(record) for record in records]):
+            texts = ["" if interval is None else interval_text(*interval) for interval in intervals]
+            yield "accuracy_interval", "95% interval", texts
 
 
 def images_of_classes(record: dict[str, Any]) -> list[int]:

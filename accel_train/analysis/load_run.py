@@ -14,6 +14,8 @@ from accel_train import models
 from accel_train.config.option_types import value
 from accel_train.config.options import parse_run
 from accel_train.config.schema import Config, Model
+from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError, one_line
 from accel_train.models.weights.hub import is_hub_name
 from accel_train.records.model_info import FILE, ModelInfo
@@ -50,6 +52,13 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
         changed: Any = {group: dataclasses.replace(getattr(config, group), **path)}
         config = dataclasses.replace(config, **changed)
     return config
+
+
+def data_of_run(run: Path, *, trust_code: bool) -> tuple[Config, Splits]:
+    """Return the configuration of the run in the folder `run` and the data that it names, if that is on this machine:
+    nothing is downloaded. Raises UserError; see `read_config` for `trust_code`."""
+    config = read_config(run, uses=("data.name",), trust_code=trust_code)
+    return config, load_splits(config.data, config.seed, download=False, record=run)
 
 
 def _trusted_metric(text: str, run: Path, trained: Mapping[str, str] | None, *, trust: bool) -> str:

@@ -8,12 +8,11 @@ from typing import Any
 
 import yaml
 
+from accel_train.analysis.figures import interval_of
 from accel_train.config.compatibility import affects_learning
 from accel_train.export.formats import OPSET
 from accel_train.export.preprocess import FILE
-from accel_train.records.metrics import figures_for
 from accel_train.records.model_info import ModelInfo
-from accel_train.report.one_run.words import interval_of
 from accel_train.report.shared.records import RunRecords, differences_from_recipe, read_run
 from accel_train.untrusted import read_json_object
 from accel_train.user_code.reference import PREFIXES, short_name
@@ -97,10 +96,9 @@ def _figures(run: RunRecords, weights: str, file: Path) -> list[str]:
         prefix = "ema_test_" if weights == "ema" else "test_"
         of_test = {key.removeprefix(prefix): value for key, value in run.result.items() if key.startswith(prefix)}
         rows = {"test": of_test | {"count": run.result.get("test_images")}}
-    known = figures_for(run.config.metrics, multi_label=run.info.multi_label)
     shown = [
         metric
-        for metric in known
+        for metric in run.figures
         if len(run.info.classes) >= metric.fewest_classes
         and all(record.get(metric.name) is not None for record in rows.values())
     ]

@@ -11,10 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from accel_train.analysis.load_run import read_config
+from accel_train.analysis.load_run import data_of_run
 from accel_train.analysis.loaded_run import LoadedRun
 from accel_train.data.sources.files.depth import is_deep
-from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
 from accel_train.records.result import FOLDER
@@ -41,8 +40,7 @@ def real_images(run: LoadedRun, folder: Path, *, trust_code: bool) -> Images:
     own are written into `folder`.
     """
     try:
-        data = read_config(run.path, uses=("data.name",), trust_code=trust_code)
-        splits = load_splits(data.data, data.seed, download=False, record=run.path)
+        _, splits = data_of_run(run.path, trust_code=trust_code)
         chosen = {"test": splits.test, "validation": splits.validation, "training": splits.to_train_on}
         split, source = next((split, source) for split, source in chosen.items() if source)
         name = f"{short_name('data.name', run.config.data.name)} ({split} split)"

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.analysis.evaluate_run import evaluate_run
-from accel_train.analysis.load_run import read_config
+from accel_train.analysis.load_run import data_of_run
 from accel_train.analysis.measure import EvaluationResult
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.checkpoint.weights import digest_of_run
-from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError, reason_of, writing
 from accel_train.files import atomic_write, check_writable
 from accel_train.launch.environment import Launch
@@ -176,8 +175,7 @@ def _pictures(
 ) -> Pictures:
     """Images of the evaluated `split`, if there are predictions of it, and of the training; `notes` says why not."""
     try:
-        config = read_config(run.path, uses=("data.name",), trust_code=trust_code)
-        splits = load_splits(config.data, config.seed, download=False, record=run.path)
+        config, splits = data_of_run(run.path, trust_code=trust_code)
     except UserError as error:
         notes.append(f"The images are left out: {error}")
         return Pictures()

@@ -27,10 +27,7 @@ def print_figures(result: EvaluationResult) -> None:
     rows = []
     classes = result.figures["classes"]
     for key, title, values in figure_rows(records, classes, result.chosen, multi_label=result.multi_label):
-        rows.append([title, *values])
-        intervals = [record.get("accuracy_interval") for record in records]
-        if key == "accuracy" and any(intervals):
-            rows.append(["  95% interval", *("" if each is None else interval_text(*each) for each in intervals)])
+        rows.append([f"  {title}" if key == "accuracy_interval" else title, *values])
     print_line("")
     if tta := result.figures.get("tta"):
         print_line(f"test-time augmentation: {tta}; the probabilities are the mean over the views of each image")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_train.records.metrics import figures_for
 from accel_train.report.one_run.trends import best_of
 from accel_train.report.shared.charts import Chart, Line
 from accel_train.report.shared.names import figure_title
@@ -13,7 +12,7 @@ from accel_train.report.shared.records import RunRecords
 
 def charts_of_run(run: RunRecords) -> list[Chart]:
     """Loss, the main metric, those of --metrics, learning rate, speed and waiting for data over the epochs."""
-    chosen = [figure for figure in figures_for(run.config.metrics, multi_label=run.info.multi_label) if figure.chosen]
+    chosen = [figure for figure in run.figures if figure.chosen]
     best = best_of(run)
     marks: dict[str, Any] = {"events": run.events, "best": None if best is None else best.epoch}
     return [
@@ -29,13 +28,13 @@ def charts_of_run(run: RunRecords) -> list[Chart]:
     ]
 
 
-KINDS = [  # of evaluations: split, weights, colour, dashed
-    ("train", "model", 0, False),
-    ("val", "model", 1, False),
-    ("val", "ema", 1, True),
-    ("test", "model", 2, False),
-    ("test", "ema", 2, True),
-]
+KINDS = {  # of evaluations, by what the page calls them: split, weights, colour
+    "train": ("train", "model", 0),
+    "val": ("val", "model", 1),
+    "val (ema)": ("val", "ema", 1),
+    "test": ("test", "model", 2),
+    "test (ema)": ("test", "ema", 2),
+}
 
 
 def few_epochs(run: RunRecords) -> str:
@@ -51,12 +50,9 @@ def few_epochs(run: RunRecords) -> str:
 
 def epoch_table(run: RunRecords) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """What the newest evaluations of training have found: the titles of the figures, and of each split their values."""
-    figures = figures_for(run.config.metrics, multi_label=run.info.multi_label)
-    newest = {}
-    for split, weights, *_ in KINDS:
-        if rows := run.evaluations(split, weights):
-            newest[split if weights == "model" else f"{split} (ema)"] = rows[-1]
-    figures = [figure for figure in figures if any(figure.name in row for row in newest.values())]
+    found = {label: run.evaluations(split, weights) for label, (split, weights, _) in KINDS.items()}
+    newest = {label: rows[-1] for label, rows in found.items() if rows}
+    figures = [figure for figure in run.figures if any(figure.name in row for row in newest.values())]
     table = []
     for name, row in newest.items():
         values = [(figure, row.get(figure.name)) for figure in figures]
@@ -67,12 +63,10 @@ def epoch_table(run: RunRecords) -> tuple[list[str], list[tuple[str, list[str]]]
 
 def _over_epochs(run: RunRecords, name: str) -> list[Line]:
     lines = []
-    for split, weights, color, dashed in KINDS:
-        rows = [row for row in run.evaluations(split, weights) if name in row]
-        if rows:
-            label = split if weights == "model" else f"{split} (ema)"
+    for label, (split, weights, color) in KINDS.items():
+        if rows := [row for row in run.evaluations(split, weights) if name in row]:
             epochs, values = [row["epoch"] for row in rows], [row[name] for row in rows]
-            lines.append(Line(label, epochs, values, color, dashed))
+            lines.append(Line(label, epochs, values, color, dashed=weights == "ema"))
     return lines
 
 

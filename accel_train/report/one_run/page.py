@@ -9,13 +9,13 @@ from accel_train.analysis.figures import NO_TEMPERATURE
 from accel_train.report.one_run.augmented import Augmented
 from accel_train.report.one_run.curves import charts_of_run, epoch_table, few_epochs
 from accel_train.report.one_run.facts import costs_of, facts_of, machine_of
-from accel_train.report.one_run.headline import headline_of
 from accel_train.report.one_run.pictures import Picture
 from accel_train.report.one_run.tables import (
     class_table,
     confused_pairs,
     confusion_table,
     figure_table,
+    headline_of,
     is_at_bound,
 )
 from accel_train.report.one_run.words import words_of

@@ -1,8 +1,9 @@
-"""The tables of an evaluation: its figures, its confusion, its classes."""
+"""What an evaluation has found: the few figures that the page begins with, and its tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from accel_train.analysis.figures import (
@@ -12,26 +13,58 @@ from accel_train.analysis.figures import (
     accuracy_interval,
     figure_rows,
     images_of_classes,
+    interval_of,
     interval_text,
     without_images,
 )
-from accel_train.report.one_run.words import interval_of
-from accel_train.report.shared.names import figure_title
+from accel_train.report.one_run.words import shown_record
+from accel_train.report.shared.names import SPLITS, figure_title
 from accel_train.report.shared.records import Row, RunRecords
 
 HEAT_MAP = 50  # classes at most; of more, the most confused pairs are listed
 PAIRS = 50
 
 
+@dataclass(frozen=True)
+class Tile:
+    """A figure in large letters."""
+
+    value: str
+    name: str
+    interval: str = ""
+    """Its 95 % interval; "" if none is known."""
+
+
+def headline_of(run: RunRecords, evaluation: Row) -> list[Tile]:
+    """The main figure and those of --metrics, of the EMA first if there is one. Without an evaluation that of the
+    result, or of the newest epoch."""
+    shown: list[tuple[str, Row]] = [(name, evaluation[name]) for name in ("ema", "model") if name in evaluation]
+    split = str(evaluation.get("split", ""))
+    if not shown:
+        split, record, _ = shown_record(run, {})
+        shown = [(str(record.get("weights", "model")), record)] if record else []
+    tiles = []
+    for weights, record in shown:
+        suffix = f", {weights}" if len(shown) > 1 or weights == "ema" else ""
+        for figure in run.figures:
+            if not (figure.name == run.main_figure or figure.chosen) or figure.name not in record:
+                continue
+            value = record[figure.name]
+            interval = interval_of(record) if figure.name == "accuracy" else None
+            tiles.append(
+                Tile(
+                    "NaN" if value is None else figure.show(value),
+                    f"{SPLITS[split]} {figure_title(figure.name)}{suffix}",
+                    "" if interval is None else interval_text(*interval),
+                )
+            )
+    return tiles
+
+
 def figure_table(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """Each figure with its value for each of the weights."""
     rows = figure_rows(records, run.info.classes, run.config.metrics, multi_label=run.info.multi_label)
-    shown = []
-    for key, title, values in rows:
-        shown.append((figure_title(key) if title == key else title, values))
-        intervals = [interval_of(record) for record in records]
-        if key == "accuracy" and any(intervals):
-            shown.append(("95% interval", ["" if each is None else interval_text(*each) for each in intervals]))
+    shown = [(figure_title(key) if title == key else title, values) for key, title, values in rows]
     fits = [record.get("temperature") or {} for record in records]
     fits = [{} if is_at_bound(fit) else fit for fit in fits]
     for key, title, form in (

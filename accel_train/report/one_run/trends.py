@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accel_train.config.schema import best_metric
-from accel_train.records.metrics import LOWER_IS_BETTER, figures_for
+from accel_train.records.metrics import LOWER_IS_BETTER
 from accel_train.report.shared.records import Row, RunRecords
 
 FEWEST = 5  # evaluations in a trend: fewer may be in order by chance
@@ -22,12 +22,10 @@ class Best:
 
     epoch: int
     metric: str
-    value: float
-    last: float | None
-    """The value of the last evaluation."""
     shown: str
-    """The value as text."""
+    """The value of the metric, as text."""
     shown_last: str
+    """That of the last evaluation."""
 
 
 def held_out(run: RunRecords) -> tuple[str, list[Row]]:
@@ -45,7 +43,7 @@ def best_of(run: RunRecords) -> Best | None:
     finite loss. None without a validation split, or if it is not known whether the metric should be low or high."""
     split, rows = held_out(run)
     metric = best_metric(run.config, multi_label=run.info.multi_label)
-    known = {figure.name: figure for figure in figures_for(run.config.metrics, multi_label=run.info.multi_label)}
+    known = {figure.name: figure for figure in run.figures}
     if split != "val" or metric not in known:
         return None
     usable = [row for row in rows if row.get(metric) is not None and row.get("loss") is not None]
@@ -57,7 +55,7 @@ def best_of(run: RunRecords) -> Best | None:
     best = choose(usable, key=lambda row: float(row[metric]))  # the first one of equal ones
     last = rows[-1].get(metric)
     show = known[metric].show
-    return Best(best["epoch"], metric, best[metric], last, show(best[metric]), "NaN" if last is None else show(last))
+    return Best(best["epoch"], metric, show(best[metric]), "NaN" if last is None else show(last))
 
 
 def overfits_from(run: RunRecords) -> int | None:

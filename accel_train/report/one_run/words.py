@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_train.analysis.figures import accuracy_interval, images_of_classes
+from accel_train.analysis.figures import images_of_classes, interval_of
 from accel_train.errors import first_of
 from accel_train.report.one_run.trends import best_of, held_out, overfits_from, still_improves
 from accel_train.report.shared.names import SPLITS, figure_title
@@ -47,15 +47,6 @@ def shown_record(run: RunRecords, evaluation: Row) -> tuple[str, Row, str]:
         return "", {}, ""
     subject = "The EMA" if rows[-1].get("weights") == "ema" else "The model"
     return split, rows[-1], f"After epoch {rows[-1]['epoch']} {subject[0].lower()}{subject[1:]}"
-
-
-def interval_of(record: Row) -> tuple[float, float] | None:
-    """The 95 % interval of a record's accuracy; None if it has no accuracy."""
-    accuracy, count = record.get("accuracy"), record.get("count")
-    if accuracy is None or not count:
-        return None
-    low, high = record.get("accuracy_interval") or accuracy_interval(round(accuracy * count), count)
-    return low, high
 
 
 def _figures(run: RunRecords, split: str, record: Row, subject: str) -> Iterator[Sentence]:

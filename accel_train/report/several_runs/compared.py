@@ -56,7 +56,7 @@ class Compared:
     def score(self) -> float | None:
         """The main figure; None if there is none, or if it is NaN."""
         if self.answers is not None and not self.answers.multi_label:
-            return None if self.answers.broken else self.answers.hits / len(self.answers)
+            return None if self.answers.broken else int(self.answers.right.sum()) / len(self.answers)
         return self.figure(self.main)
 
 

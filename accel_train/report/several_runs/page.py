@@ -16,7 +16,14 @@ from accel_train.report.several_runs.seeds import seeds_table
 from accel_train.report.several_runs.statistics import spread
 from accel_train.report.several_runs.tables import cost_table, interval_of, links, results_rows, settings_rows
 from accel_train.report.several_runs.verdict import verdict_of
-from accel_train.report.several_runs.words import chance_text, names_of_groups, points, points_between
+from accel_train.report.several_runs.words import (
+    chance_text,
+    names_of_groups,
+    percent_between,
+    points,
+    points_between,
+    size_in_points,
+)
 from accel_train.report.shared.render import render
 
 BESIDE = 5
@@ -41,7 +48,6 @@ class Pair:
 
     first: str
     second: str
-    difference: Difference
     images: Disagreement
     confusion: ConfusionChange | None
 
@@ -80,14 +86,14 @@ def page_of_runs(
 
 def _pairs(runs: Sequence[Compared], of_runs: Sequence[Difference], *, trust_code: bool) -> list[Pair]:
     found = list[Pair]()
-    known = [(*pair, each) for pair, each in zip(pairs(runs), of_runs, strict=True) if not each.problem]
+    known = [pair for pair, difference in zip(pairs(runs), of_runs, strict=True) if not difference.problem]
     # Those of different settings first: two seeds of one setting show what noise does.
-    known.sort(key=lambda entry: not differs_but_for_seed(entry[0], entry[1]))
-    for first, second, difference in known[:PAIRS]:
+    known.sort(key=lambda pair: not differs_but_for_seed(*pair))
+    for first, second in known[:PAIRS]:
         assert first.answers is not None and second.answers is not None
         images = disagreement(first, second, trust_code=trust_code)
         change = confusion_change(first.answers, second.answers)
-        found.append(Pair(first.name, second.name, difference, images, change))
+        found.append(Pair(first.name, second.name, images, change))
     return found
 
 
@@ -124,9 +130,9 @@ def _by_setting(groups: Sequence[Sequence[Compared]], names: Sequence[str]) -> l
     for name, values, (mean, deviation, *ends) in found:
         interval = None if ends[0] is None or ends[1] is None else (ends[0], ends[1])
         bar = _bar(interval or (mean, mean), mean, low, high, values)
-        small = "of one run there is none" if interval is None else f"{100 * interval[0]:.2f} to {interval[1]:.2%}"
+        small = "of one run there is none" if interval is None else percent_between(*interval)
         small = "all the same: no spread to judge by" if deviation == 0 else small
-        spread_text = "" if deviation is None else points(deviation).lstrip("+")
+        spread_text = "" if deviation is None else size_in_points(deviation)
         rows.append(
             {"name": name, "runs": len(values), "mean": f"{mean:.2%}", "sd": spread_text, "interval": small, "bar": bar}
         )
@@ -144,7 +150,7 @@ def _by_run(runs: Sequence[Compared]) -> list[dict[str, Any]]:
         {
             "name": each.name,
             "value": f"{score:.2%}",
-            "interval": f"{100 * interval[0]:.2f} to {interval[1]:.2%}",
+            "interval": percent_between(*interval),
             "bar": _bar(interval, score, low, high),
         }
         for each, score, interval in known

@@ -33,16 +33,16 @@ def mcnemar(first: int, second: int) -> tuple[str, float]:
     return "McNemar's test", math.erfc(abs(first - second) / math.sqrt(2 * count))
 
 
-def paired_interval(first: int, second: int, images: int, level: float = LEVEL) -> tuple[float, float]:
-    """The confidence interval of the difference of two accuracies on the same `images`: second - first.
+def paired_interval(first: int, second: int, images: int) -> tuple[float, float]:
+    """The 95 % interval of the difference of two accuracies on the same `images`: second - first.
 
     `first`, `second`: as in `mcnemar`. All differences that the score test does not reject (Tango 1998, "Equivalence
     test and confidence interval for the difference in proportions for the paired-sample design", Statistics in Medicine
-    17). It excludes 0 just when McNemar's test (not the exact one) rejects at 1 - `level`.
+    17). It excludes 0 just when McNemar's test (not the exact one) rejects at 1 - LEVEL.
     """
     from scipy.optimize import brentq
 
-    z, observed = NormalDist().inv_cdf((1 + level) / 2), (second - first) / images
+    z, observed = NormalDist().inv_cdf((1 + LEVEL) / 2), (second - first) / images
 
     def score(difference: float) -> float:
         """How many standard errors the observed difference is above `difference`, by the likelihood under that."""

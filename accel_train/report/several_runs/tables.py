@@ -11,9 +11,9 @@ from urllib.parse import quote
 from accel_train.analysis.figures import accuracy_interval
 from accel_train.records.cost.ledger import read_starts
 from accel_train.records.cost.summary import cost_of, cost_rows, duration
-from accel_train.records.metrics import Figure, figures_for
+from accel_train.records.metrics import Figure
 from accel_train.report.several_runs.compared import Compared, number
-from accel_train.report.several_runs.words import setting_text
+from accel_train.report.several_runs.words import percent_between, setting_text
 from accel_train.report.shared.names import figure_title
 from accel_train.report.shared.records import differing_settings, state_of
 
@@ -80,7 +80,7 @@ def _main(each: Compared) -> Cell:
     if each.score is None:
         return _missing(each, each.main)
     interval = interval_of(each)
-    small = [] if interval is None else [f"{100 * interval[0]:.2f} to {interval[1]:.2%}"]
+    small = [] if interval is None else [percent_between(*interval)]
     if each.split != "test":
         small.append(f"of {each.split}")
     return Cell(f"{each.score:.2%}", ", ".join(small))
@@ -90,9 +90,8 @@ def _figures(runs: Sequence[Compared]) -> list[Figure]:
     """The figures that a run may have, without the main ones and those that mean nothing for so few classes."""
     found: dict[str, Figure] = {}
     for each in runs:
-        info = each.run.info
-        for figure in figures_for(each.run.config.metrics, multi_label=info.multi_label):
-            if len(info.classes) >= figure.fewest_classes and figure.name != each.main:
+        for figure in each.run.figures:
+            if len(each.run.info.classes) >= figure.fewest_classes and figure.name != each.main:
                 found.setdefault(figure.name, figure)
     return [*found.values()]
 

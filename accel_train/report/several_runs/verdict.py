@@ -9,7 +9,7 @@ from accel_train.errors import first_of
 from accel_train.report.several_runs.compared import Compared, groups_of
 from accel_train.report.several_runs.differences import FEW, Difference
 from accel_train.report.several_runs.statistics import spread
-from accel_train.report.several_runs.words import chance_text, points, points_between
+from accel_train.report.several_runs.words import chance_text, percent_between, points, points_between, size_in_points
 from accel_train.report.shared.names import figure_title
 from accel_train.report.shared.records import state_of
 
@@ -108,8 +108,8 @@ def _of_one_setting(runs: Sequence[Compared], models: Sequence[Difference]) -> V
         details.append(
             "McNemar's test finds two of the models different. It judges trained models: no setting is better for it."
         )
-    answer += f" in the mean of {len(scores)} runs (95% interval {100 * low:.2f} to {high:.2%}), standard deviation"
-    return Verdict(f"{answer} {points(deviation).lstrip('+')} points.", False, details)
+    answer += f" in the mean of {len(scores)} runs (95% interval {percent_between(low, high)}), standard deviation"
+    return Verdict(f"{answer} {size_in_points(deviation)} points.", False, details)
 
 
 def _none(found: Sequence[Difference]) -> Verdict:
@@ -122,11 +122,10 @@ def _better(each: Difference, split: str) -> str:
     """ "B is better than A by 1.20 points of test accuracy (95% interval …)"."""
     value, interval = each.value or 0.0, each.interval or (0.0, 0.0)
     better, worse = (each.second, each.first) if value > 0 else (each.first, each.second)
-    size = abs(value)
     bounds = interval if value > 0 else (-interval[1], -interval[0])
     unit = f"points of {split} {figure_title(each.figure)}"
     return (
-        f"{better} is better than {worse} by {points(size).lstrip('+')} {unit} (95% interval {points_between(bounds)}, "
+        f"{better} is better than {worse} by {size_in_points(value)} {unit} (95% interval {points_between(bounds)}, "
         f"p\u00a0{chance_text(each.adjusted_p_value or 0.0)})"
     )
 
@@ -134,7 +133,7 @@ def _better(each: Difference, split: str) -> str:
 def _unclear(each: Difference, split: str) -> str:
     assert each.value is not None and each.interval is not None and each.adjusted_p_value is not None
     more = "as much" if not points(each.value).strip("0.") else "more" if each.value > 0 else "less"
-    size = "" if more == "as much" else f"{points(abs(each.value)).lstrip('+')} points "
+    size = "" if more == "as much" else f"{size_in_points(each.value)} points "
     return (
         f"It cannot be told from these runs whether {each.second} or {each.first} is better: {each.second} has {size}"
         f"{more} {split} {figure_title(each.figure)} (95% interval of the difference {points_between(each.interval)}, "

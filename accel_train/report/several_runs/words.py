@@ -36,8 +36,18 @@ def points(value: float) -> str:
     return "0.00" if float(text) == 0 else text.replace("-", MINUS)
 
 
+def size_in_points(value: float) -> str:
+    """The same without its sign."""
+    return points(abs(value)).lstrip("+")
+
+
 def points_between(interval: tuple[float, float]) -> str:
     return f"{points(interval[0])} to {points(interval[1])}"
+
+
+def percent_between(low: float, high: float) -> str:
+    """An interval of a fraction: "72.20 to 98.10%"."""
+    return f"{100 * low:.2f} to {high:.2%}"
 
 
 def chance_text(p_value: float) -> str:

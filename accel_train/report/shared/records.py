@@ -15,6 +15,7 @@ from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, raise_mistakes
 from accel_train.ownership.generation import read_result
+from accel_train.records.metrics import Figure, figures_for
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines, read_json_object
 
@@ -44,6 +45,11 @@ class RunRecords:
     def main_figure(self) -> str:
         """The figure by which the run is judged: "accuracy", or "map" if an image may have several labels."""
         return "map" if self.info.multi_label else "accuracy"
+
+    @property
+    def figures(self) -> list[Figure]:
+        """All figures that an evaluation of the run may have."""
+        return figures_for(self.config.metrics, multi_label=self.info.multi_label)
 
     @property
     def devices(self) -> str:

@@ -46,10 +46,6 @@ class Answers:
         return len(self.labels)
 
     @property
-    def hits(self) -> int:
-        return int(self.right.sum())
-
-    @property
     def multi_label(self) -> bool:
         return self.labels.ndim == 2
 

@@ -6,14 +6,11 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from accel_train.analysis.inference.preprocessing import Preprocessing
-from accel_train.analysis.load_run import read_config
-from accel_train.data.sources.load import load_splits
+from accel_train.analysis.load_run import data_of_run
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, first_of
 from accel_train.report.several_runs.compared import Compared
@@ -32,7 +29,6 @@ class Picture:
 
     name: str
     uri: str
-    true: str
     right: str
     """What the run that is right said, with its probability."""
     wrong: str
@@ -81,8 +77,7 @@ def disagreement(first: Compared, second: Compared, *, trust_code: bool) -> Disa
 
 def _drawing(run: Compared, answers: Answers, *, trust_code: bool) -> Draw:
     """Raises UserError if the data cannot be loaded or has changed."""
-    config = read_config(run.run.path, uses=("data.name",), trust_code=trust_code)
-    splits = load_splits(config.data, config.seed, download=False, record=run.run.path)
+    config, splits = data_of_run(run.run.path, trust_code=trust_code)
     found = {"test": splits.test, "val": splits.validation}.get(answers.split)
     if found is None or not np.array_equal(found.labels.numpy(), answers.labels):
         raise UserError("the data has changed since the evaluation.")
@@ -96,7 +91,7 @@ def _pictures(ids: Sequence[int], a: Answers, b: Answers, draw: Draw) -> Iterato
     for id in ids:
         with contextlib.suppress(UserError):
             name, uri = draw(id)
-            yield Picture(name, uri, _classes(a.labels, id, a.classes), _said(a, id), _said(b, id))
+            yield Picture(name, uri, _said(a, id), _said(b, id))
 
 
 def _most_sure(a: Answers, b: Answers) -> Sequence[int]:
@@ -108,11 +103,7 @@ def _most_sure(a: Answers, b: Answers) -> Sequence[int]:
 
 
 def _said(answers: Answers, id: int) -> str:
-    said = _classes(answers.said, id, answers.classes)
-    return said if answers.multi_label else f"{said} ({answers.chance_said[id]:.0%})"
-
-
-def _classes(values: npt.NDArray[Any], id: int, names: Sequence[str]) -> str:
-    if values.ndim == 2:
-        return first_of([names[number] for number in np.flatnonzero(values[id]).tolist()], 4) or "none"
-    return names[int(values[id])]
+    said, names = answers.said[id], answers.classes
+    if answers.multi_label:
+        return first_of([names[number] for number in np.flatnonzero(said).tolist()], 4) or "none"
+    return f"{names[said]} ({answers.chance_said[id]:.0%})"
