@@ -21,7 +21,6 @@ IMAGES_SHOWN = 6  # of a group
 ROWS_SHOWN = 100  # of a table: audit.json has all
 NAMED = 3  # of classes, in the title
 SHORT_SIDE = 160  # pixels of a picture
-SMALL = 64  # pixels: smaller images are kept without loss, and their pixels are to be seen
 
 
 def write_page(result: AuditResult) -> Path:
@@ -96,14 +95,12 @@ def _picture(result: AuditResult, id: int) -> dict[str, Any]:
     uri = ""
     with contextlib.suppress(UserError):  # it has been removed since
         uri = uri_of(torch.as_tensor(source.fetch([number])[0]))
-    height, width = int(record["height"]), int(record["width"])
     return {
         "name": result.images.name(id),
         "split": split,
         "label": result.images.label(id),
         "uri": uri,
-        "size": f"{width}x{height}",
-        "pixelated": max(height, width) <= SMALL,
+        "size": f"{int(record['width'])}x{int(record['height'])}",
     }
 
 
@@ -122,4 +119,4 @@ def uri_of(pixels: torch.Tensor) -> str:
         pixels = torch.nn.functional.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
     if min(pixels.shape[1:]) > SHORT_SIDE:
         pixels = resized_to_short_side(pixels, SHORT_SIDE)
-    return data_uri(pixels, lossless=max(height, width) <= SMALL)
+    return data_uri(pixels)

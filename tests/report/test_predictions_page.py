@@ -144,7 +144,8 @@ def test_from_the_command_line(
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 3 and f"page: {page}" in err  # the table has one class of each image
     assert [figure.count("<li") for figure in figures(page)] == [5, 5]
-    assert 'class="pixels"' in figures(page)[0]
+    assert 'src="data:image/png;' in figures(page)[0]  # without loss, and its pixels are to be seen
+    assert 'figure img[src^="data:image/png"] { image-rendering: pixelated; }' in page.read_text()
     page.unlink()
     helpers.forget_accelerate()
     assert cli.main([*words, str(images[2]), "--page", str(page), "--output", str(table), "--top-k", "2"]) == 1

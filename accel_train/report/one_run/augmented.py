@@ -16,7 +16,7 @@ from accel_train.data.transforms.batch import BatchTransform
 from accel_train.data.transforms.parameters import transforms_each_image
 from accel_train.errors import UserError
 from accel_train.records.model_info import ModelInfo
-from accel_train.report.shared.images import SMALL, image_uri
+from accel_train.report.shared.images import image_uri
 
 SAMPLES = 6
 TIMES = 2
@@ -29,7 +29,6 @@ class Augmented:
     name: str
     views: list[tuple[str, str]]
     """(the image as a data: URI, its label) of each time: one if all are the same."""
-    pixelated: bool
 
 
 def augmented_pictures(
@@ -79,7 +78,7 @@ def augmented_pictures(
             view = image_uri(inputs[number], info), label_text(targets[number], splits.classes)
             if view not in seen:
                 seen.append(view)
-    return [Augmented(source.name(int(id)), seen, size <= SMALL) for id, seen in zip(chosen, views, strict=True)]
+    return [Augmented(source.name(int(id)), seen) for id, seen in zip(chosen, views, strict=True)]
 
 
 def label_text(target: Tensor, classes: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ from accel_train.config.schema import Config
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
 from accel_train.records.model_info import ModelInfo
-from accel_train.report.shared.images import SMALL, input_uri
+from accel_train.report.shared.images import input_uri
 
 WORST = 20
 RIGHT = 10
@@ -27,15 +27,12 @@ RIGHT = 10
 class Picture:
     """An image with its predicted and its true classes."""
 
-    id: int
     name: str
     uri: str
     """The image as a data: URI."""
     said: str
     true: str
     loss: float
-    pixelated: bool
-    """Whether it is so small that its pixels are to be seen."""
 
 
 def worst_and_right(
@@ -54,13 +51,13 @@ def worst_and_right(
     else:
         losses = -log_softmax(logits, axis=1)[np.arange(len(logits)), labels]
         is_right = logits.argmax(1) == labels
-    preprocessing, small = Preprocessing(info, config.augment), info.image_size <= SMALL
+    preprocessing = Preprocessing(info, config.augment)
 
     def pictures(ids: npt.NDArray[np.int64]) -> Iterator[Picture]:
         for id in ids.tolist():
             with contextlib.suppress(UserError):
-                uri, (said, true) = input_uri(source, id, preprocessing, info), _said_and_true(predictions, id)
-                yield Picture(id, source.name(id), uri, said, true, float(losses[id]), small)
+                uri = input_uri(source, id, preprocessing, info)
+                yield Picture(source.name(id), uri, *_said_and_true(predictions, id), float(losses[id]))
 
     wrong, right = np.flatnonzero(~is_right), np.flatnonzero(is_right)
     worst = pictures(wrong[np.argsort(-losses[wrong], kind="stable")])

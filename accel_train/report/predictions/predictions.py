@@ -14,7 +14,7 @@ from accel_train.analysis.loaded_run import LoadedRun
 from accel_train.config.declaration import Tta
 from accel_train.errors import UserError, counted, writing
 from accel_train.files import atomic_write, check_writable
-from accel_train.report.shared.images import SMALL, image_uri
+from accel_train.report.shared.images import image_uri
 from accel_train.report.shared.render import check_library, render
 
 SHOWN = 500
@@ -77,7 +77,6 @@ def keeping_page(
         facts=facts + [("test-time augmentation", tta)] * (tta != "none"),
         notes=notes,
         calibrated=calibration.temperature is not None,
-        pixelated=run.info.image_size <= SMALL,
         pictures=_pictures(shown),
     )
     with writing("--page", path):

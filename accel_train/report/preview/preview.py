@@ -19,7 +19,7 @@ from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo
 from accel_train.records.summary import data_record, model_info_of
 from accel_train.report.one_run.augmented import Augmented, augmented_pictures, label_text
-from accel_train.report.shared.images import SMALL, input_uri
+from accel_train.report.shared.images import input_uri
 from accel_train.report.shared.render import check_library, render
 from accel_train.run.start import find_start, load_data
 from accel_train.training_setup import connect
@@ -73,7 +73,6 @@ def preview(launch: Launch, config: Config, output: Path, *, images: int = 12) -
         facts=_facts(config, splits, info),
         counts=_counts(splits),
         mixes=config.augment.mixes,
-        pixelated=info.training_size <= SMALL,
         training=[(each, without.views[0]) for each, without in zip(training, plain, strict=True)],
         held_out=[
             (split, _evaluated(source, splits, info, config))

@@ -15,7 +15,7 @@ from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError, first_of
 from accel_train.report.several_runs.compared import Compared
 from accel_train.report.several_runs.images.answers import Answers
-from accel_train.report.shared.images import SMALL, input_uri
+from accel_train.report.shared.images import input_uri
 
 SHOWN = 8
 """Of each direction."""
@@ -52,8 +52,6 @@ class Disagreement:
     """The images on which two runs differ, both ways."""
 
     sides: list[OneSided]
-    pixelated: bool = False
-    """Whether the images are so small that their pixels are to be seen."""
     note: str = ""
     """Why there are no pictures."""
 
@@ -72,7 +70,7 @@ def disagreement(first: Compared, second: Compared, *, trust_code: bool) -> Disa
                 side.pictures.extend(itertools.islice(_pictures(side.ids, *answers, draw), SHOWN))
         except UserError as error:
             note = f"The pictures are left out: {error}"
-    return Disagreement(sides, first.run.info.image_size <= SMALL, note)
+    return Disagreement(sides, note)
 
 
 def _drawing(run: Compared, answers: Answers, *, trust_code: bool) -> Draw:
