@@ -159,8 +159,8 @@ def measure(subject: Subject, accelerator: Accelerator, *, keep_predictions: boo
         LOGGER.info(f"{subject.title}: {model_name} on {data_name} {subject.split}, {images}")
     evaluations = {name: evaluated(model, source, subject.own_metrics) for name, model in models.items()}
     # A temperature must be fitted on other images than those that it is measured on.
-    fits = subject.split == "test" and splits.validation is not None and not splits.multi_label
-    fitted = evaluated(models[subject.last], splits.validation) if fits and splits.validation else None
+    fit_on = splits.validation if subject.split == "test" and not splits.multi_label else None
+    fitted = evaluated(models[subject.last], fit_on) if fit_on else None
     last = evaluations[subject.last]
     about = {"split": subject.split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
     about |= {} if tta == "none" else {"tta": tta}

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from accel_train.cli.common import below_one
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
 from accel_train.errors import print_line
 from accel_train.launch.meeting import meet as meet_hosts
@@ -34,12 +35,9 @@ class Meet(CommandOptions):
     """A free port of host 0."""
 
     def mistakes(self) -> list[str]:
-        mistakes = []
-        if self.num_machines < 1:
-            mistakes.append(f"--num-machines: expected at least 1, found {self.num_machines}.")
-        elif not 0 <= self.machine_rank < self.num_machines:
-            found = f"found {self.machine_rank}"
-            mistakes.append(f"--machine-rank: expected 0 to {self.num_machines - 1}, {found}.")
+        mistakes = below_one(num_machines=self.num_machines)
+        if not mistakes and not 0 <= self.machine_rank < self.num_machines:
+            mistakes.append(f"--machine-rank: expected 0 to {self.num_machines - 1}, found {self.machine_rank}.")
         if not 0 < self.main_process_port < 65536:
             mistakes.append(f"--main-process-port: expected 1 to 65535, found {self.main_process_port}.")
         return mistakes

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from accel_train.convert.translation import Translation
 
-IMAGENET = {"augment.mean": [0.485, 0.456, 0.406], "augment.std": [0.229, 0.224, 0.225]}
-
 
 def set_batch(translation: Translation, of_process: int, passes: int = 1) -> None:
     """Set the batch of an update from that of each process: there BatchNorm sees the images of one process."""

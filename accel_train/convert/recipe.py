@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,8 +51,9 @@ def recipe_text(translation: Translation) -> str:
     start = f"accelerate launch {' '.join(launch)} -m accel_train.train" if launch else "accel-train train"
     blocks += ["# Start it with:", f"#   {start} RECIPE.yaml"]  # not wrapped, to be copied
     blocks += _comment("Values without a remark are those of the command, or that trainer's defaults.")
+    lost = [f"{name}: {why}" for name, why in translation.lost.items()]
     for title, lines in (
-        ("LOST: it changes what is learned, and cannot be said here:", _pairs(translation.lost)),
+        ("LOST: it changes what is learned, and cannot be said here:", lost),
         ("Different, without a change of what is learned, or to be known:", translation.differs),
         ("Left out, because it does not change what is learned:", [", ".join(translation.left_out)]),
     ):
@@ -62,19 +64,12 @@ def recipe_text(translation: Translation) -> str:
     return "\n".join([*blocks, "", *_settings(translation)]) + "\n"
 
 
-def _pairs(lost: dict[str, str]) -> list[str]:
-    return [f"{name}: {why}" for name, why in lost.items()]
-
-
 def _comment(text: str, indent: str = "") -> Iterator[str]:
     """Yield the text as comment lines."""
-    import textwrap
-
-    one_line = " ".join(text.split())
-    wrapper = textwrap.TextWrapper(
-        WIDTH - 2, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False
-    )
-    for line in wrapper.wrap(one_line):
+    spaces = " " * len(indent)
+    for line in textwrap.wrap(
+        " ".join(text.split()), WIDTH - 2, initial_indent=indent, subsequent_indent=spaces, break_on_hyphens=False
+    ):
         yield f"# {line}"
 
 

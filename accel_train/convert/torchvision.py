@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_train.convert.common import IMAGENET, mix_whole_batches, set_batch
+from accel_train.convert.common import mix_whole_batches, set_batch
 from accel_train.convert.translation import To, Translation, rounded
 from accel_train.errors import UserError
 
@@ -139,8 +139,8 @@ def preprocessing(t: Translation) -> None:
     t.set("augment.resize", t["val-resize-size"], of="val-resize-size")
     t.set("augment.crop", "resized", "torchvision's preset, as are flip, mean and std")
     t.set("augment.flip", 0.5)
-    for key, numbers in IMAGENET.items():
-        t.set(key, numbers)
+    t.set("augment.mean", [0.485, 0.456, 0.406])
+    t.set("augment.std", [0.229, 0.224, 0.225])
 
 
 def average(t: Translation) -> None:

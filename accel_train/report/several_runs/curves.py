@@ -42,8 +42,9 @@ def curves_of(runs: Sequence[Compared], groups: Sequence[Sequence[Compared]], na
     for split, title in SPLITS.items():
         for name, percent in _figures(runs).items():
             drawn = [_line(group, split, name, color) for color, (group, _) in enumerate(shown)]
-            if any(len(line.x) > 1 for line in drawn):
-                charts.append(draw(Chart(f"{title} {figure_title(name)}", drawn, percent, legend=False)))
+            chart = Chart(f"{title} {figure_title(name)}", drawn, percent, legend=False)
+            if not chart.is_empty:
+                charts.append(draw(chart))
     return Curves([name for _, name in shown], charts, len(lines) - len(shown), of_settings)
 
 
