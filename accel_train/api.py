@@ -160,9 +160,10 @@ def predict(
     files = [Path(image) for image in images]
     if page is None:
         return loaded.predict(files, embeddings=embeddings, layer=layer, **asked)
-    from accel_train.report.predictions.predictions import check_page, keeping_page
+    from accel_train.report.predictions.predictions import keeping_page
+    from accel_train.report.shared.render import check_page
 
-    check_page(Path(page))
+    check_page("--page", Path(page))
     found = loaded.predict(files, embeddings=embeddings, layer=layer, **asked)
     return list(keeping_page(found, loaded, Path(page), tta=tta))
 

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from accel_train.errors import writing
+
 
 def set_default_permissions(path: Path) -> None:
     """Give a file the permissions of a newly created file. safetensors makes its files readable by their owner only.
@@ -64,13 +66,15 @@ def atomic_write(
             os.fsync(file.fileno())
 
 
-def check_writable(path: Path) -> None:
-    """Raise OSError if a file cannot be written at `path`: for an answer before an hour of work. Creates its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent):
-        pass
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+def check_writable(option: str, path: Path) -> None:
+    """Raise UserError if the file `path` that the `option` names cannot be written: for an answer before an hour of
+    work. Creates its folder."""
+    with writing(option, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
 
 
 def sha256(path: Path) -> str:

@@ -122,8 +122,7 @@ def check_data(
     images = Images(sources, splits.classes, names_root(data))
     listed = output if isinstance(unwrap_subset(splits.train)[0], EncodedImages) else None
     if listed is not None:
-        with writing("--output", listed):
-            check_writable(listed)
+        check_writable("--output", listed)
         check_own_list(listed, whole, splits.sources.values())
     _check_folder(folder, data)
     with writing("--folder", folder, "another folder"):

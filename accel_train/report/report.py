@@ -15,7 +15,7 @@ from accel_train.analysis.measure import EvaluationResult
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.checkpoint.weights import digest_of_run
 from accel_train.errors import UserError, reason_of, writing
-from accel_train.files import atomic_write, check_writable
+from accel_train.files import atomic_write
 from accel_train.launch.environment import Launch
 from accel_train.report.one_run.augmented import augmented_pictures
 from accel_train.report.one_run.page import Pictures, page_of_run
@@ -28,7 +28,7 @@ from accel_train.report.several_runs.seeds import table_of_seeds
 from accel_train.report.several_runs.words import names_of_groups
 from accel_train.report.shared.plots import import_pyplot
 from accel_train.report.shared.records import RunRecords, check_runs
-from accel_train.report.shared.render import check_library
+from accel_train.report.shared.render import check_page
 from accel_train.untrusted import read_json_object
 
 
@@ -63,12 +63,10 @@ def report(
     if not paths:
         raise UserError("report: expected the folder of a run, or of several; found none.")
     paths = list({path.resolve(): path for path in reversed(paths)}.values())[::-1]  # a run twice would be two seeds
-    import_pyplot()  # their absence is told before the work
-    check_library()
+    import_pyplot()  # its absence is told before the work
     runs = check_runs(paths)
     output = output or paths[0] / ("report.html" if len(runs) == 1 else "comparison.html")
-    with writing("--output", output):
-        check_writable(output)
+    check_page("--output", output)
     evaluate = partial(evaluate_run, launch, trust_code=trust_code, keep_predictions=True) if evaluates else None
     if len(runs) > 1:
         return _compare(runs, output, evaluate, trust_code=trust_code)

@@ -50,8 +50,7 @@ def find_lr(arguments: Sequence[str]) -> int:
     output = options.output or Path(f"lr-{config.recipe}.svg")
     launch = prepare_environment()
     if launch.rank == 0:
-        with writing("--output", output):
-            check_writable(output)
+        check_writable("--output", output)
     with importing(config.recipe):
         from accel_train.bench.lr_finder import find_lr, plot
         from accel_train.launch.agreement import end_world

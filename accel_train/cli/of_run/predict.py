@@ -103,12 +103,12 @@ def predict(arguments: Sequence[str]) -> int:
     images = counted(len(files), "image")
     for option, file in (("--output", output), ("--embeddings", embeddings)):
         if file is not None:
-            with writing(option, file):
-                check_writable(file)
+            check_writable(option, file)
     if page is not None:
-        from accel_train.report.predictions.predictions import check_page, keeping_page
+        from accel_train.report.predictions.predictions import keeping_page
+        from accel_train.report.shared.render import check_page
 
-        check_page(page)
+        check_page("--page", page)
     print_line(run.title, sys.stderr)
     if options.tta != "none":
         print_line(f"test-time augmentation: {options.tta}", sys.stderr)

@@ -13,9 +13,9 @@ from accel_train.analysis.inference.predict import Prediction
 from accel_train.analysis.loaded_run import LoadedRun
 from accel_train.config.declaration import Tta
 from accel_train.errors import UserError, counted, writing
-from accel_train.files import atomic_write, check_writable
+from accel_train.files import atomic_write
 from accel_train.report.shared.images import image_uri
-from accel_train.report.shared.render import check_library, render
+from accel_train.report.shared.render import render
 
 SHOWN = 500
 """Images on the page: a browser shows so many at once. A file of --output has all."""
@@ -35,13 +35,6 @@ class Picture:
     error: str
     answers: list[tuple[str, float, str, str]]
     """(class, probability, its text, the text of the calibrated one or "") of each, the most probable one first."""
-
-
-def check_page(path: Path) -> None:
-    """Raise UserError if no page can be written at `path`: for an answer before the images are classified."""
-    check_library()
-    with writing("--page", path):
-        check_writable(path)
 
 
 def keeping_page(

@@ -14,13 +14,13 @@ from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.config.schema import Augment, Config
 from accel_train.data.sources.splits import Source, Splits
 from accel_train.errors import UserError, counted, first_of, writing
-from accel_train.files import atomic_write, check_writable
+from accel_train.files import atomic_write
 from accel_train.launch.environment import Launch
 from accel_train.records.model_info import ModelInfo
 from accel_train.records.summary import data_record, model_info_of
 from accel_train.report.one_run.augmented import Augmented, augmented_pictures, label_text
 from accel_train.report.shared.images import input_uri
-from accel_train.report.shared.render import check_library, render
+from accel_train.report.shared.render import check_page, render
 from accel_train.run.start import find_start, load_data
 from accel_train.training_setup import connect
 
@@ -57,9 +57,7 @@ def preview(launch: Launch, config: Config, output: Path, *, images: int = 12) -
     launch.check_alone("preview")
     if images < 1:
         raise UserError(f"images: expected at least 1, found {images}.")
-    check_library()
-    with writing("--output", output):
-        check_writable(output)
+    check_page("--output", output)
     config = dataclasses.replace(config, resume="never", trackers=())
     accelerator = connect(config, launch)
     config = find_start(config, accelerator).config

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from accel_train import __version__
 from accel_train.errors import UserError, one_line
+from accel_train.files import check_writable
 
-ROOMS = [
-    "report.shared",
-    "report.one_run",
-    "report.several_runs",
-    "report.preview",
-    "report.predictions",
-    "audit",
-]  # where templates are
+# Where templates are:
+ROOMS = ["report.shared", "report.one_run", "report.several_runs", "report.preview", "report.predictions", "audit"]
 
 
 def check_library() -> None:
@@ -24,6 +20,12 @@ def check_library() -> None:
         import jinja2  # noqa: F401
     except ImportError:
         raise UserError("Jinja2 is not installed, so there is no report: pip install 'accel-train[report]'.") from None
+
+
+def check_page(option: str, path: Path) -> None:
+    """Raise UserError if the page `path` that the `option` names cannot be written: before the work for it is done."""
+    check_library()
+    check_writable(option, path)
 
 
 def render(template: str, **content: Any) -> str:
