@@ -52,7 +52,7 @@ def convert(arguments: Sequence[str]) -> int:
         from accel_train.convert.recipe import convert as converted
         from accel_train.convert.recipe import recipe_text
 
-        translation = converted(read_command([options.command], options.peer, options.processes))
+        translation = converted(read_command(options.command, options.peer, options.processes))
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `convert … | head` ends quietly
     sys.stdout.write(recipe_text(translation))
     sys.stdout.flush()

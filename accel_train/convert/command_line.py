@@ -34,23 +34,22 @@ WRAPPERS = ("nice", "ionice", "numactl", "taskset", "env", "python", "python3")
 TRAIN = ("train.py", "distributed_train.sh", "yolo")
 
 
-def read_command(words: Sequence[str], peer: str | None = None, processes: int | None = None) -> Command:
-    """Read a command: its words, one word that has all of them, or the file that one word names.
+def read_command(text: str, peer: str | None = None, processes: int | None = None) -> Command:
+    """Read a command, or the file that `text` names.
 
     `peer`, `processes`: of which trainer, and on how many processes, if the words do not say so. Raises UserError if
     they are of no known trainer, or if that trainer would not accept them.
     """
-    text = " ".join(words) if len(words) == 1 else shlex.join(words)
-    if len(words) == 1 and (path := _file(text)):
+    if path := _file(text):
         content = read_text(path)
         if path.suffix in (".yaml", ".yml"):
             return read_settings(content, path.name, peer, processes)
         text = content
-    line = _line_of(text) if len(words) == 1 else [word.strip() for word in words if word.strip()]
+    line = _line_of(text)
     if variables := [word for word in line if re.search(r"\$\w|\$\{|\$\(|`|%\w+%", word)]:
         raise UserError(f"{', '.join(variables)}: the shell replaces this; write the value itself.")
     launcher, script, arguments = _split(line)
-    found = processes or _processes(launcher, _of_job(text) if len(words) == 1 else [])
+    found = processes or _processes(launcher, _of_job(text))
     if Path(script).name == "yolo":
         return read_pairs(PEERS["ultralytics"], arguments, shlex.join(line), processes or 1)
     if script.endswith(".sh"):

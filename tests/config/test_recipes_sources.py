@@ -57,7 +57,7 @@ def test_nothing_that_the_recipe_sets_is_without_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, of in PUBLISHED.items() if of["peer"]])
 def test_no_option_of_the_command_is_forgotten(name: str) -> None:
     of = PUBLISHED[name]
-    command = read_command([f"{of['command']} {of.get('defaults', '')}"], of["peer"])
+    command = read_command(f"{of['command']} {of.get('defaults', '')}", of["peer"])
     assert command.given - {"data"} <= options_of(of["rows"])  # data: the folder
 
 
@@ -65,7 +65,7 @@ def test_no_option_of_the_command_is_forgotten(name: str) -> None:
 def test_convert_writes_the_same_recipe(name: str) -> None:
     """With the defaults of the source, which no command names."""
     of = PUBLISHED[name]
-    translation = convert(read_command([f"{of['command']} {of.get('defaults', '')}"], of["peer"]))
+    translation = convert(read_command(f"{of['command']} {of.get('defaults', '')}", of["peer"]))
     assert not translation.lost
     config, expected = parse([name]), settings_of(of["rows"])
     for key, setting in translation.settings.items():

@@ -36,7 +36,7 @@ LINE = "torchrun --nproc_per_node=8 train.py --model resnet50 --data-path imagen
     ],
 )
 def test_the_launcher_says_how_many_processes(front: str, processes: int) -> None:
-    command = read_command([f"{front} --ra-sampler -b64 --wd=1e-4"])
+    command = read_command(f"{front} --ra-sampler -b64 --wd=1e-4")
     assert (command.peer.name, command.processes) == ("torchvision", processes)
     assert [command.values[name] for name in ("batch-size", "weight-decay", "epochs")] == [64, 1e-4, 90]
     assert command.given == {"ra-sampler", "batch-size", "weight-decay"}
@@ -45,19 +45,19 @@ def test_the_launcher_says_how_many_processes(front: str, processes: int) -> Non
 def test_words_are_read_as_the_trainer_reads_them(tmp_path: Path) -> None:
     long = 'train.py  --model "resnet 50" --exper 7 \\\n'
     long += "  --mean 0.5 0.5 0.5 --sm 0.2 --torchcompile \\\r\n --scale 0.2 1 # a remark"
-    command = read_command([long])
+    command = read_command(long)
     assert command.peer.name == "timm"
     names = ("model", "mean", "smoothing", "torchcompile", "scale")
     assert [command.values[name] for name in names] == ["resnet 50", [0.5] * 3, 0.2, "inductor", [0.2, 1.0]]
     script = tmp_path / "run.sh"
     script.write_text("#!/bin/bash\n# timm's\nexport X=1\ncd /tmp\n" + long + "\necho done\n")
-    assert read_command([str(script)]).values == command.values
+    assert read_command(str(script)).values == command.values
     script.write_text(f"{LINE}\n{LINE} --epochs 3\n")
     with pytest.raises(UserError, match="found 2 commands"):
-        read_command([str(script)])
+        read_command(str(script))
     settings = tmp_path / "hparams.yaml"
     settings.write_text("smoothing: 0.3\nlr: 5e-4\n")
-    command = read_command([f"train.py --config {settings} --opt adamw --epochs 7"])
+    command = read_command(f"train.py --config {settings} --opt adamw --epochs 7")
     assert [command.values[name] for name in ("smoothing", "lr", "opt", "epochs")] == [0.3, 5e-4, "adamw", 7]
 
 
@@ -65,7 +65,7 @@ def test_words_are_read_as_the_trainer_reads_them(tmp_path: Path) -> None:
     "rest", ["> log.txt 2>&1 &", "| tee 'log 1.txt'", "2>> err.txt < /dev/null; echo done", "&& python val.py"]
 )
 def test_what_the_shell_does_with_the_output_is_left_out(rest: str) -> None:
-    command = read_command([f"{LINE} --ra-sampler --epochs 2 {rest}"])
+    command = read_command(f"{LINE} --ra-sampler --epochs 2 {rest}")
     assert (command.given, command.values["epochs"]) == ({"model", "data-path", "ra-sampler", "epochs"}, 2)
 
 
@@ -73,7 +73,7 @@ def test_what_the_shell_does_with_the_output_is_left_out(rest: str) -> None:
 def test_a_command_of_windows(end: str) -> None:
     """A shell of Unix would drop the backslashes of its paths."""
     command = read_command(
-        [f"python C:\\timm\\train.py {end}\r\n --ra-sampler --data-path C:\\data\\net --output-dir 'a\\b'"]
+        f"python C:\\timm\\train.py {end}\r\n --ra-sampler --data-path C:\\data\\net --output-dir 'a\\b'"
     )
     assert (command.values["data-path"], command.values["output-dir"]) == ("C:\\data\\net", "a\\b")
 
@@ -83,9 +83,9 @@ def test_the_job_script_says_how_many_processes_srun_starts(tmp_path: Path) -> N
     head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node 4 --time=1:00:00\n"
     for line, processes in ((f"srun python {LINE[29:]}", 8), (f"srun -n 3 python {LINE[29:]}", 3), (LINE, 8)):
         script.write_text(head + line)
-        assert read_command([str(script)]).processes == processes
+        assert read_command(str(script)).processes == processes
     script.write_text(f"{head}python {LINE[29:]}")  # one process, whatever the job has
-    assert read_command([str(script)]).processes == 1
+    assert read_command(str(script)).processes == 1
 
 
 def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     options = {name.replace("-", "_"): option.default for name, option in PEERS["timm"].options.items()}
     file = tmp_path / "args.yaml"
     file.write_text(yaml.safe_dump(options | {"model": "resnet18", "batch_size": 32, "gone": None, "future_option": 3}))
-    command = read_command([str(file)], processes=4)
+    command = read_command(str(file), processes=4)
     assert (command.peer.name, command.processes, command.unknown) == ("timm", 4, {"future-option": 3})
     assert main(["convert", "--processes", "4", str(file)]) == 1
     assert main(["convert", str(file), "--processes=4", "--lossy"]) == 0
@@ -102,7 +102,7 @@ def test_a_file_of_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "batch_size: 128  # 4 processes x 32 images" in out
     own = tmp_path / "yolo.yaml"
     own.write_text("task: classify\nmode: train\nmodel: yolo11n-cls.pt\ndata: photos\nepochs: 3\n")
-    assert read_command([str(own)]).peer.name == "ultralytics"
+    assert read_command(str(own)).peer.name == "ultralytics"
     assert main(["convert", "--lossy", str(own)]) == 0
 
 

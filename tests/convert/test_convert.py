@@ -22,7 +22,7 @@ WITH_RECIPE = [name for name, each in COMMANDS.items() if "error" not in each]
 
 
 def converted(command: str, peer: str | None = None, processes: int | None = None) -> Translation:
-    return convert(read_command([command], peer, processes))
+    return convert(read_command(command, peer, processes))
 
 
 def lost_options(translation: Translation) -> set[str]:

@@ -15,7 +15,7 @@ TIMM = "torchrun --nproc_per_node=4 train.py --model resnet18 --color-jitter 0.4
 
 
 def converted(command: str) -> Translation:
-    return convert(read_command([command], "timm"))
+    return convert(read_command(command, "timm"))
 
 
 @pytest.mark.parametrize(

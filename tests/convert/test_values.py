@@ -35,7 +35,7 @@ UPDATES = 4  # of an epoch
 
 
 def converted(command: str) -> Translation:
-    return convert(read_command([command], "torchvision" if command.startswith("tv") else None))
+    return convert(read_command(command, "torchvision" if command.startswith("tv") else None))
 
 
 def setting(command: str, key: str) -> object:
@@ -176,7 +176,7 @@ def test_the_average_is_that_of_torchvision(scheduler: str, warmup: int) -> None
     """Its train.py: alpha times the batch and the steps, divided by the epochs; a copy of the model in the warm-up."""
     line = "torchrun --nproc_per_node=2 tv.py --model-ema --model-ema-steps 3 --model-ema-decay 0.999 --epochs 5 -b 64"
     line += f" --lr-scheduler {scheduler} --lr-warmup-epochs {warmup} --lr-warmup-method linear"
-    config = config_of(convert(read_command([line], "torchvision")))
+    config = config_of(convert(read_command(line, "torchvision")))
     model, per_epoch = nn.Linear(3, 2), 7
     decay = 1 - min(1.0, 0.001 * 2 * 64 * 3 / 5)
     theirs = AveragedModel(model, avg_fn=lambda average, new, _: decay * average + (1 - decay) * new, use_buffers=True)
@@ -210,14 +210,14 @@ def test_the_sampler_of_torchvision_repeats_on_several_processes() -> None:
 
 
 def test_an_odd_number_of_images_of_a_process_cannot_be_mixed_in_pairs() -> None:
-    translation = convert(read_command(["tv.py --mixup-alpha 0.2 --cutmix-alpha 1 -b 25"], "torchvision"))
+    translation = convert(read_command("tv.py --mixup-alpha 0.2 --cutmix-alpha 1 -b 25", "torchvision"))
     assert list(translation.lost) == ["--mixup-alpha 0.2"]
     assert not config_of(translation).augment.mixes  # a recipe that starts
 
 
 def converted_of(command: str, key: str) -> object:
     """The setting of a command of torchvision, None if it is not written."""
-    translation = convert(read_command([command], "torchvision"))
+    translation = convert(read_command(command, "torchvision"))
     assert not translation.lost
     return translation.settings[key].value if key in translation.settings else None
 

@@ -58,8 +58,8 @@ def test_each_option_that_is_here_has_a_trial(peer: str) -> None:
 
 @pytest.mark.parametrize("peer", PEERS)
 def test_an_option_becomes_what_its_verdict_promises(peer: str) -> None:
-    base = convert(read_command([BASE[peer]], peer, None))
+    base = convert(read_command(BASE[peer], peer, None))
     for (of, option), (words, expected) in TRIALS.items():
         if of == peer:
-            changed = convert(read_command([f"{BASE[peer]} {words}"], peer, None))
+            changed = convert(read_command(f"{BASE[peer]} {words}", peer, None))
             assert (option, becomes(base, changed)) == (option, expected)

@@ -103,7 +103,7 @@ def options_of_timm(name: str) -> argparse.Namespace:
         values |= {"decay-epochs": 30, "lr-cycle-limit": 1, "bce-loss": False}
     else:
         of = PUBLISHED[name]
-        values = dict(read_command([f"{of['command']} {of.get('defaults', '')}"], "timm").values)
+        values = dict(read_command(f"{of['command']} {of.get('defaults', '')}", "timm").values)
     return argparse.Namespace(**{key.replace("-", "_"): each for key, each in values.items()})
 
 
@@ -141,7 +141,7 @@ def timm_source(name: str, model: nn.Module) -> Source:
 def torchvision_source(name: str, model: nn.Module) -> Source:
     """As the train.py of torchvision's references is described: the optimizer's groups, warm-up and cosine, the EMA."""
     of = PUBLISHED[name]
-    command = read_command([of["command"]], "torchvision")
+    command = read_command(of["command"], "torchvision")
     args = argparse.Namespace(**{key.replace("-", "_"): each for key, each in command.values.items()})
     parameters: Any = model.parameters()
     if args.norm_weight_decay is not None:

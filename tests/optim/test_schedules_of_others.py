@@ -118,7 +118,7 @@ def test_cycles_are_those_of_timms_training(
     command += f" --lr-cycle-limit {cycles} --lr-cycle-mul {factor} --lr-cycle-decay {decay} --warmup-epochs {warmup}"
     command += f" --warmup-lr 0.01 --cooldown-epochs {cooldown} --decay-rate 0.5 --lr-k-decay {k_decay}"
     command += " --warmup-prefix" * prefix + " --sched-on-updates" * (per == "update")
-    translation = convert(read_command([command], "timm"))
+    translation = convert(read_command(command, "timm"))
     assert not translation.lost
     found = {key: setting.value for key, setting in translation.settings.items()}
     options = {key.partition(".")[2].replace("-", "_"): found[key] for key in found if key.startswith("schedule.")}
