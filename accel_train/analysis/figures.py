@@ -41,7 +41,7 @@ def single_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np
     `calibration`.
     """
     predicted = logits.argmax(1)
-    figures = _precision_and_recall(labels, predicted, np.arange(logits.shape[1]))
+    figures = _precision_and_recall(labels, predicted, logits.shape[1])
     error, diagram = calibration(softmax(logits), labels)
     return {
         "accuracy_interval": accuracy_interval(int((predicted == labels).sum()), len(labels)),
@@ -63,17 +63,15 @@ def single_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np
 def multi_label_figures(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.bool_]) -> dict[str, Any]:
     """Figures of images with several labels or none, at a probability of 0.5; as `single_label_figures`, as far as
     they have a meaning. labels: bool [n, classes]."""
-    return _precision_and_recall(labels, logits >= 0, np.arange(logits.shape[1]))
+    return _precision_and_recall(labels, logits >= 0, logits.shape[1])
 
 
-def _precision_and_recall(
-    labels: npt.NDArray[Any], predicted: npt.NDArray[Any], classes: npt.NDArray[np.int64]
-) -> dict[str, Any]:
+def _precision_and_recall(labels: npt.NDArray[Any], predicted: npt.NDArray[Any], classes: int) -> dict[str, Any]:
     from sklearn.metrics import precision_recall_fscore_support
 
     names = ("precision", "recall", "f1")
-    *of_each, images = precision_recall_fscore_support(labels, predicted, labels=classes, zero_division=0)
-    said = predicted.sum(0) if predicted.ndim == 2 else np.bincount(predicted, minlength=len(classes))
+    *of_each, images = precision_recall_fscore_support(labels, predicted, labels=range(classes), zero_division=0)
+    said = predicted.sum(0) if predicted.ndim == 2 else np.bincount(predicted, minlength=classes)
     occurs = (images > 0) | (said > 0)
     figures: dict[str, Any] = {}
     for name, values in zip(names, of_each, strict=True):

@@ -60,7 +60,7 @@ class Examination:
     """Measure for tenths of a second instead of seconds."""
     ends: float
     """When the examination should be over, of `time.monotonic`."""
-    hosts: list[str] = field(default_factory=list)
+    hosts: list[str] = field(init=False)
     """The host of each rank."""
     measured: dict[str, float] = field(default_factory=dict)
     """What later checks use, equal on all ranks: "update_seconds", "save_seconds", "checkpoint_bytes" and so on."""

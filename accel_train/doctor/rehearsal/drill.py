@@ -56,7 +56,7 @@ def _drill(exam: Examination) -> Finding:
             return Finding(NOT_CHECKED, f"not done within {SECONDS:.0f} s", expected)
         except DrillError as error:
             return Finding(FAIL, str(error), expected, "Run the recipe for one epoch and look at its messages.")
-        whole, resumed = (_weights(scratch / run, 2 * EVERY) for run in ("whole", "killed"))
+        whole, resumed = (_weights(scratch / run) for run in ("whole", "killed"))
     found = f"killed and continued from update {EVERY}, {counted(processes, 'process')} on one host"
     if whole == resumed:
         return Finding(PASS, found, expected)
@@ -89,9 +89,9 @@ def _train_until(scratch: Path, run: str, processes: int, update: int, deadline:
             time.sleep(0.01)
 
 
-def _weights(run: Path, update: int) -> object:
-    """What the manifest says of the files of weights: size and SHA-256 of each."""
-    manifest = json.loads((checkpoint_path(run / "checkpoints", update) / MANIFEST).read_text())
+def _weights(run: Path) -> object:
+    """What the manifest of the last checkpoint says of the files of weights: size and SHA-256 of each."""
+    manifest = json.loads((checkpoint_path(run / "checkpoints", 2 * EVERY) / MANIFEST).read_text())
     return {name: entry for name, entry in sorted(manifest["files"].items()) if name.endswith(".safetensors")}
 
 
