@@ -54,7 +54,7 @@ def page_of(result: AuditResult) -> str:
         facts.append(("list of unreadable images", str(result.unreadable_list)))
     counts = [(name, [each[number] for each in images.counts.values()]) for number, name in enumerate(images.classes)]
     return render(
-        "audit.html",
+        "audit/audit.html",
         title=f"Audit of {images.root.resolve().name if result.unreadable_list else result.name}",
         headline=headline,
         mistakes=result.mistakes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from tyro.conf import Positional, arg
 from accel_train.cli.common import below_one, importing, without_run
 from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
-from accel_train.errors import UserError, counted, print_line, writing
+from accel_train.errors import LOGGER, UserError, counted, print_line, writing
 from accel_train.launch.environment import prepare_environment
 
 
@@ -146,7 +145,7 @@ def scaling(arguments: Sequence[str]) -> int:
     try:
         plot({"": points}, folder / "scaling.svg")
     except UserError as error:
-        print_line(f"accel-train: warning: {error}", sys.stderr)
+        LOGGER.warning(str(error))
         return 1
     print_line(f"written: {folder / 'scaling.svg'}")
     return 0

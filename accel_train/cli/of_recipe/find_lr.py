@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing, without_run, wrong_endings
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
-from accel_train.errors import UserError, print_line, writing
+from accel_train.errors import LOGGER, UserError, print_line, writing
 from accel_train.files import check_writable
 from accel_train.launch.environment import prepare_environment
 
@@ -68,7 +67,7 @@ def find_lr(arguments: Sequence[str]) -> int:
             plot(found, output)
         print_line(f"picture        {output}")
     except UserError as error:
-        print_line(f"accel-train: warning: {error}", sys.stderr)
+        LOGGER.warning(str(error))
     if found.steepest is None or found.tenth is None:
         print_line("The loss does not fall: try another --start and --end, and look at the data and the recipe.")
         return 1

@@ -40,7 +40,7 @@ def page_of_run(run: RunRecords, evaluation: Row, pictures: Pictures, notes: Seq
     fit = record.get("temperature") or {}
     base, differences = differences_from_recipe(run)
     return render(
-        "run.html",
+        "report/one_run/run.html",
         title=f"{run.config.recipe or run.name}: {run.name}",
         state=state_of(run),
         words=words_of(run, evaluation),

@@ -65,7 +65,7 @@ def keeping_page(
     probabilities = calibration.text.removeprefix("probabilities are ")
     facts = [("model", run.title), ("images", f"{count:,}"), ("probabilities", probabilities)]
     page = render(
-        "predictions.html",
+        "report/predictions/predictions.html",
         title=f"{run.path.resolve().name}: what the model answers",
         facts=facts + [("test-time augmentation", tta)] * (tta != "none"),
         notes=notes,

@@ -66,7 +66,7 @@ def preview(launch: Launch, config: Config, output: Path, *, images: int = 12) -
     training = augmented_pictures(splits, info, config, samples=images, times=VIEWS)
     plain = _plain(splits, info, config, images)
     page = render(
-        "preview.html",
+        "report/preview/preview.html",
         title=f"{config.recipe}: what the model sees",
         facts=_facts(config, splits, info),
         counts=_counts(splits),

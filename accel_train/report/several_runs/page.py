@@ -64,7 +64,7 @@ def page_of_runs(
     groups = groups_of(runs)
     names = names_of_groups(groups)
     return render(
-        "runs.html",
+        "report/several_runs/runs.html",
         title=" and ".join(each.name for each in runs) if len(runs) == 2 else f"{len(runs)} runs compared",
         split=runs[0].split,
         verdict=verdict_of(runs, of_settings, of_runs),

@@ -10,9 +10,6 @@ from accel_train import __version__
 from accel_train.errors import UserError, one_line
 from accel_train.files import check_writable
 
-# Where templates are:
-ROOMS = ["report.shared", "report.one_run", "report.several_runs", "report.preview", "report.predictions", "audit"]
-
 
 def check_library() -> None:
     """Raise UserError unless Jinja2 is installed."""
@@ -29,11 +26,11 @@ def check_page(option: str, path: Path) -> None:
 
 
 def render(template: str, **content: Any) -> str:
-    """The page of a template in one of the ROOMS."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+    """The page of a template, which is named from the top of the package: "report/one_run/run.html"."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(f"accel_train.{room}", "") for room in ROOMS]),
+        loader=PackageLoader("accel_train", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
