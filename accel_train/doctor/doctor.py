@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accel_train.bench.machine import device_name
 from accel_train.config.schema import Config
-from accel_train.doctor import data, devices, forecast, network, recipe, scheduler, storage, world
+from accel_train.doctor import data, devices, network, recipe, scheduler, storage, world
 from accel_train.doctor.check import FAIL, NOT_CHECKED, Check, Examination, Finding
 from accel_train.doctor.rehearsal import signals
 from accel_train.doctor.rehearsal.drill import DRILL
@@ -26,7 +26,7 @@ CHECKS: tuple[Check, ...] = (  # cheap ones first: they explain why a later one 
     *data.CHECKS,
     *recipe.CHECKS,
     *storage.CHECKS,
-    *forecast.CHECKS,
+    recipe.FORECAST,
     *scheduler.LIMITS,  # need what was measured
     *signals.CHECKS,  # takes long
 )
