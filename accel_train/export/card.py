@@ -61,7 +61,7 @@ def model_card(run: Path, format: str, weights: Path, checked: Sequence[str]) ->
         "## Data",
         "\n".join(_data(records, data)),
         "## Figures",
-        "\n".join(_figures(records, weights.stem, weights)),
+        "\n".join(_figures(records, weights)),
         "## Recipe",
         "\n".join(_recipe(records)),
         "## Limits",
@@ -88,12 +88,12 @@ def _data(run: RunRecords, data: str) -> list[str]:
     return lines
 
 
-def _figures(run: RunRecords, weights: str, file: Path) -> list[str]:
+def _figures(run: RunRecords, weights: Path) -> list[str]:
     """A table of the splits that were evaluated with these weights; else the figures of the run's end."""
-    records = {split: _evaluation(run.path / f"evaluation-{split}.json", weights, file) for split in ("test", "val")}
+    records = {split: _evaluation(run.path / f"evaluation-{split}.json", weights) for split in ("test", "val")}
     rows = {split: record for split, record in records.items() if record}
-    if not rows and file.parent == run.path:  # not of a checkpoint
-        prefix = "ema_test_" if weights == "ema" else "test_"
+    if not rows and weights.parent == run.path:  # not of a checkpoint
+        prefix = "ema_test_" if weights.stem == "ema" else "test_"
         of_test = {key.removeprefix(prefix): value for key, value in run.result.items() if key.startswith(prefix)}
         rows = {"test": of_test | {"count": run.result.get("test_images")}}
     shown = [
@@ -118,11 +118,11 @@ def _interval(metric: str, record: dict[str, Any]) -> str:
     return "" if interval is None else f" ({interval[0]:.1%} to {interval[1]:.1%})"
 
 
-def _evaluation(path: Path, weights: str, file: Path) -> dict[str, Any] | None:
+def _evaluation(path: Path, weights: Path) -> dict[str, Any] | None:
     """The figures of `accel-train evaluate` in a file, if they are of the exported weights."""
     try:
-        record = read_json_object(path)[weights]
-        same = (path.parent / record["weights"]).resolve() == file.resolve()
+        record = read_json_object(path)[weights.stem]
+        same = (path.parent / record["weights"]).resolve() == weights.resolve()
         return record if same and isinstance(record["count"], int) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
