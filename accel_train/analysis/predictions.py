@@ -84,11 +84,9 @@ def check_can_write(path: Path | None) -> None:
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Read what `Predictions.save` wrote. Raises UserError."""
+    """Read a .npz file of `Predictions.save`. Raises UserError."""
     try:
         require_regular_file(path, follow=True)
-        if path.suffix == ".parquet":
-            return _checked(_read_parquet(path))
         with np.load(path, allow_pickle=False) as file:
             paths = file["paths"].tolist() if "paths" in file else None
             classes, about = tuple(file["classes"].tolist()), json.loads(str(file["about"]))
@@ -109,22 +107,3 @@ def _checked(found: Predictions) -> Predictions:
     if not isinstance(found.about, dict) or (found.paths is not None and len(found.paths) != count):
         raise ValueError("about or paths do not fit")
     return found
-
-
-def _read_parquet(path: Path) -> Predictions:
-    from pyarrow import parquet
-
-    table = parquet.read_table(path)
-    about = {key.decode(): json.loads(text) for key, text in table.schema.metadata.items() if key in KEYS}
-    logits = np.asarray(table["logits"].combine_chunks().flatten()).reshape(len(table), -1)
-    return Predictions(
-        np.asarray(table["id"]),
-        np.array(table["label"].to_pylist()),
-        logits.astype(np.float32),
-        table["path"].to_pylist() if "path" in table.column_names else None,
-        tuple(about["classes"]),
-        about["about"],
-    )
-
-
-KEYS = (b"classes", b"about")

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pyarrow import parquet
 
 from accel_train import cli
 from accel_train.analysis.loaded_run import load
-from accel_train.analysis.predictions import read_predictions
+from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.config.options import parse
 from accel_train.data.sources.load import load_splits
 from accel_train.errors import UserError
@@ -28,6 +29,18 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 @pytest.fixture(scope="module")
 def run(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(digits_run, tmp_path_factory.mktemp("predictions") / "run"))
+
+
+def read(file: Path) -> Predictions:
+    """The content of a file of predictions. The program itself reads no Parquet."""
+    if file.suffix == ".npz":
+        return read_predictions(file)
+    table = parquet.read_table(file)
+    classes, about = (json.loads(table.schema.metadata[key]) for key in (b"classes", b"about"))
+    logits = np.asarray(table["logits"].combine_chunks().flatten()).reshape(len(table), len(classes))
+    paths = table["path"].to_pylist() if "path" in table.column_names else None
+    labels = np.array(table["label"].to_pylist())
+    return Predictions(np.asarray(table["id"]), labels, logits, paths, tuple(classes), about)
 
 
 def record_of(run: Path) -> dict[str, Any]:
@@ -65,9 +78,9 @@ def test_one_two_and_four_processes_write_the_same(run: Path, tmp_path: Path) ->
         assert done.returncode == 0, done.stderr
         record = record_of(run)
         assert record["processes"] == processes
-        found = read_predictions(files[-1])
+        found = read(files[-1])
         assert (found.logits.argmax(1) == found.labels).mean() == record["ema"]["accuracy"]
-    one, *others = map(read_predictions, files)
+    one, *others = map(read, files)
     for other in others:
         assert (one.ids == other.ids).all() and (one.labels == other.labels).all()
         assert (one.logits.argmax(1) == other.logits.argmax(1)).all()
@@ -100,21 +113,19 @@ def test_image_files_have_their_paths(tmp_path: Path) -> None:
     for suffix in ("npz", "parquet"):
         file = tmp_path / f"p.{suffix}"
         assert cli.main(["evaluate", str(run), "--data.workers=0", "--predictions", str(file)]) == 0
-        found = read_predictions(file)
+        found = read(file)
         assert found.paths is not None and all(Path(path).is_file() for path in found.paths)
         names = [Path(path).parent.name for path in found.paths]
         assert names == [found.classes[label] for label in found.labels]
 
 
 def test_several_labels_are_rows_in_both_kinds_of_files(tmp_path: Path) -> None:
-    from accel_train.analysis.predictions import Predictions
-
     rows = np.array([[True, False], [True, True], [False, False]])
     logits = np.arange(6, dtype=np.float32).reshape(3, 2)
     for suffix in ("npz", "parquet"):
         written = Predictions(np.arange(3), rows, logits, ["a", "ü", "c"], ("x", "y"), {"split": "test"})
         written.save(tmp_path / f"p.{suffix}")
-        found = read_predictions(tmp_path / f"p.{suffix}")
+        found = read(tmp_path / f"p.{suffix}")
         assert found.labels.tolist() == rows.tolist() and found.labels.dtype == np.bool_
         assert found.logits.tolist() == logits.tolist() and found.paths == ["a", "ü", "c"]
         assert (found.classes, found.about) == (("x", "y"), {"split": "test"})
