@@ -61,7 +61,8 @@ def doctor(
     continue a training, however long that takes. Raises UserError if the examination cannot begin.
     """
     began = time.monotonic()
-    check_names(skip)
+    names = [check.name for check in CHECKS]
+    raise_mistakes(f"--skip: no check is named {name!r}.{nearest(name, names)}" for name in skip if name not in names)
     network.listen_to_nccl()
     accelerator = connect(config, launch)
     exam = Examination(config, launch, accelerator, _existing_folder(config), quick, began + seconds)
@@ -76,12 +77,6 @@ def doctor(
             continue
         found[check.name] = _look(exam, check)
     return Diagnosis(found, time.monotonic() - began)
-
-
-def check_names(skip: Collection[str]) -> None:
-    """Raise UserError if `skip` names a check that does not exist."""
-    names = [check.name for check in CHECKS]
-    raise_mistakes(f"--skip: no check is named {name!r}.{nearest(name, names)}" for name in skip if name not in names)
 
 
 def _look(exam: Examination, check: Check) -> Finding:

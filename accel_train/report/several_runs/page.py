@@ -11,7 +11,7 @@ from accel_train.report.several_runs.compared import Compared, differs_but_for_s
 from accel_train.report.several_runs.curves import curves_of
 from accel_train.report.several_runs.differences import Difference, pairs
 from accel_train.report.several_runs.images.confusion import ConfusionChange, confusion_change
-from accel_train.report.several_runs.images.pictures import Disagreement, disagreement
+from accel_train.report.several_runs.images.pictures import OneSided, disagreement
 from accel_train.report.several_runs.seeds import seeds_table
 from accel_train.report.several_runs.statistics import spread
 from accel_train.report.several_runs.tables import cost_table, interval_of, links, results_rows, settings_rows
@@ -48,7 +48,9 @@ class Pair:
 
     first: str
     second: str
-    images: Disagreement
+    sides: list[OneSided]
+    note: str
+    """Why the sides have no pictures."""
     confusion: ConfusionChange | None
 
 
@@ -91,9 +93,8 @@ def _pairs(runs: Sequence[Compared], of_runs: Sequence[Difference], *, trust_cod
     known.sort(key=lambda pair: not differs_but_for_seed(*pair))
     for first, second in known[:PAIRS]:
         assert first.answers is not None and second.answers is not None
-        images = disagreement(first, second, trust_code=trust_code)
-        change = confusion_change(first.answers, second.answers)
-        found.append(Pair(first.name, second.name, images, change))
+        sides, note = disagreement(first, second, trust_code=trust_code)
+        found.append(Pair(first.name, second.name, sides, note, confusion_change(first.answers, second.answers)))
     return found
 
 

@@ -47,18 +47,9 @@ class OneSided:
     pictures: list[Picture] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """The images on which two runs differ, both ways."""
-
-    sides: list[OneSided]
-    note: str = ""
-    """Why there are no pictures."""
-
-
-def disagreement(first: Compared, second: Compared, *, trust_code: bool) -> Disagreement:
-    """The images that only one of two runs has right, both ways; SHOWN of each, of which the two are most sure, as the
-    first run saw them. Both have answers for the same images."""
+def disagreement(first: Compared, second: Compared, *, trust_code: bool) -> tuple[list[OneSided], str]:
+    """The images that only one of two runs has right, both ways, with pictures of SHOWN of each, of which the two are
+    most sure, as the first run saw them; and why there are none, or "". Both have answers for the same images."""
     a, b = first.answers, second.answers
     assert a is not None and b is not None
     sides = [OneSided(second.name, first.name, _most_sure(b, a)), OneSided(first.name, second.name, _most_sure(a, b))]
@@ -70,7 +61,7 @@ def disagreement(first: Compared, second: Compared, *, trust_code: bool) -> Disa
                 side.pictures.extend(itertools.islice(_pictures(side.ids, *answers, draw), SHOWN))
         except UserError as error:
             note = f"The pictures are left out: {error}"
-    return Disagreement(sides, note)
+    return sides, note
 
 
 def _drawing(run: Compared, answers: Answers, *, trust_code: bool) -> Draw:
