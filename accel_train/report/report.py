@@ -91,7 +91,7 @@ def _compare(
         of_settings = differences_of_settings(groups, names_of_groups(groups))
         of_runs = differences_of_runs(compared)
         page = page_of_runs(compared, of_settings, of_runs, output, trust_code=trust_code)
-        over_seeds = table_of_seeds(runs)
+        over_seeds = table_of_seeds(compared)
     with writing("--output", output):
         atomic_write(output, page)
     return ReportResult(output, {}, over_seeds, (*of_settings, *of_runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from accel_train.config.schema import as_dict
 from accel_train.report.several_runs.images.answers import Answers, chosen_by, why_not_the_same
-from accel_train.report.shared.records import Row, RunRecords, same_but_for_seed
+from accel_train.report.shared.records import Row, RunRecords
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,19 @@ def names_of(runs: Sequence[RunRecords]) -> list[str]:
 
 def groups_of(runs: Sequence[Compared]) -> list[list[Compared]]:
     """The runs in groups that differ in their seed alone: the settings, in the order of their first runs."""
-    by_run = {id(each.run): each for each in runs}
-    return [[by_run[id(run)] for run in group] for group in same_but_for_seed([each.run for each in runs])]
+    groups: dict[str, list[Compared]] = {}
+    for each in runs:
+        settings = {key: value for key, value in each.run.settings.items() if key != "seed"}
+        groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(each)
+    return [*groups.values()]
 
 
-def differs_but_for_seed(first: Compared, second: Compared) -> bool:
-    """Whether the settings of two runs differ in more than their seed."""
-    return len(same_but_for_seed([first.run, second.run])) > 1
+def differing_settings(runs: Sequence[Compared]) -> dict[str, list[Any]]:
+    """The settings that are not the same in all runs: key -> the value of each run."""
+    all_settings = [each.run.settings for each in runs]
+    keys = dict.fromkeys(key for settings in all_settings for key in settings)
+    values = {key: [settings.get(key) for settings in all_settings] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
 
 
 def why_not_comparable(first: Compared, second: Compared) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.report.several_runs.compared import Compared, differs_but_for_seed, groups_of
+from accel_train.report.several_runs.compared import Compared, groups_of
 from accel_train.report.several_runs.curves import curves_of
 from accel_train.report.several_runs.differences import Difference, pairs
 from accel_train.report.several_runs.images.confusion import ConfusionChange, confusion_change
@@ -79,7 +79,7 @@ def page_of_runs(
         of_runs=_rows(of_runs),
         by_run=_by_run(runs) if len(runs) > 1 else [],
         results=results_rows(runs),
-        seeds=seeds_table([each.run for each in runs]),
+        seeds=seeds_table(runs),
         shown=_pairs(runs, of_runs, trust_code=trust_code),
         curves=curves_of(runs, groups, names),
         costs=cost_table(runs),
@@ -90,7 +90,7 @@ def _pairs(runs: Sequence[Compared], of_runs: Sequence[Difference], *, trust_cod
     found = list[Pair]()
     known = [pair for pair, difference in zip(pairs(runs), of_runs, strict=True) if not difference.problem]
     # Those of different settings first: two seeds of one setting show what noise does.
-    known.sort(key=lambda pair: not differs_but_for_seed(*pair))
+    known.sort(key=lambda pair: len(groups_of(pair)) == 1)
     for first, second in known[:PAIRS]:
         assert first.answers is not None and second.answers is not None
         sides, note = disagreement(first, second, trust_code=trust_code)

@@ -12,10 +12,10 @@ from accel_train.analysis.figures import accuracy_interval
 from accel_train.records.cost.ledger import read_starts
 from accel_train.records.cost.summary import cost_of, cost_rows, duration
 from accel_train.records.metrics import Figure
-from accel_train.report.several_runs.compared import Compared, number
+from accel_train.report.several_runs.compared import Compared, differing_settings, number
 from accel_train.report.several_runs.words import percent_between, setting_text
 from accel_train.report.shared.names import figure_title
-from accel_train.report.shared.records import differing_settings, state_of
+from accel_train.report.shared.records import state_of
 
 MISSING = "\u2013"
 Interval = tuple[float, float]
@@ -36,7 +36,7 @@ Rows = list[tuple[str, list[Cell]]]
 
 def settings_rows(runs: Sequence[Compared]) -> Rows:
     """The options in which the runs differ, with the value of each run."""
-    differing = differing_settings([each.run for each in runs])
+    differing = differing_settings(runs)
     return [(key, [Cell(setting_text(value)) for value in values]) for key, values in differing.items()]
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from accel_train.report.several_runs.compared import Compared
+from accel_train.report.several_runs.compared import Compared, differing_settings
 from accel_train.report.shared.names import figure_title
-from accel_train.report.shared.records import differing_settings
 
 LONGEST = 3  # settings in the name of a group of runs
 MINUS = "\u2212"
@@ -59,9 +58,7 @@ def chance_text(p_value: float) -> str:
 def names_of_groups(groups: Sequence[Sequence[Compared]]) -> list[str]:
     """A name for each setting: the options in which the groups differ, or its first run if these are too many."""
     firsts = [group[0] for group in groups]
-    differing = {
-        key: values for key, values in differing_settings([each.run for each in firsts]).items() if key != "seed"
-    }
+    differing = {key: values for key, values in differing_settings(firsts).items() if key != "seed"}
     if 0 < len(differing) <= LONGEST:
         each = zip(*differing.values(), strict=True)
         return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -137,23 +136,6 @@ def differences_from_recipe(run: RunRecords) -> tuple[str, dict[str, tuple[Any, 
         base, title = Config(), "the defaults"
     there = flatten(as_dict(base))
     return title, {key: (there.get(key), value) for key, value in run.settings.items() if there.get(key) != value}
-
-
-def differing_settings(runs: Iterable[RunRecords]) -> dict[str, list[Any]]:
-    """The settings that are not the same in all runs: key -> the value of each run."""
-    all_settings = [run.settings for run in runs]
-    keys = dict.fromkeys(key for settings in all_settings for key in settings)
-    values = {key: [settings.get(key) for settings in all_settings] for key in keys}
-    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
-
-
-def same_but_for_seed(runs: list[RunRecords]) -> list[list[RunRecords]]:
-    """The runs in groups whose settings differ in the seed alone."""
-    groups: dict[str, list[RunRecords]] = {}
-    for run in runs:
-        settings = {key: value for key, value in run.settings.items() if key != "seed"}
-        groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(run)
-    return [*groups.values()]
 
 
 def check_runs(paths: Iterable[Path]) -> list[RunRecords]:
