@@ -107,9 +107,9 @@ def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
     return low, high
 
 
-def interval_text(low: float, high: float) -> str:
-    """An interval of a fraction, in percent, as tables show it: "72.2 … 100.0%"."""
-    return f"{100 * low:.1f} … {high:.1%}"
+def interval_text(interval: Sequence[float] | None) -> str:
+    """An interval of a fraction, in percent, as tables show it: "72.2 … 100.0%"; "" if there is none."""
+    return "" if interval is None else f"{100 * interval[0]:.1f} … {interval[1]:.1%}"
 
 
 def softmax(logits: npt.NDArray[np.float32], temperature: float = 1.0) -> Floats:
@@ -189,8 +189,7 @@ def figure_rows(
         if is_nan or any(value is not None for value in values):
             yield key, title, [("NaN" if is_nan else "") if value is None else format(value, form) for value in values]
         if key == "accuracy" and any(intervals := [interval_of(record) for record in records]):
-            texts = ["" if interval is None else interval_text(*interval) for interval in intervals]
-            yield "accuracy_interval", "95% interval", texts
+            yield "accuracy_interval", "95% interval", [interval_text(interval) for interval in intervals]
 
 
 def images_of_classes(record: dict[str, Any]) -> list[int]:

@@ -82,7 +82,7 @@ def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
         shown = [empty if value is None or empty else f"{value:.2%}" for value in values]
         rows.append([classes[label], str(images[label]), *shown])
         if intervals is not None:
-            rows[-1].append("" if intervals[label] is None else interval_text(*intervals[label]))
+            rows[-1].append(interval_text(intervals[label]))
     if intervals is not None:
         head.append("95% interval of recall")
     if confusion is not None:

@@ -50,14 +50,10 @@ def headline_of(run: RunRecords, evaluation: Row) -> list[Tile]:
             if not (figure.name == run.main_figure or figure.chosen) or figure.name not in record:
                 continue
             value = record[figure.name]
+            shown_value = "NaN" if value is None else figure.show(value)
             interval = interval_of(record) if figure.name == "accuracy" else None
-            tiles.append(
-                Tile(
-                    "NaN" if value is None else figure.show(value),
-                    f"{SPLITS[split]} {figure_title(figure.name)}{suffix}",
-                    "" if interval is None else interval_text(*interval),
-                )
-            )
+            title = f"{SPLITS[split]} {figure_title(figure.name)}{suffix}"
+            tiles.append(Tile(shown_value, title, interval_text(interval)))
     return tiles
 
 
@@ -139,7 +135,7 @@ def class_table(run: RunRecords, record: Row, split: str) -> Row:
             row.append(_cell(values[label] if images[split][label] else None, NO_FIGURE * (not images[split][label])))
             if title == "recall" and intervals:
                 interval = intervals[label]
-                row.append((-1.0, "", None) if interval is None else (interval[0], interval_text(*interval), None))
+                row.append((-1.0 if interval is None else interval[0], interval_text(interval), None))
         rows.append(row)
     return {"head": head, "rows": rows, "empty": without_images(known, classes, split) if known else ""}
 
