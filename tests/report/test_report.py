@@ -158,7 +158,7 @@ def test_restarts_and_differences_from_the_recipe_are_there(tmp_path: Path, caps
     costs = dict(rows(section(page, "machine")))
     assert costs["starts"] == "2" and costs["events: skipped"] == "1"
     assert costs["done twice after interruptions"].startswith("1 min 40 s (")
-    kinds = [kind for kind, _, _ in read_run(run).events]
+    kinds = [kind for kind, _ in read_run(run).events]
     assert kinds == ["restart", "restart", "skipped"]
     loss = next(svg for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if 'aria-label="loss"' in svg)
     assert loss.count("var(--mark)") >= 3 and ">restart<" in loss and ">skipped<" in loss

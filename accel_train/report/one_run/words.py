@@ -122,7 +122,7 @@ def _ending(run: RunRecords) -> Iterator[Sentence]:
     skipped = result.get("left_out_updates") or status.get("left_out_updates") or 0
     if skipped:
         yield Sentence(f"{_many(skipped, 'update')} skipped because the loss or a gradient was not finite.", "warning")
-    rewinds = sum(kind == "rewind" for kind, _, _ in run.events)
+    rewinds = sum(kind == "rewind" for kind, _ in run.events)
     if rewinds:
         times = "once" if rewinds == 1 else f"{rewinds} times"
         yield Sentence(f"The run went back to a checkpoint {times} because the loss was not finite.", "warning")

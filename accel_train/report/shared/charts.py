@@ -45,7 +45,7 @@ class Chart:
     lines: list[Line]
     percent: bool = False
     """Whether the values are fractions, shown in percent."""
-    events: list[tuple[str, float, str]] = field(default_factory=list)
+    events: list[tuple[str, float]] = field(default_factory=list)
     """See `RunRecords.events`."""
     best: float | None = None
     """The best epoch, which is marked."""
@@ -78,7 +78,7 @@ def draw(chart: Chart) -> str:
         if line.band:
             color = SERIES[line.color % len(SERIES)]
             axes.fill_between(line.x, *line.band, color=color, alpha=0.15, linewidth=0)
-    for kind, at, _ in chart.events[:200]:
+    for kind, at in chart.events[:200]:
         drawn[kind] = axes.axvline(at, color=MARK, linewidth=0.9, linestyle=STYLES[kind])
     if chart.best is not None:
         drawn[f"best epoch: {chart.best:g}"] = axes.axvline(chart.best, color=MARK, linewidth=2.5, alpha=0.45)

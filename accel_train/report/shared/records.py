@@ -77,14 +77,14 @@ class RunRecords:
         return total / self.config.epochs if total else 1.0
 
     @cached_property
-    def events(self) -> list[tuple[str, float, str]]:
-        """(kind, at which epoch, text) of each restart, rewind and skipped update."""
+    def events(self) -> list[tuple[str, float]]:
+        """(kind, at which epoch) of each restart, rewind and skipped update."""
         found = []
         for line in self.of_kind("event"):
             text = str(line.get("text", ""))
             kind = {"resumed": "restart", "rewound": "rewind"}.get(text, "skipped" if "not finite" in text else "")
             if kind and isinstance(line.get("update"), int):
-                found.append((kind, line["update"] / self.updates_per_epoch, text))
+                found.append((kind, line["update"] / self.updates_per_epoch))
         return found
 
     @cached_property
