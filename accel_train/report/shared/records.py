@@ -59,7 +59,7 @@ class RunRecords:
 
     def of_kind(self, kind: str) -> list[Row]:
         """The lines of a kind: "train", "eval", "checkpoint" or "event"."""
-        return [line for line in self.lines if line["kind"] == kind]
+        return [line for line in self.lines if line.get("kind") == kind]
 
     def evaluations(self, split: str, weights: str) -> list[Row]:
         """The eval lines of a split ("train": of training's own samples) and of "model" or "ema"."""
@@ -97,11 +97,7 @@ def read_run(path: Path) -> RunRecords:
     """Read the files of the run in the folder `path`. None of its code is run. Raises UserError."""
     config = parse([str(path / "config.yaml")], checks_code=False)
     try:
-        lines = [
-            line
-            for line in read_json_lines(path / "metrics.jsonl")
-            if isinstance(line.get("kind"), str) and isinstance(line.get("time", 0.0), (int, float))
-        ]
+        lines = [*read_json_lines(path / "metrics.jsonl")]
     except OSError as error:
         raise UserError(f"{path / 'metrics.jsonl'} cannot be read: {error.strerror}.") from error
     return RunRecords(
