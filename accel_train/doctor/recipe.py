@@ -49,7 +49,7 @@ def update(exam: Examination) -> Finding:
     setup = workload.setup
     tensors = [*setup.model.state_dict().values(), *([] if setup.ema is None else setup.ema.state_dict().values())]
     tensors += [v for state in setup.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    exam.measured["checkpoint_bytes"] = float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    exam.measured["checkpoint_bytes"] = float(sum(tensor.nbytes for tensor in tensors))
     took, plan = exam.measured["update_seconds"], workload.plan
     found = f"{took * 1000:.3g} ms an update, {exam.config.batch_size / took:,.0f} images/s"
     numbers = plan.even_processes

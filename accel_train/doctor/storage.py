@@ -67,7 +67,7 @@ def _estimate_checkpoint(exam: Examination) -> None:
                 )  # fmt: skip
         except (UserError, RuntimeError, NotImplementedError):  # the training will say it
             return None
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+        weights = sum(tensor.nbytes for tensor in model.state_dict().values())
         copies = 1 if config.optim.name in ("sgd", "momentum", "lion", "muon") else 2  # of Adam and its relatives
         return float(weights * (1 + copies + config.ema.enabled))
 

@@ -45,7 +45,7 @@ def check_installed(format: str) -> None:
 
 def write_onnx(run: LoadedRun, rules: dict[str, Any], folder: Path) -> None:
     """Write model.onnx; its metadata has the content of preprocess.json."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in run.model.state_dict().values())
+    size = sum(tensor.nbytes for tensor in run.model.state_dict().values())
     with quietly("onnx"):
         program: Any = torch.onnx.export(
             run.model,
