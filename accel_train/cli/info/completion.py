@@ -7,6 +7,7 @@ way. So the words are listed here, from the same types.
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -103,11 +104,11 @@ def _bash(shell: str) -> str:
             if accepted:
                 values.setdefault(" ".join(accepted), []).append(f"{command} --{key}")
     cases = (
-        f"            {'|'.join(_quoted(pattern) for pattern in patterns)}) words={_quoted(words)} ;;"
+        f"            {'|'.join(shlex.quote(pattern) for pattern in patterns)}) words={shlex.quote(words)} ;;"
         for words, patterns in values.items()
     )
     lists = (
-        f"                        {command}) words={_quoted(' '.join(f'--{key}' for key in [*keys, 'help']))} ;;"
+        f"                        {command}) words={shlex.quote(' '.join(f'--{key}' for key in [*keys, 'help']))} ;;"
         for command, keys in options.items()
     )
     script = BASH.format(commands=" ".join(options), values="\n".join(cases), options="\n".join(lists))
@@ -121,17 +122,12 @@ def _fish() -> str:
 
     lines = []
     for command, (_, summary) in COMMANDS.items():
-        lines.append(f"complete -c accel-train -n __fish_use_subcommand -f -a {command} -d {_quoted(summary)}")
+        lines.append(f"complete -c accel-train -n __fish_use_subcommand -f -a {command} -d {shlex.quote(summary)}")
     for command, keys in _options().items():
         begin = f"complete -c accel-train -n '__fish_seen_subcommand_from {command}'"
         if words := _first_words(command):
-            lines.append(f"{begin} -a {_quoted(' '.join(words))}")
+            lines.append(f"{begin} -a {shlex.quote(' '.join(words))}")
         for key, accepted in keys.items():
-            lines.append(f"{begin} -l {key} -r" + (f" -f -a {_quoted(' '.join(accepted))}" if accepted else ""))
-        lines.append(f"{begin} -l help" + (f" -f -a {_quoted(' '.join(groups()))}" if command == "train" else ""))
+            lines.append(f"{begin} -l {key} -r" + (f" -f -a {shlex.quote(' '.join(accepted))}" if accepted else ""))
+        lines.append(f"{begin} -l help" + (f" -f -a {shlex.quote(' '.join(groups()))}" if command == "train" else ""))
     return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("'", "'\\''")
-    return f"'{escaped}'"
