@@ -8,8 +8,7 @@ from accel_train.errors import UserError
 
 POLICIES = {"ra": "randaugment", "ta_wide": "trivialaugment", "augmix": "augmix", "imagenet": "autoaugment"}
 POLICIES |= {"cifar10": "autoaugment_cifar10", "svhn": "autoaugment_svhn"}
-SCHEDULES = {"steplr": "step", "cosineannealinglr": "cosine", "exponentiallr": "step"}
-OPTIMIZERS = {"sgd": "momentum", "sgd_nesterov": "sgd", "rmsprop": "rmsprop", "adamw": "adamw"}
+SCHEDULES = ("steplr", "cosineannealinglr", "exponentiallr")
 
 
 TABLE: dict[str, str | To] = {
@@ -89,7 +88,8 @@ def model(t: Translation) -> None:
 def optimizer(t: Translation) -> None:
     """The optimizer, and which weights decay: all, unless other rates are given for some."""
     name = t["opt"].lower()
-    t.set("optim.name", OPTIMIZERS.get(name, "sgd" if "nesterov" in name else name), of="opt")
+    ours = "sgd" if "nesterov" in name else "momentum" if name == "sgd" else name  # sgd has Nesterov's momentum here
+    t.set("optim.name", ours, of="opt")
     if name == "rmsprop":
         t.set("optim.eps", 0.0316, "torchvision's, with alpha 0.9, which timm's rmsprop has too")
     t.set("optim.decay-all", True, "all weights decay there, unless a rate is given for some")

@@ -7,14 +7,12 @@ from accel_train.convert.translation import To, Translation, rounded
 from accel_train.errors import UserError
 
 DATA = {"mnist": "mnist", "fashion-mnist": "fashion_mnist", "cifar10": "cifar10", "cifar100": "cifar100"}
-OPTIMIZERS = {"sgd": "sgd", "adam": "adam", "adamax": "adamax", "adamw": "adamw", "nadam": "nadam", "radam": "radam"}
-OPTIMIZERS |= {"rmsprop": "rmsprop"}
+OPTIMIZERS = ("sgd", "adam", "adamax", "adamw", "nadam", "radam", "rmsprop")
 OTHER_MODEL = "resnet18"
 
 TABLE: dict[str, str | To] = {
     "epochs": "epochs",
     "seed": "seed",
-    "imgsz": "model.image-size",
     "dropout": To("model.dropout", fine=(0.0,)),
     "fliplr": "augment.flip",
     "flipud": To("augment.vertical-flip", fine=(0.0,)),
@@ -134,7 +132,7 @@ def optimizer(t: Translation, batch: int, passes: int, gradients: int) -> None:
     if name != "sgd":
         scale = 1
     counted = f"{rate:g} x {scale}: gradients are summed over passes and processes there" if scale > 1 else ""
-    t.set("optim.name", OPTIMIZERS[name])
+    t.set("optim.name", name)
     t.set("optim.lr", rounded(rate * scale), counted)
     share = 1 if name == "adamw" else gradients  # AdamW does not add the decay to the gradient
     comment = f"{t['weight-decay']:g} x {batch} x {passes} / nbs {t['nbs']}" + f", / {share}" * (share > 1)
