@@ -117,6 +117,15 @@ def writing(option: str, path: Path, instead: str = "another file") -> Iterator[
         raise UserError(f"{option}: {path} cannot be written ({reason}); name {instead}.") from error
 
 
+@contextlib.contextmanager
+def needing(message: str) -> Iterator[None]:
+    """Turn an ImportError within it, of an optional package, into a UserError with the `message`: how to install it."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(message) from error
+
+
 def is_terminal(stream: TextIO) -> bool:
     """Whether somebody may be looking at `stream`.
 

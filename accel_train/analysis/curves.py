@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_train.errors import UserError
+from accel_train.errors import needing
 
 
 def plot_curves(training: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], title: str) -> Any:
@@ -13,10 +13,8 @@ def plot_curves(training: Sequence[Mapping[str, Any]], evaluations: Sequence[Map
 
     `training`, `evaluations`: the lines of metrics.jsonl of these kinds. Raises UserError without matplotlib.
     """
-    try:
+    with needing("matplotlib is not installed: pip install 'accel-train[plot]'."):
         from matplotlib import pyplot
-    except ImportError as error:
-        raise UserError("matplotlib is not installed: pip install 'accel-train[plot]'.") from error
     second = next((name for name in ("accuracy", "map") if any(name in row for row in evaluations)), "accuracy")
     curves: dict[str, list[Mapping[str, Any]]] = {"training": list(training)}
     for row in evaluations:

@@ -24,7 +24,7 @@ from accel_train.config.declaration import Tta
 from accel_train.config.schema import Config
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
-from accel_train.errors import UserError, counted, first_of
+from accel_train.errors import UserError, counted, first_of, needing
 from accel_train.ownership.generation import read_result
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines
@@ -147,10 +147,8 @@ class LoadedRun:
 
     def to_pandas(self, kind: str) -> Any:
         """The same lines as a DataFrame. Raises UserError if pandas is not installed."""
-        try:
+        with needing("pandas is not installed: pip install pandas, or use rows()."):
             pandas: Any = importlib.import_module("pandas")
-        except ImportError as error:
-            raise UserError("pandas is not installed: pip install pandas, or use rows().") from error
         return pandas.DataFrame(self.rows(kind))
 
     def plot(self) -> Any:

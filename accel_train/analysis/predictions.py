@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel_train.errors import UserError, reason_of
+from accel_train.errors import UserError, needing, reason_of
 from accel_train.files import atomic_replacement
 from accel_train.untrusted import require_regular_file
 
@@ -74,13 +74,9 @@ class Predictions:
 def check_can_write(path: Path | None) -> None:
     """Raise UserError if the library for this kind of file is missing."""
     if path is not None and path.suffix == ".parquet":
-        try:
+        install = "install it with `pip install 'accel-train[parquet]'`, or name a .npz file."
+        with needing(f"--predictions {path}: needs pyarrow; {install}"):
             import pyarrow.parquet  # noqa: F401
-        except ImportError:
-            raise UserError(
-                f"--predictions {path}: needs pyarrow; install it with `pip install 'accel-train[parquet]'`, or name a "
-                ".npz file."
-            ) from None
 
 
 def read_predictions(path: Path) -> Predictions:

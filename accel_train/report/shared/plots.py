@@ -7,17 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accel_train.errors import UserError
+from accel_train.errors import needing
 
 
 def import_pyplot() -> Any:
     """Return matplotlib's pyplot, set up for SVG files. Raises UserError if matplotlib is not installed."""
-    try:
+    with needing("matplotlib is not installed, so no plot was drawn: pip install 'accel-train[plot]'."):
         import matplotlib
-    except ImportError as error:
-        raise UserError(
-            "matplotlib is not installed, so no plot was drawn: pip install 'accel-train[plot]'."
-        ) from error
     if not ({"MPLBACKEND", "JPY_PARENT_PID"} & os.environ.keys() or "matplotlib.pyplot" in sys.modules):
         matplotlib.use("svg")  # else a program or a notebook, which draws figures of its own, has chosen
     matplotlib.rcParams["svg.hashsalt"] = "accel_train"  # the same figures give the same file

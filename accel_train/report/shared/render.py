@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from accel_train import __version__
-from accel_train.errors import UserError, one_line
+from accel_train.errors import needing, one_line
 from accel_train.files import check_writable
 
 
 def check_library() -> None:
     """Raise UserError unless Jinja2 is installed."""
-    try:
+    with needing("Jinja2 is not installed, so there is no report: pip install 'accel-train[report]'."):
         import jinja2  # noqa: F401
-    except ImportError:
-        raise UserError("Jinja2 is not installed, so there is no report: pip install 'accel-train[report]'.") from None
 
 
 def check_page(option: str, path: Path) -> None:
