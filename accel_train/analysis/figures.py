@@ -193,9 +193,9 @@ def figure_rows(
 
 
 def images_of_classes(record: dict[str, Any]) -> list[int]:
-    """How many images of each class were evaluated."""
+    """How many images of each class were evaluated; [] if that is not known."""
     confusion = record.get("confusion")
-    images: list[int] = record["class_images"] if confusion is None else [sum(row) for row in confusion]
+    images: list[int] = record.get("class_images", []) if confusion is None else [sum(row) for row in confusion]
     return images
 
 

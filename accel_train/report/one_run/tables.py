@@ -112,12 +112,13 @@ def class_table(run: RunRecords, record: Row, split: str) -> Row:
     largest number of images is shown as a bar, or None; "empty": which classes have no image in the `split`.
     """
     classes = run.info.classes
-    known = record if "confusion" in record or "class_images" in record else {}
+    evaluated = images_of_classes(record)
+    known = record if evaluated else {}
     images: dict[str, Any] = {
         name: run.data[name]["class_images"] for name in ("train", "val", "test") if name in run.data
     }
     if known:
-        images = {name: counts for name, counts in images.items() if name != split} | {split: images_of_classes(known)}
+        images = {name: counts for name, counts in images.items() if name != split} | {split: evaluated}
     if not images:
         return {}
     columns = {title: known[key] for title, key in CLASS_FIGURES.items() if key in known}

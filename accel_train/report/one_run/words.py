@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from accel_train.analysis.figures import images_of_classes, interval_of
 from accel_train.errors import first_of
@@ -59,7 +58,7 @@ def _figures(run: RunRecords, split: str, record: Row, subject: str) -> Iterator
     if record.get(metric) is None:
         yield Sentence(f"{subject}'s output is NaN or infinite for {name} images, so there are no figures.", "doubt")
         return
-    counts = _class_counts(record)
+    counts = images_of_classes(record)
     if run.info.multi_label:
         yield Sentence(
             f"{subject} has a mean average precision of {record[metric]:.1%} on {_images(count, name)}.", "lead"
@@ -170,7 +169,7 @@ def _data(run: RunRecords, split: str, record: Row) -> Iterator[Sentence]:
     if unused:
         yield Sentence(f"Not used, but in the folder of the data: {unused}.", "warning")
     counts = {name: run.data[name]["class_images"] for name in SPLITS if name in run.data}
-    if split and split not in counts and (evaluated := _class_counts(record)):
+    if split and split not in counts and (evaluated := images_of_classes(record)):
         counts[split] = evaluated  # of a run of an older version
     for name, images in counts.items():
         empty = [each for each, count in zip(run.info.classes, images, strict=True) if not count]
@@ -181,11 +180,6 @@ def _data(run: RunRecords, split: str, record: Row) -> Iterator[Sentence]:
     if present and max(present) >= IMBALANCE * min(present):
         most = f"from {min(present):,} to {max(present):,}"
         yield Sentence(f"The classes differ much in their number of training images: {most}.", "warning")
-
-
-def _class_counts(record: dict[str, Any]) -> list[int]:
-    """The images of each class; [] if they are not known."""
-    return images_of_classes(record) if "confusion" in record or "class_images" in record else []
 
 
 def _images(count: int, name: str) -> str:
