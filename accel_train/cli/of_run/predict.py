@@ -133,7 +133,8 @@ def predict(arguments: Sequence[str]) -> int:
         found_classes = _keeping_embeddings(found_classes, len(files), embeddings)
     if page is not None:
         found_classes = keeping_page(found_classes, run, page, max_pixels=options.max_pixels, tta=options.tta)
-    predictions = _Told(_with_progress(found_classes, len(files), options.batch_size))
+    unreadable: list[Path] = []
+    predictions = _telling(_with_progress(found_classes, len(files), options.batch_size), unreadable)
     if output is None:
         _print(list(predictions), printed, calibrated=calibration.temperature is not None)
     else:
@@ -142,9 +143,9 @@ def predict(arguments: Sequence[str]) -> int:
         print_line(f"{images}: {output}")
     if page is not None:
         print_line(f"page: {page}", sys.stderr)
-    if predictions.unreadable:
-        print_line(f"{predictions.unreadable} of {images} cannot be read.", sys.stderr)
-    return 1 if predictions.unreadable else 0
+    if unreadable:
+        print_line(f"{len(unreadable)} of {images} cannot be read.", sys.stderr)
+    return 1 if unreadable else 0
 
 
 def _with_progress(predictions: Iterable[Prediction], count: int, batch_size: int) -> Iterable[Prediction]:
@@ -179,18 +180,13 @@ def _keeping_embeddings(predictions: Iterable[Prediction], count: int, path: Pat
     print_line(f"embeddings: {path}, {rows.shape[0]} rows of {rows.shape[1]} numbers", sys.stderr)
 
 
-class _Told:
-    """Predictions on their way to a file: of an image that cannot be read stderr says so, and it is counted."""
-
-    def __init__(self, predictions: Iterable[Prediction]) -> None:
-        self.predictions, self.unreadable = predictions, 0
-
-    def __iter__(self) -> Iterator[Prediction]:
-        for prediction in self.predictions:
-            if prediction.error:
-                self.unreadable += 1
-                print_line(f"{prediction.image} cannot be read: {prediction.error}.", sys.stderr)
-            yield prediction
+def _telling(predictions: Iterable[Prediction], unreadable: list[Path]) -> Iterator[Prediction]:
+    """Yield the same. Of an image that cannot be read stderr says so, and it is added to `unreadable`."""
+    for prediction in predictions:
+        if prediction.error:
+            unreadable.append(prediction.image)
+            print_line(f"{prediction.image} cannot be read: {prediction.error}.", sys.stderr)
+        yield prediction
 
 
 def _print(predictions: Sequence[Prediction], top_k: int | None, *, calibrated: bool) -> None:
