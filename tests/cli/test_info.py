@@ -15,6 +15,7 @@ from test_dispatch import PROGRAM, accel_train
 
 from accel_train.cli.dispatch import COMMANDS, main
 from accel_train.cli.info.help import COMMON, groups, help_texts
+from accel_train.cli.of_run.evaluate import SIZES
 from accel_train.config.option_types import option_types
 from accel_train.config.recipe import recipe_names
 
@@ -83,6 +84,14 @@ def test_tab_in_bash() -> None:
     assert offered(script, "accel-train", "evaluate", "RUN", "--split", "") == {"test", "val", "train"}
     assert offered(script, "accel-train", "evaluate", "RUN", "--data.roo") == {"--data.root"}
     assert offered(script, "accel-train", "check-data", "folder", "--roo") == {"--root"}
+    for command in ("check-data", "cache-data", "index", "shards"):
+        assert "--name" not in offered(script, "accel-train", command, "folder", "--")  # a word, of their base class
+    for command in ("preview", "find-lr"):
+        assert offered(script, "accel-train", command, "dig") == {"digits"}
+        assert offered(script, "accel-train", command, "digits", "--optim.clip-m") == {"--optim.clip-mode"}
+    sizes = {f"--{key}" for key in SIZES}
+    assert {word for word in offered(script, "accel-train", "predict", "RUN", "--") if "." in word} == sizes
+    assert sizes < offered(script, "accel-train", "evaluate", "RUN", "--")
     assert offered(script, "accel-train", "completion", "") == {"bash", "zsh", "fish"}
     assert offered(script, "accel-train", "train", "digits", "--data.root", "") == set()  # then bash offers files
 

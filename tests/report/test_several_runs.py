@@ -244,6 +244,21 @@ def test_several_labels_an_image_are_right_only_together(tmp_path: Path) -> None
     assert {row[0]: row[1:] for row in rows(section(page, "results"))}["test mean average precision"] == ["50.00%"] * 2
 
 
+def test_a_figure_of_metrics_keeps_its_form(tmp_path: Path) -> None:
+    made = {"curves": True, "test_top5_accuracy": 0.97}
+    chosen = ("--metrics", "top5_accuracy", "--seed")
+    runs = [make_run(tmp_path / str(seed), answers(some(20, seed)), *chosen, seed, **made) for seed in range(2)]
+    for run in runs:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (run / "metrics.jsonl").write_text(
+            "".join(json.dumps({**line, "top5_accuracy": 0.97}) + "\n" for line in lines)
+        )
+    _, page = compare(*runs)
+    assert ["test top-5 accuracy", "2", "97.00%", "0.00%"] in [row[:4] for row in rows(section(page, "seeds"))]
+    chart = next(svg for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "top-5" in svg)
+    assert "%" in text_of(chart)
+
+
 def test_unfinished_and_damaged_runs_are_named(tmp_path: Path) -> None:
     good = make_run(tmp_path / "good", answers(range(9)), "--optim.lr", 0.1)
     going = make_run(tmp_path / "going", None, "--optim.lr", 0.2)

@@ -6,21 +6,24 @@ way. So the words are listed here, from the same types.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_train.cli.of_run.evaluate import SIZES
 from accel_train.config.option_types import choices, option_types
 from accel_train.config.recipe import recipe_names
 from accel_train.errors import UserError
 
 SHELLS = ("bash", "zsh", "fish")
-OPTIONS_OF_TRAIN = dict.fromkeys(("train", "submit", "doctor", "meet", "bench"), ("",)) | {
-    "evaluate": ("data.", "model."),
+OF_RECIPE = ("train", "submit", "doctor", "meet", "bench", "preview", "find-lr")
+OPTIONS_OF_TRAIN = dict.fromkeys(OF_RECIPE, ("",)) | {
+    "evaluate": ("model.", "data.", "augment.", "eval-batch-size"),
+    "predict": SIZES,
 }
 """The commands that take options of train -> the beginnings of those options' names."""
-WITH_RECIPE = ("train", "submit", "doctor", "meet", "bench", "recipes")
 HELP = """usage: accel-train completion bash|zsh|fish
 
 Print the shell script that lets Tab complete commands, recipes, options and values. To install it:
@@ -76,19 +79,20 @@ def _options() -> dict[str, dict[str, tuple[str, ...]]]:
         if command in OPTIONS_OF_TRAIN:
             shared = {key: kind for key, kind in option_types().items() if key.startswith(OPTIONS_OF_TRAIN[command])}
             types = {**types, **shared}
-        words = [name for name in types if not _is_word(own, name)]
-        found[command] = {key: ("true", "false") if types[key] is bool else choices(types[key]) for key in words}
+        options = [name for name in types if name not in _words(own)]
+        found[command] = {key: ("true", "false") if types[key] is bool else choices(types[key]) for key in options}
     return found
 
 
-def _is_word(cls: type[Any] | None, name: str) -> bool:
-    """Whether a field of a command is a word of the command line, not an option."""
-    return "Positional" in str(getattr(cls, "__annotations__", {}).get(name.replace("-", "_"), ""))
+def _words(cls: type[Any] | None) -> list[str]:
+    """The fields of a command, its base classes' too, that are words of the command line, not options."""
+    fields = () if cls is None else dataclasses.fields(cls)
+    return [field.name.replace("_", "-") for field in fields if "Positional" in str(field.type)]
 
 
 def _first_words(command: str) -> tuple[str, ...]:
     """Return what Tab offers after the name of a command."""
-    return tuple(recipe_names()) if command in WITH_RECIPE else SHELLS if command == "completion" else ()
+    return tuple(recipe_names()) if command in (*OF_RECIPE, "recipes") else SHELLS if command == "completion" else ()
 
 
 def _bash(shell: str) -> str:

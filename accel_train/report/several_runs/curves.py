@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from accel_train.records.metrics import figures_for
 from accel_train.report.several_runs.compared import Compared, number
 from accel_train.report.shared.charts import SERIES, Chart, Line, draw
 from accel_train.report.shared.names import SPLITS, figure_title
@@ -56,10 +55,7 @@ def _badness(line: tuple[Sequence[Compared], str]) -> float:
 def _figures(runs: Sequence[Compared]) -> dict[str, bool]:
     """The loss, the main figures and those of --metrics, and whether they are fractions."""
     found = {"loss": False} | dict.fromkeys((each.main for each in runs), True)
-    chosen = [text for each in runs for text in each.run.config.metrics]
-    for kind in (False, True):
-        found |= {each.name: "%" in each.form for each in figures_for(chosen, multi_label=kind) if each.chosen}
-    return found
+    return found | {figure.name: "%" in figure.form for each in runs for figure in each.run.figures if figure.chosen}
 
 
 def _line(group: Sequence[Compared], split: str, name: str, color: int) -> Line:

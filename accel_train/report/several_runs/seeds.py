@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accel_train.records.metrics import figures_for
 from accel_train.report.several_runs.compared import Compared, differing_settings, groups_of, number
 from accel_train.report.several_runs.statistics import spread
 from accel_train.report.several_runs.words import result_title, setting_text
@@ -14,8 +13,7 @@ Table = tuple[list[str], list[list[str]]]
 
 def learned(runs: Sequence[Compared]) -> dict[str, str]:
     """The keys of result.json of which runs that differ in their seed have a mean -> the form of the values."""
-    chosen = [text for each in runs for text in each.run.config.metrics]
-    figures = [figure for kind in (False, True) for figure in figures_for(chosen, multi_label=kind) if figure.headline]
+    figures = [figure for each in runs for figure in each.run.figures if figure.headline]
     forms = {f"{weights}test_{figure.name}": figure.form for weights in ("", "ema_") for figure in figures}
     return forms | {"best_val_accuracy": ".2%"}
 
