@@ -19,10 +19,9 @@ from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import PREFIXES, metric_name, short_name
 
-# The keys of the options that belong to one start, may change in a run, decide samples, and end a run.
 FREE = dict(declared(Free))
+# The keys of the options that belong to one start, decide samples, and end a run.
 START_KEYS = tuple(key for key, free in FREE.items() if free is ONE_START)
-FREE_KEYS = tuple(key for key, free in FREE.items() if free is not ONE_START)
 SAMPLE_KEYS = tuple(key for key, _ in declared(DecidesSamples))
 END_KEYS = tuple(key for key, _ in declared(EndsRun))
 

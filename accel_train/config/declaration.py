@@ -20,27 +20,20 @@ class Bound:
     """In words, as in "expected a number greater than 0"."""
     is_within: Callable[[Any], bool]
     """Not asked for None, and for "auto" where it is a value of the option's type."""
-    short: tuple[tuple[str, str], ...] = ()
-    """A short name that users may write -> the name that the configuration has."""
+    full_name: Callable[[str], str] | None = None
+    """The name that the configuration has for one that users may write."""
     names: tuple[str, ...] = ()
     """The names that it may have, to find the one nearest to a typo."""
-    prefix: str = ""
-    """What users may write before a name, and the configuration leaves out."""
     hint: Callable[[str], str] | None = None
     """What else to say of a value that is not within them, "" if nothing."""
 
 
 def bytes_of(size: str) -> int:
     """The bytes of a size such as "200GB", "1.5 TB" or "512MiB"; 0 if it is none."""
-    match = re.fullmatch(r"([\d.]+) ?([kKMGTP]?)(i?)B", size)
-    try:
-        return (
-            int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGTP".index(match[2].upper() or " "))
-            if match
-            else 0
-        )
-    except ValueError:  # two points
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([kKMGTP]?)(i?)B", size)
+    if match is None:
         return 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGTP".index(match[2].upper() or " "))
 
 
 POSITIVE = Bound("a number greater than 0", lambda x: x > 0)
@@ -74,14 +67,18 @@ SPLIT = Bound(
     "the name of a split (data.val-fraction and data.test-fraction take a part)",
     lambda x: bool(x.strip()) and not x.replace(".", "").isdigit(),
 )
-MODEL_NAME = Bound("the name of a model", bool, prefix="timm/")  # timm's models are called so on the hub
+MODEL_NAME = Bound(
+    "the name of a model",
+    bool,
+    full_name=lambda x: x.removeprefix("timm/"),  # timm's models are called so on the hub
+)
 JSON_OBJECT = Bound("""a JSON object with names as keys, such as '{"depth": 3}'""", _is_mapping)
 LOSSES = ("cross_entropy", "binary_cross_entropy")
 LOSS_NAME = Bound(
     f"{', '.join(LOSSES)} or FILE.py:FUNCTION",
     # A file without a function is answered where the user's code is checked.
     lambda x: x in LOSSES or parse_reference("loss.name", x) is not None or x.endswith(".py"),
-    short=(("bce", "binary_cross_entropy"),),
+    full_name=lambda x: "binary_cross_entropy" if x == "bce" else x,
     names=LOSSES,
 )
 

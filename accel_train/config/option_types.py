@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import io
 import math
+import operator
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -72,10 +73,7 @@ def _fields_of(cls: type[Any]) -> dict[str, tuple[Any, tuple[object, ...]]]:
 
 def value(config: Config, key: str) -> Any:
     """Return the value of an option such as "optim.lr"."""
-    result: Any = config
-    for part in key.split("."):
-        result = getattr(result, part.replace("-", "_"))
-    return result
+    return operator.attrgetter(key.replace("-", "_"))(config)
 
 
 def out_of_bounds(config: Config) -> dict[str, str]:
@@ -168,57 +166,45 @@ COMMAND_LINE = "command line"
 CLOSE = 0.75  # of a typo to the name of an option
 
 
-def read_arguments(arguments: Sequence[str], known: OptionTypes, mistakes: list[str]) -> dict[str, Option]:
+def read_arguments(
+    arguments: Sequence[str], known: OptionTypes, mistakes: list[str], words: list[str] | None = None
+) -> dict[str, Option]:
     """Return the options `--key value…` or `--key=value` of a command line, by key. The last one of a key counts.
 
     A key is written with '_' or '-'; a switch (of type bool) needs no value. Negative numbers are values. Unknown
     options, and words that belong to no option, are left out; a message for each is added to `mistakes`.
+
+    With `words` a word that belongs to no option is added to these. Then an option takes one word, a switch only true
+    or false, and an option of many values all words up to the next option; else each of them takes all of these.
     """
     options: dict[str, Option] = {}
     remaining = list(arguments)
     while remaining:
         word = remaining.pop(0)
+        if words is not None and not looks_like_option(word):
+            words.append(word)
+            continue
         key, equals, value = word[2:].partition("=")
-        values = [value] if equals else []
-        while remaining and not equals and not looks_like_option(remaining[0]):
+        key = key.replace("_", "-")
+        kind = known.get(key)
+        values, most = ([value], 0) if equals else ([], len(remaining))
+        if words is not None and kind is bool:
+            most = int(most > 0 and remaining[0].lower() in ("true", "false"))
+        elif words is not None and not takes_many_values(kind):
+            most = min(most, 1)
+        while most and not looks_like_option(remaining[0]):
             values.append(remaining.pop(0))
+            most -= 1
         if not word.startswith("--") or word == "--":
             mistakes.append(f"{word!r}: neither an option nor the value of one; options are written --key value.")
             continue
-        key = key.replace("_", "-")
         if key not in known:
             mistakes.append(unknown_option(key, COMMAND_LINE, known))
             continue
-        if not values and known[key] is bool:
+        if not values and kind is bool:
             values = ["true"]
         options[key] = Option(key, tuple(values), COMMAND_LINE)
     return options
-
-
-def separate(arguments: Sequence[str], known: OptionTypes) -> tuple[list[str], list[str]]:
-    """Return (words without a key, options with their values).
-
-    An option takes one word, a switch only true or false, and an option of many values all words up to the next option.
-    """
-    words: list[str] = []
-    options: list[str] = []
-    remaining = list(arguments)
-    while remaining:
-        word = remaining.pop(0)
-        if not looks_like_option(word):
-            words.append(word)
-            continue
-        options.append(word)
-        kind = known.get(word.removeprefix("--").replace("_", "-"))
-        most = 0 if "=" in word else 1
-        if kind is bool:
-            most = int(bool(remaining) and remaining[0].lower() in ("true", "false"))
-        elif takes_many_values(kind):
-            most = len(remaining)
-        while most and remaining and not looks_like_option(remaining[0]):
-            options.append(remaining.pop(0))
-            most -= 1
-    return words, options
 
 
 def looks_like_option(word: str) -> bool:

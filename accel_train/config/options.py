@@ -28,7 +28,6 @@ from accel_train.config.option_types import (
     out_of_bounds,
     read_arguments,
     run_tyro,
-    separate,
     typed_value,
     unknown_option,
     value,
@@ -171,8 +170,8 @@ def _read_command(
         _help(cls, prog, inspect.cleandoc(cls.__doc__ or ""))
     own = option_types(cls, without=positional)  # type: ignore[arg-type]
     known = {**{key: kind for key, kind in option_types().items() if others and key.startswith(others)}, **own}
-    words, rest = separate(arguments, known)
-    given = read_arguments(rest, known, mistakes)
+    words: list[str] = []
+    given = read_arguments(arguments, known, mistakes, words)
     options = {key: option for key, option in given.items() if key in own}
     rest_options = {key: option for key, option in given.items() if key not in own}
     if len(words) < len([name for name in positional if not hasattr(cls, name)]):  # a field with a default is one
@@ -224,17 +223,14 @@ def _to_config(recipe: Recipe, given: Mapping[str, Option], mistakes: list[str],
         given[key] = dataclasses.replace(given[key], values=tuple(resolve(key, v, Path()) for v in given[key].values))
     options = {**recipe.options, **given}
     for key, bound in declared(Bound):
-        if key in options and (bound.short or bound.prefix):
-            words = (word.removeprefix(bound.prefix) for word in options[key].values)
-            full = tuple(dict(bound.short).get(word, word) for word in words)
-            options[key] = dataclasses.replace(options[key], values=full)
+        if key in options and bound.full_name is not None:
+            options[key] = dataclasses.replace(options[key], values=tuple(map(bound.full_name, options[key].values)))
     config = dataclasses.replace(_to_bounded_config(options, mistakes), recipe=recipe.name)
     if not mistakes:  # a value that was left out for a mistake could cause another one here
         mistakes += [_misfit(key, expected, config, options) for key, expected in contradictions(config).items()]
     for key in PREFIXES if checks_code else ():
         mistakes += [mistake for text in texts_of(value(config, key)) for mistake in code_mistakes(key, text)]
-    if mistakes:
-        raise_mistakes(mistakes)
+    raise_mistakes(mistakes)
     return config
 
 

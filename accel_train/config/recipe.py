@@ -145,6 +145,8 @@ def _read_text(path: Path, shown: str) -> str:
         if path.is_relative_to("/dev") or path.is_relative_to("/proc"):  # train <(…)
             with path.open("rb") as file:
                 content = file.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise TooLargeError
         else:
             content = read_regular_file(path, MAX_BYTES, follow=True)
     except TooLargeError:
@@ -153,8 +155,6 @@ def _read_text(path: Path, shown: str) -> str:
         raise UserError(f"recipe {shown}: no such file.") from None
     except OSError as error:
         raise UserError(f"recipe {shown}: cannot be read: {error.strerror or error}.") from error
-    if len(content) > MAX_BYTES:
-        raise UserError(f"recipe {shown}: more than {MAX_BYTES:,} bytes, which is too large for a recipe.")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -31,20 +31,7 @@ from accel_train.config.groups.model import Model
 from accel_train.config.groups.training import Checkpoint, Ema, Loss, Optim, Schedule, Stop
 from accel_train.config.origin import Origin
 
-__all__ = [
-    "Augment",
-    "Checkpoint",
-    "Config",
-    "Data",
-    "Ema",
-    "Loss",
-    "Model",
-    "Optim",
-    "Schedule",
-    "Stop",
-    "as_dict",
-    "to_yaml",
-]
+__all__ = ["Augment", "Checkpoint", "Data", "Ema", "Loss", "Model", "Optim", "Schedule", "Stop"]  # handed on
 
 
 @dataclass(frozen=True)
@@ -177,14 +164,9 @@ def as_dict(config: Any) -> dict[str, Any]:
     """Return the configuration as nested plain values, as a recipe file contains them."""
 
     def plain(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: plain(inner) for key, inner in item.items()}
-        if isinstance(item, (list, tuple)):
-            return [plain(inner) for inner in item]
-        return str(item) if isinstance(item, Path) else item
+        return list(item) if isinstance(item, tuple) else str(item) if isinstance(item, Path) else item
 
-    result: dict[str, Any] = plain(dataclasses.asdict(config))
-    return result
+    return dataclasses.asdict(config, dict_factory=lambda fields: {name: plain(item) for name, item in fields})
 
 
 def to_yaml(config: Config) -> str:
