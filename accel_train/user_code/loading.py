@@ -42,17 +42,11 @@ def load(option: str, reference: Reference) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def module_name(path: Path) -> str:
-    """Return the name under which a file is imported: no package has it, and it follows from the path and the text."""
-    path = path.absolute()
-    return (
-        f"{path.stem}_{hashlib.sha256(f'{path} {file_hash(path)}'.encode(errors='surrogateescape')).hexdigest()[:12]}"
-    )
-
-
 def load_file(path: Path) -> ModuleType:
     """Import a file once, whatever it is called. Data workers call this too, before they receive its objects."""
-    name = module_name(path)
+    # No package has this name, and it follows from the path and the text.
+    told = f"{path.absolute()} {file_hash(path)}".encode(errors="surrogateescape")
+    name = f"{path.stem}_{hashlib.sha256(told).hexdigest()[:12]}"
     if name not in sys.modules:
         folder = str(path.parent)
         if folder not in sys.path:
