@@ -16,7 +16,7 @@ from tyro.conf import Positional, arg
 
 from accel_train.cluster.elements import Element, elements_of
 from accel_train.cluster.scheduler import SCHEDULERS, Pbs, Slurm
-from accel_train.cluster.submission import new_list, plan, queue
+from accel_train.cluster.submission import jobs_to_queue, plan, queue
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, counted, first_of, how_to_get, print_line
 
@@ -115,10 +115,8 @@ def _print(folder: Path, elements: Sequence[Element], scheduler: Slurm | Pbs, sc
     print_line(f"# {len(todo.missing)} of {len(elements)} runs would be queued, in {folder}")
     for element in todo.missing:
         print_line(f"#   {element.name:<30} {shlex.join(element.options)}", wraps=False)
-    for first in range(0, len(todo.missing), scheduler.most):
-        part = todo.missing[first : first + scheduler.most]
-        path = new_list(folder, part)
-        print_line(shlex.join(scheduler.command(path.stem, path, len(part), script, options)), wraps=False)
+    for _, _, words in jobs_to_queue(folder, todo.missing, scheduler, script, options):
+        print_line(shlex.join(words), wraps=False)
     print_line(f"# {script}:")
     for line in script.read_text(encoding="utf-8").splitlines():
         print_line(line, wraps=False)

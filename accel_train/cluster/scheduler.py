@@ -31,10 +31,6 @@ class Slurm:
         ours = ["sbatch", "--parsable", f"--job-name={job}", "--nodes=1", f"--output={log}", *array]
         return [*ours, *options, str(script), str(elements)]
 
-    def job(self, printed: str) -> str:
-        """Return the number of the job that was submitted."""
-        return printed.strip().partition(";")[0]  # 123;cluster
-
     def find(self, name: str) -> str:
         """Return the number of the user's job with this name; "" if there is none. Raises UserError."""
         answer = ask("squeue", "--me", "--noheader", "--states=all", f"--name={name}", "--format=%F")
@@ -79,10 +75,6 @@ class Pbs:
         # -f: without it qsub leaves a process behind, for a minute, which would keep the lock of the submission.
         ours = ["qsub", "-f", "-N", job, "-v", ",".join(variables), "-o", f"{elements.parent}/", *array]
         return ["env", f"TRAIN={elements}", *ours, *others, str(script)]
-
-    def job(self, printed: str) -> str:
-        """As `Slurm.job`: 5.server, or 5[].server."""
-        return printed.strip()
 
     def find(self, name: str) -> str:
         """As `Slurm.find`."""

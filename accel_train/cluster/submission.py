@@ -96,24 +96,30 @@ def queue(
             for element in todo.missing:
                 (folder / element.name).mkdir(exist_ok=True)
                 atomic_write(folder / element.name / RECIPE, element.recipe, durable=False)
-            for first in range(0, len(todo.missing), scheduler.most):
-                part = todo.missing[first : first + scheduler.most]
-                path = new_list(folder, part)
+            for part, path, words in jobs_to_queue(folder, todo.missing, scheduler, script, options):
                 lines = [json.dumps({"name": element.name, "options": element.options}) for element in part]
                 atomic_write(path, "\n".join(lines) + "\n")
-                words = scheduler.command(path.stem, path, len(part), script, options)
                 try:
-                    numbers.append(scheduler.job(ask(*words, keep_open=(lock,))))
+                    printed = ask(*words, keep_open=(lock,))  # 5.server, or of Slurm 123;cluster
                 except UserError as error:
                     raise UserError(f"{error}{f' Queued before: {numbers}.' * bool(numbers)}") from error
+                numbers.append(printed.strip().partition(";")[0])
                 atomic_write(path.with_suffix(".id"), numbers[-1] + "\n")
     return todo, numbers
 
 
-def new_list(folder: Path, elements: Sequence[Element]) -> Path:
-    """Return the path for a list of elements. Its name is that of the job: 15 characters, which every PBS accepts."""
-    recipe = re.sub(r"[^A-Za-z0-9]", "", elements[0].config.recipe)[:8]
-    return folder / LISTS / f"{recipe if recipe[:1].isalpha() else 'train'}-{uuid.uuid4().hex[:6]}.jsonl"
+def jobs_to_queue(
+    folder: Path, elements: Sequence[Element], scheduler: Slurm | Pbs, script: Path, options: Sequence[str]
+) -> Iterator[tuple[Sequence[Element], Path, list[str]]]:
+    """Yield each job or array of the elements: which it has, the path for their list, and the command that queues it.
+
+    The list's name is that of the job: 15 characters, which every PBS accepts. Raises UserError.
+    """
+    for first in range(0, len(elements), scheduler.most):
+        part = elements[first : first + scheduler.most]
+        recipe = re.sub(r"[^A-Za-z0-9]", "", part[0].config.recipe)[:8]
+        path = folder / LISTS / f"{recipe if recipe[:1].isalpha() else 'train'}-{uuid.uuid4().hex[:6]}.jsonl"
+        yield part, path, scheduler.command(path.stem, path, len(part), script, options)
 
 
 def jobs_of_folder(folder: Path) -> dict[str, list[str]]:
