@@ -58,7 +58,7 @@ def evaluate_run(
     read: dict[str, RunWeights] = {}
 
     def look() -> dict[str, Path]:
-        read.update(weights_of_run(run, checkpoint, hashed=True))
+        read.update(weights_of_run(run, checkpoint))
         return {name: weights.file for name, weights in read.items()}
 
     files = broadcast_from_main(accelerator, look)

@@ -66,17 +66,17 @@ class Checkpoints(CheckpointStore):
         pixels: int = IN_MEMORY,
         table: str = "",
     ) -> None:
-        """As `CheckpointStore`. `samples`: number of training samples. `ema`: timm's ModelEmaV3 around the same model,
-        or the module in it. `pixels`: the semantics number by which the data's images are found and their pixels
-        computed (`Splits.semantics`). `table`: the SHA-256 of the table that lists the data, or of its shards.
+        """As `CheckpointStore`. `samples`: number of training samples. `pixels`: the semantics number by which the
+        data's images are found and their pixels computed (`Splits.semantics`). `table`: the SHA-256 of the table that
+        lists the data, or of its shards.
         """
         super().__init__(
             folder,
             accelerator,
             model,
-            getattr(optimizer, "optimizer", optimizer),
+            optimizer,
             lease=lease or Lease(folder.parent, None),
-            ema=getattr(ema, "module", ema),
+            ema=ema,
             # All other schedules follow from the update's number, even if their settings are allowed to change.
             schedule=schedule if config.schedule.name == "plateau" else None,
             keep=config.checkpoint.keep,

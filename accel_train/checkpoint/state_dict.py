@@ -11,7 +11,7 @@ cannot set the state of an optimizer that has none (plain SGD).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -56,21 +56,25 @@ def gather_to_main(tree: Any, *, here: bool) -> Any:
     the device once, not for each tensor: all copies go to pinned memory, which torch keeps for the next time.
     """
     devices: set[torch.device] = set()
-    copy = _gather(tree, here, devices)
+
+    def gather(tensor: Tensor) -> Tensor | None:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return _to_host(whole.detach(), devices) if here else None
+
+    copy = _with_tensors(tree, gather)
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return copy
 
 
-def _gather(tree: Any, here: bool, devices: set[torch.device]) -> Any:
-    """As `gather_to_main`, but without waiting for the CUDA devices that copy; they are added to `devices`."""
+def _with_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples that has what `change` makes of each tensor, in their order."""
     if isinstance(tree, Tensor):
-        whole = tree.full_tensor() if isinstance(tree, DTensor) else tree
-        return _to_host(whole.detach(), devices) if here else None
+        return change(tree)
     if isinstance(tree, dict):
-        return {key: _gather(value, here, devices) for key, value in tree.items()}
+        return {key: _with_tensors(value, change) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)([_gather(value, here, devices) for value in tree])
+        return type(tree)([_with_tensors(value, change) for value in tree])
     return tree
 
 
@@ -95,13 +99,7 @@ def broadcast_weights(targets: dict[str, Tensor], values: dict[str, Tensor] | No
 
 def outline(tree: Any) -> Any:
     """`tree` with its tensors replaced by meta tensors (shape and dtype only); tensors of a single number are kept."""
-    if isinstance(tree, Tensor):
-        return tree if tree.dim() == 0 else torch.empty_like(tree, device="meta")
-    if isinstance(tree, dict):
-        return {key: outline(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([outline(value) for value in tree])
-    return tree
+    return _with_tensors(tree, lambda tensor: torch.empty_like(tensor, device="meta") if tensor.dim() else tensor)
 
 
 @torch.no_grad()

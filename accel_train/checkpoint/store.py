@@ -92,7 +92,8 @@ class CheckpointStore(ABC):
         `updates_to_keep`.
         """
         self.folder, self.accelerator, self.lease = folder, accelerator, lease
-        self.model, self.ema, self.optimizer, self.schedule = model, ema, optimizer, schedule
+        self.model, self.ema, self.schedule = model, ema, schedule
+        self.optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
         self.keep, self.milestone_epochs = keep, milestone_epochs
         self.committed: deque[int] = deque()
         self.failures: list[str] = []
@@ -159,7 +160,16 @@ class CheckpointStore(ABC):
         )
         model, ema, optimizer = gather_to_main(live, here=is_main)
         if is_main:
-            described = {"train": state.to_saved(), **self.description, **self._facts()}
+            scaler, schedule = self.accelerator.scaler, self.schedule
+            described = {
+                "train": state.to_saved(),
+                **self.description,
+                "versions": versions(),
+                "processes": self.accelerator.num_processes,
+                "generation": self.lease.generation,
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "schedule": None if schedule is None else schedule.state_dict(),
+            }
             snapshot = Snapshot(model, ema, optimizer, described)
             # Not a daemon thread: even if the program ends with an error, this checkpoint is completed.
             self._writer = threading.Thread(target=self._write, args=(snapshot, started), name="checkpoint")
@@ -249,17 +259,6 @@ class CheckpointStore(ABC):
         if path.parent.resolve() == self.folder.resolve():
             self.last_saved = plan.position.update
         return plan
-
-    def _facts(self) -> dict[str, Any]:
-        """What state.json says of every run."""
-        scaler, schedule = self.accelerator.scaler, self.schedule
-        return {
-            "versions": versions(),
-            "processes": self.accelerator.num_processes,
-            "generation": self.lease.generation,
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "schedule": None if schedule is None else schedule.state_dict(),
-        }
 
     def _write(self, snapshot: Snapshot, started: float) -> None:
         """In the thread: write a checkpoint, then delete those that are no longer needed."""

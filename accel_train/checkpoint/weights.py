@@ -35,11 +35,10 @@ class RunWeights:
         """Read a safetensors file. Raises UserError if it is missing or broken, and OSError."""
         try:
             tensors = load_file(file)
-        except RuntimeError as error:  # torch's, if the file is deleted after safetensors has read its header
-            if file.exists():
+        except (OSError, ValueError, SafetensorError, RuntimeError) as error:
+            # RuntimeError: torch's, if the file is deleted after safetensors has read its header
+            if isinstance(error, RuntimeError) and file.exists():
                 raise
-            raise UserError(f"The weights in {file} cannot be read: {error}") from None
-        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"The weights in {file} cannot be read: {error}") from None
         return cls(file, tensors, sha256(file) if hashed else "")
 
@@ -53,15 +52,13 @@ class RunWeights:
                 target.copy_(self.tensors[name])
 
 
-def weights_of_run(run: Path, checkpoint: Path | None = None, *, hashed: bool = False) -> dict[str, RunWeights]:
-    """Read all weights of a run, which may train: "model", and "ema" if it has one; see `find_weights`.
-
-    `hashed`: compute their SHA-256. Raises UserError.
-    """
+def weights_of_run(run: Path, checkpoint: Path | None = None) -> dict[str, RunWeights]:
+    """Read all weights of a run, which may train, with their SHA-256: "model", and "ema" if it has one; see
+    `find_weights`. Raises UserError."""
 
     def read() -> dict[str, RunWeights]:
         found = find_weights(run, checkpoint)
-        return {name: RunWeights.read(file, hashed=hashed) for name, file in found.items()}
+        return {name: RunWeights.read(file, hashed=True) for name, file in found.items()}
 
     return _read(run, read)
 

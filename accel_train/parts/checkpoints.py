@@ -73,9 +73,8 @@ class Checkpoints(CheckpointStore):
         decided |= {"virtual_batch": plan.virtual_batch, "drop_last": plan.drop_last}
         self.settings = json.loads(json.dumps({**(settings or {}), **decided}))
         self._around, self._warned = ExitStack(), 0
-        bare = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
         lease = Lease(self.directory, None)
-        super().__init__(self.directory / "checkpoints", accelerator, model, bare, lease=lease, keep=keep)
+        super().__init__(self.directory / "checkpoints", accelerator, model, optimizer, lease=lease, keep=keep)
 
     def __enter__(self) -> Checkpoints:
         accelerator, is_main = self.accelerator, self.accelerator.is_main_process

@@ -225,7 +225,7 @@ class Resumed:
         optimizer = create_optimizer(self.config.optim, self.model)
         ema = create_ema(self.config.ema, self.model)
         checkpoints = Checkpoints(
-            self.folder, self.config, self.accelerator, self.model, optimizer, samples=SAMPLES, ema=ema
+            self.folder, self.config, self.accelerator, self.model, optimizer, samples=SAMPLES, ema=ema and ema.module
         )
         position = checkpoints.restore("auto")
         for parameter in self.model.parameters():

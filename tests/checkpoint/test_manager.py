@@ -48,8 +48,8 @@ class Run:
         folder.mkdir(exist_ok=True)
         self.folder, self.state = folder / "checkpoints", TrainState()
         self.checkpoints = Checkpoints(
-            self.folder, config or Config(), accelerator, self.model, self.optimizer, samples=samples, ema=self.ema,
-            schedule=schedule,
+            self.folder, config or Config(), accelerator, self.model, self.optimizer, samples=samples,
+            ema=self.ema.module, schedule=schedule,
         )  # fmt: skip
 
     def save(self, update: int, **state) -> None:
