@@ -19,7 +19,7 @@ from accel_train.data.sources.splits import Splits
 from accel_train.errors import UserError, one_line
 from accel_train.models.weights.hub import is_hub_name
 from accel_train.records.model_info import FILE, ModelInfo
-from accel_train.records.provenance import kept_code, metric_key, trained_code
+from accel_train.records.provenance import code_to_run, metric_key, trained_code
 from accel_train.user_code.record import doubtful_arguments
 from accel_train.user_code.reference import GIVEN, parse_reference
 
@@ -30,7 +30,7 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
     Objects that were given (user_code/objects.py) take the place of those of the run.
 
     `uses`: the options whose code will be run, if they name a user's own code. The run may be somebody else's, so this
-    code is only used with `trust_code`, or if this user has trained the run; see `KeptCode`. The same is true of
+    code is only used with `trust_code`, or if this user has trained the run; see `code_to_run`. The same is true of
     arguments of a library's model that could open a file. Raises UserError otherwise.
     """
     config, own, text = parse_run(run, overrides)
@@ -45,7 +45,7 @@ def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: 
             continue
         reference = parse_reference(option, value(own, option))
         if option not in given and reference is not None and value(config, option) == value(own, option):
-            given[option] = kept_code(option, reference, run).to_run(option, trained=trained, trust=trust_code)
+            given[option] = code_to_run(option, reference, run, trained=trained, trust=trust_code)
     for option, to_run in given.items():
         group, _, name = option.partition(".")
         path: Any = {name: to_run}
@@ -63,7 +63,7 @@ def data_of_run(run: Path, *, trust_code: bool) -> tuple[Config, Splits]:
 
 def _trusted_metric(text: str, run: Path, trained: Mapping[str, str] | None, *, trust: bool) -> str:
     reference, key = parse_reference("metrics", text), metric_key(text)
-    return text if reference is None else kept_code(key, reference, run).to_run(key, trained=trained, trust=trust)
+    return text if reference is None else code_to_run(key, reference, run, trained=trained, trust=trust)
 
 
 def _check_arguments(run: Path, config: Config) -> None:

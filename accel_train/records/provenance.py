@@ -13,7 +13,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -60,13 +59,18 @@ def code_facts(config: Config) -> dict[str, str]:
     """Return what is equal on processes that have the same code: the hashes of the user's files as one text, and the
     hash of the weights of a model object."""
     used = references(config)
-    files = {option: code_file(reference) for option, reference in used.items()}
-    hashes = " ".join(f"{option} {file_hash(path)}" for option, path in files.items() if path is not None)
+    hashes = " ".join(f"{option} {digest}" for option, digest in _hashes(used).items())
     if OBJECT not in {reference.module for reference in used.values()}:
         return {"code": hashes}
     from accel_train.user_code.objects import weights_hash
 
     return {"code": hashes, "the weights of the model (give a function that makes it)": weights_hash()}
+
+
+def _hashes(used: Mapping[str, Reference]) -> dict[str, str]:
+    """The SHA-256 of each file among `references`."""
+    files = {option: code_file(reference) for option, reference in used.items()}
+    return {option: file_hash(path) for option, path in files.items() if path is not None}
 
 
 def keep_code(config: Config, run: Path, write: Callable[[str, bytes], object], update: int) -> list[str]:
@@ -114,9 +118,8 @@ def remember_training(config: Config) -> list[str]:
         return []
     from accel_train.user_code.record import remember
 
-    files = {option: code_file(reference) for option, reference in used.items()}
     try:
-        remember(to_yaml(config), {option: file_hash(path) for option, path in files.items() if path is not None})
+        remember(to_yaml(config), _hashes(used))
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         return [
             f"your folder for the state of programs cannot be used ({error}): evaluate, predict, report and export "
@@ -159,37 +162,38 @@ def _read(run: Path) -> dict[str, dict[str, Any]]:
     return content
 
 
-@dataclass(frozen=True)
-class KeptCode:
-    """A user's code as a run keeps it. Nothing in it has been run."""
+def code_to_run(option: str, reference: Reference, run: Path, *, trained: Mapping[str, str] | None, trust: bool) -> str:
+    """Return the value of `option` that runs the code which the run in the folder `run` keeps for it. Runs none of it.
 
-    reference: Reference
-    """As it was given to the run."""
-    path: Path
-    """The kept file."""
-
-    def to_run(self, option: str, *, trained: Mapping[str, str] | None, trust: bool) -> str:
-        """Return the value of `option` that runs this code. Raises UserError if nobody has said that it is safe.
-
-        It is if `trust`, or if this user has trained the run (see `trained_code`) and the file that the run names is as
-        it was. A module is run by its name only if `trained`: else the kept text is what one can read.
-        """
-        is_object = self.reference.module == OBJECT  # which has no file of its own
-        named = self.path if is_object else code_file(self.reference)
-        kept = f"{self.path.absolute()}:{self.reference.name.partition('#')[0]}"
-        found = file_hash(named) if named is not None and _is_own(named) else ""
-        if trained is not None and found and found == trained.get(option):
-            return kept if is_object else str(self.reference)
-        same = found == file_hash(self.path)
-        if trust:
-            return str(self.reference) if same and self.reference.file else kept
-        reason = "this file is missing, is not yours, or has changed"
-        if same:
-            reason = "you have not trained the run with this configuration on this machine"
+    `reference`: as it was given to the run. Raises UserError if the code is missing, or if nobody has said that it is
+    safe. It is if `trust`, or if this user has trained the run (see `trained_code`) and the file that the run names is
+    as it was. A module is run by its name only if `trained`: else the kept text is what one can read.
+    """
+    name = str(_read(run).get(option, {}).get("kept", "")).removeprefix(f"{FOLDER}/")
+    path = run / FOLDER / name
+    is_object = reference.module == OBJECT  # which has no file of its own
+    if is_object and not name:
+        raise UserError(missing(option, reference))
+    if not (is_file_name(name) and path.is_file()):
         raise UserError(
-            f"--{option.partition(':')[0]} {self.reference}: the run uses its own code, but {reason}. Read {self.path} "
-            f"and the arguments in config.yaml; if you trust them, add --trust-code true."
+            f"--{option.partition(':')[0]} {reference.short}: the run does not have the text of this code ({FILE} and "
+            f"{FOLDER}/); copy them again from where the model was trained."
         )
+    named = path if is_object else code_file(reference)
+    kept = f"{path.absolute()}:{reference.name.partition('#')[0]}"
+    found = file_hash(named) if named is not None and _is_own(named) else ""
+    if trained is not None and found and found == trained.get(option):
+        return kept if is_object else str(reference)
+    same = found == file_hash(path)
+    if trust:
+        return str(reference) if same and reference.file else kept
+    reason = "this file is missing, is not yours, or has changed"
+    if same:
+        reason = "you have not trained the run with this configuration on this machine"
+    raise UserError(
+        f"--{option.partition(':')[0]} {reference}: the run uses its own code, but {reason}. Read {path} and the "
+        "arguments in config.yaml; if you trust them, add --trust-code true."
+    )
 
 
 def _is_own(path: Path) -> bool:
@@ -197,23 +201,6 @@ def _is_own(path: Path) -> bool:
         return path.is_file() and path.stat().st_uid in (os.getuid(), 0)
     except OSError:
         return False
-
-
-def kept_code(option: str, reference: Reference, run: Path) -> KeptCode:
-    """Return the code that the run in the folder `run` keeps for `option`, where it names `reference`.
-
-    Raises UserError if it is missing.
-    """
-    name = str(_read(run).get(option, {}).get("kept", "")).removeprefix(f"{FOLDER}/")
-    path = run / FOLDER / name
-    if reference.module == OBJECT and not name:
-        raise UserError(missing(option, reference))
-    if not (is_file_name(name) and path.is_file()):
-        raise UserError(
-            f"--{option.partition(':')[0]} {reference.short}: the run does not have the text of this code ({FILE} and "
-            f"{FOLDER}/); copy them again from where the model was trained."
-        )
-    return KeptCode(reference, path)
 
 
 LAUNCHER = {
