@@ -243,13 +243,12 @@ class Evaluation:
         cls, metrics: Sequence[str], labels: Tensor, classes: int, broken: int, logits: Tensor | None
     ) -> Evaluation:
         """The result for a split with `broken` samples. `metrics`: names. `labels`: int64 [n], or bool [n, classes]."""
-        images = labels.sum(0) if labels.ndim == 2 else torch.bincount(labels, minlength=classes)
         of_classes = ("average_precision", "f1") if labels.ndim == 2 else ("accuracy",)
         return cls(
             dict.fromkeys(metrics, math.nan),
             len(labels),
             {name: [None] * classes for name in of_classes},
-            images.tolist(),
+            images_of_classes(labels, classes),
             labels=labels,
             logits=logits,
             broken=broken,
@@ -276,6 +275,13 @@ class Evaluation:
         """The figures of the classes as result.json and evaluation-SPLIT.json have them."""
         record: dict[str, Any] = {f"class_{name}": values for name, values in self.of_classes.items()}
         return record | ({"class_images": self.images} if self.confusion is None else {"confusion": self.confusion})
+
+
+def images_of_classes(labels: Tensor, classes: int) -> list[int]:
+    """Of each class: images that have it as a label. `labels`: int64 [n], or bool [n, classes]."""
+    images = labels.sum(0) if labels.ndim == 2 else torch.bincount(labels, minlength=classes)
+    counts: list[int] = images.tolist()
+    return counts
 
 
 LOWER_IS_BETTER = {metric.name for metric in METRICS + MULTI_LABEL_METRICS if metric.lower_is_better}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -27,7 +26,7 @@ from accel_train.optim.loss import check_labels
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.cost.ledger import Ledger
-from accel_train.records.metrics import figures_for
+from accel_train.records.metrics import figures_for, images_of_classes
 from accel_train.records.model_info import ModelInfo
 from accel_train.user_code.reference import parse_reference, short_name
 
@@ -131,18 +130,17 @@ def class_counts(splits: Splits) -> str:
 
 
 def _counts_of(source: Source, classes: Sequence[str]) -> str:
-    labels = source.labels.numpy()
-    counts = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(classes))
+    counts = images_of_classes(source.labels, len(classes))
     absent = [name for name, count in zip(classes, counts, strict=True) if not count]
     if len(classes) <= NAMED and sum(map(len, classes)) <= LONGEST:
         return ", ".join(f"{count:,} {name}" for name, count in zip(classes, counts, strict=True))
-    present = counts[counts > 0]
-    if not len(present):
+    present = [count for count in counts if count]
+    if not present:
         return "none of any class"
-    smallest, largest = int(present.min()), int(present.max())
+    smallest, largest = min(present), max(present)
     text = f"{smallest:,} of each"
     if smallest != largest:
-        least, most = (classes[counts.tolist().index(count)] for count in (smallest, largest))
+        least, most = (classes[counts.index(count)] for count in (smallest, largest))
         text = f"{smallest:,} ({least}) to {largest:,} ({most})"
     return text + (f", none of {first_of(absent)}" if absent else "")
 
@@ -203,9 +201,8 @@ def data_record(splits: Splits) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for name, source in (("train", splits.to_train_on), ("val", splits.validation), ("test", splits.test)):
         if source is not None:
-            labels = source.labels
-            counts = labels.sum(0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(splits.classes))
-            record[name] = {"images": len(source), "class_images": counts.tolist()}
+            counts = images_of_classes(source.labels, len(splits.classes))
+            record[name] = {"images": len(source), "class_images": counts}
     return record | {"unreadable": splits.left_out, "unused": splits.ignored}
 
 

@@ -57,13 +57,14 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def points_of(lines: Iterable[Mapping[str, Any]]) -> list[Point]:
-    """The points of lines of metrics.jsonl, one for each update."""
+def read_curves(run: Path) -> tuple[list[Point], dict[int, int]]:
+    """The points of a run's metrics.jsonl, one for each update, and the checkpoints that it names: see `saves_in`."""
+    lines = list(read_json_lines(run / "metrics.jsonl"))
     found: dict[int, Point] = {}
     for line in lines:
         if (point := point_of(line)) is not None:
             add_point(found, point)
-    return [found[step] for step in sorted(found)]
+    return [found[step] for step in sorted(found)], saves_in(lines)
 
 
 def add_point(points: dict[int, Point], point: Point) -> None:
@@ -71,11 +72,6 @@ def add_point(points: dict[int, Point], point: Point) -> None:
     before = points.get(point.step)
     values = point.values if before is None else before.values | point.values
     points[point.step] = Point(point.step, point.epoch, point.time, values)
-
-
-def read_lines(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, without damaged ones and one that is being written."""
-    return list(read_json_lines(run / "metrics.jsonl"))
 
 
 def saves_in(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:

@@ -15,7 +15,7 @@ from accel_train.errors import UserError, reason_of
 from accel_train.ownership.generation import read_result
 from accel_train.ownership.owner import has_owner
 from accel_train.records.trackers import check_trackers
-from accel_train.records.trackers.curves import points_of, read_lines, saves_in
+from accel_train.records.trackers.curves import read_curves
 from accel_train.records.trackers.services import create_service
 
 
@@ -41,8 +41,7 @@ def _send(config: Config, run: Path, name: str) -> str:
     PartialState(cpu=True)  # Accelerate's trackers ask it which process they are on
     # The checkpoints and the result first: what they make final is in the lines that are read after them.
     result, updates = _result(run), list_updates(run / "checkpoints")
-    lines = read_lines(run)
-    points, saves = points_of(lines), saves_in(lines)
+    points, saves = read_curves(run)
     position = (updates[-1], saves.get(updates[-1], 0)) if updates else (0, 0)
     final = [point for point in points if result is not None or point.is_final(position)]
     service = create_service(name, config, run)

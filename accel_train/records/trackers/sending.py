@@ -16,7 +16,7 @@ from accel_train.records import events
 from accel_train.records.directory import plain
 from accel_train.records.events import Event
 from accel_train.records.sinks import line_of
-from accel_train.records.trackers.curves import Point, add_point, point_of, points_of, read_lines, saves_in
+from accel_train.records.trackers.curves import Point, add_point, point_of, read_curves, saves_in
 from accel_train.records.trackers.services import Memory, Service, create_service
 
 END_SECONDS = 60.0  # how long a finished run waits for its trackers
@@ -91,9 +91,8 @@ class Trackers:
             self._senders.append(sender)
 
     def _read(self) -> list[Point]:
-        lines = read_lines(self.run)
-        points = points_of(lines)
-        self._pending, self._saves = {point.step: point for point in points}, saves_in(lines)
+        points, self._saves = read_curves(self.run)
+        self._pending = {point.step: point for point in points}
         return points
 
     def _do(self, task: Callable[[Service], None]) -> None:
