@@ -26,21 +26,20 @@ from accel_train.records.metrics import headlines
 
 
 class Console:
-    """The output of one run as lines of the logger; a context manager."""
+    """The output of one run as lines of the logger; a context manager. Only the main process's is told of something."""
 
     def __init__(
         self,
         *,
-        prints: bool,
         total_updates: int,
         updates_per_epoch: int,
         epochs: float,
         first_update: int = 0,
         chosen: Sequence[str] = (),
     ) -> None:
-        """`prints`: whether this process prints at all. `first_update`: updates done by earlier starts of the run.
-        `chosen`: the metrics of --metrics, which are shown, too."""
-        self.prints, self.chosen = prints, chosen
+        """`first_update`: updates done by earlier starts of the run. `chosen`: the metrics of --metrics, which are
+        shown, too."""
+        self.chosen = chosen
         self.pace = Pace(total_updates, first_update)
         self.updates_per_epoch = updates_per_epoch
         self.epochs = epochs
@@ -70,7 +69,6 @@ class Console:
                 self.warn(f"update {event.update} is not finite: {event.reason}; {event.action}")
             case Rewound():
                 self.say(f"going back to the checkpoint of update {event.update}")
-                self.advance(event.update)
             case Ended():
                 self.finish(event.title, event.shown, event.commands)
         return ()
@@ -84,7 +82,6 @@ class Console:
 
         `epoch` counts from 1.
         """
-        self.advance(update)
         shown = {
             **headlines(figures, self.chosen),
             "images/s": f"{figures['images_per_second']:.0f}",
@@ -95,9 +92,8 @@ class Console:
 
     def show_figures(self, update: int, epoch: int, shown: dict[str, str]) -> None:
         """Show the training's figures, by name, in words."""
-        if self.prints:
-            position = f"{self.epoch_text(epoch)}  update {format_progress(update, self.pace.total_updates)}"
-            LOGGER.info(f"{position}  {line_of(shown)}  eta {clock(self.pace.eta_seconds)}")
+        position = f"{self.epoch_text(epoch)}  update {format_progress(update, self.pace.total_updates)}"
+        LOGGER.info(f"{position}  {line_of(shown)}  eta {clock(self.pace.eta_seconds)}")
 
     def show_evaluation(self, split: str, epoch: int, figures: Mapping[str, float], seconds: float) -> None:
         """Show the metrics of an evaluation at the end of `epoch`, which counts from 1."""
@@ -114,13 +110,12 @@ class Console:
 
     def say(self, *lines: str) -> None:
         """Print lines."""
-        for line in lines if self.prints else ():
+        for line in lines:
             LOGGER.info(line)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        if self.prints:
-            LOGGER.warning(text)
+        LOGGER.warning(text)
 
     def finish(self, title: str, figures: Mapping[str, str], commands: Mapping[str, str]) -> None:
         """Print how the run has ended.

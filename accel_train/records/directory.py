@@ -18,7 +18,7 @@ from accel_train.config.schema import Config, to_yaml
 from accel_train.errors import print_line
 from accel_train.ownership.lease import Lease, LostError, cannot_be_written, make_directory
 from accel_train.records.model_info import FILE, ModelInfo
-from accel_train.records.provenance import FOLDER, environment, keep_code, references, remember_training
+from accel_train.records.provenance import FOLDER, keep_code, references, remember_training
 from accel_train.untrusted import MAX_LOG_BYTES, json_object, log_lines, read_json_object, read_regular_file
 
 DAMAGED = "metrics.damaged.jsonl"
@@ -62,17 +62,15 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     def begin(
-        self, config: Config, info: ModelInfo, *, world_size: int, devices: list[str], precision: str = "fp32",
-        update: int = 0, data: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        """Write config.yaml, model.json, environment.json and data.json. `devices`: the name of each process's device;
-        `update`: from which this start trains on; `data`: see `summary.data_record`."""
+        self, config: Config, info: ModelInfo, around: Mapping[str, Any], data: Mapping[str, Any], update: int = 0
+    ) -> None:
+        """Write config.yaml, model.json, environment.json and data.json. `around`: see `provenance.environment`;
+        `data`: see `summary.data_record`; `update`: from which this start trains on."""
         self._try("generations", lambda: self.lease.begin(update))
         self._replace("config.yaml", to_yaml(config))
         self._replace(FILE, info.to_json())
-        self._replace("environment.json", _json(environment(world_size, devices, precision), indent=2))
-        if data is not None:
-            self._replace("data.json", _json(data) + "\n")
+        self._replace("environment.json", _json(around, indent=2))
+        self._replace("data.json", _json(data) + "\n")
 
     def keep_code(self, config: Config, update: int) -> list[str]:
         """Keep the user's own code in code/ and code.json, and record who trains with it. Returns notes."""

@@ -177,15 +177,10 @@ class Pace:
     """Counts updates, and says how long the rest will take."""
 
     def __init__(self, total_updates: int, first_update: int = 0) -> None:
-        """`first_update`: updates done by earlier starts of the run."""
+        """`first_update`: updates done by earlier starts of the run. Whoever counts sets `update`."""
         self.total_updates, self.update = total_updates, first_update
         self._first_update = first_update
         self._since: tuple[float, int] | None = None  # time and update from which the speed is computed
-
-    def advance(self, update: int) -> float | None:
-        """Store that `update` updates of the run are done; return `eta_seconds`."""
-        self.update = update
-        return self.eta_seconds
 
     @property
     def eta_seconds(self) -> float | None:

@@ -38,7 +38,7 @@ class LiveConsole(Console):
 
     def __init__(self, rich: RichConsole, **values: Any) -> None:
         """`rich`: the terminal or notebook. `values`: see `Console`."""
-        super().__init__(prints=True, **values)
+        super().__init__(**values)
         self._rich = rich
         self._live: Live | NotebookDisplay | None = None
         self._drawn: list[int] = []  # the lengths of the lines of the display, as they are on the terminal

@@ -24,6 +24,7 @@ from accel_train.records.console import Console
 from accel_train.records.cost.ledger import Ledger
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Event, Noted, Said, Started, Warned
+from accel_train.records.provenance import environment
 from accel_train.records.sinks import MetricsLines, Sink, Status
 from accel_train.records.summary import data_record, describe, model_info_of, resumed_text
 from accel_train.run.finished import FinishedRun
@@ -76,16 +77,15 @@ def restore(setup: TrainingSetup, checkpoints: Checkpoints, finished: FinishedRu
 
 def write_metadata(setup: TrainingSetup, directory: RunDirectory, update: int) -> list[str]:
     """Write the run's settings, model's input and classes, data, devices and user's code; return notes."""
-    directory.begin(
-        setup.config,
-        model_info_of(setup.config, setup.splits, setup.image_size),
-        world_size=setup.launch.world_size,
-        devices=gather_object([str(setup.device)]),
-        precision=precision(setup.accelerator),
-        update=update,
-        data=data_record(setup.splits) if directory.writes else None,
-    )
-    return broadcast_from_main(setup.accelerator, lambda: directory.keep_code(setup.config, update))
+    info = model_info_of(setup.config, setup.splits, setup.image_size)
+    devices = gather_object([str(setup.device)])
+
+    def write() -> list[str]:
+        around = environment(setup.launch.world_size, devices, precision(setup.accelerator))
+        directory.begin(setup.config, info, around, data_record(setup.splits), update)
+        return directory.keep_code(setup.config, update)
+
+    return broadcast_from_main(setup.accelerator, write)
 
 
 def create_console(setup: TrainingSetup, update: int, offset: int) -> Console:
@@ -102,13 +102,14 @@ def create_console(setup: TrainingSetup, update: int, offset: int) -> Console:
 
 
 def open_console(*, prints: bool, **values: Any) -> Console:
-    """The output of a run: live on a terminal and in a notebook, else lines. `values`: see `Console`."""
+    """The output of a run: if this process `prints`, live on a terminal and in a notebook; else lines. `values`: see
+    `Console`."""
     rich = RichConsole(highlight=False)
     is_live = prints and is_terminal(sys.stdout) and rich.is_terminal and not rich.is_dumb_terminal
     if prints and rich.is_jupyter:  # what notebook_launcher has forked cannot change the output of a cell
         is_live = "RANK" not in os.environ
     if not is_live:
-        return Console(prints=prints, **values)
+        return Console(**values)
     from accel_train.records.terminal import LiveConsole
 
     return LiveConsole(rich, **values)

@@ -48,7 +48,7 @@ def test_the_images_of_each_class_without_unreadable_ones(tmp_path: Path) -> Non
     }
     directory = RunDirectory(tmp_path / "run", writes=True)
     info = ModelInfo(("a", "b", "c"), 3, 8, None, (0.5,) * 3, (0.5,) * 3)
-    directory.begin(Config(), info, world_size=1, devices=["cpu"], data=record)
+    directory.begin(Config(), info, {}, record)
     assert json.loads((directory.path / "data.json").read_text()) == record
 
 

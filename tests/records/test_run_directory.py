@@ -20,6 +20,7 @@ from accel_train.config.options import parse
 from accel_train.config.schema import Config, Optim
 from accel_train.errors import UserError
 from accel_train.records import directory as run
+from accel_train.records import provenance
 from accel_train.records.directory import RunDirectory
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.records.provenance import _commit
@@ -37,7 +38,7 @@ def read_lines(path: Path) -> list[dict[str, object]]:
 def test_begin_writes_a_config_that_starts_the_same_run_again(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "a" / "b", writes=True)
     config = Config(recipe="mine", optim=Optim(lr=3e-4), trackers=("x",))
-    directory.begin(config, MODEL_INFO, world_size=2, devices=["cpu", "cpu"])
+    directory.begin(config, MODEL_INFO, provenance.environment(2, ["cpu", "cpu"]), {})
     found = parse([str(tmp_path / "a" / "b" / "config.yaml")])
     assert (found.recipe, found.optim, found.trackers) == ("mine", config.optim, config.trackers)
     assert read_model_info(directory.path) == MODEL_INFO
@@ -53,7 +54,7 @@ def test_the_environment_tells_the_launcher_but_no_secret(monkeypatch: pytest.Mo
               "PMI_FD", "OMPI_COMM_WORLD_CONNECT", "FSDP_X", "AWS_ACCESS_KEY_ID", "SLURM_SPANK_x")  # fmt: skip
     for name in known + others:
         monkeypatch.setenv(name, "7")
-    launcher = run.environment(1, ["cpu"])["launcher"]
+    launcher = provenance.environment(1, ["cpu"])["launcher"]
     assert set(known) <= set(launcher)
     assert not set(others) & set(launcher)
 
@@ -182,7 +183,7 @@ def test_a_result_is_on_the_disk_before_it_finishes_the_run(tmp_path: Path, monk
 
 def test_a_process_that_does_not_write_leaves_no_trace(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run", writes=False)
-    directory.begin(Config(), MODEL_INFO, world_size=1, devices=[])
+    directory.begin(Config(), MODEL_INFO, {}, {})
     directory.log("train", update=1)
     directory.log("event", text="x")
     directory.status("training")
