@@ -22,7 +22,7 @@ from torch import distributed
 from accel_train.errors import UserError, how_to_get, reason_of
 from accel_train.launch.compat import set_collective_timeout, set_store_timeout
 from accel_train.launch.environment import Launch
-from accel_train.launch.parent import gpu_asked_for
+from accel_train.launch.parent import gpu_asked_for, is_yes
 from accel_train.launch.process import hostname
 
 LAUNCHER_CONFIG = "ACCEL_TRAIN_LAUNCHER_CONFIG"
@@ -53,7 +53,7 @@ def create_accelerator(
     if file := os.environ.get(LAUNCHER_CONFIG):
         os.environ.update(launcher_variables(file, launch))
     device: torch.device | None = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+    forced = is_yes(os.environ.get("ACCELERATE_USE_CPU"))
     # Without cpu=True each of several processes would be alone on a host that has no accelerator, and on MPS.
     cpu = forced or device is None or (device.type == "mps" and launch.world_size > 1)
     # A process that trains several times still has the process group of the first time.

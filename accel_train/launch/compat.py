@@ -16,20 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "WRAPPERS",
-    "DisableTorchFunctionSubclass",
-    "NormBase",
-    "TorchDispatchMode",
-    "backward_pass",
-    "checkpoint_wrappers",
-    "flag_nonfinite",
-    "process_group_store",
-    "repeat_random_numbers",
-    "scale_without_waiting",
-    "set_collective_timeout",
-    "set_store_timeout",
-]
+__all__ = ["DisableTorchFunctionSubclass", "NormBase", "TorchDispatchMode"]  # torch's own, handed on
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Parts of parameter names that torch.compile and gradient checkpointing add."""

@@ -67,14 +67,17 @@ def gpu_asked_for(file: str | None) -> str | None:
     """
     command = launcher_command()
     if command:
-        if {"--cpu", "--use_cpu"} & set(command) or _is_yes(_environment_of_launcher().get("ACCELERATE_USE_CPU")):
+        environment: dict[str, str] = {}
+        with contextlib.suppress(psutil.Error):
+            environment = parent_process()[0].environ()
+        if {"--cpu", "--use_cpu"} & set(command) or is_yes(environment.get("ACCELERATE_USE_CPU")):
             return None
         if option := next((word for word in command if word.partition("=")[0] in GPU_OPTIONS), None):
             return option
         if not any("accelerate" in Path(word).name for word in command):
             return None  # torchrun
         file = _on_line(command, "config_file") or _default_config()
-    if file is None or _is_yes((values := _config(file)).get("use_cpu")):
+    if file is None or is_yes((values := _config(file)).get("use_cpu")):
         return None
     return None if values.get("gpu_ids") is None else f"gpu_ids: {values['gpu_ids']} in {file}"
 
@@ -106,15 +109,8 @@ def _default_config() -> str | None:
     return str(default_config_file) if Path(default_config_file).is_file() else None
 
 
-def _environment_of_launcher() -> dict[str, str]:
-    try:
-        environment: dict[str, str] = parent_process()[0].environ()
-    except psutil.Error:
-        return {}
-    return environment
-
-
-def _is_yes(value: object) -> bool:
+def is_yes(value: object) -> bool:
+    """Whether the value of a switch, in a variable or in a file of Accelerate's, turns it on."""
     return str(value).lower() in ("1", "true", "yes", "on")
 
 

@@ -39,6 +39,7 @@ from accel_train.launch.compat import flag_nonfinite, scale_without_waiting
 from accel_train.records.directory import RunDirectory
 from accel_train.records.events import Event, Noted, Skipped, Warned
 
+Sample = tuple[int, int, float, float]  # of a bad update: its rank, id, loss and weight
 MOST_IN_A_ROW = 10  # skipped updates in a row: then the model is broken, not a sample
 
 
@@ -74,9 +75,6 @@ class Guard:
         self._before: list[Tensor] = []  # buffers before an update that may be skipped
         self._window = CheckedUpdate()
         self._unread: CheckedUpdate | None = None  # the previous update, if the host has not yet read its answer
-        self._everyone: list[
-            tuple[int, int, float, float]
-        ] = []  # rank, id, loss and weight of each sample of a bad update
         self.must_rewind = False
         """Whether one of the answers that were read asks for it."""
 
@@ -171,8 +169,8 @@ class Guard:
 
     def _act(self, window: CheckedUpdate, state: TrainState) -> None:
         """Save the samples of a bad update and report it; then stop, or record it as skipped."""
-        problem = self._describe(window)
-        folder = self._write(window)
+        problem, everyone = self._describe(window)
+        folder = self._write(window, everyone)
         policy = self.config.on_nonfinite
         broken = {*range(window.number - MOST_IN_A_ROW, window.number)} <= {*state.left_out}
         if policy == "stop" or broken:
@@ -190,21 +188,21 @@ class Guard:
         self.must_rewind = policy == "rewind"
         self.emit(Skipped(window.number, problem, policy, len(state.left_out)))
 
-    def _describe(self, window: CheckedUpdate) -> str:
-        """A description of what is not finite, the same on all processes; nonfinite/update-….json has all ids."""
+    def _describe(self, window: CheckedUpdate) -> tuple[str, list[Sample]]:
+        """A description of what is not finite, the same on all processes, and the samples of the update, of all."""
         ids = torch.cat([batch["ids"] for batch in window.batches]).tolist()
         weights = torch.cat([batch["weights"] for batch in window.batches]).tolist()
         losses = torch.cat(window.losses).tolist()
         rank = self.accelerator.process_index
         own = [(rank, *sample) for sample in zip(ids, losses, weights, strict=True)]
-        self._everyone = gather_object(own)
-        bad = [id_ for _, id_, loss, _ in self._everyone if not math.isfinite(loss)]
+        everyone: list[Sample] = gather_object(own)
+        bad = [id_ for _, id_, loss, _ in everyone if not math.isfinite(loss)]
         if not bad:
-            return "the gradient, though all losses are finite"
+            return "the gradient, though all losses are finite", everyone
         shown = ", ".join(map(str, bad[:5])) + (", …" if len(bad) > 5 else "")
-        return f"the loss of {len(bad)} of {len(self._everyone)} samples (ids {shown})"
+        return f"the loss of {len(bad)} of {len(everyone)} samples (ids {shown})", everyone
 
-    def _write(self, window: CheckedUpdate) -> str:
+    def _write(self, window: CheckedUpdate, everyone: list[Sample]) -> str:
         """Write the images, as loaded and as model input, to one file per process, and all ids to one file.
 
         Returns the folder.
@@ -229,7 +227,7 @@ class Guard:
             if self.accelerator.is_main_process:
                 samples = [
                     {"id": id_, "rank": rank, "loss": loss if math.isfinite(loss) else str(loss)}
-                    for rank, id_, loss, weight in self._everyone
+                    for rank, id_, loss, weight in everyone
                     if weight > 0
                 ]
                 text = json.dumps({"update": window.number, "samples": samples}, indent=1)

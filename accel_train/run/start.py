@@ -57,21 +57,18 @@ def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
     config = dataclasses.replace(config, origin=origin)
     if found is None:
         return StartPoint(config, resumes=resumes)
-    if accelerator.is_main_process:
-        check_agreement(accelerator, **{"model.weights": origin.sha256})
-        return StartPoint(config, None if resumes else found, resumes)
-    # Another node has its own cache of the hub, and perhaps another file of the same name.
-    problem: UserError | None = None
-    try:
-        if model.weights is None and hub.is_hub_name(model.name):
-            found = dataclasses.replace(found, file=hub.weights_file(model.name))
-        sha = sha256(found.file)
-    except UserError as error:
-        problem, sha = error, "not found"
-    except OSError as error:
-        sha = f"not readable ({error.strerror})"
+    sha = origin.sha256
+    if not accelerator.is_main_process:
+        # Another node has its own cache of the hub, and perhaps another file of the same name.
+        try:
+            if model.weights is None and hub.is_hub_name(model.name):
+                found = dataclasses.replace(found, file=hub.weights_file(model.name))
+            sha = sha256(found.file)
+        except UserError:
+            sha = "not found"
+        except OSError as error:
+            sha = f"not readable ({error.strerror})"
     check_agreement(accelerator, **{"model.weights": sha})
-    assert problem is None
     return StartPoint(config, None if resumes else found, resumes)
 
 
@@ -120,7 +117,8 @@ def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[s
 def _on_main(config: Config) -> tuple[bool, Origin, hub.Weights | None]:
     """Whether the run resumes, its origin, and the weights that were found, if they are still there."""
     model, resumes = config.model, _has_checkpoint(config)
-    recorded = _recorded(config) if resumes or _is_finished(config) else Origin()
+    is_finished = config.output_dir is not None and (config.output_dir / "result.json").is_file()
+    recorded = _recorded(config) if resumes or is_finished else Origin()
     origin, weights = Origin(), None
     if hub.is_hub_name(model.name):
         if recorded.model == model.name:
@@ -200,10 +198,6 @@ def _has_checkpoint(config: Config) -> bool:
         return config.output_dir is not None and find_newest_checkpoint(config.output_dir) is not None
     except OSError as error:
         raise UserError(f"The checkpoints in {config.output_dir} cannot be read: {error}") from None
-
-
-def _is_finished(config: Config) -> bool:
-    return config.output_dir is not None and (config.output_dir / "result.json").is_file()
 
 
 def _recorded(config: Config) -> Origin:
