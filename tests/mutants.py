@@ -120,7 +120,7 @@ MUTANTS = [
            "ownership/test_claim.py", "--take-over takes the run of a living owner"),
     Mutant(CLAIM, "                remove_unfinished_writes(directory)", "                pass",
            "ownership/test_lease.py", "a late sleeper: what an earlier owner was writing never gets its name"),
-    Mutant(OWNER, "        if self.machine != machine_id():\n            return None\n", "",
+    Mutant(OWNER, "if self.owner is None or self.owner.machine != machine_id():", "if self.owner is None:",
            "ownership/test_claim.py", "process numbers of another host say nothing"),
     Mutant(OWNER, "    if (removed.owner, removed.inode) != (judged.owner, judged.inode):", "    if False:",
            "ownership/test_claim.py", "a start removes the dead owner that it has judged, and no other one"),

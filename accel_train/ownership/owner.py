@@ -54,12 +54,6 @@ class Owner:
         job = job_id() or elastic_id()
         return cls(token, hostname(), machine_id(), pid, start_time(pid), job, round(time.time(), 3))
 
-    def lives(self) -> bool | None:
-        """Whether the process is alive; None if it is on another machine."""
-        if self.machine != machine_id():
-            return None
-        return not has_ended(self.pid, self.started)
-
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
         since = datetime.fromtimestamp(self.since).isoformat(" ", "seconds")
@@ -82,8 +76,10 @@ class OwnerFile:
         return f"a start that {FILE} does not name" if self.owner is None else str(self.owner)
 
     def lives(self) -> bool | None:
-        """Whether the owner is alive; None if it is on another machine, or not named."""
-        return None if self.owner is None else self.owner.lives()
+        """Whether the owner's process is alive; None if it is on another machine, or not named."""
+        if self.owner is None or self.owner.machine != machine_id():
+            return None
+        return not has_ended(self.owner.pid, self.owner.started)
 
     def seems_alive(self) -> bool:
         """Whether the owner is alive. On another machine: by the time of its file and this machine's clock, which is
