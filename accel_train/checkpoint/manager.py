@@ -109,7 +109,7 @@ class Checkpoints(CheckpointStore):
         if "best-metric" in changes:
             metric = self.config.best_metric or "value"
             self.notes.append(f"the best {metric} so far no longer counts; a new best is recorded from here on")
-        self.changed = tuple(differences(snapshot.state["configuration"], self.config))
+        self.changed = tuple(changes)
         self.rate_before = _rate_in(snapshot.optimizer)
         changed = [key.removeprefix("optim.") for key in changes if key.startswith("optim.")]
         keep = tuple(name for key in changed for name in GROUP_SETTINGS.get(key, (key,)))
@@ -137,8 +137,7 @@ class Checkpoints(CheckpointStore):
             saved = with_older_batchnorm(saved, semantics)
         check_same_images(str(path), semantics, self.pixels)
         counts = snapshot.state.get("samples", samples), samples
-        tables = snapshot.state.get("table", ""), self.table
-        changes = differences(saved, config, counts, tables)
+        changes = differences(saved, config, counts, (snapshot.state.get("table", ""), self.table))
         position = position_in(snapshot, path, config, samples, changes)
         obstacle = obstacle_at(position, snapshot, path, config, samples, changes)
         if not obstacle:
@@ -146,7 +145,7 @@ class Checkpoints(CheckpointStore):
                 check_same_model(named_tensors(self.model), snapshot.model, path)
             except UserError as mismatch:
                 obstacle = f"{mismatch} Give the old settings, or start a new run with another --output-dir."
-        check_changes(saved, config, allow, samples=counts, tables=tables, obstacle=obstacle)
+        check_changes(changes, config, allow, obstacle)
         check_same_pixels(str(path), snapshot.state.get("pixels", IN_MEMORY), self.pixels)
         if "augment.policy" not in changes:
             check_same_policy(str(path), semantics, config.augment.policy)

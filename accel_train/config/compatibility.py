@@ -124,21 +124,14 @@ def not_allowed(changes: Iterable[str], config: Config, allow: Iterable[str]) ->
 
 
 def check_changes(
-    saved: Mapping[str, Any],
-    config: Config,
-    allow: Iterable[str] = (),
-    *,
-    samples: tuple[int, int] | None = None,
-    tables: tuple[str, str] = ("", ""),
-    obstacle: str | None = None,
-) -> dict[str, str]:
-    """Return the `differences` between a checkpoint's `saved` settings and `config`.
+    changes: Mapping[str, str], config: Config, allow: Iterable[str] = (), obstacle: str | None = None
+) -> None:
+    """Raise UserError if `changes`, the `differences` of `config` from a checkpoint's settings, are not allowed.
 
     `allow` names options, or whole groups such as "optim", that may differ although they affect what is learned.
-    Raises UserError if others differ. `obstacle` says why the checkpoint cannot be used even if all changes are
-    allowed: it is an error in any case, and the message then does not propose --allow-change.
+    `obstacle` says why the checkpoint cannot be used even if all changes are allowed: it is an error in any case, and
+    the message then does not propose --allow-change.
     """
-    changes = differences(saved, config, samples, tables)
     refused = not_allowed(changes, config, allow)
     if refused:
         listed = "; ".join(f"{key}: {changes[key]}" for key in refused)
@@ -149,7 +142,6 @@ def check_changes(
         raise UserError(f"The checkpoint was made with other settings: {listed}. {advice}")
     if obstacle:
         raise UserError(obstacle)
-    return changes
 
 
 SEMANTICS = 7
