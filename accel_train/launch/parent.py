@@ -76,7 +76,10 @@ def gpu_asked_for(file: str | None) -> str | None:
             return option
         if not any("accelerate" in Path(word).name for word in command):
             return None  # torchrun
-        file = _on_line(command, "config_file") or _default_config()
+        from accelerate.commands.config import default_config_file
+
+        # Given no file, the launcher reads the one that `accelerate config` writes, if there is one.
+        file = _on_line(command, "config_file") or str(default_config_file)
     if file is None or is_yes((values := _config(file)).get("use_cpu")):
         return None
     return None if values.get("gpu_ids") is None else f"gpu_ids: {values['gpu_ids']} in {file}"
@@ -100,13 +103,6 @@ def _config(file: str) -> dict[str, object]:
         values = yaml.safe_load(read_regular_file(Path(file), follow=True))
         return values if isinstance(values, dict) else {}
     return {}
-
-
-def _default_config() -> str | None:
-    """The file that `accelerate config` writes, which the launcher reads if it is given no other."""
-    from accelerate.commands.config import default_config_file
-
-    return str(default_config_file) if Path(default_config_file).is_file() else None
 
 
 def is_yes(value: object) -> bool:

@@ -105,10 +105,10 @@ def open_console(*, prints: bool, **values: Any) -> Console:
     """The output of a run: if this process `prints`, live on a terminal and in a notebook; else lines. `values`: see
     `Console`."""
     rich = RichConsole(highlight=False)
-    is_live = prints and is_terminal(sys.stdout) and rich.is_terminal and not rich.is_dumb_terminal
-    if prints and rich.is_jupyter:  # what notebook_launcher has forked cannot change the output of a cell
+    is_live = is_terminal(sys.stdout) and rich.is_terminal and not rich.is_dumb_terminal
+    if rich.is_jupyter:  # what notebook_launcher has forked cannot change the output of a cell
         is_live = "RANK" not in os.environ
-    if not is_live:
+    if not (prints and is_live):
         return Console(**values)
     from accel_train.records.terminal import LiveConsole
 

@@ -135,13 +135,13 @@ def _on_main(config: Config) -> tuple[bool, Origin, hub.Weights | None]:
         try:
             weights, info = find_file(model.weights)
         except UserError:
-            if not recorded.weights or recorded.weights != str(model.weights):
+            if recorded.weights != str(model.weights):
                 raise
             return resumes, recorded, None
         origin = dataclasses.replace(origin, weights=str(model.weights))
         if info is not None:
             origin = dataclasses.replace(origin, image_size=info.training_size, mean=info.mean, std=info.std)
-    elif recorded.model and recorded.model == model.name:
+    elif recorded.model == model.name:
         return resumes, recorded, None
     if weights is None:
         return resumes, origin, None

@@ -133,7 +133,6 @@ class Ledger:
                 self.start.last_update, self.start.waiting = event.update, event.waiting
                 self.write()
             case Rewound():
-                self.enter("starting")
                 for start in self.starts:
                     if start.last_update > event.update:
                         start.go_back(event.update)
@@ -241,7 +240,7 @@ class Usage:
         now, cuda = self._joules(), self._device.type == "cuda"
         return Used(
             process_bytes=peak if sys.platform == "darwin" else peak * 1024,
-            device=f"{_uuid(self._device)}" if cuda else "",
+            device=_uuid(self._device) if cuda else "",
             device_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
             joules=None if now is None or self._first is None else now - self._first,
             utilisation=sum(self._busy) / len(self._busy) if self._busy else None,
