@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_train.errors import nearest
+from accel_train.untrusted import json_object
 from accel_train.user_code.reference import CHOSEN_METRICS, parse_reference
 
 
@@ -56,13 +56,6 @@ SIZES = Bound("positive sizes in increasing order", lambda x: list(x) == sorted(
 MILESTONES = Bound("positive epochs in increasing order", lambda x: list(x) == sorted(set(x)) and min(x, default=1) > 0)
 
 
-def _is_mapping(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict) and all(name.isidentifier() for name in json.loads(text))
-    except ValueError:
-        return False
-
-
 SPLIT = Bound(
     "the name of a split (data.val-fraction and data.test-fraction take a part)",
     lambda x: bool(x.strip()) and not x.replace(".", "").isdigit(),
@@ -72,7 +65,10 @@ MODEL_NAME = Bound(
     bool,
     full_name=lambda x: x.removeprefix("timm/"),  # timm's models are called so on the hub
 )
-JSON_OBJECT = Bound("""a JSON object with names as keys, such as '{"depth": 3}'""", _is_mapping)
+JSON_OBJECT = Bound(
+    """a JSON object with names as keys, such as '{"depth": 3}'""",
+    lambda x: (found := json_object(x)) is not None and all(map(str.isidentifier, found)),
+)
 LOSSES = ("cross_entropy", "binary_cross_entropy")
 LOSS_NAME = Bound(
     f"{', '.join(LOSSES)} or FILE.py:FUNCTION",

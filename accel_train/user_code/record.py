@@ -43,14 +43,11 @@ def imports(path: Path) -> dict[str, str]:
         if top in packages:
             found[top] = importlib.metadata.version(packages[top][0])
             continue
-        file = code_file(Reference("", name, "")) or _neighbour(path, name)
+        beside = path.parent.joinpath(*name.split("."))
+        neighbours = (each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file())
+        file = code_file(Reference("", name, "")) or next(neighbours, None)
         found[name] = "not found" if file is None else f"sha256 {file_hash(file)}"
     return found
-
-
-def _neighbour(path: Path, name: str) -> Path | None:
-    beside = path.parent.joinpath(*name.split("."))
-    return next((file for file in (beside.with_suffix(".py"), beside / "__init__.py") if file.is_file()), None)
 
 
 STRINGS = (

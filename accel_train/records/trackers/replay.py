@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
 from filelock import FileLock, Timeout
@@ -40,15 +39,16 @@ def track(run: Path, name: str) -> str:
 def _send(config: Config, run: Path, name: str) -> str:
     PartialState(cpu=True)  # Accelerate's trackers ask it which process they are on
     # The checkpoints and the result first: what they make final is in the lines that are read after them.
-    result, updates = _result(run), list_updates(run / "checkpoints")
+    result, updates = read_result(run), list_updates(run / "checkpoints")
+    is_finished = isinstance(result.get("updates"), int)
     points, saves = read_curves(run)
     position = (updates[-1], saves.get(updates[-1], 0)) if updates else (0, 0)
-    final = [point for point in points if result is not None or point.is_final(position)]
+    final = [point for point in points if is_finished or point.is_final(position)]
     service = create_service(name, config, run)
     try:
         service.open(0, points)
         service.settle(final)
-        if result is not None:
+        if is_finished:
             service.finish(result, (run / "result.json").stat().st_mtime)
         service.close()
     except Exception as error:  # of the tracker's package
@@ -56,8 +56,3 @@ def _send(config: Config, run: Path, name: str) -> str:
     rest = len(points) - len(final)
     waits = f"; {rest} newer steps can be sent after the next checkpoint" if rest else ""
     return f"{name}: sent the curves of {run}, {len(final)} steps{waits}"
-
-
-def _result(run: Path) -> dict[str, Any] | None:
-    values = read_result(run)
-    return values if isinstance(values.get("updates"), int) else None
