@@ -30,7 +30,7 @@ class Bound:
 
 def bytes_of(size: str) -> int:
     """The bytes of a size such as "200GB", "1.5 TB" or "512MiB"; 0 if it is none."""
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([kKMGTP]?)(i?)B", size)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d*)?|\.\d+) ?([kKMGTP]?)(i?)B", size)
     if match is None:
         return 0
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGTP".index(match[2].upper() or " "))

@@ -83,12 +83,11 @@ def _serve(own: Machine, port: int, deadline: float, seconds: float) -> list[str
 
 
 def _read_machine(guest: socket.socket) -> Machine | None:
-    """What a host says of itself; None for a connection of another program."""
+    """What a host says of itself; None for a connection of another program, and for one that is lost."""
     guest.settimeout(READ_SECONDS)
-    values = json_object(_read_line(guest)) or {}
     try:
-        machine = Machine(**values)
-    except TypeError:
+        machine = Machine(**(json_object(_read_line(guest)) or {}))
+    except (OSError, TypeError):
         return None
     texts = isinstance(machine.host, str) and isinstance(machine.version, str)
     return machine if texts and is_count(machine.rank) and is_count(machine.machines) else None

@@ -248,7 +248,7 @@ class Evaluation:
             dict.fromkeys(metrics, math.nan),
             len(labels),
             {name: [None] * classes for name in of_classes},
-            images_of_classes(labels, classes),
+            count_classes(labels, classes),
             labels=labels,
             logits=logits,
             broken=broken,
@@ -277,7 +277,7 @@ class Evaluation:
         return record | ({"class_images": self.images} if self.confusion is None else {"confusion": self.confusion})
 
 
-def images_of_classes(labels: Tensor, classes: int) -> list[int]:
+def count_classes(labels: Tensor, classes: int) -> list[int]:
     """Of each class: images that have it as a label. `labels`: int64 [n], or bool [n, classes]."""
     images = labels.sum(0) if labels.ndim == 2 else torch.bincount(labels, minlength=classes)
     counts: list[int] = images.tolist()

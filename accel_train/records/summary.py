@@ -26,7 +26,7 @@ from accel_train.optim.loss import check_labels
 from accel_train.optim.micro_batch import searches
 from accel_train.optim.schedule import check_schedule
 from accel_train.records.cost.ledger import Ledger
-from accel_train.records.metrics import figures_for, images_of_classes
+from accel_train.records.metrics import count_classes, figures_for
 from accel_train.records.model_info import ModelInfo
 from accel_train.user_code.reference import parse_reference, short_name
 
@@ -130,7 +130,7 @@ def class_counts(splits: Splits) -> str:
 
 
 def _counts_of(source: Source, classes: Sequence[str]) -> str:
-    counts = images_of_classes(source.labels, len(classes))
+    counts = count_classes(source.labels, len(classes))
     absent = [name for name, count in zip(classes, counts, strict=True) if not count]
     if len(classes) <= NAMED and sum(map(len, classes)) <= LONGEST:
         return ", ".join(f"{count:,} {name}" for name, count in zip(classes, counts, strict=True))
@@ -201,7 +201,7 @@ def data_record(splits: Splits) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for name, source in (("train", splits.to_train_on), ("val", splits.validation), ("test", splits.test)):
         if source is not None:
-            counts = images_of_classes(source.labels, len(splits.classes))
+            counts = count_classes(source.labels, len(splits.classes))
             record[name] = {"images": len(source), "class_images": counts}
     return record | {"unreadable": splits.left_out, "unused": splits.ignored}
 

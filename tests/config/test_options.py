@@ -525,7 +525,7 @@ def test_a_url_keeps_its_slashes() -> None:
 @pytest.mark.parametrize(("size", "count"), [("200GB", 2e11), ("1.5 TB", 1.5e12), ("512MiB", 2**29), ("10B", 10)])
 def test_sizes(size: str, count: float) -> None:
     assert bytes_of(size) == count
-    for wrong in (size[:-1], f"~{size}", f"{size}s", "1.2.3GB", "0GB"):
+    for wrong in (size[:-1], f"~{size}", f"{size}s", "1.2.3GB", "0GB", 330 * "9" + "B"):
         assert "--data.cache-size: expected a size such as" in told("digits", "--data.cache-size", wrong)
 
 

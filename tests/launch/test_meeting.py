@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +78,8 @@ def test_nobody_listens_and_another_program_talks(monkeypatch: pytest.MonkeyPatc
                 try:
                     with socket.create_connection(("localhost", port)) as stranger:
                         stranger.sendall(sent)
+                        if not sent:  # it is gone at once, with a reset
+                            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     break
                 except ConnectionRefusedError:
                     time.sleep(0.05)
