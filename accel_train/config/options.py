@@ -230,7 +230,8 @@ def _to_config(recipe: Recipe, given: Mapping[str, Option], mistakes: list[str],
         mistakes += [_misfit(key, expected, config, options) for key, expected in contradictions(config).items()]
     for key in PREFIXES if checks_code else ():
         mistakes += [mistake for text in texts_of(value(config, key)) for mistake in code_mistakes(key, text)]
-    raise_mistakes(mistakes)
+    if mistakes:
+        raise_mistakes(mistakes)
     return config
 
 

@@ -24,6 +24,7 @@ import psutil
 from accel_train.errors import UserError, how_to_get, print_line
 from accel_train.launch.parent import (
     asked_of_accelerate,
+    elastic_id,
     is_launcher,
     launcher_command,
     only_launcher_set,
@@ -57,6 +58,8 @@ class Launch:
     local_world_size: int = 1
     agent: tuple[int, str] | None = field(default=None, compare=False, kw_only=True)
     """The process of accelerate launch or torchrun that started this one: its number and start time (`process`)."""
+    elastic: bool = field(default=False, compare=False, kw_only=True)
+    """Whether agents of torchrun start their processes again when one fails."""
     began: float = field(default_factory=time.time, compare=False, kw_only=True)
     """When this process asked how it was started, which it does before it imports torch; seconds since 1970."""
 
@@ -91,7 +94,7 @@ def prepare_environment(*, bitwise: bool = False) -> Launch:
     env = os.environ
     launch = _detect(env)
     _check_promise(launch, env)
-    launch = replace(launch, agent=_agent(launch))
+    launch = replace(launch, agent=_agent(launch), elastic=bool(elastic_id()))
     if launch.launcher not in NEED_NO_MAPPING:
         address, port = _rendezvous_address(launch, env)
         env.setdefault("MASTER_ADDR", address)

@@ -175,6 +175,7 @@ class Run:
             state.epoch_left_out += window
         self.stopwatch.trained(samples)
         self.pace.update = state.update
+        eta = self.pace.eta_seconds
         self.watchdog.advance(state.update)
         stop, save = self.stop_requests.poll()
         every = config.checkpoint.every_updates
@@ -182,7 +183,7 @@ class Run:
         ends_epoch = plan.updates_left(state.epoch, state.epoch_samples) == 0
         evaluates = config.eval_every_updates is not None and state.update % config.eval_every_updates == 0
         due = stop or self.save_is_due or evaluates or ends_epoch or state.update % config.log_every_updates == 0
-        self.emit(UpdateDone(state.update, state.epoch + 1, self.stopwatch.waiting, self.pace.eta_seconds, due))
+        self.emit(UpdateDone(state.update, state.epoch + 1, self.stopwatch.waiting, eta, due))
         self.usage.look()
         if self.checkpoints.committed or len(self.checkpoints.failures) > self._failures:
             self.report_saves()
