@@ -69,7 +69,7 @@ def build(accelerator: Accelerator, folder: str, seed: int, *, fsdp: bool, **set
     if fsdp:
         assert any(hasattr(parameter, "placements") for parameter in model.parameters())
     config = Config(epochs=2, checkpoint=Checkpoint(**settings))
-    checkpoints = Checkpoints(Path(folder), config, accelerator, model, optimizer, samples=64, ema=ema)
+    checkpoints = Checkpoints(Path(folder), config, accelerator, model, optimizer, samples=64, ema=ema and ema.module)
     return model, optimizer, ema, checkpoints
 
 

@@ -324,7 +324,8 @@ def test_two_versions_of_the_program_do_not_train_together() -> None:
         )
         assert codes == [2, 2] and not worlds, text
         assert "different versions of accel-train: " in text and "(rank " in text, text
-        assert len(set(text.splitlines())) == 1, text  # all raise the same error, which the program prints once
+        if "silent" not in versions:  # who may have said that all is well, and waits for the other in vain
+            assert len(set(text.splitlines())) == 1, text  # all raise the same error, which the program prints once
 
 
 @pytest.mark.ci
