@@ -61,7 +61,7 @@ gpu:
 	else $(MAKE) --no-print-directory $(VENV)/.installed-bench $(VENV)/.installed-test && $(BIN)/python benchmarks/gpu.py $(ARGS); fi
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || echo "Creating $(VENV) and installing into it: this takes some minutes the first time."
+	@test -x $(BIN)/python || echo "Creating $(VENV) and installing into it: this takes a minute or more the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) --only-binary uv uv || true
 	@$(call install,-e '.[report]')
