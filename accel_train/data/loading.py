@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 
 from accel_train.config.groups.augment import check_channels, check_resize
 from accel_train.config.schema import Augment, Config
-from accel_train.data.memory import MemoryLoader, Placement, SideStream, choose_place
+from accel_train.data.memory import MemoryLoader, Place, Placement, choose_place
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, IndexSampler, TrainingSampler
 from accel_train.data.sources.load import IN_MEMORY, resolve_mean_std
@@ -26,6 +26,7 @@ from accel_train.launch.process import core_set, hostname, share_of_cores
 
 if TYPE_CHECKING:
     from accel_train.data.progressive import ProgressiveInput
+    from accel_train.data.side_stream import SideStream
 
 # What `_cores` has returned. A run has an accelerator of its own and up to three pipelines; its entry ends with it.
 _cores_of: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
@@ -229,8 +230,15 @@ def create_input_pipeline(
             pixels=like.loader.pixels if like is not None and isinstance(like.loader, MemoryLoader) else None,
         )
     placement = Placement(place, size_bytes, workers, prefetch)
-    side = SideStream(device) if device.type == "cuda" and place != "device" else None
-    return InputPipeline(loader, transform, len(source), placement, side, splits.multi_label)
+    return InputPipeline(loader, transform, len(source), placement, _side(device, place), splits.multi_label)
+
+
+def _side(device: torch.device, place: Place) -> SideStream | None:
+    if device.type != "cuda" or place == "device":
+        return None
+    from accel_train.data.side_stream import SideStream
+
+    return SideStream(device)
 
 
 def _check_images(augment: Augment, splits: Splits, source: Source, size: int, *, training: bool) -> None:

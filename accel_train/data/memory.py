@@ -1,4 +1,4 @@
-"""Where the pixels of a split are kept during a run: in device memory, in RAM, or on disk; and their way to the device.
+"""Where the pixels of a split are kept during a run: in device memory, in RAM, or on disk.
 
 The batches of a split in memory are made here by index_select, without workers.
 """
@@ -6,7 +6,7 @@ The batches of a split in memory are made here by index_select, without workers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -247,35 +247,3 @@ class MemoryLoader:
 
     def end(self) -> None:
         """Called when a pass ends early. Accelerate's loaders need this; here there is no state to reset."""
-
-
-class SideStream:
-    """Copies batches to a CUDA device on a stream of their own, while it computes.
-
-    Accelerate's loader and MemoryLoader start to copy a batch (non-blocking, from pinned memory) when it is requested.
-    By then the host is ahead of the device, which still has most of the last update to compute. On the stream of that
-    work, the copy would wait for the work, and the next update for the copy. On a separate stream the copy begins at
-    once. Batches are not fetched earlier than the loader would.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        cuda: Any = torch.cuda
-        self.device, self.stream = device, cuda.Stream(device)
-
-    def copied(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yields the same batches (dicts with tensors, or errors). The current stream may use them; the host does not
-        wait for the copy."""
-        iterator, end = iter(batches), object()
-        while True:
-            with torch.cuda.stream(self.stream):
-                batch = next(iterator, end)
-            if batch is end:
-                return
-            here = torch.cuda.current_stream(self.device)
-            here.wait_stream(self.stream)
-            if isinstance(batch, dict):
-                for value in batch.values():
-                    if isinstance(value, Tensor) and value.device == self.device:
-                        value.record_stream(here)  # the other stream owns the memory and must not reuse it early
-            yield batch
-            del batch  # so that its memory is free as soon as the caller drops it
