@@ -14,8 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-# uv installs in half a minute what takes pip three. It knows nothing of pip's settings, so pip serves whoever gets packages
-# from an index of their own, and whom uv does not: then it says why.
+# uv installs in half a minute what takes pip three. But it does not read pip's settings. So pip installs where these name
+# another index, and where uv fails: then pip tries the same, and says what is wrong.
 UV := $(BIN)/uv pip install --python $(BIN)/python --cache-dir $(VENV)/cache --system-certs --quiet -c constraints.txt
 install = { ! $(BIN)/python -m pip config list | grep -qE '\.(index-url|no-index)=' && $(UV) $(1) 2>/dev/null; } || $(PIP) $(1)
 
