@@ -217,7 +217,10 @@ print(len(run.rows("eval")), run.result["world_size"])
 """
     done = helpers.python("-c", script, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "2 2"
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "2 2"
+    told = [line.partition("loss")[0] for line in lines if line.startswith("epoch")]
+    assert told and len(told) == len(set(told))  # by one process alone
 
 
 def told(done: subprocess.CompletedProcess[str]) -> list[Any]:
