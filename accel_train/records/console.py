@@ -26,7 +26,7 @@ from accel_train.records.metrics import headlines
 
 
 class Console:
-    """The output of one run as lines of the logger; a context manager. Only the main process's is told of something."""
+    """The output of one run as lines of the logger; a context manager. That of the main process alone gets events."""
 
     def __init__(
         self,

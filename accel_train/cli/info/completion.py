@@ -79,8 +79,9 @@ def _options() -> dict[str, dict[str, tuple[str, ...]]]:
         if command in OPTIONS_OF_TRAIN:
             shared = {key: kind for key, kind in option_types().items() if key.startswith(OPTIONS_OF_TRAIN[command])}
             types = {**types, **shared}
-        options = [name for name in types if name not in _words(own)]
-        found[command] = {key: ("true", "false") if types[key] is bool else choices(types[key]) for key in options}
+        words = _words(own)
+        options = {key: kind for key, kind in types.items() if key not in words}
+        found[command] = {key: ("true", "false") if kind is bool else choices(kind) for key, kind in options.items()}
     return found
 
 
