@@ -28,7 +28,6 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "find-lr": ("of_recipe.find_lr", "train with growing learning rates, and draw the loss over them"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("of_recipe.recipes", "list the recipes, or print one"),
-    "convert": ("convert", "write a command of timm, torchvision or ultralytics as a recipe"),
     "completion": ("info.completion", "complete commands and options with Tab in your shell"),
     "check-data": ("data", "find unreadable, equal and odd images of a dataset"),
     "index": ("data", "look through image files once, before the first training"),
