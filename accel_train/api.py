@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from accel_train.analysis.inference.predict import Prediction
     from accel_train.analysis.loaded_run import LoadedRun
     from accel_train.analysis.measure import EvaluationResult
-    from accel_train.audit.audit import AuditResult
+    from accel_train.audit import AuditResult
     from accel_train.bench.bench import BenchResult
     from accel_train.bench.lr_finder import LearningRates
     from accel_train.config.declaration import Tta
@@ -190,19 +190,19 @@ def report(*runs: str | os.PathLike[str], **options: Any) -> ReportResult:
 
 
 def check_data(
-    data: Any, *, output: str | Path | None = None, folder: str | Path | None = None, processes: int | None = None
+    data: Any, *, output: str | Path | None = None, json_file: str | Path | None = None, processes: int | None = None
 ) -> AuditResult:
-    """Audit a data set: unreadable, equal, similar and odd images, labels that differ, classes without images.
+    """Find what blocks or spoils a training: unreadable images, empty classes, images in two splits or with two labels.
 
-    `data`: as `train` takes it, such as {"name": "folder", "root": "photos"}. For `output`, `folder` and `processes`
-    see audit/audit.py. It writes the list and audit.json, as the command line does, and no page.
+    `data`: as `train` takes it, such as {"name": "folder", "root": "photos"}. For `output`, `json_file` and `processes`
+    see audit.py. It writes the list and the JSON file, as the command line does.
     """
     prepare_environment()
-    from accel_train.audit.audit import check_data as audit
+    from accel_train.audit import check_data as audit
 
-    places = [None if path is None else Path(path) for path in (output, folder)]
+    places = [None if path is None else Path(path) for path in (output, json_file)]
     with _configured({"data": data}, (), {}) as (config, _):
-        return audit(config.data, output=places[0], folder=places[1], processes=processes)
+        return audit(config.data, output=places[0], json_file=places[1], processes=processes)
 
 
 def index(data: Any, *, verify: bool = False) -> IndexResult:

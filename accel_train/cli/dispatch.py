@@ -29,7 +29,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("of_recipe.recipes", "list the recipes, or print one"),
     "completion": ("info.completion", "complete commands and options with Tab in your shell"),
-    "check-data": ("data", "find unreadable, equal and odd images of a dataset"),
+    "check-data": ("data", "find unreadable and equal images of a dataset, and empty classes"),
     "index": ("data", "look through image files once, before the first training"),
     "shards": ("data", "write a dataset as WebDataset shards, for storage that reads in order"),
     "cache-data": ("data", "preprocess a dataset's images into a single cache file"),
