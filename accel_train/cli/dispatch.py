@@ -17,7 +17,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "submit": ("submit", "submit it to Slurm or PBS, with several seeds and settings"),
     "evaluate": ("of_run.evaluate", "evaluate a run's model on a split"),
     "predict": ("of_run.predict", "classify images with a run's model"),
-    "report": ("of_run.report", "write a page about a run, or compare runs"),
+    "report": ("of_run.report", "write a page about a run, or compare several: metrics, speed, curves"),
     "export": ("of_run.export", "write a run's model for timm, ONNX or torch.export"),
     "track": ("of_run.track", "send a run's curves to TensorBoard, W&B or MLflow"),
     "runs": ("of_run.runs", "list runs: state, epoch, accuracy, age, owner"),
@@ -33,7 +33,6 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "index": ("data", "look through image files once, before the first training"),
     "shards": ("data", "write a dataset as WebDataset shards, for storage that reads in order"),
     "cache-data": ("data", "preprocess a dataset's images into a single cache file"),
-    "scaling": ("of_recipe.bench", "compare the speed of finished runs on different numbers of processes"),
 }
 
 
