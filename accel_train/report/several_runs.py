@@ -12,6 +12,7 @@ import io
 import json
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +168,9 @@ def _differences(runs: Sequence[RunRecords]) -> Table:
             if len({*base}) == len({*values}) == 1:  # no spread to judge by
                 rows.append([*row, "", ""])
                 continue
-            test = ttest_ind(values, base, equal_var=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # nearly equal values: the p-value says it
+                test = ttest_ind(values, base, equal_var=False)
             low, high = test.confidence_interval(0.95)
             rows.append([*row, f"{low:+{form}} to {high:+{form}}", f"{test.pvalue:.2g}"])
     head = ["metric", "setting", "against", "difference", "95 % interval", "p (Welch)"]
