@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from accel_train.audit import AuditResult
     from accel_train.bench.bench import BenchResult
     from accel_train.bench.lr_finder import LearningRates
-    from accel_train.config.declaration import Tta
     from accel_train.config.schema import Config
     from accel_train.data.tools.index import IndexResult
     from accel_train.data.tools.shards import ShardsResult
@@ -110,7 +109,6 @@ def evaluate(
     split: str = "test",
     checkpoint: str | Path | None = None,
     keep_predictions: bool = False,
-    tta: Tta = "none",
     trust_code: bool = False,
     model: Any = None,
     data: Any = None,
@@ -119,15 +117,15 @@ def evaluate(
     """Evaluate a run's model on every sample of a split. Collective; unlike the command line it writes no files.
 
     `options`: other data, as on the command line: "--data.root", "elsewhere". `keep_predictions`: also return the label
-    and the logits of each sample, on the main process. `tta`: "flip" or "ten-crop", the mean of the probabilities over
-    views of each image: analysis/inference/tta.py. `model`, `data`, `metrics`: objects, as `train` takes them.
+    and the logits of each sample, on the main process.
+    `model`, `data`, `metrics`: objects, as `train` takes them.
     """
     launch = prepare_environment()
     with _objects_of(run, metrics, model=model, data=data):
         from accel_train.analysis.evaluate_run import evaluate_run
 
         file = None if checkpoint is None else Path(checkpoint)
-        settings: dict[str, Any] = {"keep_predictions": keep_predictions, "trust_code": trust_code, "tta": tta}
+        settings: dict[str, Any] = {"keep_predictions": keep_predictions, "trust_code": trust_code}
         return evaluate_run(launch, Path(run), split=split, checkpoint=file, overrides=options, **settings)
 
 
@@ -137,35 +135,19 @@ def predict(
     *,
     top_k: int | None = None,
     threshold: float | None = None,
-    tta: Tta = "none",
-    embeddings: bool = False,
-    layer: str | None = None,
-    page: str | Path | None = None,
     trust_code: bool = False,
 ) -> list[Prediction]:
     """Return the most probable classes of image files, the most probable one first, in the order of `images`.
 
     `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
-    `threshold` (default: 0.5), which only such runs take. `tta`: as in `evaluate`. `embeddings`: each
-    prediction has an `embedding`, float32 [features]: what the model computes before its last layer, or the outputs of
-    its module `layer`, the mean over the positions in the image. `page`: also write the images with their classes to
-    this HTML file, see report/predictions/predictions.py.
+    `threshold` (default: 0.5), which only such runs take.
 
     The prediction of a file that cannot be read has no classes, but an `error`.
     """
     if isinstance(images, (str, os.PathLike)):
         raise UserError(f"images: expected a list of paths, found one: give [{os.fspath(images)!r}].")
     loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, os.PathLike)) else run
-    asked: dict[str, Any] = {"top_k": top_k, "threshold": threshold, "tta": tta}
-    files = [Path(image) for image in images]
-    if page is None:
-        return loaded.predict(files, embeddings=embeddings, layer=layer, **asked)
-    from accel_train.report.predictions.predictions import keeping_page
-    from accel_train.report.shared.render import check_page
-
-    check_page("--page", Path(page))
-    found = loaded.predict(files, embeddings=embeddings, layer=layer, **asked)
-    return list(keeping_page(found, loaded, Path(page), tta=tta))
+    return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold)
 
 
 def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:

@@ -249,7 +249,7 @@ def test_each_slip_in_a_recipe_is_told_with_its_line(tmp_path: Path, content: by
         ("precision", "--mixed_precision bf16 …; see accelerate_configs/. (bf16, fp16 or no.)"),
         ("max-steps", "Did you mean 'stop.updates'?"),
         ("min-epochs", "A run ends after its epochs"),
-        ("tta", "A training evaluates each image once; a finished run: `accel-train evaluate RUN --tta flip`"),
+        ("tta", "Each image is evaluated once; docs/evaluate.md"),
         ("crop-pct", "Did you mean 'augment.crop-fraction'?"),
         ("deterministic", "see bitwise"),
     ],
