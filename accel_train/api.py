@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from accel_train.data.tools.shards import ShardsResult
     from accel_train.doctor.doctor import Diagnosis
     from accel_train.export.export import ExportResult
-    from accel_train.report.preview.preview import PreviewResult
+    from accel_train.report.preview import PreviewResult
     from accel_train.report.report import ReportResult
     from accel_train.run.ending import TrainingResult
 
@@ -227,14 +227,14 @@ def bench(recipe: str | Path | Mapping[str, Any], *words: str, place: str | Path
 
 
 def preview(
-    recipe: str | Path | Mapping[str, Any], *words: str, output: str | Path = "preview.html", images: int = 12
+    recipe: str | Path | Mapping[str, Any], *words: str, output: str | Path = "preview.png", images: int = 8
 ) -> PreviewResult:
-    """Write a page with the images that the model of a recipe will see: see report/preview/preview.py."""
+    """Write a PNG with the images that the model of a recipe will see: see report/preview.py."""
     launch = prepare_environment()
-    from accel_train.report.preview.preview import preview as write_page
+    from accel_train.report.preview import preview as write_picture
 
     with _configured(recipe, words, {}) as (config, _):
-        return write_page(launch, config, Path(output), images=images)
+        return write_picture(launch, config, Path(output), images=images)
 
 
 def find_lr(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> LearningRates:

@@ -24,7 +24,7 @@ COMMANDS = {  # name -> (its module in this folder, what it does); its function 
     "doctor": ("doctor", "look for what will go wrong in the next twenty hours"),
     "meet": ("meet", "wait for the other hosts before the launcher, and name the missing"),
     "bench": ("of_recipe.bench", "measure how close the trainer comes to the device's limit"),
-    "preview": ("of_recipe.preview", "write a page with the images that the model will see"),
+    "preview": ("of_recipe.preview", "write a picture of the images that the model will see"),
     "find-lr": ("of_recipe.find_lr", "train with growing learning rates, and draw the loss over them"),
     "init": ("init", "write config files, job scripts and a commented recipe into a folder"),
     "recipes": ("of_recipe.recipes", "list the recipes, or print one"),

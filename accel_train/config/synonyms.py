@@ -101,7 +101,7 @@ A resumed run goes on in its own W&B run; W&B's variables WANDB_PROJECT and WAND
     profile profiler
 `accel-train report RUN` writes a page with curves, tables and the worst images.
     plots visualize
-`accel-train preview RECIPE` writes a page with training images as the model will see them.
+`accel-train preview RECIPE` writes a picture of training images as the model will see them.
     save-images
 With a GPU, memory from which it copies is always pinned.
     pin-mem pin-memory
