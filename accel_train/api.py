@@ -29,16 +29,15 @@ if TYPE_CHECKING:
     from accel_train.analysis.inference.predict import Prediction
     from accel_train.analysis.loaded_run import LoadedRun
     from accel_train.analysis.measure import EvaluationResult
-    from accel_train.audit.audit import AuditResult
+    from accel_train.audit import AuditResult
     from accel_train.bench.bench import BenchResult
     from accel_train.bench.lr_finder import LearningRates
-    from accel_train.config.declaration import Tta
     from accel_train.config.schema import Config
     from accel_train.data.tools.index import IndexResult
     from accel_train.data.tools.shards import ShardsResult
     from accel_train.doctor.doctor import Diagnosis
     from accel_train.export.export import ExportResult
-    from accel_train.report.preview.preview import PreviewResult
+    from accel_train.report.preview import PreviewResult
     from accel_train.report.report import ReportResult
     from accel_train.run.ending import TrainingResult
 
@@ -110,7 +109,6 @@ def evaluate(
     split: str = "test",
     checkpoint: str | Path | None = None,
     keep_predictions: bool = False,
-    tta: Tta = "none",
     trust_code: bool = False,
     model: Any = None,
     data: Any = None,
@@ -119,15 +117,15 @@ def evaluate(
     """Evaluate a run's model on every sample of a split. Collective; unlike the command line it writes no files.
 
     `options`: other data, as on the command line: "--data.root", "elsewhere". `keep_predictions`: also return the label
-    and the logits of each sample, on the main process. `tta`: "flip" or "ten-crop", the mean of the probabilities over
-    views of each image: analysis/inference/tta.py. `model`, `data`, `metrics`: objects, as `train` takes them.
+    and the logits of each sample, on the main process.
+    `model`, `data`, `metrics`: objects, as `train` takes them.
     """
     launch = prepare_environment()
     with _objects_of(run, metrics, model=model, data=data):
         from accel_train.analysis.evaluate_run import evaluate_run
 
         file = None if checkpoint is None else Path(checkpoint)
-        settings: dict[str, Any] = {"keep_predictions": keep_predictions, "trust_code": trust_code, "tta": tta}
+        settings: dict[str, Any] = {"keep_predictions": keep_predictions, "trust_code": trust_code}
         return evaluate_run(launch, Path(run), split=split, checkpoint=file, overrides=options, **settings)
 
 
@@ -137,35 +135,19 @@ def predict(
     *,
     top_k: int | None = None,
     threshold: float | None = None,
-    tta: Tta = "none",
-    embeddings: bool = False,
-    layer: str | None = None,
-    page: str | Path | None = None,
     trust_code: bool = False,
 ) -> list[Prediction]:
     """Return the most probable classes of image files, the most probable one first, in the order of `images`.
 
     `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
-    `threshold` (default: 0.5), which only such runs take. `tta`: as in `evaluate`. `embeddings`: each
-    prediction has an `embedding`, float32 [features]: what the model computes before its last layer, or the outputs of
-    its module `layer`, the mean over the positions in the image. `page`: also write the images with their classes to
-    this HTML file, see report/predictions/predictions.py.
+    `threshold` (default: 0.5), which only such runs take.
 
     The prediction of a file that cannot be read has no classes, but an `error`.
     """
     if isinstance(images, (str, os.PathLike)):
         raise UserError(f"images: expected a list of paths, found one: give [{os.fspath(images)!r}].")
     loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, os.PathLike)) else run
-    asked: dict[str, Any] = {"top_k": top_k, "threshold": threshold, "tta": tta}
-    files = [Path(image) for image in images]
-    if page is None:
-        return loaded.predict(files, embeddings=embeddings, layer=layer, **asked)
-    from accel_train.report.predictions.predictions import keeping_page
-    from accel_train.report.shared.render import check_page
-
-    check_page("--page", Path(page))
-    found = loaded.predict(files, embeddings=embeddings, layer=layer, **asked)
-    return list(keeping_page(found, loaded, Path(page), tta=tta))
+    return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold)
 
 
 def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:
@@ -190,19 +172,19 @@ def report(*runs: str | os.PathLike[str], **options: Any) -> ReportResult:
 
 
 def check_data(
-    data: Any, *, output: str | Path | None = None, folder: str | Path | None = None, processes: int | None = None
+    data: Any, *, output: str | Path | None = None, json_file: str | Path | None = None, processes: int | None = None
 ) -> AuditResult:
-    """Audit a data set: unreadable, equal, similar and odd images, labels that differ, classes without images.
+    """Find what blocks or spoils a training: unreadable images, empty classes, images in two splits or with two labels.
 
-    `data`: as `train` takes it, such as {"name": "folder", "root": "photos"}. For `output`, `folder` and `processes`
-    see audit/audit.py. It writes the list and audit.json, as the command line does, and no page.
+    `data`: as `train` takes it, such as {"name": "folder", "root": "photos"}. For `output`, `json_file` and `processes`
+    see audit.py. It writes the list and the JSON file, as the command line does.
     """
     prepare_environment()
-    from accel_train.audit.audit import check_data as audit
+    from accel_train.audit import check_data as audit
 
-    places = [None if path is None else Path(path) for path in (output, folder)]
+    places = [None if path is None else Path(path) for path in (output, json_file)]
     with _configured({"data": data}, (), {}) as (config, _):
-        return audit(config.data, output=places[0], folder=places[1], processes=processes)
+        return audit(config.data, output=places[0], json_file=places[1], processes=processes)
 
 
 def index(data: Any, *, verify: bool = False) -> IndexResult:
@@ -245,14 +227,14 @@ def bench(recipe: str | Path | Mapping[str, Any], *words: str, place: str | Path
 
 
 def preview(
-    recipe: str | Path | Mapping[str, Any], *words: str, output: str | Path = "preview.html", images: int = 12
+    recipe: str | Path | Mapping[str, Any], *words: str, output: str | Path = "preview.png", images: int = 8
 ) -> PreviewResult:
-    """Write a page with the images that the model of a recipe will see: see report/preview/preview.py."""
+    """Write a PNG with the images that the model of a recipe will see: see report/preview.py."""
     launch = prepare_environment()
-    from accel_train.report.preview.preview import preview as write_page
+    from accel_train.report.preview import preview as write_picture
 
     with _configured(recipe, words, {}) as (config, _):
-        return write_page(launch, config, Path(output), images=images)
+        return write_picture(launch, config, Path(output), images=images)
 
 
 def find_lr(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any) -> LearningRates:

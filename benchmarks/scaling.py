@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,66 @@ import document
 import turns
 from trainer import trainer
 
-from accel_train.bench.scaling import Point, plot, speed_ups
 from accel_train.bench.statistics import spread
 from accel_train.cli.table import print_table
+from accel_train.errors import counted
+from accel_train.report.shared.plots import import_pyplot, save
 
 WARM_UP = 3  # rounds
 STRONG, WEAK = "fixed global batch", "fixed batch per process"
 CPU = document.ROOT / "accelerate_configs" / "multi_cpu.yaml"
+
+
+@dataclass(frozen=True)
+class Point:
+    """The speed of one run. `speed_up` is relative to the run with the fewest processes.
+
+    `efficiency`: the speed-up divided by that of linear growth.
+    """
+
+    processes: int
+    images_per_second: float
+    speed_up: float
+    efficiency: float
+
+
+def speed_ups(speeds: Mapping[int, float]) -> list[Point]:
+    """Return a Point for each entry of `speeds`: images/s of all processes together, by their number; not empty."""
+    fewest = min(speeds)
+    points = []
+    for processes, speed in sorted(speeds.items()):
+        speed_up = speed / speeds[fewest]
+        points.append(Point(processes, speed, speed_up, speed_up * fewest / processes))
+    return points
+
+
+def plot(curves: Mapping[str, list[Point]], path: Path) -> None:
+    """Draw the speed-up over the number of processes as an SVG file, with linear growth as a dashed line.
+
+    `curves`: by name; the names are shown if there are several. All begin with the same number of processes. Raises
+    UserError if matplotlib is not installed.
+    """
+    figure, axis = import_pyplot().subplots(figsize=(5, 3.75), layout="constrained")
+    processes = sorted({point.processes for points in curves.values() for point in points})
+    fewest = processes[0]
+    axis.plot([0, processes[-1]], [0, processes[-1] / fewest], color="grey", linestyle="--", linewidth=1)
+    for number, (name, points) in enumerate(curves.items()):
+        line = [(point.processes, point.speed_up) for point in points]
+        axis.plot(*zip(*line, strict=True), marker="o", label=name, color=f"C{number}")
+        for point, place in zip(points, line, strict=True):
+            text = f"{point.speed_up:.2f}x ({point.efficiency:.0%})"
+            # The labels of the first curve are above its points, those of the others below theirs.
+            shift = (-4, 8) if number == 0 else (4, -14)
+            side = "right" if number == 0 else "left"
+            axis.annotate(text, place, shift, textcoords="offset points", ha=side, color=f"C{number}", fontsize=8)
+    axis.set(
+        xlabel="processes", ylabel=f"speed-up over {counted(fewest, 'process')}", xticks=processes,
+        xlim=(0, processes[-1] * 1.25), ylim=(0, None),
+    )  # fmt: skip
+    axis.set_title("speed-up (efficiency)", fontsize=10)
+    if len(curves) > 1:
+        axis.legend(loc="upper left")
+    save(figure, path)
 
 
 def main() -> None:

@@ -59,14 +59,6 @@ def plant(root: Path) -> None:
         image.save(root / "train/dog/seen.png")  # another split, as another file
     (root / "train/cat/1_copy.jpg").write_bytes((cat / "1.jpg").read_bytes())
     (root / "val/cat/smaller.jpg").write_bytes(jpeg(scene(3, 93, 80).resize((60, 52)), 40))  # like train/cat/2.jpg
-    Image.new("RGB", (90, 80), (9, 40, 80)).save(dog / "blue.png")
-    Image.fromarray(np.random.default_rng(0).integers(3, 9, (80, 90, 3), dtype=np.uint8)).save(dog / "night.png")
-    scene(501).convert("L").save(dog / "grey.png")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    (dog / "turned.jpg").write_bytes(jpeg(scene(502), exif=exif))
-    scene(503, 900, 80).save(dog / "panorama.jpg")
-    scene(504, 15, 12).save(dog / "icon.png")
     for split in SPLITS:
         (root / split / "fish").mkdir()
         (root / split / "owl").mkdir()

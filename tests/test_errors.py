@@ -76,7 +76,6 @@ OF_ITS_OWN = {
     "records/terminal.py": "the display",
     "cli/info/help.py": "styles",
     "cli/info/completion.py": "a script, of our own words alone",
-    "run/monitor.py": "a process of its own, which says one sentence",
     "cli/train.py": "--config-only, which is a file: see plan_text",
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "accel_train"
 # From the top to the bottom: a file imports from rooms further down, and from its own.
 ROOMS = """
-__main__ preflight cli api doctor bench export audit report analysis convert parts train run training_setup evaluate
+__main__ preflight cli api doctor bench export audit report analysis parts train run training_setup evaluate
 cluster records checkpoint ownership optim data models launch config user_code starter untrusted keyed exact_sum files
 errors __init__
 """.split()  # noqa: SIM905
@@ -20,7 +20,7 @@ loading progressive held_out torch_loader workers side_stream memory tools trans
 worker_processes order compat __init__
 """.split()  # noqa: SIM905
 # What is not needed to train, and what starts both.
-APART = ("doctor", "bench", "export", "audit", "report", "analysis", "convert", "parts", "cluster", "data.tools")
+APART = ("doctor", "bench", "export", "audit", "report", "analysis", "parts", "cluster", "data.tools")
 ABOVE = ("cli", "api", "preflight", "__main__")
 
 

@@ -12,13 +12,11 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import nn
 
-from accel_train.analysis.inference.tta import check_tta
 from accel_train.analysis.load_run import empty_model, read_config
 from accel_train.analysis.measure import EvaluationResult, Subject, measure
 from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
 from accel_train.checkpoint.weights import RunWeights, weights_of_run
 from accel_train.config.compatibility import SEMANTICS, check_same_images, check_same_splits
-from accel_train.config.declaration import Tta
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict
 from accel_train.data.sources.files.encoded import EncodedImages
@@ -42,16 +40,14 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     trust_code: bool = False,
     keep_predictions: bool = False,
-    tta: Tta = "none",
 ) -> EvaluationResult:
     """Evaluate the model of the run in the folder `run`, and its EMA if there is one.
 
     `split`: "train" (without augmentation), "val" or "test". `checkpoint`: see `find_weights`. `overrides`: options
     that replace the run's data settings (--data.KEY VALUE). `trust_code`: see `read_config`. `keep_predictions`:
-    return the logits, of the EMA, or of the model if there is none. `tta`: see analysis/inference/tta.py. Collective.
+    return the logits, of the EMA, or of the model if there is none. Collective.
     Raises UserError.
     """
-    check_tta(tta)
     config, info = _open(run, overrides, trust_code=trust_code)
     accelerator = create_accelerator(launch)
     # The main process's: a run that trains may have deleted them before the others could read them.
@@ -69,7 +65,7 @@ def evaluate_run(
     if last in read:
         about["sha256"] = read[last].sha256
     models = {name: _load(config, info, accelerator, read.get(name)) for name in files}
-    subject = Subject(config, splits, split, info.image_size, models, names, str(run), about, tta=tta)
+    subject = Subject(config, splits, split, info.image_size, models, names, str(run), about)
     _check_fit(splits, info, run)
     if config.metrics:
         subject = dataclasses.replace(subject, own_metrics=_own_metrics(subject, accelerator))

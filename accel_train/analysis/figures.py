@@ -112,11 +112,11 @@ def interval_text(interval: Sequence[float] | None) -> str:
     return "" if interval is None else f"{100 * interval[0]:.1f} … {interval[1]:.1%}"
 
 
-def softmax(logits: npt.NDArray[np.float32], temperature: float = 1.0) -> Floats:
+def softmax(logits: npt.NDArray[np.float32]) -> Floats:
     """Probabilities float64 [n, classes]."""
     from scipy.special import softmax as scipy_softmax
 
-    probabilities: Floats = scipy_softmax(logits.astype(np.float64) / temperature, axis=1)
+    probabilities: Floats = scipy_softmax(logits.astype(np.float64), axis=1)
     return probabilities
 
 
@@ -138,39 +138,6 @@ def calibration(probabilities: Floats, labels: npt.NDArray[np.int64]) -> tuple[f
             diagram.append({"confidence": mean, "accuracy": accuracy, "count": int(inside.sum())})
     error = sum(entry["count"] * abs(entry["accuracy"] - entry["confidence"]) for entry in diagram) / len(labels)
     return error, diagram
-
-
-def negative_log_likelihood(
-    logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int64], temperature: float = 1.0
-) -> float:
-    """The mean cross-entropy of the logits divided by `temperature`."""
-    from scipy.special import logsumexp
-
-    scaled = logits.astype(np.float64) / temperature
-    return float((logsumexp(scaled, axis=1) - scaled[np.arange(len(labels)), labels]).mean())
-
-
-TEMPERATURES = (0.01, 100.0)  # the bounds of the search for one
-NO_TEMPERATURE = f"a bound of the search ({TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}) is as good as any on"
-"""Why no temperature is shown as fitted on a split, whose name follows."""
-
-
-def fit_temperature(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.int64]) -> tuple[float, bool]:
-    """The temperature by which to divide logits so that their negative log-likelihood is lowest (Guo et al. 2017,
-    section 4.2), within TEMPERATURES, and whether there is such a one: if each sample is predicted right, or if the
-    logits tell nothing, it is as low at a bound. Fit it on samples that the model was not trained on."""
-    from scipy.optimize import minimize_scalar
-
-    # The likelihood has one minimum in 1 / temperature, and so in its logarithm.
-    found = minimize_scalar(
-        lambda exponent: negative_log_likelihood(logits, labels, float(np.exp(exponent))),
-        bounds=(math.log(TEMPERATURES[0]), math.log(TEMPERATURES[1])),
-        method="bounded",
-        options={"xatol": 1e-6},
-    )
-    value = float(np.exp(found.x))
-    at_bounds = min(negative_log_likelihood(logits, labels, bound) for bound in TEMPERATURES)
-    return value, at_bounds > negative_log_likelihood(logits, labels, value)
 
 
 def figure_rows(

@@ -13,14 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from accel_train.analysis.inference.calibrated import Calibration, find_calibration, not_with_views
-from accel_train.analysis.inference.embeddings import Embeddings
 from accel_train.analysis.inference.predict import Prediction, classify_files
 from accel_train.analysis.inference.preprocessing import Preprocessing
-from accel_train.analysis.inference.tta import check_tta, size_of_images, with_tta
 from accel_train.analysis.load_run import empty_model, read_config
 from accel_train.checkpoint.weights import one_of_run
-from accel_train.config.declaration import Tta
 from accel_train.config.schema import Config
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
@@ -44,8 +40,6 @@ class LoadedRun:
     weights: Path
     """The file of the model's weights: the EMA's if the run has one. A run that trains may have deleted it."""
     preprocessing: Preprocessing
-    calibration: Calibration
-    """Whether the probabilities of `predict` are calibrated, and by what."""
 
     def __repr__(self) -> str:
         info, result = self.info, self.result or {}
@@ -95,20 +89,12 @@ class LoadedRun:
         return self.preprocessing.to_input(self.preprocessing.resize(image))[0]
 
     def predict(
-        self,
-        images: Sequence[Path],
-        *,
-        top_k: int | None = None,
-        threshold: float | None = None,
-        tta: Tta = "none",
-        embeddings: bool = False,
-        layer: str | None = None,
+        self, images: Sequence[Path], *, top_k: int | None = None, threshold: float | None = None
     ) -> list[Prediction]:
         """The most probable classes of image files: see `api.predict`."""
         if top_k is None and not self.info.multi_label:
             top_k = 5
-        found = self.classify(list(images), top_k, threshold, tta=tta, embeddings=embeddings, layer=layer)
-        return list(found)
+        return list(self.classify(list(images), top_k, threshold))
 
     def classify(
         self,
@@ -116,31 +102,12 @@ class LoadedRun:
         top_k: int | None,
         threshold: float | None = None,
         max_pixels: int | None = None,
-        tta: Tta = "none",
-        *,
-        embeddings: bool = False,
-        layer: str | None = None,
         **options: Any,
     ) -> Iterator[Prediction]:
-        """Yield the prediction of each file. `max_pixels`: None: as in training. `tta`: see inference/tta.py.
-        `embeddings`: with its embedding, by `layer` (see inference/embeddings.py). For `options` see `classify_files`.
+        """Yield the prediction of each file. `max_pixels`: None: as in training. For `options` see `classify_files`.
         Raises UserError."""
-        check_tta(tta)
-        if embeddings and tta != "none":
-            raise UserError(f"--embeddings: they are of one view of an image; leave out --tta {tta}.")
-        options["embeddings"] = Embeddings(self.model, layer) if embeddings else None
-        info, augment, prepared = self.info, self.config.augment, self.preprocessing
-        size = size_of_images(tta, augment, info.image_size, one_size=info.native_size is not None)
-        if size != info.image_size:
-            prepared = Preprocessing(info.at_size(size), augment, prepared.device)
-        model = with_tta(self.model, tta, info.image_size, multi_label=info.multi_label)
         most = max_pixels or self.config.data.max_pixels
-        scaled = self.calibration_with(tta).temperature
-        return classify_files(model, prepared, info, files, top_k, threshold, most, temperature=scaled, **options)
-
-    def calibration_with(self, tta: Tta) -> Calibration:
-        """Whether the probabilities are calibrated: not with test-time augmentation."""
-        return self.calibration if tta == "none" else not_with_views(tta)
+        return classify_files(self.model, self.preprocessing, self.info, files, top_k, threshold, most, **options)
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind: "train", "eval", "checkpoint" or "event". A torn line is left out."""
@@ -187,5 +154,4 @@ def load(
     model = empty_model(settings, info)
     chosen.load_into(model)
     preprocessing = Preprocessing(info, config.augment, device)
-    calibration = find_calibration(run, chosen.file, info, config.augment)
-    return LoadedRun(run, config, info, model.eval().to(device), chosen.file, preprocessing, calibration)
+    return LoadedRun(run, config, info, model.eval().to(device), chosen.file, preprocessing)

@@ -15,23 +15,12 @@ import numpy.typing as npt
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from accel_train.analysis.figures import (
-    calibration,
-    fit_temperature,
-    multi_label_figures,
-    negative_log_likelihood,
-    single_label_figures,
-    softmax,
-)
-from accel_train.analysis.inference.calibrated import fitted_with
-from accel_train.analysis.inference.tta import size_of_images, with_tta
+from accel_train.analysis.figures import multi_label_figures, single_label_figures
 from accel_train.analysis.predictions import Predictions
-from accel_train.config.declaration import Tta
 from accel_train.config.schema import Config, as_dict
 from accel_train.data.loading import create_input_pipeline, evaluation_batch_size
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits
-from accel_train.data.sources.splits import has_one_size
 from accel_train.errors import LOGGER, UserError, counted
 from accel_train.evaluate import evaluate
 from accel_train.files import atomic_write
@@ -58,8 +47,6 @@ class Subject:
     about: Mapping[str, Any]
     """For `Predictions.about`."""
     own_metrics: OwnMetrics | None = None
-    tta: Tta = "none"
-    """The views of each image over which the probabilities are averaged."""
 
     @property
     def last(self) -> str:
@@ -124,9 +111,8 @@ class EvaluationResult:
 
     @property
     def name(self) -> str:
-        """The split; with test-time augmentation also that: its figures do not replace those of the plain model."""
-        tta = self.figures.get("tta")
-        return str(self.figures["split"]) + (f"-tta-{tta}" if tta else "")
+        """The split."""
+        return str(self.figures["split"])
 
     def file(self, run: Path) -> Path:
         """Where the newest figures of the run are kept."""
@@ -141,34 +127,25 @@ def measure(subject: Subject, accelerator: Accelerator, *, keep_predictions: boo
     models = {name: model.to(accelerator.device) for name, model in subject.models.items()}
     for model in models.values():  # the same architecture, so the same layout
         layout = use_fastest_memory_format(accelerator, model)
-    tta, several = subject.tta, splits.multi_label
-    models = {name: with_tta(model, tta, subject.size, multi_label=several) for name, model in models.items()}
-    size = size_of_images(tta, config.augment, subject.size, one_size=has_one_size(source))
 
-    def evaluated(model: nn.Module, samples: Source, own: OwnMetrics | None = None) -> Evaluation:
-        sampler = EvaluationSampler(len(samples), processes * evaluation_batch_size(config, len(samples)))
+    def evaluated(model: nn.Module) -> Evaluation:
+        sampler = EvaluationSampler(len(source), processes * evaluation_batch_size(config, len(source)))
         pipeline = create_input_pipeline(
-            config, splits, samples, sampler, accelerator, training=False, size=size, memory_format=layout
+            config, splits, source, sampler, accelerator, training=False, size=subject.size, memory_format=layout
         )
-        return evaluate(accelerator, model, pipeline, keep_logits=True, own=own)
+        return evaluate(accelerator, model, pipeline, keep_logits=True, own=subject.own_metrics)
 
     if accelerator.is_main_process:
         world = f"{counted(processes, 'process')} on {accelerator.device.type}"
         model_name, data_name = short_name("model.name", config.model.name), short_name("data.name", config.data.name)
-        images = f"{len(source):,} images, {world}" + f", test-time augmentation: {tta}" * (tta != "none")
+        images = f"{len(source):,} images, {world}"
         LOGGER.info(f"{subject.title}: {model_name} on {data_name} {subject.split}, {images}")
-    evaluations = {name: evaluated(model, source, subject.own_metrics) for name, model in models.items()}
-    # A temperature must be fitted on other images than those that it is measured on.
-    fit_on = splits.validation if subject.split == "test" and not splits.multi_label else None
-    fitted = evaluated(models[subject.last], fit_on) if fit_on else None
+    evaluations = {name: evaluated(model) for name, model in models.items()}
     last = evaluations[subject.last]
     about = {"split": subject.split, "data": as_dict(config.data), "time": began.isoformat(timespec="seconds")}
-    about |= {} if tta == "none" else {"tta": tta}
 
     def figures() -> dict[str, Any]:
         records = {name: _record(evaluation, subject.names[name]) for name, evaluation in evaluations.items()}
-        if fitted is not None:
-            records[subject.last] |= _temperature(subject, fitted, last)
         found = {**about, "processes": processes, "classes": subject.splits.classes, **records}
         return dict(json.loads(json.dumps(found)))  # plain lists and numbers, as a file has them
 
@@ -194,25 +171,6 @@ def _predictions(subject: Subject, source: Source, evaluation: Evaluation, about
         classes=subject.splits.classes,
         about={**subject.about, **about},
     )
-
-
-def _temperature(subject: Subject, fitted: Evaluation, tested: Evaluation) -> dict[str, Any]:
-    """{"temperature": …}: the one that suits the validation split, and what it makes of the tested one. {} if there are
-    logits that are not finite."""
-    given, logits, labels = _array(fitted.logits), _array(tested.logits), _array(tested.labels)
-    if not (np.isfinite(given).all() and np.isfinite(logits).all()):
-        return {}
-    value, is_fitted = fit_temperature(given, _array(fitted.labels))
-    temperature = {
-        "value": value,
-        "at_bound": not is_fitted,
-        "split": "val",
-        "count": fitted.count,
-        **fitted_with(subject.about.get("sha256", ""), subject.size, subject.config.augment),
-        "loss": negative_log_likelihood(logits, labels, value),
-        "calibration_error": calibration(softmax(logits, value), labels)[0],
-    }
-    return {"temperature": temperature}
 
 
 def _record(evaluation: Evaluation, weights: str) -> dict[str, Any]:

@@ -59,20 +59,19 @@ class _Images(_Data):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckData(_Images):
-    """Audit a dataset: unreadable, equal, similar and odd images, labels that differ, classes without images.
+    """Find what blocks or spoils a training: unreadable images, empty classes, images in two splits or with two labels.
 
-    Every image is decoded once. What was found is printed and written to audit.json and audit.html, with pictures. Give
-    the list of unreadable images to training as --data.skip-unreadable. If the command is killed, the same command
-    continues; a later one looks at new and changed files only. The exit code is 1 if a training would end with an
-    error: because of unreadable images, class folders without any, or rows of a table without files.
+    Every image is decoded once. What was found is printed and written to a JSON file. Give the list of unreadable
+    images to training as --data.skip-unreadable. The exit code is 1 if a training would end with an error: because of
+    unreadable images, class folders without any, or rows of a table without files.
     """
 
     output: Path | None = None
     """List of unreadable images, a path a line; default: unreadable-NAME.txt, NAME of the data's folder or file."""
-    folder: Path | None = None
-    """Folder for audit.json and audit.html; default: audit-NAME beside the list."""
+    json: Path | None = None
+    """The JSON file; default: audit-NAME.json beside the list."""
     strict: bool = False
-    """Exit with 1 if there is anything that you must decide on, such as an image in two splits."""
+    """Exit with 1 if anything was found, such as an image in two splits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,18 +163,14 @@ def check_data(arguments: Sequence[str]) -> int:
     """Run `accel-train check-data`; return the exit code."""
     options, _ = parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
     with importing(options.name):
-        from accel_train.audit import audit, page, summary
+        from accel_train import audit
 
     result = audit.check_data(
-        options.data(), output=options.output, folder=options.folder, processes=options.processes, shows_progress=True
+        options.data(), output=options.output, json_file=options.json, processes=options.processes, shows_progress=True
     )
-    for text, wraps in summary.lines(result):
+    for text, wraps in audit.summary(result):
         print_line(text, wraps=wraps)
-    try:
-        print_line(f"page: {page.write_page(result)}")
-    except UserError as error:  # the audit is done, and audit.json written
-        print_line(f"No page: {error}")
-    return int(result.stops_training or (options.strict and result.to_decide))
+    return int(result.stops_training or (options.strict and bool(result.findings)))
 
 
 def cache_data(arguments: Sequence[str]) -> int:

@@ -87,8 +87,6 @@ OWN = Bound(
 Interpolation = Literal["bilinear", "bicubic", "nearest", "box", "hamming", "lanczos"]
 PILLOWS_OWN = ("nearest", "box", "hamming", "lanczos")
 """Interpolations with which Pillow resizes images; torch does so with the others."""
-Tta = Literal["none", "flip", "ten-crop"]
-"""Test-time augmentation, of evaluate and predict."""
 
 POLICIES = (
     "none", "randaugment", "trivialaugment", "augmix", "autoaugment", "autoaugment_cifar10", "autoaugment_svhn"
@@ -148,7 +146,7 @@ BEST_METRICS = ("accuracy", "loss", "f1", "map")
 NAMES_OF_FIGURES = {
     *BEST_METRICS, *CHOSEN_METRICS, "micro_map", "micro_f1", "balanced_accuracy", "precision", "recall",
     "weighted_precision", "weighted_recall", "weighted_f1", "calibration_error", "calibration", "accuracy_interval",
-    "temperature", "confusion", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
+    "confusion", "kind", "time", "generation", "epoch", "update", "split", "weights", "count", "seconds",
     "images", "lr", "images_per_second", "data_wait_fraction",
 }  # fmt: skip
 """The keys beside which a user's metric is written: in metrics.jsonl, in evaluation-SPLIT.json, and in result.json."""

@@ -28,8 +28,6 @@ LAUNCHER = {  # option of accelerate launch -> its names elsewhere
     "--config_file accelerate_configs/multi_gpu.yaml": "device cuda use-cuda strategy accelerator distributed ddp "
     "dist-backend distributed-backend multi-gpu multiprocessing-distributed config-file local-rank rank",
 }
-TTA = "augment test-time-augmentation test-time-augment tta-views ten-crop tencrop hflip flip-test".split()  # noqa: SIM905
-"""Of --tta of evaluate and predict."""
 PRECISION = ("precision", "mixed-precision", "amp-dtype", "dtype")
 """Of the launcher's: they have a value, which says more than the one that is proposed."""
 ANSWERS_TEXT = """
@@ -103,7 +101,7 @@ A resumed run goes on in its own W&B run; W&B's variables WANDB_PROJECT and WAND
     profile profiler
 `accel-train report RUN` writes a page with curves, tables and the worst images.
     plots visualize
-`accel-train preview RECIPE` writes a page with training images as the model will see them.
+`accel-train preview RECIPE` writes a picture of training images as the model will see them.
     save-images
 With a GPU, memory from which it copies is always pinned.
     pin-mem pin-memory
@@ -132,8 +130,8 @@ Not supported: one view of each image, and no loss between views.
     aug-splits resplit jsd-loss split-bn
 Not supported; augment.mixup and augment.cutmix mix images.
     mosaic close-mosaic bgr copy-paste copy-paste-mode
-A training evaluates each image once; a finished run: `accel-train evaluate RUN --tta flip`, and predict, too.
-    tta test-time-augmentation
+Each image is evaluated once; docs/evaluate.md has the mean over views of an image in eight lines.
+    tta test-time-augmentation test-time-augment
 Set model.freeze to the layers that would have a smaller part of the learning rate.
     layer-decay-no-opt-scale
 Not supported: weights are float32; for computations in bf16: accelerate launch --mixed_precision bf16.
@@ -191,8 +189,6 @@ def advice(key: str, known: Container[str], synonyms: Iterable[tuple[str, Synony
             + " (bf16, fp16 or no.)" * (word in PRECISION)
             + how_to_get("accelerate_configs/")
         )
-    if word in TTA and "tta" in known:
-        return " Did you mean 'tta'?"
     meaning = ((key, each) for key, each in synonyms if word in each.words.split())
     meant = [name for key, each in meaning for name in (key, each.beside) if name in known]
     return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""

@@ -20,12 +20,7 @@ from accel_train.launch.environment import Launch
 from accel_train.report.one_run.augmented import augmented_pictures
 from accel_train.report.one_run.page import Pictures, page_of_run
 from accel_train.report.one_run.pictures import worst_and_right
-from accel_train.report.several_runs.compared import Compared, groups_of, names_of
-from accel_train.report.several_runs.differences import Difference, differences_of_runs, differences_of_settings
-from accel_train.report.several_runs.images.answers import answers_of
-from accel_train.report.several_runs.page import page_of_runs
-from accel_train.report.several_runs.seeds import table_of_seeds
-from accel_train.report.several_runs.words import names_of_groups
+from accel_train.report.several_runs import Table, compare_runs, csv_of_runs, page_of_runs
 from accel_train.report.shared.plots import import_pyplot
 from accel_train.report.shared.records import RunRecords, check_runs
 from accel_train.report.shared.render import check_page
@@ -39,10 +34,10 @@ class ReportResult:
     path: Path
     figures: Mapping[str, Any] = field(repr=False)
     """Of the evaluation that it shows, as RUN/evaluation-SPLIT.json has them; {} if there is none, or several runs."""
-    over_seeds: tuple[list[str], list[list[str]]] = field(repr=False)
-    """Of several runs: the table of `table_of_seeds`."""
-    differences: tuple[Difference, ...] = field(default=(), repr=False)
-    """Of several runs: between settings that have several runs each, then between the runs themselves."""
+    tables: tuple[Table, ...] = field(default=(), repr=False)
+    """Of several runs: what `compare_runs` returns."""
+    csv: Path | None = None
+    """Of several runs: a file with a row for each run."""
 
 
 def report(
@@ -55,7 +50,8 @@ def report(
 ) -> ReportResult:
     """Write the report of one run, or the comparison of several.
 
-    `output`: default report.html in the folder of the run, or comparison.html in that of the first of several.
+    `output`: default report.html in the folder of the run, or comparison.html in that of the first of several; the CSV
+    file of several runs is beside it. Several runs are compared from their records: nothing is evaluated.
     `evaluates`: if there are no predictions of a run's weights, evaluate them once, and keep them; else leave out what
     needs them. `trust_code`: see `read_config`. Raises UserError.
     """
@@ -67,9 +63,9 @@ def report(
     runs = check_runs(paths)
     output = output or paths[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     check_page("--output", output)
-    evaluate = partial(evaluate_run, launch, trust_code=trust_code, keep_predictions=True) if evaluates else None
     if len(runs) > 1:
-        return _compare(runs, output, evaluate, trust_code=trust_code)
+        return _compare(runs, output)
+    evaluate = partial(evaluate_run, launch, trust_code=trust_code, keep_predictions=True) if evaluates else None
     pictures, notes = Pictures(), list[str]()
     evaluation, predictions = _evaluated(runs[0], notes, evaluate)
     if predictions is not None or evaluates:
@@ -78,37 +74,17 @@ def report(
         page = page_of_run(runs[0], evaluation, pictures, notes)
     with writing("--output", output):
         atomic_write(output, page)
-    return ReportResult(output, evaluation, ([], []))
+    return ReportResult(output, evaluation)
 
 
-def _compare(
-    runs: Sequence[RunRecords], output: Path, evaluate: Callable[..., EvaluationResult] | None, *, trust_code: bool
-) -> ReportResult:
-    """Write the page of several runs."""
-    compared = [_compared(run, name, evaluate) for run, name in zip(runs, names_of(runs), strict=True)]
+def _compare(runs: Sequence[RunRecords], output: Path) -> ReportResult:
+    """Write the page and the CSV file of several runs."""
     with _of_records(*(run.path for run in runs)):
-        groups = groups_of(compared)
-        of_settings = differences_of_settings(groups, names_of_groups(groups))
-        of_runs = differences_of_runs(compared)
-        page = page_of_runs(compared, of_settings, of_runs, output, trust_code=trust_code)
-        over_seeds = table_of_seeds(compared)
+        page, tables, rows = page_of_runs(runs), compare_runs(runs), csv_of_runs(runs)
     with writing("--output", output):
         atomic_write(output, page)
-    return ReportResult(output, {}, over_seeds, (*of_settings, *of_runs))
-
-
-def _compared(run: RunRecords, name: str, evaluate: Callable[..., EvaluationResult] | None) -> Compared:
-    """A run with what its model answered. Its logits are dropped: those of many runs would fill the memory."""
-    notes = list[str]()
-    evaluation, predictions = _evaluated(run, notes, evaluate)
-    answers = None
-    if predictions is not None:
-        try:
-            answers = answers_of(predictions, run.config.seed)
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            notes.append(f"the kept predictions are damaged ({reason_of(error, 100)}); remove predictions-*.npz.")
-    record = evaluation.get("ema") or evaluation.get("model")
-    return Compared(name, run, answers, record if isinstance(record, dict) else {}, " ".join(notes))
+        atomic_write(output.with_suffix(".csv"), rows)
+    return ReportResult(output, {}, tuple(tables), output.with_suffix(".csv"))
 
 
 @contextlib.contextmanager

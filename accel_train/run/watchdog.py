@@ -12,13 +12,16 @@ thread publishes the count, and words for it, in the process group's store. Then
 
 The main process's thread checks all others, theirs check only the main one, so that the store gets few requests. Time
 is measured in the thread's own ticks: while a cluster suspends the job, the ticks stop, too, and the job does not count
-as hanging. A clock would go on. For the same reason collectives have no time-out of their own during training, and
-`monitor` watches over the thread itself.
+as hanging. A clock would go on. For the same reason collectives have no time-out of their own during training.
+
+A thread that never releases the interpreter's lock stops the watchdog of its process, too. Other processes notice that.
+Where there is only one, `kill -ABRT` writes the stacks of all its threads and ends it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -33,7 +36,6 @@ from accel_train.launch.accelerator import collective_seconds
 from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.process import has_ended, hostname, write_stacks
 from accel_train.records.directory import RunDirectory
-from accel_train.run.monitor import Monitor
 from accel_train.run.progress_store import End, Progress, ProgressStore
 from accel_train.run.stopping import LAUNCHER_DEATH, StopRequests
 
@@ -73,10 +75,10 @@ class Watchdog:
         self._store = ProgressStore(self.rank, self.world_size)
 
     def __enter__(self) -> Watchdog:
+        faulthandler.enable(file=2)  # for SIGABRT: it needs no lock of the interpreter
         # A time-out goes by the clock, and would end a job that was suspended. From now on the threads end a hang.
         set_collective_timeout(collective_seconds(0))
         self._publish()  # so that a process that hangs before its first tick can be named, too
-        self._monitor = Monitor()
         self._thread.start()
         return self
 
@@ -85,7 +87,6 @@ class Watchdog:
             self._announce_error(error)
         self._leaving.set()
         self._thread.join(5)
-        self._monitor.close()
         with contextlib.suppress(RuntimeError):
             self._publish(has_left=True)
 
@@ -128,7 +129,6 @@ class Watchdog:
                 if self._has_updated
                 else (self.start_seconds, "--start-timeout-seconds")
             )
-            self._monitor.expect(limit + 60 if limit else 0)
             try:
                 self._check_others()
                 unreachable = 0

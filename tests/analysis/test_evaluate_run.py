@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from accel_train import cli
 from accel_train.analysis.loaded_run import load
-from accel_train.analysis.measure import EvaluationResult
 from accel_train.checkpoint.choose import find_weights
 from accel_train.cli.of_run import evaluation_tables
 from accel_train.config.options import parse
@@ -187,21 +186,3 @@ def test_figures_are_shown_even_if_they_cannot_be_written(run: Path, capsys: pyt
     assert "top5_accuracy" in out
     assert err.startswith(f"accel-train: warning: {run}/evaluation-test.json cannot be written (")
     assert not list(run.glob(".evaluation*"))
-
-
-def printed(capsys: pytest.CaptureFixture[str], temperature: dict[str, object] | None) -> str:
-    more = {} if temperature is None else {"temperature": temperature}
-    record = {"weights": "model.safetensors", "loss": 0.5, "accuracy": 0.9, "count": 10, **more}
-    result = EvaluationResult({"split": "test", "classes": ["a", "b"], "model": record}, multi_label=False)
-    evaluation_tables.print_figures(result)
-    return capsys.readouterr().out
-
-
-def test_a_temperature_at_a_bound_is_not_shown_as_a_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    fitted = {"value": 1.5, "at_bound": False, "split": "val", "loss": 0.4321, "calibration_error": 0.05}
-    out = printed(capsys, fitted)
-    assert "1.500, the temperature fitted on val: loss 0.4321, calibration error 5.00%" in out
-    out = printed(capsys, fitted | {"value": 0.01, "at_bound": True})
-    assert "No temperature could be fitted: a bound of the search (0.01 to 100) is as good as any on val." in out
-    assert "0.4321" not in out and "0.010" not in out
-    assert "temperature" not in printed(capsys, None)

@@ -10,7 +10,6 @@ from scipy.special import softmax as scipy_softmax
 from scipy.stats import binomtest
 from sklearn.metrics import (
     balanced_accuracy_score,
-    log_loss,
     precision_recall_fscore_support,
     precision_score,
     recall_score,
@@ -19,11 +18,8 @@ from sklearn.metrics import (
 from accel_train.analysis.figures import (
     accuracy_interval,
     calibration,
-    fit_temperature,
     multi_label_figures,
-    negative_log_likelihood,
     single_label_figures,
-    softmax,
 )
 
 
@@ -74,28 +70,6 @@ def test_the_calibration_error_by_a_plain_loop() -> None:
     assert sum(entry["count"] for entry in diagram) == 500 and len(diagram) == len(bins)
     sure = np.array([[1.0, 0.0]] * 4)  # a probability of 1 belongs to the last bin
     assert calibration(sure, np.array([0, 0, 0, 1]))[0] == pytest.approx(0.25)
-
-
-def test_the_temperature_has_the_lowest_likelihood_of_all() -> None:
-    logits, labels = drawn(400, 6, 5)
-    assert negative_log_likelihood(logits, labels) == pytest.approx(log_loss(labels, softmax(logits)))
-    for factor in (0.1, 1.0, 7.0):  # the temperature undoes a factor
-        found, is_fitted = fit_temperature(logits * np.float32(factor), labels)
-        assert is_fitted
-        assert found == pytest.approx(factor * fit_temperature(logits, labels)[0], rel=1e-4)
-        lowest = negative_log_likelihood(logits * factor, labels, found)  # type: ignore[arg-type]
-        for other in np.geomspace(found / 3, found * 3, 31):
-            assert negative_log_likelihood(logits * factor, labels, other) >= lowest - 1e-9  # type: ignore[arg-type]
-
-
-def test_a_temperature_at_a_bound_is_not_fitted() -> None:
-    logits, labels = drawn(60, 6, 5)
-    sure = logits + 30 * np.eye(6, dtype=np.float32)[labels]  # each sample is right: the lower, the better
-    wrong = logits - 30 * np.eye(6, dtype=np.float32)[labels]
-    assert not fit_temperature(sure, labels)[1]
-    value, is_fitted = fit_temperature(wrong, labels)
-    assert value == pytest.approx(100, rel=1e-3) and not is_fitted
-    assert not fit_temperature(np.zeros_like(logits), labels)[1]
 
 
 @pytest.mark.parametrize(("hits", "count"), [(180, 200), (57, 60), (500, 1000), (10, 10), (0, 7), (1, 1)])

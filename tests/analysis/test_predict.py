@@ -128,10 +128,9 @@ def test_a_folder_with_rubbish_in_it(alone: Path, tmp_path: Path, capsys: pytest
         str(folder / name) for name in ("a.png", "b/10.PNG", "b/2.png", "b/[red]empty.jpg", "c.jpg", "cut.png")
     ]
     assert [row.endswith("cannot be read") for row in rows] == [False] * 3 + [True] * 3
-    left_out, which, doubt, *unreadable, last = err.splitlines()
+    left_out, which, *unreadable, last = err.splitlines()
     assert left_out == f"{folder}: 1 file is not an image by its name and is left out: 1 .db."
     assert which == f"digits_cnn, weights: {alone}/ema.safetensors (EMA)"
-    assert doubt.startswith(f"probabilities are not calibrated: `accel-train evaluate {alone}` fits a temperature")
     names = [line.partition(" cannot be read: ")[0] for line in unreadable]
     assert names == [str(folder / name) for name in ("b/[red]empty.jpg", "c.jpg", "cut.png")]
     assert last == "3 of 6 images cannot be read."
@@ -189,7 +188,7 @@ def test_csv(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(words) == 0
     assert capsys.readouterr().out == f"1 image: {output}\n"
     head, *rows = csv.reader(output.open(newline=""))
-    assert head == ["image", "rank", "class", "probability", "calibrated", "error"]
+    assert head == ["image", "rank", "class", "probability", "error"]
     assert [row[:2] for row in rows] == [[str(tmp_path / 'a, "b".png'), rank] for rank in ("1", "2")]
     assert 1 >= float(rows[0][3]) > float(rows[1][3]) >= 0
     assert [path.name for path in output.parent.iterdir()] == ["found.csv"]

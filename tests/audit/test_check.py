@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from accel_train.audit.audit import check_data
+from accel_train.audit import check_data
 from accel_train.cli import main
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import load_splits
@@ -43,7 +43,7 @@ def test_all_are_found_and_can_be_left_out(data: Data, tmp_path: Path, processes
     line = ["check-data", "folder", "--root", str(data.root), "--output", str(output), "--processes", str(processes)]
     assert main(line) == 1
     assert output.read_text().splitlines()[1:] == EXPECTED
-    assert sorted(path.name for path in output.parent.iterdir()) == ["audit-unreadable", "unreadable.txt"]
+    assert sorted(path.name for path in output.parent.iterdir()) == ["audit-unreadable.json", "unreadable.txt"]
     printed = capfd.readouterr().out
     assert "4 of 156 images cannot be read" in printed and "the file is empty" in printed
     assert (

@@ -44,7 +44,7 @@ def test_traceback_is_an_option_of_every_command() -> None:
     [
         ["--help"], ["train", "--help"], ["evaluate", "--help"], ["predict", "-h"], ["recipes", "--help"],
         ["check-data", "--help"], ["init", "--help"], ["bench", "--help"], ["recipes"], ["runs", "--help"],
-        ["index", "--help"], ["completion", "--help"], ["convert", "--help"], ["meet", "--help"], ["submit", "--help"],
+        ["index", "--help"], ["completion", "--help"], ["meet", "--help"], ["submit", "--help"],
         ["shards", "--help"],
     ],
 )  # fmt: skip

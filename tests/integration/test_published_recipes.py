@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
+import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +40,6 @@ from torchvision.ops._utils import split_normalization_params
 from accel_train import models, training_setup
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.options import parse
-from accel_train.convert.command_line import read_command
 from accel_train.data.sources.load import load_splits
 from accel_train.launch.environment import prepare_environment
 from accel_train.optim.schedule import LearningRate
@@ -94,22 +95,53 @@ class Source:
     clip: float | None = None
 
 
-def options_of_timm(name: str) -> argparse.Namespace:
-    """The options of timm's train.py, or of DeiT's main.py, by the names that timm's factories read."""
-    if name == "imagenet_deit_small":
-        rows = PUBLISHED[name]["rows"]
-        values = {key: row["there"] for keys, row in rows.items() for key in keys.split(", ")}
-        values |= {"lr": values["lr"] * 256 * 4 / 512.0, "lr-noise": None, "lr-cycle-mul": 1.0, "decay-rate": 0.1}
-        values |= {"decay-epochs": 30, "lr-cycle-limit": 1, "bce-loss": False}
-    else:
-        of = PUBLISHED[name]
-        values = dict(read_command(f"{of['command']} {of.get('defaults', '')}", "timm").values)
+# The options of timm's and torchvision's train.py that the code below reads, with their defaults.
+TIMM: dict[str, Any] = {
+    "model": "resnet50", "drop": 0.0, "drop-path": None, "drop-connect": None, "opt": "sgd", "opt-eps": None,
+    "opt-betas": None, "lr": None, "momentum": 0.9, "weight-decay": 2e-5, "opt-kwargs": {}, "clip-grad": None,
+    "layer-decay": None, "layer-decay-min-scale": 0, "layer-decay-no-opt-scale": None,
+    "sched": "cosine", "sched-on-updates": False, "epochs": 300, "decay-epochs": 90, "decay-rate": 0.1,
+    "decay-milestones": [90, 180, 270], "warmup-epochs": 5, "warmup-lr": 1e-5, "warmup-prefix": False, "min-lr": 0,
+    "cooldown-epochs": 0, "patience-epochs": 10, "eval-metric": "top1", "lr-noise": None, "lr-noise-pct": 0.67,
+    "lr-noise-std": 1.0, "seed": 42, "lr-cycle-mul": 1.0, "lr-cycle-decay": 0.5, "lr-cycle-limit": 1, "lr-k-decay": 1.0,
+    "mixup": 0.0, "cutmix": 0.0, "smoothing": 0.1, "bce-loss": False, "bce-target-thresh": None,
+    "model-ema": False, "model-ema-decay": 0.9998,
+}  # fmt: skip
+TORCHVISION: dict[str, Any] = {
+    "opt": "sgd", "lr": 0.1, "momentum": 0.9, "wd": None, "weight-decay": 1e-4, "norm-weight-decay": None, "epochs": 90,
+    "lr-warmup-epochs": 0, "lr-warmup-decay": 0.01, "lr-min": 0.0, "label-smoothing": 0.0, "clip-grad-norm": None,
+    "model-ema-steps": 32, "model-ema-decay": 0.99998,
+}  # fmt: skip
+
+
+def number(word: str) -> int | float | str:
+    """The number that the word is, or else the word."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return word
+
+
+def options_of(name: str, defaults: dict[str, Any]) -> argparse.Namespace:
+    """The options of the recipe's command, by the names that timm's factories read; without those of no default."""
+    words, values = shlex.split(f"{PUBLISHED[name]['command']} {PUBLISHED[name].get('defaults', '')}"), dict(defaults)
+    for word, following in itertools.pairwise([*words, "--"]):
+        if word.startswith("--") and (key := word[2:]) in defaults:
+            values[key] = True if following.startswith("--") else number(following)
+    return argparse.Namespace(**{key.replace("-", "_"): each for key, each in values.items()})
+
+
+def options_of_deit(name: str) -> argparse.Namespace:
+    """The options of DeiT's main.py."""
+    values = {key: row["there"] for keys, row in PUBLISHED[name]["rows"].items() for key in keys.split(", ")}
+    values |= {"lr": values["lr"] * 256 * 4 / 512.0, "lr-noise": None, "lr-cycle-mul": 1.0, "decay-rate": 0.1}
+    values |= {"decay-epochs": 30, "lr-cycle-limit": 1, "bce-loss": False}
     return argparse.Namespace(**{key.replace("-", "_"): each for key, each in values.items()})
 
 
 def timm_source(name: str, model: nn.Module) -> Source:
     """As timm's train.py creates it, and DeiT's main.py, which calls the schedule one epoch late."""
-    args = options_of_timm(name)
+    args = options_of_deit(name) if name == "imagenet_deit_small" else options_of(name, TIMM)
     optimizer = create_optimizer_v2(model, **optimizer_kwargs(cfg=args))
     scheduler, _ = create_scheduler_v2(optimizer, **scheduler_kwargs(args))
     mixes = bool(args.mixup or args.cutmix)
@@ -140,9 +172,8 @@ def timm_source(name: str, model: nn.Module) -> Source:
 
 def torchvision_source(name: str, model: nn.Module) -> Source:
     """As the train.py of torchvision's references is described: the optimizer's groups, warm-up and cosine, the EMA."""
-    of = PUBLISHED[name]
-    command = read_command(of["command"], "torchvision")
-    args = argparse.Namespace(**{key.replace("-", "_"): each for key, each in command.values.items()})
+    args = options_of(name, TORCHVISION)
+    args.weight_decay = args.weight_decay if args.wd is None else args.wd
     parameters: Any = model.parameters()
     if args.norm_weight_decay is not None:
         norms, others = split_normalization_params(model)
@@ -337,7 +368,7 @@ def test_the_model_is_that_of_the_source(name: str) -> None:
         if PUBLISHED[name]["peer"] == "torchvision":
             theirs = torchvision.models.get_model(config.model.name.removeprefix("torchvision/"), num_classes=CLASSES)
         else:
-            args = options_of_timm(name)
-            path = getattr(args, "drop_path", None) or getattr(args, "drop_connect", None)
+            args = options_of_deit(name) if name == "imagenet_deit_small" else options_of(name, TIMM)
+            path = args.drop_path or getattr(args, "drop_connect", None)
             theirs = timm.create_model(args.model, num_classes=CLASSES, drop_rate=args.drop, drop_path_rate=path)
     assert str(mine) == str(theirs)

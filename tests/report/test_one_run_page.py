@@ -96,19 +96,6 @@ def test_the_calibration_shows_how_many_images_a_bin_has() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("fit", [{"value": 0.01, "at_bound": True}, {"value": 99.9999}])  # an older one says less
-def test_a_temperature_at_a_bound_is_not_a_fit(fit: dict[str, object]) -> None:
-    evaluation = evaluation_by_counts([[8, 2], [1, 9]])
-    evaluation["model"]["temperature"] = {"split": "val", "loss": 0.4321, "calibration_error": 0.05, **fit}
-    page = page_of_run(made_up_run(), evaluation, Pictures(), [])
-    assert "No temperature could be fitted: a bound of the search (0.01 to 100) is as good as any on val." in page
-    assert "0.4321" not in page and "temperature, fitted" not in page
-    evaluation["model"]["temperature"] |= {"value": 1.5, "at_bound": False}
-    page = page_of_run(made_up_run(), evaluation, Pictures(), [])
-    assert "0.4321" in page and "temperature, fitted on val" in page and "No temperature" not in page
-
-
-@pytest.mark.ci
 def test_names_with_markup_and_several_labels() -> None:
     names = ["<script>alert(1)</script>", "a & b", "\u6f22\u5b57"]
     page = page_of_run(made_up_run(names, train=FALLING), made_up_evaluation(names, 60), Pictures(), ["<b>note</b>"])

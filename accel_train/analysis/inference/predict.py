@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_train.analysis.inference.embeddings import Embedding, Embeddings
 from accel_train.analysis.inference.preprocessing import Preprocessing
 from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.folder import ignored_text
@@ -34,10 +33,6 @@ class Prediction:
     class has one by itself, and only those from a threshold on are here."""
     error: str = ""
     """Why the image cannot be read; there are no classes then."""
-    calibrated: tuple[float, ...] = ()
-    """The probabilities of the same classes from logits divided by the run's temperature; () if it has none."""
-    embedding: Embedding | None = field(default=None, repr=False, compare=False)
-    """What the model computed before its last layer, if that was asked for."""
 
 
 def classify_files(
@@ -49,18 +44,14 @@ def classify_files(
     threshold: float | None = None,
     max_pixels: int = MAX_PIXELS,
     *,
-    temperature: float | None = None,
-    embeddings: Embeddings | None = None,
     batch_size: int = 64,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Prediction]:
     """Yield the prediction for each file, in their order. One that cannot be read gets an `error`.
 
     `model`: on the device of `preprocessing`, in evaluation mode. `top_k`: at most so many classes; None: all.
-    `threshold`: the least probability, if an image may have several labels; None: 0.5. `temperature`: for the
-    `calibrated` probabilities. `embeddings`: of the same model, if predictions are to have them. `autocast`: makes a
-    context for the forward pass.
-    Raises UserError if the run's model takes images that only the user's own code can prepare.
+    `threshold`: the least probability, if an image may have several labels; None: 0.5. `autocast`: makes a context for
+    the forward pass. Raises UserError if the run's model takes images that only the user's own code can prepare.
     """
     check_can_classify(info, threshold)
     least = 0.0 if not info.multi_label else 0.5 if threshold is None else threshold
@@ -71,31 +62,24 @@ def classify_files(
         except (ImageError, OSError) as error:
             return (isinstance(error, OSError) and error.strerror) or str(error)
 
-    with ThreadPoolExecutor(available_cores()) as pool, embeddings or nullcontext():
+    with ThreadPoolExecutor(available_cores()) as pool:
         for first in range(0, len(files), batch_size):
             batch = files[first : first + batch_size]
             images = list(pool.map(read, batch))
             readable = [image for image in images if isinstance(image, Tensor)]
-            results: Iterator[tuple[list[int], list[float], list[float]]] = iter(())
-            embedded: Iterator[Embedding] = iter(())
+            results: Iterator[tuple[list[int], list[float]]] = iter(())
             if readable:
                 with torch.inference_mode(), autocast():
                     logits = model(preprocessing.to_input(torch.cat(readable))).float()
-                if embeddings is not None:
-                    embedded = iter(embeddings.take(len(readable)))
                 chances = logits.sigmoid() if info.multi_label else logits.softmax(1)
                 best = chances.topk(min(top_k or len(info.classes), len(info.classes)))
-                calibrated = best.values[:, :0]
-                if temperature is not None:
-                    calibrated = (logits / temperature).softmax(1).gather(1, best.indices)
-                results = zip(best.indices.tolist(), best.values.tolist(), calibrated.tolist(), strict=True)
+                results = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             for path, image in zip(batch, images, strict=True):
                 if isinstance(image, Tensor):
-                    labels, probabilities, scaled = next(results)
+                    labels, probabilities = next(results)
                     count = sum(probability >= least for probability in probabilities)  # they are in decreasing order
                     names = tuple(info.classes[label] for label in labels[:count])
-                    values = tuple(probabilities[:count]), "", tuple(scaled[:count]), next(embedded, None)
-                    yield Prediction(path, names, *values)
+                    yield Prediction(path, names, tuple(probabilities[:count]))
                 else:
                     yield Prediction(path, (), (), error=image)
 

@@ -1,8 +1,7 @@
-"""`accel-train bench` and `accel-train scaling`: how fast the training is."""
+"""`accel-train bench`: how fast the training is."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,8 +12,8 @@ from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing, without_run
 from accel_train.cli.table import print_table
-from accel_train.config.options import CommandOptions, parse_command, parse_command_of_recipe
-from accel_train.errors import LOGGER, UserError, counted, print_line, writing
+from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.errors import UserError, counted, print_line, writing
 from accel_train.launch.environment import prepare_environment
 
 
@@ -40,17 +39,6 @@ class Bench(CommandOptions):
 
     def mistakes(self) -> list[str]:
         return below_one(rounds=self.rounds, updates=self.updates)
-
-
-@dataclass(frozen=True)
-class Scaling(CommandOptions):
-    """Compare finished runs of one recipe on different numbers of processes: speed-up and efficiency.
-
-    Writes scaling.csv and scaling.svg beside the first run.
-    """
-
-    runs: Positional[tuple[Path, ...]]
-    """Folders of the runs."""
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -125,27 +113,3 @@ def _cells(measured: dict[str, Any], form: str) -> list[str]:
 
 def _shown(value: float | None, form: tuple[str, float]) -> str:
     return "n/a" if value is None else form[0].format(value / form[1])
-
-
-def scaling(arguments: Sequence[str]) -> int:
-    """Run `accel-train scaling`; return the exit code."""
-    options, _ = parse_command(Scaling, arguments, "accel-train scaling", positional=("runs",))
-
-    from accel_train.bench.scaling import measure, plot
-
-    points, folder = measure(options.runs), options.runs[0].resolve().parent
-    head = ["processes", "images/s", "speed-up", "efficiency"]
-    rows = [f"{p.processes} {p.images_per_second:,.0f} {p.speed_up:.2f} {p.efficiency:.0%}".split() for p in points]
-    print_table(head, rows, numbers=head)
-    with (folder / "scaling.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(asdict(points[0]))
-        writer.writerows(asdict(point).values() for point in points)
-    print_line(f"written: {folder / 'scaling.csv'}")
-    try:
-        plot({"": points}, folder / "scaling.svg")
-    except UserError as error:
-        LOGGER.warning(str(error))
-        return 1
-    print_line(f"written: {folder / 'scaling.svg'}")
-    return 0

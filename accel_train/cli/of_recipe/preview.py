@@ -17,17 +17,17 @@ from accel_train.launch.environment import prepare_environment
 
 @dataclass(frozen=True)
 class Preview(CommandOptions):
-    """Write a page with the images that the model of a recipe will see: cropped, augmented, mixed, with their labels.
+    """Write a picture of what the model of a recipe will see: images cropped, augmented, mixed, with their labels.
 
     Options of train (--augment.policy, --data.root, …) change the recipe. Nothing is trained.
     """
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
     """A recipe, as for train."""
-    images: int = 12
+    images: int = 8
     """How many training images to show."""
     output: Path | None = None
-    """The page to write; default: preview-RECIPE.html."""
+    """The PNG file to write; default: preview-RECIPE.png."""
 
     def mistakes(self) -> list[str]:
         return below_one(images=self.images)
@@ -36,11 +36,11 @@ class Preview(CommandOptions):
 def preview(arguments: Sequence[str]) -> int:
     """Run `accel-train preview`; return the exit code."""
     options, config = parse_command_of_recipe(Preview, arguments, "accel-train preview")
-    config = without_run(config, arguments, "preview", "page")
+    config = without_run(config, arguments, "preview", "picture")
     launch = prepare_environment()
     with importing(config.recipe):
-        from accel_train.report.preview.preview import preview
+        from accel_train.report.preview import preview
 
-    result = preview(launch, config, options.output or Path(f"preview-{config.recipe}.html"), images=options.images)
+    result = preview(launch, config, options.output or Path(f"preview-{config.recipe}.png"), images=options.images)
     print_line(f"preview: {result.path}")
     return 0

@@ -8,7 +8,6 @@ from typing import Any
 from accel_train.analysis.figures import (
     CLASS_FIGURES,
     NO_FIGURE,
-    NO_TEMPERATURE,
     figure_rows,
     images_of_classes,
     interval_text,
@@ -29,21 +28,8 @@ def print_figures(result: EvaluationResult) -> None:
     for key, title, values in figure_rows(records, classes, result.chosen, multi_label=result.multi_label):
         rows.append([f"  {title}" if key == "accuracy_interval" else title, *values])
     print_line("")
-    if tta := result.figures.get("tta"):
-        print_line(f"test-time augmentation: {tta}; the probabilities are the mean over the views of each image")
-        print_line("")
     head = ["", *(record["weights"] for record in records)]
     print_table(head, rows, numbers=head[1:])
-    scaled = result.last.get("temperature")
-    if scaled and scaled["at_bound"]:
-        print_line("")
-        print_line(f"No temperature could be fitted: {NO_TEMPERATURE} {scaled['split']}.")
-    elif scaled:
-        print_line("")
-        print_line(
-            f"With the logits divided by {scaled['value']:.3f}, the temperature fitted on {scaled['split']}: "
-            f"loss {scaled['loss']:.4f}, calibration error {scaled['calibration_error']:.2%}. The accuracy is the same."
-        )
 
 
 def print_classes(result: EvaluationResult) -> None:

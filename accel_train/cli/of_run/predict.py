@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -17,7 +17,6 @@ from tyro.conf import Positional, arg
 from accel_train.cli.common import below_one, importing, wrong_endings
 from accel_train.cli.of_run.evaluate import SIZES
 from accel_train.cli.table import print_table
-from accel_train.config.declaration import Tta
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
 from accel_train.errors import counted, print_line, writing
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 class Predict(CommandOptions):
     """Show the most probable classes of images, according to a run's model.
 
-    If the run has a temperature (`accel-train evaluate RUN` fits it), the calibrated probabilities are shown, too.
     --model.eval-image-size, --augment.resize and --augment.crop-fraction change the size of the images. The row of an
     image that cannot be read says so; the other images are classified, and the exit code is 1.
     """
@@ -42,22 +40,11 @@ class Predict(CommandOptions):
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE|FOLDER …")]
     """Image files, or folders of them."""
     top_k: int | None = None
-    """Number of classes for each image; default: 1 on the console, 5 in a file or page; with several labels an
-    image: all."""
+    """Number of classes for each image; default: 1 on the console, 5 in a file; with several labels an image: all."""
     threshold: float | None = None
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
     output: Path | None = None
     """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
-    page: Path | None = None
-    """Also write a page (.html) that shows the first 500 images, each with its classes and their probabilities."""
-    embeddings: Path | None = None
-    """Write what the model computes before its last layer to this .npy file, a row of float32 for each image in their
-    order; NaN for one that cannot be read."""
-    layer: str | None = None
-    """--embeddings: another layer, by its name, such as layer4; the mean of its outputs over the image."""
-    tta: Tta = "none"
-    """Test-time augmentation, the mean of the probabilities over views of each image: flip (the image and its mirror
-    image, twice the time); ten-crop (the corners, the centre and their mirror images, ten times the time)."""
     batch_size: int = 64
     """Images in one forward pass."""
     max_pixels: int | None = None
@@ -70,9 +57,6 @@ class Predict(CommandOptions):
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             mistakes.append(f"--threshold: expected a number from 0 to 1, found {self.threshold}.")
         mistakes += wrong_endings([".csv", ".jsonl"], output=self.output)
-        mistakes += wrong_endings([".html"], page=self.page) + wrong_endings([".npy"], embeddings=self.embeddings)
-        if self.layer is not None and self.embeddings is None:
-            mistakes.append("--layer: it is of --embeddings; give that, too, or leave it out.")
         mistakes += not_a_run(self.run)
         return mistakes + [f"{image}: no such image or folder." for image in self.images if not image.exists()]
 
@@ -99,52 +83,31 @@ def predict(arguments: Sequence[str]) -> int:
         files += found
         if left_out:
             print_line(left_out, sys.stderr)
-    output, page, embeddings = options.output, options.page, options.embeddings
-    images = counted(len(files), "image")
-    for option, file in (("--output", output), ("--embeddings", embeddings)):
-        if file is not None:
-            check_writable(option, file)
-    if page is not None:
-        from accel_train.report.predictions.predictions import keeping_page
-        from accel_train.report.shared.render import check_page
-
-        check_page("--page", page)
+    output = options.output
+    if output is not None:
+        check_writable("--output", output)
     print_line(run.title, sys.stderr)
-    if options.tta != "none":
-        print_line(f"test-time augmentation: {options.tta}", sys.stderr)
-    calibration = run.calibration_with(options.tta)
-    print_line(calibration.text, sys.stderr)
-
     top_k = printed = options.top_k
     if top_k is None and not run.info.multi_label:
-        top_k, printed = (1 if output is None and page is None else 5), 1
+        top_k, printed = (1 if output is None else 5), 1
     found_classes = run.classify(
         files,
         top_k,
         options.threshold,
         options.max_pixels,
-        options.tta,
-        embeddings=embeddings is not None,
-        layer=options.layer,
         batch_size=options.batch_size,
         autocast=accelerator.autocast,
     )
-    if embeddings is not None:
-        found_classes = _keeping_embeddings(found_classes, len(files), embeddings)
-    if page is not None:
-        found_classes = keeping_page(found_classes, run, page, max_pixels=options.max_pixels, tta=options.tta)
     unreadable: list[Path] = []
     predictions = _telling(_with_progress(found_classes, len(files), options.batch_size), unreadable)
     if output is None:
-        _print(list(predictions), printed, calibrated=calibration.temperature is not None)
+        _print(list(predictions), printed)
     else:
         with writing("--output", output):
             _write(output, predictions)
-        print_line(f"{images}: {output}")
-    if page is not None:
-        print_line(f"page: {page}", sys.stderr)
+        print_line(f"{counted(len(files), 'image')}: {output}")
     if unreadable:
-        print_line(f"{len(unreadable)} of {images} cannot be read.", sys.stderr)
+        print_line(f"{len(unreadable)} of {counted(len(files), 'image')} cannot be read.", sys.stderr)
     return 1 if unreadable else 0
 
 
@@ -159,27 +122,6 @@ def _with_progress(predictions: Iterable[Prediction], count: int, batch_size: in
     return track(predictions, "classifying", count, console=console, transient=True)
 
 
-def _keeping_embeddings(predictions: Iterable[Prediction], count: int, path: Path) -> Iterator[Prediction]:
-    """Yield the same without embeddings; the file `path` is there, with those of all, after the last one."""
-    import numpy as np
-
-    with writing("--embeddings", path), atomic_replacement(path) as temporary:
-        rows: Any = None
-        for number, prediction in enumerate(predictions):
-            if rows is None and prediction.embedding is not None:
-                shape = count, len(prediction.embedding)
-                rows = np.lib.format.open_memmap(temporary, "w+", np.float32, shape)
-                rows[:number] = np.nan
-            if rows is not None:
-                rows[number] = np.nan if prediction.embedding is None else prediction.embedding
-            yield replace(prediction, embedding=None)  # in the file: whoever keeps all predictions keeps few bytes
-        if rows is None:  # no image can be read
-            rows = np.lib.format.open_memmap(temporary, "w+", np.float32, (count, 0))
-        rows.flush()
-        fsync(temporary)
-    print_line(f"embeddings: {path}, {rows.shape[0]} rows of {rows.shape[1]} numbers", sys.stderr)
-
-
 def _telling(predictions: Iterable[Prediction], unreadable: list[Path]) -> Iterator[Prediction]:
     """Yield the same. Of an image that cannot be read stderr says so, and it is added to `unreadable`."""
     for prediction in predictions:
@@ -189,21 +131,15 @@ def _telling(predictions: Iterable[Prediction], unreadable: list[Path]) -> Itera
         yield prediction
 
 
-def _print(predictions: Sequence[Prediction], top_k: int | None, *, calibrated: bool) -> None:
-    head = ("image", "class", "probability", *["calibrated"] * calibrated)
+def _print(predictions: Sequence[Prediction], top_k: int | None) -> None:
     rows: list[tuple[str, ...]] = []
     for prediction in predictions:
-        shown = [(name, *(f"{value:.2%}" for value in values)) for name, *values in islice(_classes(prediction), top_k)]
+        best = islice(zip(prediction.classes, prediction.probabilities, strict=True), top_k)
+        shown = [(name, f"{value:.2%}") for name, value in best]
         nothing = "cannot be read" if prediction.error else "none"
-        rows += [(str(prediction.image), *row) for row in shown or [(nothing, *[""] * (len(head) - 2))]]
+        rows += [(str(prediction.image), *row) for row in shown or [(nothing, "")]]
     if rows:
-        print_table(head, rows, numbers=head[2:], grouped=True)
-
-
-def _classes(prediction: Prediction) -> Iterator[tuple[Any, ...]]:
-    """Yield each class with its probability and, if there is one, its calibrated probability."""
-    columns = (prediction.classes, prediction.probabilities, *[prediction.calibrated] * bool(prediction.calibrated))
-    return zip(*columns, strict=True)
+        print_table(("image", "class", "probability"), rows, numbers=["probability"], grouped=True)
 
 
 def _write(path: Path, predictions: Iterable[Prediction]) -> None:
@@ -218,23 +154,17 @@ def _write(path: Path, predictions: Iterable[Prediction]) -> None:
 def _write_csv(file: TextIO, predictions: Iterable[Prediction]) -> None:
     """Write a row for each class of an image. One without a class, or that is unreadable, has one row."""
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(("image", "rank", "class", "probability", "calibrated", "error"))
+    writer.writerow(("image", "rank", "class", "probability", "error"))
     for prediction in predictions:
-        rows: list[tuple[Any, ...]] = [
-            (rank, name, f"{value:.6g}", f"{more[0]:.6g}" if more else "")
-            for rank, (name, value, *more) in enumerate(_classes(prediction), 1)
-        ]
-        writer.writerows((prediction.image, *row, prediction.error) for row in rows or [("", "", "", "")])
+        best = zip(prediction.classes, prediction.probabilities, strict=True)
+        rows: list[tuple[Any, ...]] = [(rank, name, f"{value:.6g}") for rank, (name, value) in enumerate(best, 1)]
+        writer.writerows((prediction.image, *row, prediction.error) for row in rows or [("", "", "")])
 
 
 def _write_jsonl(file: TextIO, predictions: Iterable[Prediction]) -> None:
-    """Write lines {"image": …, "predictions": [{"class": …, "probability": …, "calibrated": …}, …]}, with "error" if it
-    is unreadable, without "calibrated" if there is no temperature."""
-    names = ("probability", "calibrated")
+    """Write lines {"image": …, "predictions": [{"class": …, "probability": …}, …]}, with "error" if unreadable."""
     for prediction in predictions:
-        best = [
-            {"class": name, **{key: float(f"{value:.6g}") for key, value in zip(names, values, strict=False)}}
-            for name, *values in _classes(prediction)
-        ]
-        line: dict[str, Any] = {"image": str(prediction.image), "predictions": best}
+        best = zip(prediction.classes, prediction.probabilities, strict=True)
+        found = [{"class": name, "probability": float(f"{value:.6g}")} for name, value in best]
+        line: dict[str, Any] = {"image": str(prediction.image), "predictions": found}
         file.write(json.dumps(line | ({"error": prediction.error} if prediction.error else {})) + "\n")

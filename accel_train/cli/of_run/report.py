@@ -23,7 +23,8 @@ class Report(CommandOptions):
     """Write a page about a run: curves, figures, confusion, the worst images. Of several runs: compare them.
 
     The page is one file that needs no network. If the run has no predictions of its weights yet, the test split (or the
-    validation split) is evaluated once, and they are kept in RUN/predictions-SPLIT.npz.
+    validation split) is evaluated once, and they are kept in RUN/predictions-SPLIT.npz. Several runs are compared by
+    what they have written: metrics, means over seeds, Welch's test, speed; a CSV file beside the page has the numbers.
     """
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN …")]
@@ -68,8 +69,11 @@ def report(arguments: Sequence[str]) -> int:
         evaluates=not options.no_evaluate,
         trust_code=options.trust_code,
     )
-    head, rows = result.over_seeds
-    if rows:
-        print_table(head, rows, numbers=head[1:], grouped=True)
+    for table in result.tables:
+        print_line(f"{table.title}:")
+        print_table(table.head, table.rows)
+        print_line("")
     print_line(f"report: {result.path}")
+    if result.csv is not None:
+        print_line(f"numbers: {result.csv}")
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accel_train.analysis.figures import NO_TEMPERATURE
 from accel_train.report.one_run.augmented import Augmented
 from accel_train.report.one_run.curves import charts_of_run, epoch_table, few_epochs
 from accel_train.report.one_run.facts import costs_of, facts_of, machine_of
@@ -16,7 +15,6 @@ from accel_train.report.one_run.tables import (
     confusion_table,
     figure_table,
     headline_of,
-    is_at_bound,
 )
 from accel_train.report.one_run.words import words_of
 from accel_train.report.shared.charts import draw, draw_calibration
@@ -37,7 +35,6 @@ def page_of_run(run: RunRecords, evaluation: Row, pictures: Pictures, notes: Seq
     """The page of one run. `evaluation`: what evaluation-SPLIT.json holds, or {}."""
     records = [evaluation[name] for name in ("model", "ema") if name in evaluation]
     record: Row = records[-1] if records else {}  # the EMA's if there is one
-    fit = record.get("temperature") or {}
     base, differences = differences_from_recipe(run)
     return render(
         "report/one_run/run.html",
@@ -51,7 +48,6 @@ def page_of_run(run: RunRecords, evaluation: Row, pictures: Pictures, notes: Seq
         charts=[draw(chart) for chart in charts_of_run(run) if not chart.is_empty],
         has_events=bool(run.events),
         figures=figure_table(run, records),
-        no_temperature=f"No temperature could be fitted: {NO_TEMPERATURE} val." if is_at_bound(fit) else "",
         records=records,
         record=record,
         split=evaluation.get("split", ""),

@@ -9,7 +9,6 @@ from typing import Any
 from accel_train.analysis.figures import (
     CLASS_FIGURES,
     NO_FIGURE,
-    TEMPERATURES,
     accuracy_interval,
     figure_rows,
     images_of_classes,
@@ -60,23 +59,7 @@ def headline_of(run: RunRecords, evaluation: Row) -> list[Tile]:
 def figure_table(run: RunRecords, records: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """Each figure with its value for each of the weights."""
     rows = figure_rows(records, run.info.classes, run.config.metrics, multi_label=run.info.multi_label)
-    shown = [(figure_title(key) if title == key else title, values) for key, title, values in rows]
-    fits = [record.get("temperature") or {} for record in records]
-    fits = [{} if is_at_bound(fit) else fit for fit in fits]
-    for key, title, form in (
-        ("value", "temperature, fitted on val", ".3f"),
-        ("loss", "loss at this temperature", ".4f"),
-        ("calibration_error", "calibration error at this temperature", ".2%"),
-    ):
-        if any(fits):
-            shown.append((title, [format(fit[key], form) if fit else "" for fit in fits]))
-    return shown
-
-
-def is_at_bound(fit: Row) -> bool:
-    """Whether a temperature is only a bound of the search. Older evaluations do not say so."""
-    lowest, highest = TEMPERATURES
-    return bool(fit) and bool(fit.get("at_bound", not 1.01 * lowest < fit["value"] < highest / 1.01))
+    return [(figure_title(key) if title == key else title, values) for key, title, values in rows]
 
 
 def confusion_table(record: Row, classes: Sequence[str]) -> list[Row]:

@@ -132,14 +132,13 @@ def test_one_image_is_told_in_the_singular(capsys: pytest.CaptureFixture) -> Non
     printed = capsys.readouterr().out
     assert "1 image (1 train) of 1 class" in printed and "1 of 1 image cannot be read;" in printed
     Image.new("L", (8, 8)).save("pets/cat/0.png")
-    for line in ("The image can be read.", "1 of them is as an earlier audit has seen it, and was not read again."):
-        check("folder", "--root", "pets")
-        assert line in capsys.readouterr().out
+    check("folder", "--root", "pets")
+    assert "The image can be read." in capsys.readouterr().out
 
 
 def test_data_in_memory_has_no_list() -> None:
     assert check("digits") == 0
-    assert [path.name for path in Path().iterdir()] == ["audit-digits"]
+    assert [path.name for path in Path().iterdir()] == ["audit-digits.json"]
 
 
 def test_the_check_goes_on_after_an_empty_class_folder(capsys: pytest.CaptureFixture) -> None:

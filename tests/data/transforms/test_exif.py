@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from accel_train.audit.audit import check_data
+from accel_train.audit import check_data
 from accel_train.config.schema import Augment, Config, Data
 from accel_train.data.loading import create_input_pipeline
 from accel_train.data.order.plan import Plan

@@ -1,1 +1,0 @@
-"""A command line of another trainer as a recipe: `accel-train convert`."""

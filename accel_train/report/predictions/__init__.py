@@ -1,1 +1,0 @@
-"""The page of what a model answers: images with their most probable classes."""

@@ -1,1 +1,0 @@
-"""The page of what a model will see, before it is trained."""

@@ -1,1 +1,0 @@
-"""Two models image by image: what each answered, and where they differ."""
