@@ -214,13 +214,3 @@ class StartsInEpoch:
 
 
 STARTS_IN_EPOCH = StartsInEpoch()
-
-
-@dataclass(frozen=True)
-class Synonyms:
-    """Names of the option in other trainers (timm, torchvision, Lightning, Hugging Face), for users who type those."""
-
-    words: str
-    """Separated by spaces, without a group and with "-"."""
-    beside: str = ""
-    """Another option that may be meant, too."""

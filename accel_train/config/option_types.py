@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from accel_train.config.declaration import Bound, Needs, StartsInEpoch, Synonyms
+from accel_train.config.declaration import Bound, Needs, StartsInEpoch
 from accel_train.config.recipe import Option
 from accel_train.config.schema import Config
 from accel_train.errors import nearest
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 def declared(marker: type[M]) -> list[tuple[str, M]]:
-    """Return what the fields of `Config` declare of this type: (key, the object), several of a key with Synonyms."""
+    """Return what the fields of `Config` declare of this type: (key, the object)."""
     return [(key, each) for key, (_, parts) in _fields_of(Config).items() for each in parts if isinstance(each, marker)]
 
 
@@ -142,7 +142,7 @@ def unknown_option(key: str, origin: str, known: OptionTypes) -> str:
         return f"--{key}: this option was removed; {REMOVED[key][1]} ({origin})."
     from accel_train.config.synonyms import advice
 
-    hint = advice(key, known, declared(Synonyms))
+    hint = advice(key, known)
     if key in groups(known):
         keys = ", ".join(name for name in known if name.startswith(f"{key}."))
         return f"--{key}: a group of options, not one ({origin}).{hint or f' In it: {keys}.'}"

@@ -24,7 +24,6 @@ from accel_train.config.declaration import (
     POSITIVE,
     Bound,
     Free,
-    Synonyms,
 )
 from accel_train.config.groups.augment import Augment
 from accel_train.config.groups.data import Data
@@ -44,38 +43,27 @@ class Config:
     output_dir: Annotated[
         Path | None,
         ONE_START,
-        Synonyms(
-            "output out out-dir output-path save-dir savedir save-path log-dir logdir work-dir run-dir "
-            "experiment default-root-dir outdir save exp-dir"
-        ),
     ] = None
     """Folder of the run; default: runs/RECIPE/DATE-TIME. If it contains an unfinished run, that run is resumed."""
-    seed: Annotated[int, NOT_NEGATIVE, DECIDES_SAMPLES, Synonyms("random-seed manual-seed random-state")] = 0
+    seed: Annotated[int, NOT_NEGATIVE, DECIDES_SAMPLES] = 0
     """Seed of everything random: weights, order, augmentation, dropout and splits."""
     epochs: Annotated[
         int | float,
         POSITIVE,
         Free("a run may become longer", unless=FALLING),
         ENDS_RUN,
-        Synonyms("epoch max-epochs num-epochs n-epochs nepochs num-train-epochs n-epoch total-epochs"),
     ] = 1
     """Passes over the training data; the last may be a part: 2.5."""
     batch_size: Annotated[
         int,
         POSITIVE,
         Bound("a number of at most 2,000,000,000", lambda x: x <= 2_000_000_000),
-        Synonyms("bs batch batchsize b train-batch-size total-batch-size global-batch-size"),
-        Synonyms("per-device-train-batch-size batch-size-per-gpu per-gpu-batch-size", beside="micro-batch-size"),
     ] = 64
     """Samples per optimizer update, over all processes."""
     micro_batch_size: Annotated[
         int | Literal["auto"] | None,
         POSITIVE,
         Free("how an update is computed, not its result"),
-        Synonyms(
-            "gradient-accumulation-steps accumulate-grad-batches grad-accum-steps accum-iter grad-accum "
-            "accumulation-steps accumulation gradient-accumulation update-freq microbatch-size"
-        ),
     ] = None
     """Most samples per process and forward pass; determines gradient accumulation. auto: as many as fit on a GPU."""
     virtual_batch_size: Annotated[int | None, POSITIVE] = None
@@ -88,7 +76,6 @@ class Config:
         int | None,
         POSITIVE,
         Free("only what is measured"),
-        Synonyms("test-batch-size val-batch-size validation-batch-size vbs per-device-eval-batch-size"),
     ] = None
     """Samples per process and forward pass in evaluation; default: 256, or as in training
     if those are more; for a smaller split the next power of two."""
@@ -96,36 +83,24 @@ class Config:
         int,
         POSITIVE,
         Free("only what is measured", unless=("plateau",)),
-        Synonyms("val-interval eval-interval eval-freq test-interval check-val-every-n-epoch val-freq"),
     ] = 1
     """Evaluate after every N epochs, and after the last epoch."""
-    eval_every_updates: Annotated[
-        int | None, POSITIVE, Free("only what is measured"), Synonyms("eval-steps eval-every-n-steps eval-every-steps")
-    ] = None
+    eval_every_updates: Annotated[int | None, POSITIVE, Free("only what is measured")] = None
     """Evaluate after every N updates too."""
-    best_metric: Annotated[str | None, Synonyms("metric-for-best-model eval-metric monitor best-checkpoint-metric")] = (
-        None
-    )
+    best_metric: str | None = None
     """Validation metric for the best checkpoint, early stopping and plateau: accuracy, loss, f1, map (of images with
     several labels), or the name of one of --metrics; default: accuracy or map."""
-    metrics: Annotated[
-        tuple[str, ...], Free("only what is measured"), Synonyms("metric compute-metrics val-metrics eval-metrics")
-    ] = ()
+    metrics: Annotated[tuple[str, ...], Free("only what is measured")] = ()
     """More metrics of each evaluation: auroc, top5_accuracy, or your own, FILE.py:NAME (docs/own_metrics.md)."""
     log_every_updates: Annotated[
         int,
         POSITIVE,
         Free("only what is shown"),
-        Synonyms("log-interval log-freq print-freq log-every logging-steps log-every-n-steps log-steps"),
     ] = 50
     """Write a line to metrics.jsonl (and to the log, if not on a terminal) every N updates."""
     resume: Annotated[
         str,
         ONE_START,
-        Synonyms(
-            "resume-from resume-from-checkpoint ckpt checkpoint ckpt-path checkpoint-path load auto-resume "
-            "load-checkpoint start-epoch"
-        ),
     ] = "auto"
     """auto: continue from the newest checkpoint of the run, if any; must: fail without one; never; or a path."""
     allow_change: Annotated[tuple[str, ...], ONE_START] = ()
@@ -145,10 +120,9 @@ class Config:
     trackers: Annotated[
         tuple[str, ...],
         Free("only what is shown"),
-        Synonyms("tracker wandb use-wandb log-wandb report-to tensorboard logger mlflow loggers"),
     ] = ()
     """Where to send the curves: tensorboard, wandb, mlflow, … (docs/trackers.md)."""
-    config_only: Annotated[bool, ONE_START, Synonyms("dry-run print-config")] = False
+    config_only: Annotated[bool, ONE_START] = False
     """Print the resolved configuration and the resulting plan, then stop."""
     traceback: Annotated[bool, ONE_START] = False
     """Show the traceback of an error too."""

@@ -25,23 +25,19 @@ from accel_train.config.declaration import (
     Bound,
     Interpolation,
     Needs,
-    Synonyms,
 )
 from accel_train.errors import UserError
 
 
 @dataclass(frozen=True)
 class Augment:
-    resize: Annotated[int | None, POSITIVE, Synonyms("val-resize-size resize-size")] = None
+    resize: Annotated[int | None, POSITIVE] = None
     """Resize the short side to this many pixels before cropping, in evaluation, and in training if augment.crop is
     center or random."""
-    crop_fraction: Annotated[float | None, ABOVE_0, Synonyms("crop-pct")] = None
+    crop_fraction: Annotated[float | None, ABOVE_0] = None
     """In evaluation the crop has this fraction of the image's short side, at any size, as with timm's crop_pct; in
     place of augment.resize. Training: as without either."""
-    crop: Annotated[
-        Literal["center", "random", "resized", "rkrc", "rkrr", "squash"],
-        Synonyms("random-crop random-resized-crop rrc train-crop-mode"),
-    ] = "center"
+    crop: Literal["center", "random", "resized", "rkrc", "rkrr", "squash"] = "center"
     """Training crop: the centre; a random position; torchvision's RandomResizedCrop (resized); timm's rkrc or rkrr:
     nearly the whole image in its proportions, its centre or a random position; or the whole image as a square (squash).
     """
@@ -53,16 +49,16 @@ class Augment:
     """crop=resized, rkrc, rkrr: smallest and largest fraction of the image's area."""
     ratio: Annotated[tuple[float, float], INTERVAL, NEEDS_BOX] = (0.75, 4 / 3)
     """crop=resized: smallest and largest width / height; rkrc, rkrr: its change, such as 0.9 1.1."""
-    interpolation: Annotated[Interpolation, Synonyms("interp resample")] = "bilinear"
+    interpolation: Interpolation = "bilinear"
     """How images are resized, in training and evaluation, all but nearest with antialiasing; and how augment.policy
     turns them."""
     train_interpolation: Literal[Interpolation, "random"] | None = None
     """Another one in training; random: bilinear or bicubic, drawn for each image. Default: augment.interpolation."""
-    flip: Annotated[float, FRACTION, Synonyms("hflip fliplr horizontal-flip random-flip random-horizontal-flip")] = 0.0
+    flip: Annotated[float, FRACTION] = 0.0
     """Probability of a horizontal flip."""
-    vertical_flip: Annotated[float, FRACTION, Synonyms("vflip random-vertical-flip flip-vertical flipud")] = 0.0
+    vertical_flip: Annotated[float, FRACTION] = 0.0
     """Probability of a vertical flip."""
-    degrees: Annotated[float, NOT_NEGATIVE, Synonyms("rotation random-rotation rotate random-affine")] = 0.0
+    degrees: Annotated[float, NOT_NEGATIVE] = 0.0
     """Turn each image by at most so many degrees, to either side."""
     translate: Annotated[float, FRACTION] = 0.0
     """Shift each image by at most this fraction of its side."""
@@ -70,7 +66,7 @@ class Augment:
     """Scale each image, cropped already, by a factor between these two."""
     shear: Annotated[float, NOT_NEGATIVE] = 0.0
     """Shear each image by at most so many degrees, to either side."""
-    perspective: Annotated[float, FRACTION, Synonyms("random-perspective")] = 0.0
+    perspective: Annotated[float, FRACTION] = 0.0
     """Distort the perspective: how far the corners move, as a fraction of half the side."""
     perspective_probability: Annotated[float, FRACTION] = 0.5
     """Probability of distorting the perspective, if augment.perspective is set."""
@@ -80,7 +76,6 @@ class Augment:
     policy: Annotated[
         str,
         POLICY,
-        Synonyms("aa auto-augment autoaugment randaugment rand-augment trivialaugment augmix augmentation augment"),
     ] = "none"
     """What changes the colours and geometry of each image. torchvision's randaugment, trivialaugment, augmix,
     autoaugment (the one for ImageNet), autoaugment_cifar10 and autoaugment_svhn; or timm's, as timm writes them:
@@ -93,40 +88,39 @@ class Augment:
         int,
         Bound("a number from 0 to 30", lambda x: 0 <= x <= 30),
         Needs("augment.policy", ("randaugment",)),
-        Synonyms("ra-magnitude"),
     ] = 9
     """randaugment: strength of each operation, 0 to 30, as in torchvision: 9 turns by 9 degrees. timm's rand-m9 turns
     by 27, and leaves out half of the operations."""
     augmix_severity: Annotated[int, Bound("a number from 1 to 10", lambda x: 1 <= x <= 10)] = 3
     """augmix: strength of each operation at most, 1 to 10, as in torchvision. (That of timm's augmix-m5 is its m.)"""
-    color_jitter: Annotated[tuple[float, ...], JITTER, Synonyms("colour-jitter jitter colorjitter")] = ()
+    color_jitter: Annotated[tuple[float, ...], JITTER] = ()
     """Colour jitter: strength of brightness, contrast, saturation and hue. One number sets the first three."""
-    color_jitter_probability: Annotated[float, FRACTION, Synonyms("color-jitter-prob")] = 1.0
+    color_jitter_probability: Annotated[float, FRACTION] = 1.0
     """Probability of colour jitter, if augment.color-jitter is set."""
-    grey: Annotated[float, FRACTION, Synonyms("grayscale-prob random-grayscale")] = 0.0
+    grey: Annotated[float, FRACTION] = 0.0
     """Probability of making an image grey."""
-    blur: Annotated[float, FRACTION, Synonyms("gaussian-blur-prob gaussian-blur")] = 0.0
+    blur: Annotated[float, FRACTION] = 0.0
     """Probability of a Gaussian blur; its sigma is between 0.1 and 2 pixels, drawn at random."""
-    erase: Annotated[float, FRACTION, Synonyms("reprob random-erase random-erasing erasing cutout")] = 0.0
+    erase: Annotated[float, FRACTION] = 0.0
     """Probability of erasing a random rectangle (random erasing)."""
-    erase_mode: Annotated[Literal["const", "rand", "pixel"], Needs("augment.erase"), Synonyms("remode")] = "const"
+    erase_mode: Annotated[Literal["const", "rand", "pixel"], Needs("augment.erase")] = "const"
     """Fill erased rectangles with the mean colour (const), a random colour (rand), or a random colour of each pixel."""
-    erase_count: Annotated[int, COUNT, Synonyms("recount")] = 1
+    erase_count: Annotated[int, COUNT] = 1
     """Erase up to this many rectangles, which share the area."""
-    mixup: Annotated[float, NOT_NEGATIVE, Synonyms("mixup-alpha mix-up")] = 0.0
+    mixup: Annotated[float, NOT_NEGATIVE] = 0.0
     """Mixup: alpha of the Beta distribution; 0: off."""
-    cutmix: Annotated[float, NOT_NEGATIVE, Synonyms("cutmix-alpha cut-mix")] = 0.0
+    cutmix: Annotated[float, NOT_NEGATIVE] = 0.0
     """CutMix: alpha of the Beta distribution; 0: off. With Mixup on too, one of them is drawn: augment.mix-mode."""
     cutmix_minmax: Annotated[tuple[float, float] | None, SHARES] = None
     """CutMix with boxes whose sides have between these two fractions of the image's, in place of augment.cutmix."""
-    mix_probability: Annotated[float, FRACTION, NEEDS_MIXING, Synonyms("mixup-prob cutmix-prob")] = 1.0
+    mix_probability: Annotated[float, FRACTION, NEEDS_MIXING] = 1.0
     """Probability of mixing (Mixup or CutMix), of each pair: see augment.mix-mode."""
-    switch_probability: Annotated[float, FRACTION, Synonyms("mixup-switch-prob")] = 0.5
+    switch_probability: Annotated[float, FRACTION] = 0.5
     """Probability of CutMix, not Mixup, if both are on."""
-    mix_mode: Annotated[Literal["pair", "elem", "batch"], NEEDS_MIXING, Synonyms("mixup-mode")] = "pair"
+    mix_mode: Annotated[Literal["pair", "elem", "batch"], NEEDS_MIXING] = "pair"
     """What is mixed in one way, with one share: each pair; each sample (elem), with its neighbour; or all pairs of a
     virtual batch (batch)."""
-    mix_epochs: Annotated[int | None, POSITIVE, Synonyms("mixup-off-epoch")] = None
+    mix_epochs: Annotated[int | None, POSITIVE] = None
     """Mix in the first N epochs only; default: in all."""
     mean: tuple[float, ...] | None = None
     """Mean to subtract from each channel (0 to 1); default: that of the weights, else the data's."""

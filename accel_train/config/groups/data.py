@@ -17,7 +17,6 @@ from accel_train.config.declaration import (
     SPLIT,
     Bound,
     Free,
-    Synonyms,
 )
 
 
@@ -26,20 +25,12 @@ class Data:
     name: Annotated[
         str,
         DECIDES_SAMPLES,
-        Synonyms(
-            "data dataset dataset-name data-name train-data csv csv-file csv-path train-csv labels-csv "
-            "label-file labels-file annotations annotation-file annotations-file",
-            beside="data.root",
-        ),
     ] = "digits"
     """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), cache, synthetic,
     tar, wds, parquet, torch/NAME, hfds/NAME, hfids/NAME, tfds/NAME, or your own FILE.py:FUNCTION."""
     root: Annotated[
         Path,
         Free("the next machine may keep the same data in another folder"),
-        Synonyms(
-            "data-dir data-path datadir data-root dataset-dir dataset-path root-dir train-dir traindir data-folder"
-        ),
     ] = Path("data")
     """Folder of the dataset, a cache file, or the folder torchvision downloads to; of tar, wds and parquet also the URL
     of a folder or of files: s3://bucket/train, https://host/train-{0000..0127}.tar, hf://datasets/user/name."""
@@ -47,13 +38,9 @@ class Data:
         float,
         PART,
         DECIDES_SAMPLES,
-        Synonyms("val-size val-ratio validation-fraction val-percent val-pct"),
-        Synonyms("val-split validation-split", beside="data.val-split"),
     ] = 0.0
     """Fraction of the training samples for validation, if the dataset has no such split."""
-    test_fraction: Annotated[
-        float, PART, DECIDES_SAMPLES, Synonyms("test-size test-ratio"), Synonyms("test-split", beside="data.test-split")
-    ] = 0.0
+    test_fraction: Annotated[float, PART, DECIDES_SAMPLES] = 0.0
     """Fraction of the samples for the test, if the dataset has no such split."""
     train_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
     """folder, hfds, hfids, tfds: the folder, or the split of the hub, to train on. Of hfds and tfds also a part of one:
@@ -62,30 +49,21 @@ class Data:
     """The same for validation; default: val, valid, validation or dev."""
     test_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
     """The same for the test; default: test or testing."""
-    only_classes: Annotated[
-        tuple[str, ...], DECIDES_SAMPLES, Synonyms("classes class-subset", beside="data.classes")
-    ] = ()
+    only_classes: Annotated[tuple[str, ...], DECIDES_SAMPLES] = ()
     """Use only the images of these classes, by name; their order is that of the model's outputs. Default: all."""
-    class_map: Annotated[Path | None, DECIDES_SAMPLES, Synonyms("class-names class-list classes-file")] = None
+    class_map: Annotated[Path | None, DECIDES_SAMPLES] = None
     """The classes and their order in a text file, a name a line, as timm's; images of other classes are left out."""
     train_limit: Annotated[
         int | None,
         POSITIVE,
         DECIDES_SAMPLES,
-        Synonyms("limit-train-batches max-train-samples train-samples subset num-samples"),
     ] = None
     """Use only this many training samples."""
-    test_limit: Annotated[int | None, POSITIVE, Synonyms("limit-val-batches limit-test-batches max-eval-samples")] = (
-        None
-    )
+    test_limit: Annotated[int | None, POSITIVE] = None
     """Use only this many samples of the validation split, and of the test split."""
     sampler: Annotated[
         Literal["shuffle", "balanced", "weights"],
         DECIDES_SAMPLES,
-        Synonyms(
-            "weighted-sampler weighted-random-sampler weightedrandomsampler balanced-sampler class-balanced "
-            "balanced-sampling weighted-sampling oversample oversampling imbalanced-sampler sample-weights"
-        ),
     ] = "shuffle"
     """shuffle: each training sample once an epoch; balanced: draw each class equally often, in an epoch of the same
     length; weights: draw samples by their weights in the data."""
@@ -94,14 +72,10 @@ class Data:
     these, for data on a network file system or in an object store (docs/large_data.md)."""
     open_shards: Annotated[int, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = 16
     """data.order=shards: how many shards each canonical node mixes at a time."""
-    canonical_nodes: Annotated[int | None, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES, Synonyms("num-canonical-nodes")] = (
-        None
-    )
+    canonical_nodes: Annotated[int | None, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = None
     """data.order=shards: parts of an update, each with shards of its own; a multiple of the processes or machines is
     best. A divisor of the batch size; default: 8, or else 4, 2 or 1."""
-    repeats: Annotated[
-        int, COUNT, DECIDES_SAMPLES, Synonyms("aug-repeats ra-reps ra-sampler repeated-aug repeated-augmentation")
-    ] = 1
+    repeats: Annotated[int, COUNT, DECIDES_SAMPLES] = 1
     """Repeated augmentation: each sample is so many times in its update, augmented differently; an epoch is as long as
     before, so it has a part of the samples only."""
     drop_last: bool = False
@@ -115,7 +89,6 @@ class Data:
     placement: Annotated[
         Literal["auto", "device", "host", "disk"],
         Free("where the pixels are kept, not their values"),
-        Synonyms("cache-images ram-cache"),
     ] = "auto"
     """Where images are kept: device memory, host memory or disk; auto: the fastest with enough room."""
     cache_dir: Annotated[Path | None, Free("where copies of shards are kept, not what is in them")] = None
@@ -126,13 +99,9 @@ class Data:
     reduced_decode: bool = True
     """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
     # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
-    image_column: Annotated[
-        str | None, DECIDES_SAMPLES, Synonyms("image-column-name image-col input-key image-key")
-    ] = None
+    image_column: Annotated[str | None, DECIDES_SAMPLES] = None
     """csv, parquet, hfds and hfids: the column of the images (csv: of their files); default: found by name or type."""
-    label_column: Annotated[
-        str | None, DECIDES_SAMPLES, Synonyms("label-column-name label-col target-key label-key target-column")
-    ] = None
+    label_column: Annotated[str | None, DECIDES_SAMPLES] = None
     """csv, parquet, hfds and hfids: the column of the labels; default: found by its name or type."""
     max_pixels: Annotated[
         int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
@@ -147,14 +116,11 @@ class Data:
         int | None,
         NOT_NEGATIVE,
         Free("how an update is computed, not its result"),
-        Synonyms("num-workers j nworkers n-workers dataloader-num-workers num-data-workers"),
     ] = None
     """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
     image_size: Annotated[int, POSITIVE] = 32
     """synthetic: height and width of an image, in pixels."""
-    channels: Annotated[
-        int, Bound("1 or 3", lambda x: x in (1, 3)), Synonyms("in-chans in-channels num-channels grayscale")
-    ] = 3
+    channels: Annotated[int, Bound("1 or 3", lambda x: x in (1, 3))] = 3
     """synthetic: 1 or 3. Image files: 1 converts them to greyscale."""
     classes: Annotated[int, Bound("at least 2", lambda x: x >= 2)] = 10
     """synthetic: number of classes."""

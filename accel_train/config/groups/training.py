@@ -3,7 +3,7 @@
 The fields of each group are keys of a recipe and of the command line.
 
 All that there is to say about an option is said here, once: its type, bounds (POSITIVE, …), whether it may change when
-a run goes on (Free, …), what other trainers call it (Synonyms), its default, and its help text in the string under it.
+a run goes on (Free, …), its default, and its help text in the string under it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from accel_train.config.declaration import (
     WITHOUT_MOMENTUM,
     Free,
     Needs,
-    Synonyms,
 )
 
 
 @dataclass(frozen=True)
 class Optim:
-    name: Annotated[str, Synonyms("optimizer opt optim optimizer-name")] = "sgd"
+    name: str = "sgd"
     """A timm optimizer: sgd (Nesterov), momentum (plain SGD), adam, adamw, lamb, lion, muon (hidden layers), …"""
-    lr: Annotated[float, NOT_NEGATIVE, Synonyms("learning-rate base-lr initial-lr lr0 blr")] = 0.1
+    lr: Annotated[float, NOT_NEGATIVE] = 0.1
     """Learning rate for the whole batch, on any number of processes."""
-    bias_lr: Annotated[float | None, POSITIVE, Synonyms("bias-lr-scale bias-scaler")] = None
+    bias_lr: Annotated[float | None, POSITIVE] = None
     """Learning rate of biases, as a multiple of the others'; default: the same."""
-    weight_decay: Annotated[float, NOT_NEGATIVE, Synonyms("wd weightdecay l2 l2-reg")] = 0.0
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight decay; not for norms and biases, unless optim.decay-all is set."""
     decay_all: Annotated[bool, Needs("optim.weight-decay")] = False
     """Apply weight decay to all weights, norms and biases too, as plain torch.optim does."""
@@ -50,29 +49,26 @@ class Optim:
     """Weight decay of norms, weights and biases; default: see optim.decay-all."""
     bias_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
     """Weight decay of biases, those of norms too: all that are called bias. Default: see optim.decay-all."""
-    embedding_weight_decay: Annotated[float | None, NOT_NEGATIVE, Synonyms("transformer-embedding-decay")] = None
+    embedding_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
     """Weight decay of class tokens and embeddings of positions, by torchvision's names of them, and of all else that a
     model of timm's excludes; default: see optim.decay-all."""
-    momentum: Annotated[
-        float, FRACTION, Needs("optim.name", not_values=WITHOUT_MOMENTUM), Synonyms("sgd-momentum opt-momentum")
-    ] = 0.9
+    momentum: Annotated[float, FRACTION, Needs("optim.name", not_values=WITHOUT_MOMENTUM)] = 0.9
     """Momentum, for optimizers that have it."""
-    betas: Annotated[tuple[float, float] | None, Synonyms("opt-betas adam-betas beta1 beta2")] = None
+    betas: tuple[float, float] | None = None
     """Betas of Adam and similar optimizers; default: the optimizer's."""
-    eps: Annotated[float | None, POSITIVE, Synonyms("epsilon opt-eps adam-epsilon")] = None
+    eps: Annotated[float | None, POSITIVE] = None
     """Epsilon; default: the optimizer's."""
-    kwargs: Annotated[str | None, JSON_OBJECT, Synonyms("opt-kwargs optim-kwargs optimizer-kwargs optim-args")] = None
+    kwargs: Annotated[str | None, JSON_OBJECT] = None
     """More arguments of the optimizer, as JSON: '{"amsgrad": true}'. In a recipe also as a mapping."""
     layer_decay: Annotated[float | None, FRACTION] = None
     """Learning rate of each layer, as a multiple (0 to 1) of the next layer's."""
     layer_decay_min_scale: Annotated[float, FRACTION] = 0.0
     """optim.layer-decay: no layer has a smaller part of the learning rate than this."""
-    head_lr: Annotated[float | None, NOT_NEGATIVE, Synonyms("lr-head classifier-lr fc-lr")] = None
+    head_lr: Annotated[float | None, NOT_NEGATIVE] = None
     """Learning rate of the last layer, if another; the schedule changes both in the same proportion."""
     clip: Annotated[
         float | None,
         POSITIVE,
-        Synonyms("clip-grad grad-clip max-grad-norm gradient-clip-val clip-grad-norm gradient-clipping"),
     ] = None
     """Clip gradients to this value; see optim.clip-mode."""
     clip_mode: Annotated[Literal["norm", "value", "agc"], Needs("optim.clip")] = "norm"
@@ -81,52 +77,43 @@ class Optim:
 
 @dataclass(frozen=True)
 class Schedule:
-    name: Annotated[
-        Literal["constant", "cosine", "tanh", "step", "multistep", "poly", "one_cycle", "plateau"],
-        Synonyms("scheduler sched lr-scheduler lr-schedule lr-scheduler-type lr-policy schedule"),
-    ] = "constant"
+    name: Literal["constant", "cosine", "tanh", "step", "multistep", "poly", "one_cycle", "plateau"] = "constant"
     """Learning rate after the warm-up; all but plateau depend on the update number alone."""
-    per: Annotated[Literal["update", "epoch"], Synonyms("sched-on-updates")] = "update"
+    per: Literal["update", "epoch"] = "update"
     """Change the learning rate at each update, or only where an epoch begins, as timm and torchvision do by default."""
     warmup_epochs: Annotated[
         float,
         NOT_NEGATIVE,
-        Synonyms(
-            "warmup lr-warmup-epochs warm-up warmup-steps num-warmup-steps warmup-ratio warmup-iters warmup-updates"
-        ),
     ] = 0.0
     """Epochs in which the learning rate rises from schedule.warmup-lr to optim.lr."""
-    warmup_lr: Annotated[float, NOT_NEGATIVE, NEEDS_WARMUP, Synonyms("warmup-start-lr")] = 0.0
+    warmup_lr: Annotated[float, NOT_NEGATIVE, NEEDS_WARMUP] = 0.0
     """Learning rate at the start of the warm-up."""
-    warmup_method: Annotated[Literal["linear", "constant", "scaled"], Synonyms("lr-warmup-method")] = "linear"
+    warmup_method: Literal["linear", "constant", "scaled"] = "linear"
     """constant: the learning rate stays at schedule.warmup-lr until the end of the warm-up, as torchvision's does;
     scaled: it rises at each update to the rate that the schedule has meanwhile without a warm-up, as YOLO's does."""
-    warmup_prefix: Annotated[bool, NEEDS_WARMUP, Needs("schedule.name", CYCLIC), Synonyms("warmup-prefix")] = True
+    warmup_prefix: Annotated[bool, NEEDS_WARMUP, Needs("schedule.name", CYCLIC)] = True
     """cosine, tanh, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
     warmup_bias_lr: Annotated[float | None, NOT_NEGATIVE] = None
     """Learning rate of biases at the start of the warm-up, as YOLO's 0.1; default: schedule.warmup-lr."""
     warmup_momentum: Annotated[float | None, FRACTION] = None
     """Momentum (Adam: the first beta) at the start of the warm-up, in which it rises to its value."""
-    cycle_momentum: Annotated[float | None, FRACTION, Synonyms("base-momentum")] = None
+    cycle_momentum: Annotated[float | None, FRACTION] = None
     """one_cycle: momentum (Adam: the first beta) at the highest learning rate; it has its own value at both ends."""
-    cooldown_epochs: Annotated[float, NOT_NEGATIVE, Synonyms("cooldown")] = 0.0
+    cooldown_epochs: Annotated[float, NOT_NEGATIVE] = 0.0
     """cosine, tanh, poly, one_cycle: the last epochs, which have the lowest learning rate."""
-    min_lr: Annotated[
-        float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau")), Synonyms("lr-min eta-min final-lr lr-end")
-    ] = 0.0
+    min_lr: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau"))] = 0.0
     """cosine, tanh, poly, one_cycle, plateau: lowest learning rate."""
-    cycle_epochs: Annotated[float | None, POSITIVE, Synonyms("t-0 cycle-limit lr-cycle-limit restarts")] = None
+    cycle_epochs: Annotated[float | None, POSITIVE] = None
     """cosine, tanh, poly: fall again and again (SGDR); the first cycle has so many epochs. Default: fall once."""
-    cycle_mul: Annotated[float, POSITIVE, Synonyms("t-mult lr-cycle-mul")] = 1.0
+    cycle_mul: Annotated[float, POSITIVE] = 1.0
     """The length of a cycle, as a multiple of the one before. With 2, cycles end at 1, 3, 7, 15 times the first."""
-    cycle_decay: Annotated[float, FRACTION, Synonyms("lr-cycle-decay")] = 1.0
+    cycle_decay: Annotated[float, FRACTION] = 1.0
     """The learning rate at the start of a cycle, as a multiple of that of the one before."""
     step_epochs: Annotated[
         float,
         POSITIVE,
         Needs("schedule.name", ("step",)),
         STARTS_IN_EPOCH,
-        Synonyms("step-size lr-step-size decay-epochs lr-step lr-decay-epochs"),
     ] = 30.0
     """step: epochs from one decay to the next, counted from the start of the run."""
     milestones: Annotated[
@@ -134,19 +121,17 @@ class Schedule:
         MILESTONES,
         Needs("schedule.name", ("multistep",)),
         STARTS_IN_EPOCH,
-        Synonyms("lr-steps decay-milestones lr-milestones"),
     ] = ()
     """multistep: epochs after which the learning rate decays."""
     decay: Annotated[
         float,
         FRACTION,
         Needs("schedule.name", ("step", "multistep", "plateau")),
-        Synonyms("gamma lr-gamma decay-rate lr-decay lr-decay-rate"),
     ] = 0.1
     """step, multistep, plateau: factor of one decay."""
     power: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", ("poly",))] = 1.0
     """poly: exponent; 1 is a straight line to schedule.min-lr."""
-    k_decay: Annotated[float, POSITIVE, Synonyms("lr-k-decay")] = 1.0
+    k_decay: Annotated[float, POSITIVE] = 1.0
     """cosine, poly: exponent of the time since the warm-up; above 1 the rate stays high for longer."""
     patience_epochs: Annotated[int, NOT_NEGATIVE, Needs("schedule.name", ("plateau",))] = 10
     """plateau: decay after more than this many epochs without a better value of best-metric."""
@@ -161,26 +146,20 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Loss:
-    name: Annotated[str, LOSS_NAME, Synonyms("criterion loss-fn loss-function bce bce-loss multi-label multilabel")] = (
-        "cross_entropy"
-    )
+    name: Annotated[str, LOSS_NAME] = "cross_entropy"
     """cross_entropy; bce (binary_cross_entropy): a yes or no for each class, so an image may have several labels; or
     your own FILE.py:FUNCTION."""
-    label_smoothing: Annotated[float, FRACTION, Synonyms("smoothing smooth ls label-smoothing-factor")] = 0.0
+    label_smoothing: Annotated[float, FRACTION] = 0.0
     """Fraction of the target that is spread over all classes, in training only."""
-    class_weights: Annotated[
-        Literal["none", "balanced"],
-        Synonyms("class-weight weighted-loss"),
-        Synonyms("balanced balance-classes", beside="data.sampler"),
-    ] = "none"
+    class_weights: Literal["none", "balanced"] = "none"
     """balanced: weight samples inversely to the size of their class; the mean weight is 1."""
     own_class_weights: Annotated[tuple[float, ...], NONE_NEGATIVE] = ()
     """Your own weight of each class, in the order of the classes, as they are; default: none."""
-    bce_target_threshold: Annotated[float | None, PART, Synonyms("bce-target-thresh")] = None
+    bce_target_threshold: Annotated[float | None, PART] = None
     """bce: a smoothed or mixed target above this is 1, any other 0 (as in ResNet strikes back: 0.2)."""
     bce_sum: bool = False
     """bce: the sum over the classes in place of their mean."""
-    bce_pos_weight: Annotated[tuple[float, ...], ALL_POSITIVE, Synonyms("pos-weight")] = ()
+    bce_pos_weight: Annotated[tuple[float, ...], ALL_POSITIVE] = ()
     """bce: factor of the loss where the target is 1, as torch's pos_weight: one number, or one of each class."""
     # balanced: the mean is over the training samples. With label smoothing, the weight multiplies the whole loss of a
     # sample. torch's CrossEntropyLoss(weight, label_smoothing) differs: it weights each class's part of the smoothed
@@ -189,13 +168,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Ema:
-    enabled: Annotated[bool, Synonyms("ema use-ema model-ema")] = False
+    enabled: bool = False
     """Keep an exponential moving average (EMA) of the weights, evaluated and saved too."""
-    decay: Annotated[float, FRACTION, NEEDS_EMA, Synonyms("ema-decay model-ema-decay")] = 0.9998
+    decay: Annotated[float, FRACTION, NEEDS_EMA] = 0.9998
     """Fraction of the old average that each update keeps."""
-    warmup: Annotated[bool, Synonyms("model-ema-warmup ema-warmup")] = False
+    warmup: bool = False
     """Let ema.decay grow from 0 to its value during the first updates."""
-    every_updates: Annotated[int, POSITIVE, NEEDS_EMA, Synonyms("model-ema-steps ema-steps")] = 1
+    every_updates: Annotated[int, POSITIVE, NEEDS_EMA] = 1
     """Update the EMA only at every N-th update of an epoch, the first one among them."""
     scale_decay: Annotated[bool, NEEDS_EMA] = False
     """Multiply 1 - ema.decay by batch-size * ema.every-updates / epochs (at most 1), as torchvision does."""
@@ -209,8 +188,6 @@ class Stop:
         int | None,
         POSITIVE,
         ENDS_RUN,
-        Synonyms("early-stopping early-stop earlystopping early-stopping-patience early-stopping-rounds"),
-        Synonyms("patience patience-epochs", beside="schedule.patience-epochs"),
     ] = None
     """End the run after this many epochs without a better value of best-metric (early stopping); default: never."""
     updates: Annotated[
@@ -218,25 +195,22 @@ class Stop:
         POSITIVE,
         Free("a run may end earlier or later", unless=FALLING),
         ENDS_RUN,
-        Synonyms("max-steps num-steps total-steps max-iters max-iter iterations num-iterations"),
     ] = None
     """End the run after this many updates, if epochs are not done earlier. What falls to the end of a run, falls until
     there: cosine, tanh, poly, one_cycle."""
-    hours: Annotated[float | None, POSITIVE, ENDS_RUN, Synonyms("max-time max-hours time-limit max-duration")] = None
+    hours: Annotated[float | None, POSITIVE, ENDS_RUN] = None
     """End the run after the epoch in which its total time over all starts reaches this many hours; default: never."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every_epochs: Annotated[
-        int, POSITIVE, Synonyms("save-every save-freq save-interval checkpoint-freq save-period save-every-n-epochs")
-    ] = 1
+    every_epochs: Annotated[int, POSITIVE] = 1
     """Save after every N epochs, and after the last epoch."""
-    every_updates: Annotated[int | None, POSITIVE, Synonyms("save-steps checkpointing-steps checkpoint-every")] = None
+    every_updates: Annotated[int | None, POSITIVE] = None
     """Save after every N updates too."""
     every_seconds: Annotated[float, NOT_NEGATIVE] = 600.0
     """Save after every N seconds too; 0: never by time."""
-    keep: Annotated[int, POSITIVE, Synonyms("save-total-limit checkpoint-hist save-top-k keep-checkpoints")] = 2
+    keep: Annotated[int, POSITIVE] = 2
     """Number of newest checkpoints to keep, besides the best one by best-metric."""
     milestone_epochs: Annotated[int | None, POSITIVE] = None
     """Never delete the checkpoint of every N-th epoch."""
