@@ -213,7 +213,7 @@ class Striker:
 run.create_sinks = lambda *arguments: [*create(*arguments), Striker()]
 sys.exit(main(["train", *sys.argv[5:]]))
 """
-# 3 updates an epoch. The body is frozen for 2 epochs, and the EMA copies the weights in them; the rate decays after 5 and
+# 3 updates an epoch. The body is frozen and the EMA copies the weights for 2 epochs; the rate decays after epochs 5 and
 # 6; epoch 4 was the best, and the patience ends the run after 7.
 ENDS = """
 digits --data.train-limit 144 --data.val-fraction 0.1 --epochs 12 --batch-size 48 --virtual-batch-size 12
