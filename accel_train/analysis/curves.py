@@ -8,10 +8,13 @@ from typing import Any
 from accel_train.errors import needing
 
 
-def plot_curves(training: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], title: str) -> Any:
+def plot_curves(
+    training: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], title: str, training_loss: str = ""
+) -> Any:
     """Return a Figure: the loss, and the accuracy or the mean average precision, over the updates of a run.
 
-    `training`, `evaluations`: the lines of metrics.jsonl of these kinds. Raises UserError without matplotlib.
+    `training`, `evaluations`: the lines of metrics.jsonl of these kinds. `training_loss`: its name, if it is not what
+    evaluation computes; it is drawn apart then. Raises UserError without matplotlib.
     """
     with needing("matplotlib is not installed: pip install 'accel-train[plot]'."):
         from matplotlib import pyplot
@@ -20,17 +23,23 @@ def plot_curves(training: Sequence[Mapping[str, Any]], evaluations: Sequence[Map
     for row in evaluations:
         if row["split"] != "train":  # the mean of an epoch's training
             curves.setdefault(str(row["split"]), []).append(row)
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
-    for metric, axis in zip(("loss", second), axes, strict=True):
-        for name, rows in curves.items():
+    held_out = [name for name in curves if name != "training"]
+    panels = {"loss": ("loss", held_out if training_loss else [*curves]), second: (second, [*curves])}
+    if training_loss:
+        panels = {training_loss: ("loss", ["training"]), **panels}
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.5), layout="constrained")
+    for (label, (metric, names)), axis in zip(panels.items(), axes, strict=True):
+        for name in names:
+            rows = curves[name]
             points = [(row["update"], row[metric]) for row in rows if row.get(metric) is not None]
             if points:
                 axis.plot(
                     *zip(*points, strict=True), label=name, marker="" if name == "training" else "o", markersize=3
                 )
-        axis.set(xlabel="update", title=metric)
+        axis.set(xlabel="update", title=label)
         axis.grid(alpha=0.3)
-    axes[0].legend()
+        if axis.lines:
+            axis.legend()
     figure.suptitle(title)
     pyplot.close(figure)  # a notebook shows what a cell returns, and would show an open one again
     return figure

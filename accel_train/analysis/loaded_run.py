@@ -26,6 +26,7 @@ from accel_train.data.sources.files.encoded import read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.errors import UserError, counted, first_of, needing
 from accel_train.ownership.generation import read_result
+from accel_train.records.metrics import training_loss
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines
 from accel_train.user_code.reference import short_name
@@ -155,7 +156,8 @@ class LoadedRun:
         """The curves of the run as a Figure, which a notebook shows. Raises UserError without matplotlib."""
         from accel_train.analysis.curves import plot_curves
 
-        return plot_curves(self.rows("train"), self.rows("eval"), str(self.path))
+        apart = training_loss(self.config.loss.name, multi_label=self.info.multi_label)
+        return plot_curves(self.rows("train"), self.rows("eval"), str(self.path), apart)
 
     @property
     def result(self) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel_train.user_code.reference import metric_name
+from accel_train.user_code.reference import metric_name, short_name
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,15 @@ MULTI_LABEL_METRICS: list[Metric | SplitMetric] = [
 def metrics_for(*, multi_label: bool) -> list[Metric | SplitMetric]:
     """The metrics of data whose images have one label each, or (`multi_label`) several or none."""
     return MULTI_LABEL_METRICS if multi_label else METRICS
+
+
+def training_loss(name: str, *, multi_label: bool) -> str:
+    """What the loss of training is called beside that of evaluation; "" if both are of one kind. `name`: --loss.name.
+
+    Evaluation's is the (binary) cross-entropy, whatever was trained with.
+    """
+    same_kind = name == ("binary_cross_entropy" if multi_label else "cross_entropy")
+    return "" if same_kind else f"training loss ({short_name('loss.name', name)})"
 
 
 def figures_for(chosen: Sequence[str], *, multi_label: bool) -> list[Figure]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -13,17 +14,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_runs import make_run
 from made_up import evaluation_by_counts, made_up_evaluation, made_up_run, multi_label_evaluation
 from PIL import Image
 
 from accel_train import cli
+from accel_train.analysis.curves import plot_curves
 from accel_train.analysis.figures import accuracy_interval
 from accel_train.config.options import parse
+from accel_train.config.schema import Config, Loss
 from accel_train.data.sources.load import load_splits
+from accel_train.ownership.owner import Owner, publish_owner, write_private
 from accel_train.report.one_run.augmented import augmented_pictures, label_text
 from accel_train.report.one_run.page import Pictures, page_of_run
+from accel_train.report.one_run.words import words_of
 from accel_train.report.shared.charts import draw_calibration
-from accel_train.report.shared.records import read_run
+from accel_train.report.shared.records import read_run, state_of
 
 FALLING = [2.0, 1.5, 1.1, 0.8, 0.6, 0.45, 0.35]
 TURNING = [2.0, 1.5, 1.0, 1.2, 1.3, 1.4, 1.5]
@@ -161,3 +167,28 @@ def test_right_images_and_why_images_are_missing(digits_run: Path, tmp_path: Pat
     page = (run / "report.html").read_text()
     assert "The images are left out: --data.root data" in page and '<section id="right">' not in page
     assert json.loads((run / "data.json").read_text())["train"]["images"] == 1294
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("loss", ["mine.py:focal", "binary_cross_entropy"])
+def test_a_loss_that_evaluation_does_not_compute_is_apart(loss: str) -> None:
+    config = Config(recipe="digits", epochs=7, loss=Loss(name=loss))
+    page = text_of(page_of_run(made_up_run(train=FALLING, val=TURNING, config=config), {}, Pictures(), []))
+    assert f"training loss ({loss})" in page and "loss (cross-entropy)" in page
+    config = dataclasses.replace(config, epochs=1)
+    page = text_of(page_of_run(made_up_run(train=[1.0], val=[0.9], config=config), {}, Pictures(), []))
+    assert f"training loss ({loss}) loss accuracy train 1.0000 90.00% val 0.9000 91.00%" in page
+    figure = plot_curves([{"update": 1, "loss": 1.0}], [{"split": "val", "update": 1, "loss": 2.0}], "run", "mine")
+    assert [(axis.get_title(), len(axis.lines)) for axis in figure.axes] == [("mine", 1), ("loss", 1), ("accuracy", 0)]
+
+
+def test_a_killed_run_does_not_train(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", None)
+    (run / "result.json").unlink()
+    status = {"state": "training", "epoch": 1, "update": 3}
+    (run / "status.json").write_text(json.dumps(status))
+    killed = read_run(run)
+    assert state_of(killed).startswith("stale at epoch 1")
+    assert "The run died or was killed in epoch 1 of" in " ".join(each.text for each in words_of(killed, {}))
+    publish_owner(write_private(run, Owner.of_this_process()), run / "owner.json")
+    assert state_of(read_run(run)).startswith("training at epoch 1")

@@ -16,7 +16,7 @@ def charts_of_run(run: RunRecords) -> list[Chart]:
     best = best_of(run)
     marks: dict[str, Any] = {"events": run.events, "best": None if best is None else best.epoch}
     return [
-        Chart("loss", _over_epochs(run, "loss"), **marks),
+        *_charts_of_loss(run, marks),
         Chart(figure_title(run.main_figure), _over_epochs(run, run.main_figure), percent=True, **marks),
         *(
             Chart(figure_title(figure.name), _over_epochs(run, figure.name), percent="%" in figure.form, **marks)
@@ -25,6 +25,19 @@ def charts_of_run(run: RunRecords) -> list[Chart]:
         Chart("learning rate", [_over_updates(run, "lr")], events=run.events),
         Chart("images/s", [_over_updates(run, "images_per_second")], events=run.events),
         Chart("share of the time that waits for data", [_over_updates(run, "data_wait_fraction")], percent=True),
+    ]
+
+
+def _charts_of_loss(run: RunRecords, marks: dict[str, Any]) -> list[Chart]:
+    """The loss of all splits, or that of training apart, if it is not what evaluation computes."""
+    lines, title = _over_epochs(run, "loss"), run.training_loss
+    if not title:
+        return [Chart("loss", lines, **marks)]
+    evaluated = "loss (binary cross-entropy)" if run.info.multi_label else "loss (cross-entropy)"
+    training = [line for line in lines if line.label == "train"]
+    return [
+        Chart(title, training, **marks),
+        Chart(evaluated, [line for line in lines if line not in training], **marks),
     ]
 
 
@@ -49,7 +62,9 @@ def few_epochs(run: RunRecords) -> str:
 
 
 def epoch_table(run: RunRecords) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """What the newest evaluations of training have found: the titles of the figures, and of each split their values."""
+    """What the newest evaluations of training have found: the titles of the figures, and of each split their values.
+
+    A loss of training that is not what evaluation computes has a column of its own."""
     found = {label: run.evaluations(split, weights) for label, (split, weights, _) in KINDS.items()}
     newest = {label: rows[-1] for label, rows in found.items() if rows}
     figures = [figure for figure in run.figures if any(figure.name in row for row in newest.values())]
@@ -58,7 +73,13 @@ def epoch_table(run: RunRecords) -> tuple[list[str], list[tuple[str, list[str]]]
         values = [(figure, row.get(figure.name)) for figure in figures]
         shown = [figure.show(value) if value is not None else "NaN" * (figure.name in row) for figure, value in values]
         table.append((name, shown))
-    return [figure_title(figure.name) for figure in figures], table
+    titles = [figure_title(figure.name) for figure in figures]
+    if run.training_loss and "loss" in titles and "train" in newest:
+        place = titles.index("loss")
+        titles.insert(place, run.training_loss)
+        for name, shown in table:
+            shown.insert(place + (name == "train"), "")
+    return titles, table
 
 
 def _over_epochs(run: RunRecords, name: str) -> list[Line]:

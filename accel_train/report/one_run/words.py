@@ -110,6 +110,7 @@ def _ending(run: RunRecords) -> Iterator[Sentence]:
     planned, result, status = run.config.epochs, run.result, run.status
     if not result:
         state = {"training": "still trains", "interrupted": "was interrupted", "failed": "has failed"}
+        state["stale"] = "died or was killed"
         did = state.get(str(status.get("state")), "has not finished")
         where = f" in epoch {status['epoch']} of {planned}" if "epoch" in status else ""
         yield Sentence(f"The run {did}{where}: what follows is what it has so far.", "warning")

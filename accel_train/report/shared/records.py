@@ -14,7 +14,8 @@ from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, raise_mistakes
 from accel_train.ownership.generation import read_result
-from accel_train.records.metrics import Figure, figures_for
+from accel_train.ownership.owner import has_owner
+from accel_train.records.metrics import Figure, figures_for, training_loss
 from accel_train.records.model_info import ModelInfo, read_model_info
 from accel_train.untrusted import read_json_lines, read_json_object
 
@@ -49,6 +50,11 @@ class RunRecords:
     def figures(self) -> list[Figure]:
         """All figures that an evaluation of the run may have."""
         return figures_for(self.config.metrics, multi_label=self.info.multi_label)
+
+    @property
+    def training_loss(self) -> str:
+        """What the loss of training is called; "" if it is what evaluation computes."""
+        return training_loss(self.config.loss.name, multi_label=self.info.multi_label)
 
     @property
     def devices(self) -> str:
@@ -100,12 +106,15 @@ def read_run(path: Path) -> RunRecords:
         lines = [*read_json_lines(path / "metrics.jsonl")]
     except OSError as error:
         raise UserError(f"{path / 'metrics.jsonl'} cannot be read: {error.strerror}.") from error
+    status = read_json_object(path / "status.json")
+    if status.get("state") == "training" and not has_owner(path):
+        status["state"] = "stale"  # as `accel-train runs` calls it
     return RunRecords(
         path,
         config,
         read_model_info(path),
         read_result(path),
-        read_json_object(path / "status.json"),
+        status,
         read_json_object(path / "environment.json"),
         lines,
         read_json_object(path / "data.json"),
