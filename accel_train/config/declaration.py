@@ -185,6 +185,40 @@ DECIDES_SAMPLES, ENDS_RUN = DecidesSamples(), EndsRun()
 
 
 @dataclass(frozen=True)
+class Needs:
+    """What makes the option count. Without it nothing reads the option, and a command line that gives it is refused.
+
+    Only a command line: a recipe may have it for other values of the command line's.
+    """
+
+    options: str
+    """Other options, separated by spaces, one of which must be on; without `values`: not none, false, 0 or empty."""
+    values: tuple[str, ...] = ()
+    """Those of the other option, if it is a choice, with which this one is read."""
+    not_values: tuple[str, ...] = ()
+    """Those with which it is not."""
+
+
+NEEDS_EMA = Needs("ema.enabled")
+NEEDS_MIXING = Needs("augment.mixup augment.cutmix augment.cutmix-minmax")
+NEEDS_WARMUP = Needs("schedule.warmup-epochs")
+NEEDS_BOX = Needs("augment.crop", ("resized", "rkrc", "rkrr"))
+NEEDS_SHARDS = Needs("data.order", ("shards",))
+WITHOUT_MOMENTUM = (
+    "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamp", "adamw", "adan", "adopt", "lamb",
+    "laprop", "lion", "mars", "nadam", "nadamw", "novograd", "radam",
+)  # fmt: skip
+"""Optimizers of timm's that take no momentum, but for rare variants of these."""
+
+
+class StartsInEpoch:
+    """An option that says after which epochs something begins: at or after the end of the run, nothing reads it."""
+
+
+STARTS_IN_EPOCH = StartsInEpoch()
+
+
+@dataclass(frozen=True)
 class Synonyms:
     """Names of the option in other trainers (timm, torchvision, Lightning, Hugging Face), for users who type those."""
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from accel_train.config.declaration import Bound, Synonyms
+from accel_train.config.declaration import Bound, Needs, StartsInEpoch, Synonyms
 from accel_train.config.recipe import Option
 from accel_train.config.schema import Config
 from accel_train.errors import nearest
@@ -90,6 +90,41 @@ def out_of_bounds(config: Config) -> dict[str, str]:
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             mistakes.setdefault(key, "a finite number")
     return mistakes
+
+
+def unread(config: Config, given: Mapping[str, Option]) -> list[str]:
+    """Return a message for each option of `given`, those of the command line, that nothing reads in this configuration.
+
+    An option that is turned off is not missed.
+    """
+    mistakes = []
+    asked = {key for key in given if value(config, key) or value(config, key) != value(Config(), key)}
+    for key, needs in declared(Needs):
+        if key in asked and (advice := _missing(config, needs)):
+            mistakes.append(f"--{key}: nothing reads it {advice}, or leave it out ({given[key].origin}).")
+    for key, _ in declared(StartsInEpoch):
+        epochs = value(config, key)
+        if key in asked and epochs and (min(epochs) if isinstance(epochs, tuple) else epochs) >= config.epochs:
+            mistakes.append(
+                f"--{key}: nothing reads it, because the run has {config.epochs:g} epochs; give fewer than these, or a "
+                f"larger --epochs, or leave it out ({given[key].origin})."
+            )
+    return mistakes
+
+
+def _missing(config: Config, needs: Needs) -> str:
+    """Return what keeps an option from being read, and what to give for it; "" if it is read."""
+    others = needs.options.split()
+    settings = [value(config, key) for key in others]
+    if needs.not_values:
+        return f"with {others[0]}={settings[0]}; choose another one" if settings[0] in needs.not_values else ""
+    if needs.values:
+        choice = f"--{others[0]} {' or '.join(needs.values)}"
+        return "" if settings[0] in needs.values else f"with {others[0]}={settings[0]}; give {choice}"
+    if any(settings):
+        return ""
+    true = " true" if settings[0] is False else ""
+    return f"without {' or '.join(others)}; give {' or '.join(f'--{key}{true}' for key in others)}"
 
 
 def groups(known: OptionTypes) -> set[str]:

@@ -30,6 +30,7 @@ from accel_train.config.option_types import (
     run_tyro,
     typed_value,
     unknown_option,
+    unread,
     value,
 )
 from accel_train.config.recipe import Option, Recipe, not_a_run, read_recipe, read_settings
@@ -228,6 +229,8 @@ def _to_config(recipe: Recipe, given: Mapping[str, Option], mistakes: list[str],
     config = dataclasses.replace(_to_bounded_config(options, mistakes), recipe=recipe.name)
     if not mistakes:  # a value that was left out for a mistake could cause another one here
         mistakes += [_misfit(key, expected, config, options) for key, expected in contradictions(config).items()]
+    if not mistakes:
+        mistakes += unread(config, given)
     for key in PREFIXES if checks_code else ():
         mistakes += [mistake for text in texts_of(value(config, key)) for mistake in code_mistakes(key, text)]
     if mistakes:

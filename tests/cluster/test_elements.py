@@ -32,7 +32,8 @@ def test_each_combination_is_an_element_with_a_readable_name() -> None:
     found = names("optim.lr=0.1,0.01", "model.name=cnn", seeds="3,4")
     assert found == [f"optim.lr={lr}_model.name=cnn_seed={seed}" for lr in (0.1, 0.01) for seed in (3, 4)]
     assert names("optim.lr=0.1,0.1,0.10") == ["optim.lr=0.1"]
-    assert names("augment.scale=0.5 1,0.08 1")[1].startswith("augment.scale=0.08-1-")
+    scales = names("augment.crop=resized", "augment.scale=0.5 1,0.08 1")
+    assert scales[1].startswith("augment.crop=resized_augment.scale=0.08-1-")
 
 
 ODD = ["a b", "it's", 'a"b', "a,b", "$HOME", "`id`", "a=b", "{1: 2}", "é*?", "-x", "\\n", "x" * 300]
@@ -63,7 +64,7 @@ def test_values_that_look_alike_have_different_names() -> None:
 
 
 def test_an_element_is_the_recipe_with_its_options(tmp_path: Path) -> None:
-    words = ["--epochs", "3", "--augment.scale", "0.5", "1.0", "--trackers", "tensorboard"]
+    words = ["--epochs", "3", "--augment.crop", "resized", "--augment.scale", "0.5", "1.0", "--trackers", "tensorboard"]
     for element in elements_of("digits", words, "1,2", ["optim.lr=0.1,0.2"]):
         assert element.config == parse(["digits", *words, *element.options])
         path = tmp_path / "recipe.yaml"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_train.config.declaration import BEST_METRICS, LOSSES, Synonyms, bytes_of
+from accel_train.config.declaration import BEST_METRICS, LOSSES, WITHOUT_MOMENTUM, Needs, Synonyms, bytes_of
 from accel_train.config.option_types import declared, option_types
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe, parse_settings
 from accel_train.config.recipe import read_recipe, recipe_names
@@ -582,3 +582,58 @@ def test_to_yaml_and_back_is_the_same_config(found: Config, tmp_path_factory: py
     path = tmp_path_factory.getbasetemp() / "round.yaml"
     path.write_text(to_yaml(found), encoding="utf-8")
     assert parse([str(path)]) == dataclasses.replace(found, recipe="round")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--schedule.milestones 1", "with schedule.name=cosine; give --schedule.name multistep, or leave it out"),
+        ("--schedule.decay 0.5", "with schedule.name=cosine; give --schedule.name step or multistep or plateau, or"),
+        ("--schedule.warmup-lr 0.1", "without schedule.warmup-epochs; give --schedule.warmup-epochs, or leave it out"),
+        ("--ema.decay 0.9", "without ema.enabled; give --ema.enabled true, or leave it out (command line)."),
+        ("--optim.clip-mode agc", "without optim.clip; give --optim.clip, or leave it out"),
+        ("--optim.name adamw --optim.momentum 0.9", "with optim.name=adamw; choose another one, or leave it out"),
+        ("--augment.mix-mode elem", "without augment.mixup or augment.cutmix"),
+        ("--augment.scale 0.5 1", "with augment.crop=random; give --augment.crop resized or"),
+        ("--data.open-shards 4", "with data.order=full; give --data.order shards"),
+        ("--epochs 4 --model.freeze-body --model.freeze-epochs 4", "because the run has 4 epochs; give fewer"),
+        ("--epochs 4 --schedule.name multistep --schedule.milestones 4 6", "because the run has 4 epochs"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(words: str, message: str) -> None:
+    found = told("digits", *words.split())
+    assert ": nothing reads it" in found and message in found and "(command line)" in found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--schedule.name step --schedule.decay 0.5 --schedule.step-epochs 2 --epochs 3",
+        "--epochs 4 --schedule.name multistep --schedule.milestones 3 6",  # the first one is read
+        "--ema.enabled true --ema.decay 0.9",
+        "--schedule.milestones --ema.after-epochs 0 --schedule.warmup-lr 0",  # turned off
+        "--augment.crop center --augment.pad 0",
+        "--augment.cutmix 1 --augment.mix-mode elem",
+        "--optim.momentum 0.5 --optim.name rmsprop",
+    ],
+)
+def test_an_option_that_is_read_or_turned_off_is_accepted(words: str) -> None:
+    parse(["digits", *words.split()])
+
+
+def test_a_recipe_may_have_options_for_other_settings_of_the_command_line(recipe: str, tmp_path: Path) -> None:
+    assert parse([recipe, "--schedule.name", "cosine"]).schedule.milestones == (1, 2)
+    assert parse([recipe, "--epochs", "1"]).schedule.milestones == (1, 2)
+    (tmp_path / "config.yaml").write_text(to_yaml(parse([recipe, "--schedule.name", "cosine"])))
+    parse([str(tmp_path / "config.yaml"), "--epochs", "1"])
+
+
+def test_what_options_need_exists_and_optimizers_without_momentum_have_none() -> None:
+    from timm.optim import get_optimizer_info
+
+    known = option_types()
+    for key, needs in declared(Needs):
+        for other in needs.options.split():
+            kinds = typing.get_args(known[other]) if typing.get_origin(known[other]) is Literal else needs.values
+            assert other in known and set(needs.values) <= set(kinds), key
+    assert not any(get_optimizer_info(name).has_momentum for name in WITHOUT_MOMENTUM)

@@ -158,7 +158,7 @@ def test_a_frozen_epoch_is_that_of_a_frozen_run(tmp_path: Path) -> None:
     """With momentum, decay and clipping: of what is trained later nothing may have an effect before."""
     words = ("digits", "--data.train-limit", 96, "--batch-size", 32, "--model.name", "test_resnet", "--seed", 3)
     words += ("--model.image-size", 32, "--optim.clip", 0.1, "--optim.weight-decay", 0.1, "--model.freeze", 4)
-    words += ("--schedule.name", "constant", "--epochs", 2)
+    words += ("--schedule.name", "constant", "--epochs", 3, "--stop.updates", 6)  # two epochs
     for folder, more in (("frozen", ()), ("later", ("--model.freeze-epochs", 2))):
         done = helpers.run(*words, *more, "--output-dir", tmp_path / folder)
         assert done.returncode == 0, done.stderr

@@ -13,6 +13,8 @@ from accel_train.config.declaration import (
     FRACTION,
     INTERVAL,
     JITTER,
+    NEEDS_BOX,
+    NEEDS_MIXING,
     NOT_NEGATIVE,
     OWN,
     PIXELS,
@@ -22,6 +24,7 @@ from accel_train.config.declaration import (
     SHARES,
     Bound,
     Interpolation,
+    Needs,
     Synonyms,
 )
 from accel_train.errors import UserError
@@ -42,13 +45,13 @@ class Augment:
     """Training crop: the centre; a random position; torchvision's RandomResizedCrop (resized); timm's rkrc or rkrr:
     nearly the whole image in its proportions, its centre or a random position; or the whole image as a square (squash).
     """
-    pad: Annotated[int, NOT_NEGATIVE] = 0
+    pad: Annotated[int, NOT_NEGATIVE, Needs("augment.crop", ("random",))] = 0
     """Pixels to add on each side before a random crop; see augment.pad-mode."""
-    pad_mode: Literal["constant", "reflect"] = "constant"
+    pad_mode: Annotated[Literal["constant", "reflect"], Needs("augment.pad")] = "constant"
     """Padding: black (constant), or the image mirrored at its edge (reflect)."""
-    scale: Annotated[tuple[float, float], INTERVAL] = (0.08, 1.0)
+    scale: Annotated[tuple[float, float], INTERVAL, NEEDS_BOX] = (0.08, 1.0)
     """crop=resized, rkrc, rkrr: smallest and largest fraction of the image's area."""
-    ratio: Annotated[tuple[float, float], INTERVAL] = (0.75, 4 / 3)
+    ratio: Annotated[tuple[float, float], INTERVAL, NEEDS_BOX] = (0.75, 4 / 3)
     """crop=resized: smallest and largest width / height; rkrc, rkrr: its change, such as 0.9 1.1."""
     interpolation: Annotated[Interpolation, Synonyms("interp resample")] = "bilinear"
     """How images are resized, in training and evaluation, all but nearest with antialiasing; and how augment.policy
@@ -84,10 +87,13 @@ class Augment:
     rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original-mstd0.5, v0, 3a, …"""
     own: Annotated[str, OWN] = "none"
     """Your own transform of each image after its crop, FILE.py:NAME: of torchvision, albumentations or a function."""
-    randaugment_ops: Annotated[int, POSITIVE] = 2
+    randaugment_ops: Annotated[int, POSITIVE, Needs("augment.policy", ("randaugment",))] = 2
     """randaugment: number of operations on each image."""
     randaugment_magnitude: Annotated[
-        int, Bound("a number from 0 to 30", lambda x: 0 <= x <= 30), Synonyms("ra-magnitude")
+        int,
+        Bound("a number from 0 to 30", lambda x: 0 <= x <= 30),
+        Needs("augment.policy", ("randaugment",)),
+        Synonyms("ra-magnitude"),
     ] = 9
     """randaugment: strength of each operation, 0 to 30, as in torchvision: 9 turns by 9 degrees. timm's rand-m9 turns
     by 27, and leaves out half of the operations."""
@@ -103,7 +109,7 @@ class Augment:
     """Probability of a Gaussian blur; its sigma is between 0.1 and 2 pixels, drawn at random."""
     erase: Annotated[float, FRACTION, Synonyms("reprob random-erase random-erasing erasing cutout")] = 0.0
     """Probability of erasing a random rectangle (random erasing)."""
-    erase_mode: Annotated[Literal["const", "rand", "pixel"], Synonyms("remode")] = "const"
+    erase_mode: Annotated[Literal["const", "rand", "pixel"], Needs("augment.erase"), Synonyms("remode")] = "const"
     """Fill erased rectangles with the mean colour (const), a random colour (rand), or a random colour of each pixel."""
     erase_count: Annotated[int, COUNT, Synonyms("recount")] = 1
     """Erase up to this many rectangles, which share the area."""
@@ -113,11 +119,11 @@ class Augment:
     """CutMix: alpha of the Beta distribution; 0: off. With Mixup on too, one of them is drawn: augment.mix-mode."""
     cutmix_minmax: Annotated[tuple[float, float] | None, SHARES] = None
     """CutMix with boxes whose sides have between these two fractions of the image's, in place of augment.cutmix."""
-    mix_probability: Annotated[float, FRACTION, Synonyms("mixup-prob cutmix-prob")] = 1.0
+    mix_probability: Annotated[float, FRACTION, NEEDS_MIXING, Synonyms("mixup-prob cutmix-prob")] = 1.0
     """Probability of mixing (Mixup or CutMix), of each pair: see augment.mix-mode."""
     switch_probability: Annotated[float, FRACTION, Synonyms("mixup-switch-prob")] = 0.5
     """Probability of CutMix, not Mixup, if both are on."""
-    mix_mode: Annotated[Literal["pair", "elem", "batch"], Synonyms("mixup-mode")] = "pair"
+    mix_mode: Annotated[Literal["pair", "elem", "batch"], NEEDS_MIXING, Synonyms("mixup-mode")] = "pair"
     """What is mixed in one way, with one share: each pair; each sample (elem), with its neighbour; or all pairs of a
     virtual batch (batch)."""
     mix_epochs: Annotated[int | None, POSITIVE, Synonyms("mixup-off-epoch")] = None

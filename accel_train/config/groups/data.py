@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from accel_train.config.declaration import (
     COUNT,
     DECIDES_SAMPLES,
+    NEEDS_SHARDS,
     NOT_NEGATIVE,
     PART,
     POSITIVE,
@@ -91,9 +92,11 @@ class Data:
     order: Annotated[Literal["full", "shards"], DECIDES_SAMPLES] = "full"
     """full: random over the whole set; shards (for tar, wds and parquet): open a few shards at a time and shuffle among
     these, for data on a network file system or in an object store (docs/large_data.md)."""
-    open_shards: Annotated[int, POSITIVE, DECIDES_SAMPLES] = 16
+    open_shards: Annotated[int, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES] = 16
     """data.order=shards: how many shards each canonical node mixes at a time."""
-    canonical_nodes: Annotated[int | None, POSITIVE, DECIDES_SAMPLES, Synonyms("num-canonical-nodes")] = None
+    canonical_nodes: Annotated[int | None, POSITIVE, NEEDS_SHARDS, DECIDES_SAMPLES, Synonyms("num-canonical-nodes")] = (
+        None
+    )
     """data.order=shards: parts of an update, each with shards of its own; a multiple of the processes or machines is
     best. A divisor of the batch size; default: 8, or else 4, 2 or 1."""
     repeats: Annotated[

@@ -14,6 +14,7 @@ from accel_train.config.declaration import (
     NOT_NEGATIVE,
     POSITIVE,
     SIZES,
+    STARTS_IN_EPOCH,
     Free,
     Synonyms,
 )
@@ -55,7 +56,7 @@ class Model:
     """Train only the last layer; BatchNorm statistics of the other layers do not change."""
     freeze: Annotated[tuple[str, ...], Synonyms("freeze-layers frozen-layers")] = ()
     """Layers not to train, by names such as conv1 layer1; or how many layers, from the input: 3."""
-    freeze_epochs: Annotated[int | None, POSITIVE, Synonyms("unfreeze-epoch unfreeze-after")] = None
+    freeze_epochs: Annotated[int | None, POSITIVE, STARTS_IN_EPOCH, Synonyms("unfreeze-epoch unfreeze-after")] = None
     """Train what is frozen, too, after this many epochs; default: never."""
     gradual_unfreezing: bool = False
     """After model.freeze-epochs, let one layer more be trained in each epoch, from the last to the first."""

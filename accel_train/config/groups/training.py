@@ -20,11 +20,16 @@ from accel_train.config.declaration import (
     JSON_OBJECT,
     LOSS_NAME,
     MILESTONES,
+    NEEDS_EMA,
+    NEEDS_WARMUP,
     NONE_NEGATIVE,
     NOT_NEGATIVE,
     PART,
     POSITIVE,
+    STARTS_IN_EPOCH,
+    WITHOUT_MOMENTUM,
     Free,
+    Needs,
     Synonyms,
 )
 
@@ -39,7 +44,7 @@ class Optim:
     """Learning rate of biases, as a multiple of the others'; default: the same."""
     weight_decay: Annotated[float, NOT_NEGATIVE, Synonyms("wd weightdecay l2 l2-reg")] = 0.0
     """Weight decay; not for norms and biases, unless optim.decay-all is set."""
-    decay_all: bool = False
+    decay_all: Annotated[bool, Needs("optim.weight-decay")] = False
     """Apply weight decay to all weights, norms and biases too, as plain torch.optim does."""
     norm_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
     """Weight decay of norms, weights and biases; default: see optim.decay-all."""
@@ -48,7 +53,9 @@ class Optim:
     embedding_weight_decay: Annotated[float | None, NOT_NEGATIVE, Synonyms("transformer-embedding-decay")] = None
     """Weight decay of class tokens and embeddings of positions, by torchvision's names of them, and of all else that a
     model of timm's excludes; default: see optim.decay-all."""
-    momentum: Annotated[float, FRACTION, Synonyms("sgd-momentum opt-momentum")] = 0.9
+    momentum: Annotated[
+        float, FRACTION, Needs("optim.name", not_values=WITHOUT_MOMENTUM), Synonyms("sgd-momentum opt-momentum")
+    ] = 0.9
     """Momentum, for optimizers that have it."""
     betas: Annotated[tuple[float, float] | None, Synonyms("opt-betas adam-betas beta1 beta2")] = None
     """Betas of Adam and similar optimizers; default: the optimizer's."""
@@ -68,7 +75,7 @@ class Optim:
         Synonyms("clip-grad grad-clip max-grad-norm gradient-clip-val clip-grad-norm gradient-clipping"),
     ] = None
     """Clip gradients to this value; see optim.clip-mode."""
-    clip_mode: Literal["norm", "value", "agc"] = "norm"
+    clip_mode: Annotated[Literal["norm", "value", "agc"], Needs("optim.clip")] = "norm"
     """Clip by the norm of all gradients, by value, or by the norm of each weight (AGC)."""
 
 
@@ -89,12 +96,12 @@ class Schedule:
         ),
     ] = 0.0
     """Epochs in which the learning rate rises from schedule.warmup-lr to optim.lr."""
-    warmup_lr: Annotated[float, NOT_NEGATIVE, Synonyms("warmup-start-lr")] = 0.0
+    warmup_lr: Annotated[float, NOT_NEGATIVE, NEEDS_WARMUP, Synonyms("warmup-start-lr")] = 0.0
     """Learning rate at the start of the warm-up."""
     warmup_method: Annotated[Literal["linear", "constant", "scaled"], Synonyms("lr-warmup-method")] = "linear"
     """constant: the learning rate stays at schedule.warmup-lr until the end of the warm-up, as torchvision's does;
     scaled: it rises at each update to the rate that the schedule has meanwhile without a warm-up, as YOLO's does."""
-    warmup_prefix: Annotated[bool, Synonyms("warmup-prefix")] = True
+    warmup_prefix: Annotated[bool, NEEDS_WARMUP, Needs("schedule.name", CYCLIC), Synonyms("warmup-prefix")] = True
     """cosine, tanh, poly: fall from the end of the warm-up on; false: as if from the start (timm's default)."""
     warmup_bias_lr: Annotated[float | None, NOT_NEGATIVE] = None
     """Learning rate of biases at the start of the warm-up, as YOLO's 0.1; default: schedule.warmup-lr."""
@@ -104,7 +111,9 @@ class Schedule:
     """one_cycle: momentum (Adam: the first beta) at the highest learning rate; it has its own value at both ends."""
     cooldown_epochs: Annotated[float, NOT_NEGATIVE, Synonyms("cooldown")] = 0.0
     """cosine, tanh, poly, one_cycle: the last epochs, which have the lowest learning rate."""
-    min_lr: Annotated[float, NOT_NEGATIVE, Synonyms("lr-min eta-min final-lr lr-end")] = 0.0
+    min_lr: Annotated[
+        float, NOT_NEGATIVE, Needs("schedule.name", (*FALLING, "plateau")), Synonyms("lr-min eta-min final-lr lr-end")
+    ] = 0.0
     """cosine, tanh, poly, one_cycle, plateau: lowest learning rate."""
     cycle_epochs: Annotated[float | None, POSITIVE, Synonyms("t-0 cycle-limit lr-cycle-limit restarts")] = None
     """cosine, tanh, poly: fall again and again (SGDR); the first cycle has so many epochs. Default: fall once."""
@@ -112,19 +121,34 @@ class Schedule:
     """The length of a cycle, as a multiple of the one before. With 2, cycles end at 1, 3, 7, 15 times the first."""
     cycle_decay: Annotated[float, FRACTION, Synonyms("lr-cycle-decay")] = 1.0
     """The learning rate at the start of a cycle, as a multiple of that of the one before."""
-    step_epochs: Annotated[float, POSITIVE, Synonyms("step-size lr-step-size decay-epochs lr-step lr-decay-epochs")] = (
-        30.0
-    )
+    step_epochs: Annotated[
+        float,
+        POSITIVE,
+        Needs("schedule.name", ("step",)),
+        STARTS_IN_EPOCH,
+        Synonyms("step-size lr-step-size decay-epochs lr-step lr-decay-epochs"),
+    ] = 30.0
     """step: epochs from one decay to the next, counted from the start of the run."""
-    milestones: Annotated[tuple[int, ...], MILESTONES, Synonyms("lr-steps decay-milestones lr-milestones")] = ()
+    milestones: Annotated[
+        tuple[int, ...],
+        MILESTONES,
+        Needs("schedule.name", ("multistep",)),
+        STARTS_IN_EPOCH,
+        Synonyms("lr-steps decay-milestones lr-milestones"),
+    ] = ()
     """multistep: epochs after which the learning rate decays."""
-    decay: Annotated[float, FRACTION, Synonyms("gamma lr-gamma decay-rate lr-decay lr-decay-rate")] = 0.1
+    decay: Annotated[
+        float,
+        FRACTION,
+        Needs("schedule.name", ("step", "multistep", "plateau")),
+        Synonyms("gamma lr-gamma decay-rate lr-decay lr-decay-rate"),
+    ] = 0.1
     """step, multistep, plateau: factor of one decay."""
-    power: Annotated[float, NOT_NEGATIVE] = 1.0
+    power: Annotated[float, NOT_NEGATIVE, Needs("schedule.name", ("poly",))] = 1.0
     """poly: exponent; 1 is a straight line to schedule.min-lr."""
     k_decay: Annotated[float, POSITIVE, Synonyms("lr-k-decay")] = 1.0
     """cosine, poly: exponent of the time since the warm-up; above 1 the rate stays high for longer."""
-    patience_epochs: Annotated[int, NOT_NEGATIVE] = 10
+    patience_epochs: Annotated[int, NOT_NEGATIVE, Needs("schedule.name", ("plateau",))] = 10
     """plateau: decay after more than this many epochs without a better value of best-metric."""
     threshold: Annotated[float, PART] = 0.0
     """plateau: a value counts as better if it is so by more than this fraction of the best one; in timm 0.0001."""
@@ -167,15 +191,15 @@ class Loss:
 class Ema:
     enabled: Annotated[bool, Synonyms("ema use-ema model-ema")] = False
     """Keep an exponential moving average (EMA) of the weights, evaluated and saved too."""
-    decay: Annotated[float, FRACTION, Synonyms("ema-decay model-ema-decay")] = 0.9998
+    decay: Annotated[float, FRACTION, NEEDS_EMA, Synonyms("ema-decay model-ema-decay")] = 0.9998
     """Fraction of the old average that each update keeps."""
     warmup: Annotated[bool, Synonyms("model-ema-warmup ema-warmup")] = False
     """Let ema.decay grow from 0 to its value during the first updates."""
-    every_updates: Annotated[int, POSITIVE, Synonyms("model-ema-steps ema-steps")] = 1
+    every_updates: Annotated[int, POSITIVE, NEEDS_EMA, Synonyms("model-ema-steps ema-steps")] = 1
     """Update the EMA only at every N-th update of an epoch, the first one among them."""
-    scale_decay: bool = False
+    scale_decay: Annotated[bool, NEEDS_EMA] = False
     """Multiply 1 - ema.decay by batch-size * ema.every-updates / epochs (at most 1), as torchvision does."""
-    after_epochs: Annotated[float, NOT_NEGATIVE] = 0.0
+    after_epochs: Annotated[float, NOT_NEGATIVE, NEEDS_EMA, STARTS_IN_EPOCH] = 0.0
     """The EMA equals the weights until so many epochs are done: with torchvision, its warm-up."""
 
 
