@@ -19,7 +19,7 @@ import torch
 from accel_train import models
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import NO_END
-from accel_train.errors import UserError
+from accel_train.errors import LOGGER, UserError
 from accel_train.evaluate import Batch
 from accel_train.launch.environment import Launch
 from accel_train.report.shared.plots import import_pyplot, save
@@ -84,6 +84,8 @@ def find_lr(
             break
         losses.append(loss)
         smoothed = smooth(losses)
+        if accelerator.is_main_process and len(losses) % math.ceil(updates / 10) == 0:
+            LOGGER.info(f"update {len(losses)}/{updates}, learning rate {rate:.2g}, loss {smoothed[-1]:.4g}")
         if smoothed[-1] > DIVERGED * min(smoothed):
             ended_by = "diverged"
             break

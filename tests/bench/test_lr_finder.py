@@ -44,6 +44,7 @@ def test_it_finds_a_rate_and_keeps_nothing_but_the_picture(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     rate = float(re.search(r"--optim.lr (\S+?),", done.stdout)[1])  # type: ignore[index]
     assert 1e-3 < rate < 1, done.stdout
+    assert "update 10/100, learning rate 4.3e-06, loss " in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["lr.svg"]
     assert "learning rate" in (tmp_path / "lr.svg").read_text()
 
