@@ -202,7 +202,7 @@ MUTANTS = [
            "data/order/test_order.py", "the mean gradient is over the samples that are really in the batch"),
     Mutant(PLAN, "    return slots // max(fitting)", "    return slots // min(fitting)",
            "data/order/test_order.py", "the largest micro-batch that fits is used"),
-    Mutant(PLAN, "for size in range(unit, share + 1, unit) if share % size == 0]", "for size in range(unit, share + 1, unit)]",
+    Mutant(PLAN, "for units in divisors(share // unit)]", "for units in range(1, share // unit + 1)]",
            "data/order/test_order.py", "a batch is divided without a rest"),
     Mutant(SAMPLERS, "(self.filled[slots % plan.slots] & (positions < plan.samples))", "(self.filled[slots % plan.slots] & (positions <= plan.samples))",
            "data/order/test_order.py", "padding has weight 0"),

@@ -22,6 +22,7 @@ from accel_train.config.declaration import (
     NOT_NEGATIVE,
     ONE_START,
     POSITIVE,
+    Bound,
     Free,
     Synonyms,
 )
@@ -62,6 +63,7 @@ class Config:
     batch_size: Annotated[
         int,
         POSITIVE,
+        Bound("a number of at most 2,000,000,000", lambda x: x <= 2_000_000_000),
         Synonyms("bs batch batchsize b train-batch-size total-batch-size global-batch-size"),
         Synonyms("per-device-train-batch-size batch-size-per-gpu per-gpu-batch-size", beside="micro-batch-size"),
     ] = 64

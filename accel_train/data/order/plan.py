@@ -23,6 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from accel_train.config.contradictions import divisors
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
 
@@ -201,8 +202,7 @@ def canonical_nodes(config: Config) -> int | None:
     batch_size = config.batch_size
     nodes = config.data.canonical_nodes or math.gcd(NODES, batch_size)
     if batch_size % nodes:
-        divisors = sorted(n for n in range(1, batch_size + 1) if batch_size % n == 0)
-        near = sorted(sorted(divisors, key=lambda n: abs(n - nodes))[:2])
+        near = sorted(sorted(divisors(batch_size), key=lambda n: abs(n - nodes))[:2])
         raise UserError(
             f"--data.canonical-nodes: found {nodes}, but each canonical node has an equal part of the {batch_size} "
             f"samples of --batch-size; choose a divisor of it, such as {' or '.join(map(str, near))}."
@@ -220,7 +220,7 @@ def virtual_batch_size(batch_size: int, *, batchnorm: bool, pairs: bool) -> int:
     """
     wanted = max(16 if batchnorm else 1, min(32, batch_size / 8))
     step = 2 if pairs else 1
-    sizes = [size for size in range(step, batch_size + 1, step) if batch_size % size == 0]
+    sizes = [size for size in divisors(batch_size) if size % step == 0]
     return min(sizes or [batch_size], key=lambda size: (abs(math.log(size / wanted)), -size))
 
 
@@ -263,7 +263,7 @@ def micro_batch_sizes(share: int, unit: int) -> list[int]:
     `share`: of a process in an update. All micro-batches have the same size, so only few of its slots are empty: those
     of one unit at most.
     """
-    return [size for size in range(unit, share + 1, unit) if share % size == 0]
+    return [unit * units for units in divisors(share // unit)]
 
 
 def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Which samples when, for any split of any batch: each sample exactly once an epoch."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_train.config.contradictions import divisors
 from accel_train.config.options import parse
-from accel_train.data.order.plan import Plan, accumulation_steps, divide_batch, virtual_batch_size
+from accel_train.data.order.plan import Plan, accumulation_steps, divide_batch, micro_batch_sizes, virtual_batch_size
 from accel_train.data.order.samplers import EvaluationSampler, IndexBatch, TrainingSampler
 from accel_train.errors import UserError
 from accel_train.keyed import key, permuted
@@ -289,6 +291,18 @@ def test_samples_that_are_left_out_become_padding_in_their_places() -> None:
             counts.append(int(after.weights.sum()))
         assert counts == [rest.real_samples(update * plan.batch_size) for update in range(plan.updates_per_epoch)]
         assert sum(counts) == 99
+
+
+def test_a_huge_batch_is_divided_at_once() -> None:
+    began = time.monotonic()
+    config = parse(["digits", "--batch-size", "1000000000", "--virtual-batch-size", "1000"])
+    unit, accumulation = divide_batch(config, 1, batchnorm=True)
+    assert virtual_batch_size(1_000_000_000, batchnorm=True, pairs=True) == 32
+    assert micro_batch_sizes(1_000_000_000, 1)[:6] == [1, 2, 4, 5, 8, 10] and (unit, accumulation) == (1000, 1)
+    assert time.monotonic() - began < 5  # a minute or more, if each number up to it is tried
+    with pytest.raises(UserError, match="--batch-size: expected a number of at most 2,000,000,000, found"):
+        parse(["digits", "--batch-size", str(10**18)])
+    assert [divisors(n) for n in (1, 2, 12, 36)] == [[1], [1, 2], [1, 2, 3, 4, 6, 12], [1, 2, 3, 4, 6, 9, 12, 18, 36]]
 
 
 def test_sync_batchnorm_needs_even_shares() -> None:
