@@ -65,10 +65,12 @@ class Guard:
         training: InputPipeline,
         directory: RunDirectory,
         emit: Callable[[Event], None],
+        has_no_checkpoint: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`model`: as Accelerate prepared it; `training`: the input pipeline; `emit`: says what happens."""
+        """`model`: as Accelerate prepared it; `training`: the input pipeline; `emit`: says what happens;
+        `has_no_checkpoint`: whether the run could not go on from one. Collective."""
         self.config, self.accelerator, self.training = config, accelerator, training
-        self.directory, self.emit = directory, emit
+        self.directory, self.emit, self.has_no_checkpoint = directory, emit, has_no_checkpoint
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = list(model.buffers())
         self._one = torch.ones((), device=accelerator.device)
@@ -175,14 +177,18 @@ class Guard:
         broken = {*range(window.number - MOST_IN_A_ROW, window.number)} <= {*state.left_out}
         if policy == "stop" or broken:
             self.emit(Noted(f"not finite: {problem}", {"update": window.number, "action": "stop"}))
+            none = self.has_no_checkpoint()
+            kept = "There is no checkpoint yet" if none else "The last checkpoint is intact"
+            go_on = "start again with another optim.lr"
+            if not none:
+                go_on = "continue from it with another optim.lr (--allow-change)"
             advice = (
                 f"the {MOST_IN_A_ROW} updates before it were skipped for the same reason: lower optim.lr in a new run"
                 if broken
-                else "continue from it with another optim.lr (--allow-change), or with --on-nonfinite skip or rewind"
+                else f"{go_on}, or with --on-nonfinite skip or rewind"
             )
             raise UserError(
-                f"Update {window.number} is not finite: {problem}. Its samples are in {folder}. "
-                f"The last checkpoint is intact; {advice}."
+                f"Update {window.number} is not finite: {problem}. Its samples are in {folder}. {kept}; {advice}."
             )
         state.left_out.append(window.number)
         self.must_rewind = policy == "rewind"

@@ -107,7 +107,9 @@ class Run:
         self._failures = 0  # failed saves that the user has been warned of
         self.sinks = create_sinks(setup, self.directory, self.console, self.ledger, observers, requests)
         self.emit = Stream(self.sinks).emit
-        self.guard = Guard(config, self.accelerator, setup.model, setup.training, self.directory, self.emit)
+        self.guard = Guard(
+            config, self.accelerator, setup.model, setup.training, self.directory, self.emit, self._has_no_checkpoint
+        )
 
     @contextmanager
     def trained(self) -> Iterator[None]:
@@ -150,7 +152,11 @@ class Run:
             raise
 
     def _has_no_checkpoint(self) -> bool:
-        return broadcast_from_main(self.accelerator, lambda: self.checkpoints.last_saved is None)
+        def look() -> bool:
+            self.checkpoints.wait()
+            return self.checkpoints.last_saved is None
+
+        return broadcast_from_main(self.accelerator, look)
 
     def batches(self) -> Iterator[Batch]:
         """The training's micro-batches; the time of waiting for them is measured, and the watchdog monitors it."""

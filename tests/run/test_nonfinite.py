@@ -194,3 +194,17 @@ def test_one_value_among_many_is_found(value: float, place: int) -> None:
     flat[[0, -1]] = value
     gradients[place] = flat.view(3, 3, 3, 5).permute(0, 3, 1, 2) if place == 1 else flat
     assert _all_finite(gradients) == math.isfinite(value)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "There is no checkpoint yet; start again with another optim.lr, or"),
+        (("--checkpoint.every-updates", 1), "The last checkpoint is intact; continue from it with another optim.lr"),
+    ],
+)
+def test_a_checkpoint_is_named_only_if_there_is_one(tmp_path: Path, options: tuple[object, ...], message: str) -> None:
+    done = run("digits", "--optim.name", "momentum", "--optim.lr", 1e30, *options, "--output-dir", tmp_path / "run")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert bool(list_updates(tmp_path / "run" / "checkpoints")) == bool(options)
