@@ -140,8 +140,3 @@ def create_metrics(config: Config, accelerator: Accelerator, splits: Splits) -> 
 
     samples = max((len(source) for source in (splits.validation, splits.test) if source is not None), default=0)
     return create_own_metrics(config.metrics, accelerator, splits, samples)
-
-
-def evaluation_batch_size(config: Config, micro_batch: int = 1) -> int:
-    """Samples of a process in one batch of evaluation: more than in training, because there are no gradients."""
-    return config.eval_batch_size or max(256, micro_batch)

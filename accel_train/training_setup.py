@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from accel_train import models
 from accel_train.config.schema import Config
-from accel_train.data.loading import InputPipeline, create_input
+from accel_train.data.loading import EVALUATION_BATCH, InputPipeline, create_input
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import Splits
 from accel_train.errors import UserError, counted
-from accel_train.evaluate import Batch, evaluation_batch_size
+from accel_train.evaluate import Batch
 from accel_train.launch.accelerator import collective_seconds, create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
@@ -80,7 +80,7 @@ class TrainingSetup:
     criterion: Callable[[Tensor, Tensor], Tensor]  # the loss of each sample, see `create_loss`
     clipped: list[nn.Parameter]  # those whose gradients are clipped
     recomputed_buffers: list[Tensor]  # for `models.preserve_buffers`
-    evaluation_batch: int  # samples of a process in one forward pass of evaluation
+    evaluation_batch: int  # samples of a process in one forward pass of evaluation, unless its split is small
     training: InputPipeline
     progressive: ProgressiveInput | None  # with model.progressive_sizes
     evaluations: dict[str, InputPipeline]
@@ -190,7 +190,7 @@ def create_training_setup(
         warnings=(*warnings, *independence.warnings, *plan.warnings()),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
-        **create_input(*into, plan, evaluation_batch_size(config, plan.micro_batch)),
+        **create_input(*into, plan, max(EVALUATION_BATCH, plan.micro_batch)),
     )
     if searches(config, accelerator):
         micro_batch, evaluation_batch = _largest_batches(setup)
@@ -254,10 +254,10 @@ def _largest_batches(setup: TrainingSetup) -> tuple[int, int]:
         if setup.virtual_batches is not None:
             setup.virtual_batches.discard()
         if micro_batch and setup.evaluations and config.eval_batch_size is None:
-            wanted = evaluation_batch_size(config, micro_batch)
+            wanted = max(EVALUATION_BATCH, micro_batch)
             halves = [wanted >> bits for bits in reversed(range(wanted.bit_length()))]
             evaluation_batch = largest_that_fits(halves, evaluate, accelerator)
     if micro_batch is None:
         images = counted(sizes[0], "image")
         raise UserError(f"--micro-batch-size auto: not even {images} of a process fit: {LESS_MEMORY}.")
-    return micro_batch, evaluation_batch or evaluation_batch_size(config, micro_batch)
+    return micro_batch, evaluation_batch or max(EVALUATION_BATCH, micro_batch)

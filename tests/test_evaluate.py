@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import helpers
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from accel_train.config.schema import Config
+from accel_train.data.loading import evaluation_batch_size
 from accel_train.evaluate import evaluate
 from accel_train.records.metrics import Evaluation
 
@@ -116,3 +120,40 @@ def test_the_next_call_overwrites_no_result(multi_label: bool) -> None:
     expected = evaluate(Accelerator(cpu=True), nn.Identity(), pipeline, keep_logits=True)
     assert found.logits is not None and torch.equal(found.logits, logits)
     assert found.figures == expected.figures
+
+
+def test_a_small_split_is_padded_to_a_power_of_two() -> None:
+    sizes = {samples: evaluation_batch_size(Config(), samples) for samples in (1, 2, 3, 8, 9, 129, 256, 257, 50_000)}
+    assert sizes == {1: 1, 2: 2, 3: 4, 8: 8, 9: 16, 129: 256, 256: 256, 257: 256, 50_000: 256}
+    assert evaluation_batch_size(Config(), 5_000, largest=512) == 512  # as many as are trained at once
+    assert evaluation_batch_size(Config(eval_batch_size=64), 8) == evaluation_batch_size(Config(eval_batch_size=64), 99)
+
+
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, inputs):
+        if not self.training and len(inputs) != 64:
+            with open({file!r}, "a") as file:
+                file.write(f"{{len(inputs)}} ")
+        return self.head(inputs.flatten(1))
+
+def net(num_classes, in_chans):
+    return Net()
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_evaluates_a_small_split_in_a_small_batch(tmp_path: Path, processes: int) -> None:
+    (tmp_path / "mine.py").write_text(MODEL.format(file=str(tmp_path / "sizes")))
+    words = ["digits", "--model.name", f"{tmp_path}/mine.py:net", "--epochs", "1", "--data.test-limit", "7"]
+    done = helpers.run(*words, "--output-dir", str(tmp_path / "run"), processes=processes)
+    assert done.returncode == 0, done.stderr
+    sizes = (tmp_path / "sizes").read_text().split()
+    assert "8" in sizes and "256" not in sizes

@@ -28,12 +28,12 @@ from accel_train.analysis.inference.tta import size_of_images, with_tta
 from accel_train.analysis.predictions import Predictions
 from accel_train.config.declaration import Tta
 from accel_train.config.schema import Config, as_dict
-from accel_train.data.loading import create_input_pipeline
+from accel_train.data.loading import create_input_pipeline, evaluation_batch_size
 from accel_train.data.order.samplers import EvaluationSampler
 from accel_train.data.sources.load import Source, Splits
 from accel_train.data.sources.splits import has_one_size
 from accel_train.errors import LOGGER, UserError, counted
-from accel_train.evaluate import evaluate, evaluation_batch_size
+from accel_train.evaluate import evaluate
 from accel_train.files import atomic_write
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.performance import set_defaults, use_fastest_memory_format
@@ -146,7 +146,7 @@ def measure(subject: Subject, accelerator: Accelerator, *, keep_predictions: boo
     size = size_of_images(tta, config.augment, subject.size, one_size=has_one_size(source))
 
     def evaluated(model: nn.Module, samples: Source, own: OwnMetrics | None = None) -> Evaluation:
-        sampler = EvaluationSampler(len(samples), processes * evaluation_batch_size(config))
+        sampler = EvaluationSampler(len(samples), processes * evaluation_batch_size(config, len(samples)))
         pipeline = create_input_pipeline(
             config, splits, samples, sampler, accelerator, training=False, size=size, memory_format=layout
         )

@@ -90,7 +90,8 @@ class Config:
         Free("only what is measured"),
         Synonyms("test-batch-size val-batch-size validation-batch-size vbs per-device-eval-batch-size"),
     ] = None
-    """Samples per process and forward pass in evaluation; default: as in training, at least 256."""
+    """Samples per process and forward pass in evaluation; default: 256, or as in training
+    if those are more; for a smaller split the next power of two."""
     eval_every_epochs: Annotated[
         int,
         POSITIVE,

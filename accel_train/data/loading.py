@@ -105,8 +105,8 @@ def create_input(
 ) -> dict[str, Any]:
     """The fields of TrainingSetup that depend on how many samples a process computes at once. Collective.
 
-    `size` and `memory_format`: of the model's input in training. `evaluation_batch`: samples of a process in one
-    forward pass of evaluation.
+    `size` and `memory_format`: of the model's input in training. `evaluation_batch`: the largest number of samples of a
+    process in one forward pass of evaluation.
     """
 
     def pipeline(config: Config, source: Source, sampler: IndexSampler, **options: Any) -> InputPipeline:
@@ -122,7 +122,11 @@ def create_input(
         create = partial(pipeline, source=splits.train, sampler=sampler, training=True)
         progressive = ProgressiveInput(config, training, create)
     of_evaluation = {"training": False, "size": config.model.eval_image_size or size}
-    batch = plan.processes * evaluation_batch
+
+    def evaluation(source: Source) -> InputPipeline:
+        batch = plan.processes * evaluation_batch_size(config, len(source), evaluation_batch)
+        return pipeline(config, source, EvaluationSampler(len(source), batch), **of_evaluation)
+
     return {
         "plan": plan,
         "sampler": sampler,
@@ -130,11 +134,24 @@ def create_input(
         "training": training,
         "progressive": progressive,
         "evaluations": {
-            split: pipeline(config, source, EvaluationSampler(len(source), batch), **of_evaluation)
+            split: evaluation(source)
             for split, source in {"val": splits.validation, "test": splits.test}.items()
             if source is not None
         },
     }
+
+
+EVALUATION_BATCH = 256
+"""Samples of a process in one batch of evaluation, if no more are trained at once: it needs no gradients."""
+
+
+def evaluation_batch_size(config: Config, samples: int, largest: int = EVALUATION_BATCH) -> int:
+    """Samples of a process in one batch of evaluating a split of `samples`, `largest` at most unless it is given.
+
+    A small split is not padded to `largest`, but to a power of two. The number of processes does not count: another
+    shape could change bits.
+    """
+    return config.eval_batch_size or min(largest, 1 << (samples - 1).bit_length())
 
 
 def create_sampler(config: Config, splits: Splits, plan: Plan) -> TrainingSampler:

@@ -9,11 +9,11 @@ import torch
 
 from accel_train.bench.machine import device_peak_bytes, reset_peaks
 from accel_train.bench.workload import Clock, Workload
+from accel_train.data.loading import evaluation_batch_size
 from accel_train.data.order.plan import NO_END
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, Check, Examination, Finding, judged
 from accel_train.doctor.scheduler import job_times
 from accel_train.errors import UserError
-from accel_train.evaluate import evaluation_batch_size
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.optim.micro_batch import LESS_MEMORY, is_out_of_memory, training_advice
 from accel_train.records.cost.summary import duration
@@ -96,7 +96,7 @@ def evaluation(exam: Examination) -> Finding:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        size = evaluation_batch_size(exam.config, workload.plan.micro_batch)
+        size = evaluation_batch_size(exam.config, pipeline.samples, setup.evaluation_batch)
         return Finding(FAIL, f"out of memory with {size} images", expected, f"--eval-batch-size {max(1, size // 4)}")
     batches = pipeline.samples / (len(inputs) * len(exam.hosts))
     exam.measured["evaluation_seconds"] = exam.slowest(seconds) * batches

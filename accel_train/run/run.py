@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 
 from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.checkpoint.train_state import TrainState
+from accel_train.data.loading import evaluation_batch_size
 from accel_train.errors import MetricError
 from accel_train.evaluate import Batch, evaluate
 from accel_train.launch.agreement import broadcast_from_main
@@ -275,6 +276,9 @@ class Run:
         ema = self.setup.ema
         names = {split: self.setup.model} | ({} if ema is None else {f"{split} (ema)": ema.module})
 
+        samples = self.setup.evaluations[split].samples
+        batch = evaluation_batch_size(self.setup.config, samples, self.setup.evaluation_batch)
+
         def through(batches: Iterator[Batch]) -> Iterator[Batch]:
             watched = self.watchdog.monitored(batches, f"evaluating {split}")
             return self.stop_requests.interruptible(self.ledger.ticking(watched))
@@ -282,7 +286,7 @@ class Run:
         for name, model in names.items():
             broadcast_buffers(model)
             try:
-                with memory_advice(evaluation_advice(self.setup.evaluation_batch)), self.ledger.during("evaluating"):
+                with memory_advice(evaluation_advice(batch)), self.ledger.during("evaluating"):
                     self.evaluations[name] = evaluate(
                         self.accelerator, model, self.setup.evaluations[split], through, own=self.setup.own_metrics
                     )

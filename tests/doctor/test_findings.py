@@ -243,10 +243,11 @@ def test_an_evaluation_that_does_not_fit(tmp_path: Path, error: RuntimeError) ->
     def transform(batch: object) -> None:
         raise error
 
-    pipeline = SimpleNamespace(batches=[0], transform=transform)
+    pipeline = SimpleNamespace(batches=[0], transform=transform, samples=1000)
     setup = SimpleNamespace(evaluations={"test": pipeline}, device=torch.device("cpu"), model=torch.nn.Identity())
+    setup.evaluation_batch = 256
     exam = exam_of(tmp_path)
-    exam.workload, exam.accelerator = SimpleNamespace(setup=setup, plan=SimpleNamespace(micro_batch=64)), Accelerator()
+    exam.workload, exam.accelerator = SimpleNamespace(setup=setup), Accelerator()
     finding = recipe.evaluation(exam)
     assert (finding.status, finding.advice) == (FAIL, "--eval-batch-size 64")
 
