@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from accel_train.launch import parent
 from accel_train.run import stopping
-from accel_train.launch.parent import recorded
 from accel_train.run.stopping import StopAskedError, StopRequests
 
 
@@ -112,6 +111,6 @@ def test_sighup_counts_unless_it_is_ignored() -> None:
                     os.kill(os.getpid(), signal.SIGHUP)
             assert requests.reason == ("SIGHUP" if counts else "")
             assert signal.getsignal(signal.SIGHUP) == handler
-            recorded.clear()
+            parent.recorded.clear()
     finally:
         signal.signal(signal.SIGHUP, before)
