@@ -20,7 +20,7 @@ from accel_train.checkpoint.directory import checkpoint_path
 from accel_train.config.schema import Config
 from accel_train.errors import UnsavedError, UserError, counted
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.launch.parent import other_agents_restart
+from accel_train.launch.parent import FROM_LAUNCHER, other_agents_restart
 from accel_train.launch.precision import precision
 from accel_train.launch.process import ranges
 from accel_train.ownership.lease import Lease
@@ -180,7 +180,7 @@ def _interrupt(run: Run, *, reason: str, others_go_on: bool) -> TrainingResult |
     checkpoints, state, directory = run.checkpoints, run.state, run.directory
     run.ledger.end(finished=False)
     go_on = None if others_go_on else run.resume_command
-    if run.setup.launch.elastic and reason == "SIGTERM":
+    if run.setup.launch.elastic and reason in FROM_LAUNCHER:
         go_on = f"by itself if another agent has joined. If not: {go_on}"
     run.emit(Noted("interrupted", {"update": state.update, "reason": reason}))
     by = "Ctrl-C" if reason == "SIGINT" else reason
@@ -218,7 +218,7 @@ def _reason(run: Run) -> tuple[str, bool]:
         first = next(filter(None, reasons), "another process's signal")
         asked = [rank for rank, reason in enumerate(reasons) if reason]
         # The file STOP and the warning before a job's end are meant for all, and at a joining all agents send SIGTERM.
-        leaves = set(reasons) <= {"", "SIGTERM", "SIGINT", LAUNCHER_DEATH} and len(asked) < len(reasons)
+        leaves = set(reasons) <= {"", "SIGINT", LAUNCHER_DEATH, *FROM_LAUNCHER} and len(asked) < len(reasons)
         if not (leaves and other_agents_restart()):
             return first, False
         if broadcast_from_main(run.accelerator, lambda: time.monotonic() > deadline):
