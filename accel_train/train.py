@@ -49,7 +49,7 @@ from accel_train.records.directory import remove_requeue_marker
 from accel_train.records.events import ImageSizeChanged
 from accel_train.records.metrics import LOWER_IS_BETTER
 from accel_train.records.summary import plan_text
-from accel_train.run.ending import TrainingResult, finish, interrupt
+from accel_train.run.ending import TrainingResult, complete, finish, interrupt
 from accel_train.run.finished import find_finished_run
 from accel_train.run.run import Run
 from accel_train.run.start import find_start, load_data
@@ -80,7 +80,7 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
         config = start.config
         start_workers_early(config)  # the server of data workers imports torch while this process goes on
 
-        # From here on, these processes alone own the run directory. A finished run is not changed.
+        # From here on, these processes alone own the run directory. A finished run is only completed.
         claim = Claim(config.output_dir, lambda: stop_requests.reason, recipe=config.recipe, take_over=config.take_over)
         lease = claim_run(accelerator, claim)
         at_end.callback(lease.release)
@@ -90,6 +90,7 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
             remove_requeue_marker(directory)
         finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
         if finished is not None and (result := finished.result):
+            complete(accelerator, config, lease, result)
             return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
 
         splits = load_data(config, accelerator, stop_requests.ask)

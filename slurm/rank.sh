@@ -8,9 +8,9 @@ rank=${RANK:-${SLURM_PROCID:-0}}
 mkdir -p "$RUN/logs"
 echo "[$(date '+%F %T')] rank $rank on ${SLURMD_NODENAME:-$HOSTNAME}, job ${JOB:-0}" >>"$RUN/logs/rank-$rank.log"
 # Every process of the job gets the signal to end; this shell and tee must stay until Python has saved.
-exec {log}> >(trap '' INT TERM && exec tee -a "$RUN/logs/rank-$rank.log")
+exec {log}> >(trap '' INT TERM HUP && exec tee -a "$RUN/logs/rank-$rank.log")
 tee=$!
-trap : INT TERM
+trap : INT TERM HUP
 code=0
 python "$@" >&"$log" 2>&1 {log}>&- || code=$?
 exec {log}>&-

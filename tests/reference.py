@@ -142,6 +142,7 @@ EXAMPLES: dict[str, str] = {
     "schedule.cycle-momentum": "--schedule.name one_cycle --schedule.cycle-momentum 0.85",
     "schedule.cooldown-epochs": "--schedule.name cosine --epochs 30 --schedule.cooldown-epochs 10",
     "schedule.warmup-lr": "--schedule.warmup-epochs 0.5 --schedule.warmup-lr 1e-5",
+    "schedule.warmup-prefix": "--schedule.warmup-epochs 5 --schedule.warmup-prefix false",
     "schedule.warmup-method": "--schedule.warmup-epochs 2 --schedule.warmup-lr 1e-3 --schedule.warmup-method constant",
     "schedule.min-lr": "--schedule.name cosine --schedule.min-lr 1e-5",
     "schedule.step-epochs": "--schedule.name step --schedule.step-epochs 10",

@@ -38,7 +38,8 @@ def plot_curves(
                 )
         axis.set(xlabel="update", title=label)
         axis.grid(alpha=0.3)
-    axes[-1].legend()
+        if axis.lines:
+            axis.legend()
     figure.suptitle(title)
     pyplot.close(figure)  # a notebook shows what a cell returns, and would show an open one again
     return figure

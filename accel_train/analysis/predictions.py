@@ -82,8 +82,11 @@ def check_can_write(path: Path | None) -> None:
 def read_predictions(path: Path) -> Predictions:
     """Read a .npz file of `Predictions.save`. Raises UserError."""
     try:
-        require_regular_file(path, follow=True)
+        packed = require_regular_file(path, follow=True).st_size
         with np.load(path, allow_pickle=False) as file:
+            unpacked = sum(member.file_size for member in file.zip.infolist())
+            if unpacked > packed:  # `save` does not compress; a small file of zeros could fill the memory
+                raise ValueError(f"it is compressed: {packed:,} bytes for {unpacked:,}")
             paths = file["paths"].tolist() if "paths" in file else None
             classes, about = tuple(file["classes"].tolist()), json.loads(str(file["about"]))
             return _checked(Predictions(file["ids"], file["labels"], file["logits"], paths, classes, about))

@@ -258,6 +258,11 @@ class CheckpointStore(ABC):
         plan, self._snapshot = self._match(path, snapshot, allow)
         if path.parent.resolve() == self.folder.resolve():
             self.last_saved = plan.position.update
+            best = plan.position.best_update
+            if best is not None and not checkpoint_path(self.folder, best).is_dir():
+                self.notes.append(
+                    f"the best checkpoint so far, that of update {best}, is not in {self.folder} any more"
+                )
         return plan
 
     def _write(self, snapshot: Snapshot, started: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from accel_train.cli.common import importing
 from accel_train.errors import UnsavedError, print_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, prepare_environment
-from accel_train.launch.parent import WARNINGS, record_stop_signal, recorded
+from accel_train.launch.parent import record_stop_signal, recorded, stop_signals
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -18,8 +18,8 @@ def train(arguments: Sequence[str]) -> int:
 
         train_help(arguments)
         return 0
-    # From here on a warning is recorded, whatever it did before: under the job scripts SIGUSR1 is ignored.
-    before = {number: signal.signal(number, record_stop_signal) for number in WARNINGS}
+    # From here on a warning is recorded, even one that is ignored, as SIGUSR1 is under the job scripts.
+    before = {number: signal.signal(number, record_stop_signal) for number in stop_signals()}
     try:
         return _train(arguments)
     finally:

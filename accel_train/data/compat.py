@@ -5,7 +5,10 @@ tests/test_compat.py uses each of them.
 
 from __future__ import annotations
 
+import multiprocessing.util
+import os
 import sys
+import tempfile
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext as ForkServerContext
 from multiprocessing.context import ForkServerProcess
@@ -18,6 +21,23 @@ start_resource_tracker = resource_tracker.ensure_running
 """Start the process that removes what others have left in shared memory. Unblocks SIGINT and SIGTERM in this thread."""
 start_fork_server = forkserver.ensure_running
 """Start this process's fork server, which imports the preloaded modules, unless it runs."""
+
+
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")
+"""Bytes of a folder's path in which multiprocessing can make its sockets: a socket's path has at most 107 (unix(7))."""
+
+
+def shorten_socket_paths() -> None:
+    """Let this process and its workers have their sockets in /tmp if the path of the folder for temporary files is too
+    long. (Python 3.14 does so itself.) Raises OSError."""
+    before = tempfile.gettempdir()
+    if len(os.fsencode(before)) <= _LONGEST:
+        return
+    tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()  # makes a folder once; it is removed when this process ends
+    finally:
+        tempfile.tempdir = before
 
 
 class ForkServerWorker(ForkServerProcess):

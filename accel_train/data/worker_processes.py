@@ -25,14 +25,16 @@ from accel_train.data.compat import (
     DupFd,
     ForkServerContext,
     ForkServerWorker,
+    shorten_socket_paths,
     start_fork_server,
     start_resource_tracker,
 )
+from accel_train.launch.parent import ENDINGS, WARNINGS
 from accel_train.launch.process import stacks_file
 
 WORKERS = "accel_train.data.workers"
 """The module of the data workers."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, *WARNINGS, *ENDINGS)
 """Sent to every process of a job. The trainer then saves a checkpoint, for which it still needs its workers."""
 
 
@@ -51,6 +53,7 @@ def _ensure_server() -> None:
     # The server must find modules where this process does. By default it would search the working directory first,
     # where one of the user's files may have the name of a module.
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    shorten_socket_paths()
     variables = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in variables}
     # Processes started here inherit the blocked signals, and so do the workers: SIGTERM would end the server. This

@@ -10,7 +10,8 @@ import time
 import uuid
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.launch.process import hostname, ranges
 
 T = TypeVar("T")
@@ -39,6 +40,21 @@ def broadcast_from_main(accelerator: Accelerator, decide: Callable[[], T]) -> T:
     if isinstance(outcome[0], UserError):
         raise outcome[0]
     return outcome[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def naming_a_loss() -> Iterator[None]:
+    """Turn a collective's error into a UserError, where no watchdog does: another process was killed, or has failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+            raise
+        raise UserError(
+            f"{hostname()} has lost another process, which was killed or has failed (see its message): "
+            f"{reason_of(error, 200)}. Start all processes again.",
+            every_process=False,
+        ) from error
 
 
 def fail_together(accelerator: Accelerator, work: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,12 @@ import psutil
 
 from accel_train.errors import UserError, how_to_get, print_line
 from accel_train.launch.parent import (
+    Ancestor,
+    ancestors,
     asked_of_accelerate,
     elastic_id,
     is_launcher,
+    is_slurm_task,
     launcher_command,
     only_launcher_set,
     parent_process,
@@ -125,15 +128,18 @@ def at_terminal() -> bool:
     return alone and (os.isatty(0) or os.isatty(2))
 
 
-def _detect(env: Mapping[str, str]) -> Launch:
-    """The launcher and the rank, from the variables `env`. Raises UserError if one of them is not a number."""
+def _detect(env: Mapping[str, str], above: Sequence[Ancestor] | None = None) -> Launch:
+    """The launcher and the rank, from the variables `env`. Raises UserError if one of them is not a number.
+
+    `above`: as `_slurm_tasks` has it.
+    """
     number = partial(_number, env)
     accelerate = "ACCELERATE_MIXED_PRECISION" in env
     if "RANK" in env:  # a launcher inside a task of srun or mpirun decides
         name = "accelerate" if accelerate else "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
         world = (number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE", "1"))
         return Launch(name, *world)
-    tasks = number("SLURM_NTASKS", "1") if _in_slurm_step(env) else 1
+    tasks = _slurm_tasks(env, above)
     for name, *variables in MPI_VARIABLES:
         of_slurm = variables[1] == "PMI_SIZE" and number("PMI_SIZE", "1") == tasks  # srun --mpi=pmi2
         if number(variables[1], "1") > 1 and variables[2] in env and not of_slurm:
@@ -187,14 +193,25 @@ def _pbs_task(env: Mapping[str, str]) -> Launch | None:
     return Launch("pbsdsh", rank, len(lines), lines[:rank].count(host), lines.count(host)) if len(lines) > 1 else None
 
 
-def _in_slurm_step(env: Mapping[str, str]) -> bool:
+def _in_slurm_step(env: Mapping[str, str], above: Sequence[Ancestor] | None = None) -> bool:
     """Whether srun started this process as a task, rather than a shell or script of sbatch, salloc or `srun --pty`.
 
-    All of them see SLURM_NTASKS and SLURM_PROCID. But a batch script has no step number, the shell of an interactive
-    step has one near 2^32, and the shell of `srun --pty` has a terminal.
+    `above`: the processes above this one; None is those that the system shows. If they do not tell (they may be hidden,
+    or outside of a container), the variables are believed: a batch script has no step number, unless it was sent from a
+    step, and an interactive step has one near 2^32.
     """
     step = env.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < 2**31 and "SLURM_PTY_PORT" not in env
+    if not step.isdigit():
+        return False
+    is_task = is_slurm_task(ancestors() if above is None else above, env.get("SLURM_TASK_PID", ""))
+    return int(step) < 2**31 if is_task is None else is_task
+
+
+def _slurm_tasks(env: Mapping[str, str], above: Sequence[Ancestor] | None = None) -> int:
+    """How many tasks srun started, if this process is one of them; else 1."""
+    if not _in_slurm_step(env, above):
+        return 1
+    return _number(env, "SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))
 
 
 def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
@@ -212,7 +229,7 @@ def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
             f"{launch.launcher}). Unset it, or start that many processes with a launcher.",
             every_process=False,
         )
-    launchers, group_size = env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("GROUP_WORLD_SIZE", "")
+    group_size = env.get("GROUP_WORLD_SIZE", "")
     if launch.launcher == "accelerate" and group_size not in ("", "1"):
         asked = asked_of_accelerate(launcher_command(), "num_processes")
         if asked is not None and asked != launch.world_size:
@@ -220,7 +237,7 @@ def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
                 f"accelerate launch was asked for {asked} processes on {group_size} machines, but it starts the same "
                 f"number on each: {launch.world_size} in all. Give --num_processes a multiple of --num_machines."
             )
-    if group_size and _in_slurm_step(env) and launchers not in ("1", group_size):
+    if group_size and (launchers := str(_slurm_tasks(env))) not in ("1", group_size):
         raise UserError(
             f"srun started {launchers} launchers, but this one knows of {group_size}, so each would train alone. "
             "Give accelerate launch --multi_gpu, --num_machines, --machine_rank, --main_process_ip and "
@@ -230,7 +247,7 @@ def _check_promise(launch: Launch, env: Mapping[str, str]) -> None:
 
 
 def _rendezvous_address(launch: Launch, env: Mapping[str, str]) -> tuple[str, int]:
-    """The host and port of rank 0. The port is derived from the job, so that two jobs use different ones."""
+    """The host and port of rank 0. The port is derived from the job and its step: each has its own."""
     hosts = allocated_hosts(env)
     if launch.local_world_size == launch.world_size:
         address = "127.0.0.1"
@@ -243,16 +260,29 @@ def _rendezvous_address(launch: Launch, env: Mapping[str, str]) -> tuple[str, in
             every_process=False,
         )
     job = re.match(r"\d+", env.get("SLURM_JOB_ID", env.get("PBS_JOBID", "")))
-    mpi_job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
+    if launch.launcher == "srun":
+        part = _number(env, "SLURM_STEP_ID", "0")
+    else:  # mpirun may start the ranks of other hosts, and only these, through a step
+        part = zlib.crc32(env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", "")).encode())
     # Below 32768, where Linux begins to assign ports itself. A job that is started again takes a different port, as in
     # slurm/common.sh, because it may have failed because its port was taken.
-    number = int(job[0]) if job else zlib.crc32(mpi_job.encode())
-    return address, 20000 + (number + 1009 * _number(env, "SLURM_RESTART_COUNT", "0")) % 10000
+    number = int(job[0]) if job else 0
+    return address, 20000 + (number + 2003 * part + 1009 * _number(env, "SLURM_RESTART_COUNT", "0")) % 10000
+
+
+def name_of_world(launch: Launch) -> str:
+    """The start of Slurm's step to which this process belongs; it tells apart two trainings that share a port."""
+    if launch.launcher != "srun":
+        return "no step of srun"
+    job, restart, step = (os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
+    return f"step {job}.{step}, start {restart}"
 
 
 def allocated_hosts(env: Mapping[str, str]) -> list[str]:
     """The hosts of this job, in the batch system's order; empty if it does not list them."""
-    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+    nodes = env.get("SLURM_JOB_NODELIST", "")
+    if _in_slurm_step(env):
+        nodes = env.get("SLURM_STEP_NODELIST", nodes)
     if nodes:
         scontrol = ["scontrol", "show", "hostnames", nodes]
         try:

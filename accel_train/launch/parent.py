@@ -1,4 +1,4 @@
-"""The process that started this one, if it is accelerate launch or torchrun; and the signals that ask for a stop.
+"""The processes above this one: accelerate launch, torchrun, the shell, Slurm; and the signals that ask for a stop.
 
 Importing torch takes seconds. A cluster's warning that came during that time would kill the program, or be lost where
 the job script ignores it. So it is recorded here, without torch, and `run.stopping.StopRequests` obeys it later.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,52 @@ def parent_process() -> tuple[psutil.Process, list[str]]:
         parent = psutil.Process(parent.ppid())
         command = parent.cmdline()
     return parent, command
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A process above this one."""
+
+    pid: int
+    command: list[str]
+    """The words of its command line."""
+    owns_terminal: bool = False
+    """Whether a terminal was opened for it, as for the first shell in a window and for what `srun --pty` starts."""
+
+
+def ancestors() -> list[Ancestor]:
+    """The processes above this one, the nearest first, as far as this user may see them."""
+    found: list[Ancestor] = []
+    number = os.getppid()
+    with contextlib.suppress(OSError, ValueError):  # hidden from this user, or not Linux
+        while number > 0:
+            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()  # proc_pid_stat(5)
+            command = Path(f"/proc/{number}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
+            found.append(Ancestor(number, command, fields[3] == str(number) and fields[4] != "0"))
+            number = int(fields[1])
+    return found
+
+
+def is_slurm_task(above: Iterable[Ancestor], task: str) -> bool | None:
+    """Whether srun started this process, perhaps through scripts and launchers; None if its ancestors do not show it.
+
+    Variables cannot tell: what `srun` and `sbatch` start inherits those of the step in which they were called. But the
+    process that starts a step, slurmstepd, has the step's name as its command line: "slurmstepd: [4711.batch]", or
+    `interactive` or `extern`, or a number if srun made the step. In the last case it may be a person who starts this
+    process, in a shell of `srun --pty`. `task`: the number of the process that the step has started, if it is known
+    (SLURM_TASK_PID): such a shell counts also where slurmstepd, which belongs to root, is hidden.
+    """
+    in_shell = False
+    for ancestor in above:
+        step = re.match(r"slurmstepd: \[[^]]*?\.(\w+)", ancestor.command[0])
+        if step:
+            return step[1].isdigit() and not in_shell
+        words = ancestor.command[1:]
+        has_script = not all(word.startswith("-") for word in words) and "-i" not in words
+        in_shell = in_shell or (ancestor.owns_terminal and not has_script)
+        if in_shell and str(ancestor.pid) == task:
+            return False
+    return None
 
 
 def is_launcher(command: list[str]) -> bool:
@@ -164,6 +213,12 @@ def elastic_advice() -> str | None:
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that clusters send. Ctrl-C is not one of them: before there is something to save, it ends the program."""
 
+ENDINGS = (signal.SIGHUP, signal.SIGXCPU)
+"""Of a terminal or ssh session that closes, and of a limit of processor time (`ulimit -t`)."""
+
+FROM_LAUNCHER = ("SIGTERM", "SIGHUP")
+"""The signals that a launcher passes on to its ranks when it ends. It sends SIGKILL 30 s later."""
+
 recorded: list[int] = []
 """Those that have come until now."""
 
@@ -177,6 +232,17 @@ def signal_to_job_script() -> str:
     """The name of the warning that the job script received during this start of the job, or ""."""
     start = os.environ.get("ACCEL_TRAIN_START", "")
     return "SIGUSR1" if start and Path(start, "warned").exists() else ""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask this process for a stop: of ENDINGS, those that would otherwise end it.
+
+    So nohup's choice to ignore SIGHUP holds, and so does the handler of a program that embeds this one.
+    """
+    return [
+        *WARNINGS,
+        *(number for number in ENDINGS if signal.getsignal(number) in (signal.SIG_DFL, record_stop_signal)),
+    ]
 
 
 def record_stop_signal(number: int, _frame: Any = None) -> None:

@@ -20,13 +20,14 @@ from torch import distributed
 
 from accel_train import __version__
 from accel_train.errors import UserError, reason_of
-from accel_train.launch.environment import Launch, allocated_hosts
-from accel_train.launch.parent import recorded_stop_signal, restart_count
+from accel_train.launch.environment import Launch, allocated_hosts, name_of_world
+from accel_train.launch.parent import FROM_LAUNCHER, recorded_stop_signal, restart_count
 from accel_train.launch.process import has_ended, hostname, ranges
 
 AFTER_SIGTERM_SECONDS = 15.0  # launchers send SIGKILL 30 s after it
 VERDICT_SECONDS = 5.0  # for rank 0 to write whether all is well
 MOST_PAUSE, READ_SECONDS = 1.0, 2.0  # between two questions of a rank that waits; for all to read the answer
+WORLD = "accel_train/world"  # the key with which rank 0 says whose store it is
 RESOLVE_SECONDS = 20.0  # for a name service that is slow to know a new host
 
 
@@ -57,13 +58,16 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float, tro
     Rank 0 alone reads what all others have written, and writes its verdict: if each rank read all others, a thousand
     ranks would ask for a million records. The others compare their world size with rank 0's at once.
     """
-    attempt = restart_count()
-    if store.add(f"accel_train/{attempt}/started/{launch.rank}", 1) > 1:
+    world = name_of_world(launch)
+    prefix = f"accel_train/{world}/{restart_count()}"
+    if launch.rank == 0:
+        store.set(WORLD, world)
+    if store.add(f"{prefix}/started/{launch.rank}", 1) > 1:
         raise UserError(
             f"Rank {launch.rank} exists twice; the second is on {hostname()}. Give each node its own ranks.",
             every_process=False,
         )
-    keys, verdict = [f"accel_train/{attempt}/{rank}" for rank in range(launch.world_size)], f"accel_train/{attempt}/met"
+    keys, verdict = [f"{prefix}/{rank}" for rank in range(launch.world_size)], f"{prefix}/met"
     mine = [hostname(), device_id, launch.world_size]
     store.set(f"{keys[launch.rank]}/version", __version__)  # a key of its own: older versions read only the other
     store.set(keys[launch.rank], json.dumps(mine))
@@ -77,6 +81,8 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float, tro
             if not store.check([verdict]):
                 found = _other_version(store, keys) or _validate_ranks(store.multi_get(keys))
         else:  # rank 0 gives up first, and says who is missing
+            _wait_for(launch, store, [WORLD], verdict, began + seconds + VERDICT_SECONDS)
+            _check_world(store, launch, world)
             _wait_for(launch, store, [keys[0]], verdict, began + seconds + VERDICT_SECONDS)
             if store.check([keys[0]]):  # also if rank 0 has judged already: older versions do not judge the version
                 found = _other_version(store, [keys[0]])
@@ -98,6 +104,16 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float, tro
         if launch.rank == 0:
             time.sleep(READ_SECONDS)  # rank 0 may serve the store
         raise UserError(found, every_process=launch.rank == 0 or not is_first)
+
+
+def _check_world(store: Any, launch: Launch, world: str) -> None:
+    """Raise UserError if rank 0 of other processes serves the store."""
+    if store.check([WORLD]) and (other := store.get(WORLD).decode()) != world:
+        raise UserError(
+            f"Rank {launch.rank} on {hostname()} ({world}) found another training ({other}) at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}. Give each training a MASTER_PORT of its own.",
+            every_process=False,
+        )
 
 
 def _validate_ranks(written: list[bytes]) -> str:
@@ -157,7 +173,7 @@ def _wait_for(launch: Launch, store: Any, keys: list[str], verdict: str, deadlin
     for first in range(0, len(keys), 64):  # so that it does not ask for a thousand keys each time
         while not store.check(keys[first : first + 64]) and not store.check([verdict]):
             now = time.monotonic()
-            if recorded_stop_signal() == "SIGTERM" or _launcher_has_ended(launch):
+            if recorded_stop_signal() in FROM_LAUNCHER or _launcher_has_ended(launch):
                 deadline = min(deadline, now + AFTER_SIGTERM_SECONDS)
             if now > deadline:
                 raise TimeoutError
@@ -209,8 +225,8 @@ def _wait_for_listener(launch: Launch, address: str, port: int, deadline: float)
             return ""
         if _launcher_has_ended(launch):
             return "the launcher has ended"
-        if not told and recorded_stop_signal() == "SIGTERM":
-            told = "SIGTERM came meanwhile. Has another process failed? See its message"
+        if not told and (name := recorded_stop_signal()) in FROM_LAUNCHER:
+            told = f"{name} came meanwhile. Has another process failed? See its message"
             deadline = min(deadline, time.monotonic() + AFTER_SIGTERM_SECONDS)
         time.sleep(pause)
         pause = min(MOST_PAUSE, pause * 1.2)
@@ -249,10 +265,10 @@ def _missing(store: Any, keys: list[str], seconds: float) -> str:
     present = {rank for rank, key in enumerate(keys) if store.check([key])}
     hosts = {json.loads(store.get(keys[rank]))[0] for rank in present}
     silent = [name for name in allocated_hosts(os.environ) if name not in hosts]
-    by_sigterm = recorded_stop_signal() == "SIGTERM"
+    name = recorded_stop_signal()
     return (
         f"{len(present)} of {len(keys)} processes met within {seconds:.0f} s, on {', '.join(sorted(hosts))}. "
         f"Missing: ranks {ranges(set(range(len(keys))) - present)}"
         + (f", and every process of the nodes {', '.join(silent)}." if silent else ".")
-        + (" SIGTERM came meanwhile. Has a process failed? See its message." if by_sigterm else "")
+        + (f" {name} came meanwhile. Has a process failed? See its message." if name in FROM_LAUNCHER else "")
     )

@@ -104,6 +104,8 @@ class LearningRate:
         if self.moves and all(momentum is None for momentum in self.momenta):
             option = "cycle" if schedule.warmup_momentum is None else "warmup"
             raise UserError(f"schedule.{option}-momentum: this optimizer has no momentum; leave it out.")
+        self.update = 0
+        """The update, counted from 0, whose rates the optimizer has."""
         self.step_update(0)
 
     def _create_rates(self, warmup: int) -> Rates:
@@ -173,7 +175,7 @@ class LearningRate:
 
     def step_update(self, update: int) -> None:
         """Set the learning rate of update number `update`, counted from 0, and the momentum, if it moves."""
-        schedule, warmup = self.schedule, self.warmup
+        schedule, warmup, self.update = self.schedule, self.warmup, update
         t = update // self.interval * self.interval
         if schedule.warmup_method == "constant" and t < warmup:
             t = 0
@@ -201,8 +203,9 @@ class LearningRate:
         return end if start is None or update >= self.warmup else start + (end - start) * update / self.warmup
 
     def step(self, epoch: int, metric: float) -> None:
-        """Record the figure `metric` after `epoch` epochs, higher if better; the next `step_update` uses it."""
+        """Record the figure `metric` after `epoch` epochs, higher if better; the next update's rate follows from it."""
         self.plateau.step(epoch, metric)
+        self.step_update(self.update)
 
     def state_dict(self) -> dict[str, Any]:
         return self.plateau.state_dict()

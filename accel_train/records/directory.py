@@ -106,9 +106,16 @@ class RunDirectory:
                 file.writelines(damaged)
 
         if damaged and not self._try(DAMAGED, move):
-            return 0  # they stay in metrics.jsonl until they can be moved
-        self._replace("metrics.jsonl", kept)  # always: an earlier owner may have the old file open, see lease.py
+            kept, damaged = kept + b"".join(damaged), []  # they stay in metrics.jsonl until they can be moved
+        # Always: an earlier owner may have the old file open, see lease.py.
+        self._try("metrics.jsonl", lambda: self._metrics.replace(kept))
         return len(damaged)
+
+    def has_checkpoint_line(self, update: int) -> bool:
+        """Whether metrics.jsonl says that the checkpoint of `update` was saved."""
+        with contextlib.suppress(OSError):
+            return self._metrics.has_checkpoint_line(update)
+        return True  # not known: none is added
 
     def status(self, state: str, *, force: bool = False, **values: Any) -> None:
         """Rewrite status.json: state, time, pid, host, and the latest value of each name ever given.
@@ -223,6 +230,8 @@ class MetricsLog:
         self.missing = 0
         """Lines that will never be written, because too many others waited."""
         self._waiting: deque[bytes] = deque()
+        self._content: bytes | None = None
+        """What the file is to hold before the next line, if it could not be replaced yet."""
 
     @property
     def waiting(self) -> int:
@@ -239,9 +248,27 @@ class MetricsLog:
 
     def write_waiting(self) -> None:
         """Write the lines that wait. Raises OSError."""
+        if self._content is not None:  # else what is done again would be there twice
+            self.replace(self._content)
         while self._waiting:
             self.lease.append(self.path, self._waiting[0])
             self._waiting.popleft()
+
+    def replace(self, content: bytes) -> None:
+        """Replace the file. If that fails, new lines wait until it is done. Raises OSError."""
+        self._content = content
+        self.lease.write(self.path, content, durable=False)
+        self._content = None
+
+    def has_checkpoint_line(self, update: int) -> bool:
+        """Whether there is a line of kind "checkpoint" of `update`. Raises OSError."""
+        lines = map(_values, (*self._read().splitlines(keepends=True), *self._waiting))
+        return any(line is not None and (line["kind"], line.get("update")) == ("checkpoint", update) for line in lines)
+
+    def _read(self) -> bytes:
+        if self._content is not None:
+            return self._content
+        return read_regular_file(self.path, MAX_LOG_BYTES, follow=True)
 
     def cut_torn_lines(self) -> None:
         """Cut off the incomplete last lines that a killed writer left. Raises OSError."""
@@ -266,8 +293,7 @@ class MetricsLog:
         lines; with `tests_again`, also its own test lines; of lines that wait, too. Raises OSError.
         """
         kept, damaged = [], []
-        content = read_regular_file(self.path, MAX_LOG_BYTES, follow=True)
-        for line in log_lines(content.splitlines(keepends=True)):
+        for line in log_lines(self._read().splitlines(keepends=True)):
             values = _values(line)
             if values is None:
                 damaged.append(line)

@@ -76,6 +76,11 @@ class MetricsLines:
             case events.Started():
                 # Also at update 0: a run that was killed before its first checkpoint has left lines.
                 damaged = self._directory.rewind(event.update, event.evaluated, tests_again=event.trained)
+                # The start before this one may have been killed between the save and its line.
+                is_own = event.resumed and event.checkpoint == event.update
+                if is_own and not self._directory.has_checkpoint_line(event.update):
+                    unknown = {"stalled_seconds": None, "seconds": None}
+                    self._directory.log("checkpoint", epoch=event.epoch, update=event.update, **unknown)
             case events.Rewound():
                 self._directory.rewind(event.update, event.evaluated)
         if (line := line_of(event)) is not None:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_train.errors import UnsavedError, counted
+from accel_train.checkpoint.directory import checkpoint_path
+from accel_train.config.schema import Config
+from accel_train.errors import UnsavedError, UserError, counted
 from accel_train.launch.agreement import broadcast_from_main
-from accel_train.launch.parent import other_agents_restart
+from accel_train.launch.parent import FROM_LAUNCHER, other_agents_restart
 from accel_train.launch.precision import precision
 from accel_train.launch.process import ranges
+from accel_train.ownership.lease import Lease
 from accel_train.records.cost.summary import cost_of
-from accel_train.records.directory import MARKER
+from accel_train.records.directory import MARKER, RunDirectory
 from accel_train.records.events import Ended, Noted, Warned
 from accel_train.records.result import example_image, final_figures, next_steps, result_of, stopped_text
 from accel_train.run.run import Run
+from accel_train.run.start import load_data
 from accel_train.run.stopping import LAUNCHER_DEATH
+from accel_train.untrusted import read_json_object
 
 SPREAD_SECONDS = 3.0  # within which all agents of torchrun send SIGTERM when one has joined
 
@@ -86,6 +95,35 @@ def interrupt(run: Run) -> TrainingResult:
     return _end(run, partial(_interrupt, reason=reason, others_go_on=others_go_on))
 
 
+def complete(accelerator: Accelerator, config: Config, lease: Lease, result: Mapping[str, Any]) -> None:
+    """Write what the start that wrote this `result` did not, because it was killed or the disk was full. Collective."""
+
+    def lacks() -> bool:
+        if lease.owner is None:  # the directory cannot be written
+            return False
+        folder = checkpoint_path(lease.directory / "checkpoints", result["updates"])
+        for weights in folder.glob("*.safetensors"):
+            if not (lease.directory / weights.name).exists():
+                with suppress(OSError), lease.replacing(lease.directory / weights.name) as temporary:
+                    shutil.copyfile(weights, temporary)
+        return read_json_object(lease.directory / "status.json").get("state") != "finished"
+
+    if not broadcast_from_main(accelerator, lacks):
+        return
+    with suppress(UserError):  # the data may be gone: examples are not essential
+        splits = load_data(config, accelerator)
+        broadcast_from_main(accelerator, lambda: example_image(splits, lease.directory) and None)
+
+    def write() -> None:
+        before = read_json_object(lease.directory / "status.json")
+        now = {"epoch": math.ceil(result["epochs"]), "update": result["updates"], "eta_seconds": 0}
+        directory = RunDirectory(lease.directory, writes=True, lease=lease)
+        kept = {name: value for name, value in before.items() if name not in ("state", "reason")}
+        directory.status("finished", **kept | now | {"last_checkpoint": result["updates"]})
+
+    broadcast_from_main(accelerator, write)
+
+
 def _end(run: Run, decide: Callable[[Run], TrainingResult | UnsavedError]) -> TrainingResult:
     outcome = broadcast_from_main(run.accelerator, lambda: decide(run))
     run.accelerator.wait_for_everyone()  # if one process left first, its launcher would end the others
@@ -142,7 +180,7 @@ def _interrupt(run: Run, *, reason: str, others_go_on: bool) -> TrainingResult |
     checkpoints, state, directory = run.checkpoints, run.state, run.directory
     run.ledger.end(finished=False)
     go_on = None if others_go_on else run.resume_command
-    if run.setup.launch.elastic and reason == "SIGTERM":
+    if run.setup.launch.elastic and reason in FROM_LAUNCHER:
         go_on = f"by itself if another agent has joined. If not: {go_on}"
     run.emit(Noted("interrupted", {"update": state.update, "reason": reason}))
     by = "Ctrl-C" if reason == "SIGINT" else reason
@@ -180,7 +218,7 @@ def _reason(run: Run) -> tuple[str, bool]:
         first = next(filter(None, reasons), "another process's signal")
         asked = [rank for rank, reason in enumerate(reasons) if reason]
         # The file STOP and the warning before a job's end are meant for all, and at a joining all agents send SIGTERM.
-        leaves = set(reasons) <= {"", "SIGTERM", "SIGINT", LAUNCHER_DEATH} and len(asked) < len(reasons)
+        leaves = set(reasons) <= {"", "SIGINT", LAUNCHER_DEATH, *FROM_LAUNCHER} and len(asked) < len(reasons)
         if not (leaves and other_agents_restart()):
             return first, False
         if broadcast_from_main(run.accelerator, lambda: time.monotonic() > deadline):

@@ -13,7 +13,7 @@ from rich.console import Console as RichConsole
 
 from accel_train.checkpoint.manager import Checkpoints
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.errors import is_terminal
+from accel_train.errors import is_terminal, one_line
 from accel_train.launch.agreement import broadcast_from_main, check_shared_directory
 from accel_train.launch.parent import elastic_advice
 from accel_train.launch.precision import precision, precision_notice
@@ -30,6 +30,7 @@ from accel_train.records.summary import data_record, describe, model_info_of, re
 from accel_train.run.finished import FinishedRun
 from accel_train.run.stopping import StopRequests
 from accel_train.training_setup import TrainingSetup
+from accel_train.untrusted import read_json_object
 
 
 def open_directory(accelerator: Accelerator, lease: Lease) -> RunDirectory:
@@ -81,9 +82,12 @@ def write_metadata(setup: TrainingSetup, directory: RunDirectory, update: int) -
     devices = gather_object([str(setup.device)])
 
     def write() -> list[str]:
-        around = environment(setup.launch.world_size, devices, precision(setup.accelerator))
+        now = precision(setup.accelerator)
+        around = environment(setup.launch.world_size, devices, now)
+        before = read_json_object(directory.path / "environment.json").get("precision", now)
+        notes = [f"the run goes on in {now} ({one_line(str(before))[:20]} before)"] if update and before != now else []
         directory.begin(setup.config, info, around, data_record(setup.splits), update)
-        return directory.keep_code(setup.config, update)
+        return notes + directory.keep_code(setup.config, update)
 
     return broadcast_from_main(setup.accelerator, write)
 

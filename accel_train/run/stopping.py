@@ -27,11 +27,10 @@ from accel_train.errors import UserError, print_line
 from accel_train.launch.accelerator import connecting
 from accel_train.launch.compat import set_collective_timeout
 from accel_train.launch.environment import in_job
-from accel_train.launch.parent import WARNINGS, record_stop_signal, recorded_stop_signal, signal_to_job_script
+from accel_train.launch.parent import record_stop_signal, recorded_stop_signal, signal_to_job_script, stop_signals
 
 Batch = TypeVar("Batch")
 
-SIGNALS = (signal.SIGINT, *WARNINGS)
 POLL_SECONDS = 1.0  # between two checks for the files STOP and SAVE
 LAUNCHER_DEATH = "the launcher's death"  # a reason to stop
 ECHO_SECONDS = 1.0  # one Ctrl-C comes twice: from the terminal, and from the launcher, which passes it on
@@ -66,7 +65,7 @@ class StopRequests:
             raise UserError(
                 "train was called in a thread, but Python gives signals to the main thread only: call it there."
             )
-        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *stop_signals())}
         self.reason = self.reason or recorded_stop_signal() or signal_to_job_script()
         return self
 

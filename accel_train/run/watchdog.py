@@ -34,6 +34,7 @@ from accelerate import Accelerator
 from accel_train.errors import UserError, print_line, reason_of
 from accel_train.launch.accelerator import collective_seconds
 from accel_train.launch.compat import set_collective_timeout
+from accel_train.launch.parent import FROM_LAUNCHER
 from accel_train.launch.process import has_ended, hostname, write_stacks
 from accel_train.records.directory import RunDirectory
 from accel_train.run.progress_store import End, Progress, ProgressStore
@@ -136,11 +137,15 @@ class Watchdog:
                 unreachable += 1
                 if unreachable * self.tick >= SILENT_SECONDS:
                     self._end_run("Lost contact with the rendezvous store on rank 0's host.")
-            if self.world_size > 1 and self.stop_requests.reason == "SIGTERM" and idle >= TERMINATION_SECONDS:
+            if (
+                self.world_size > 1
+                and (name := self.stop_requests.reason) in FROM_LAUNCHER
+                and idle >= TERMINATION_SECONDS
+            ):
                 # This is how a launcher ends the others when a process has died, and SIGKILL may follow before this
                 # process knows of the death.
                 self.run.fail(
-                    f"SIGTERM came, and no step ended within {idle:.0f} s. Has another process died? See the log."
+                    f"{name} came, and no step ended within {idle:.0f} s. Has another process died? See the log."
                 )
             if limit and idle >= limit:
                 self._end_run(f"No progress for {idle:.0f} s ({option}).")

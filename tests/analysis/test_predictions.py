@@ -148,3 +148,10 @@ def test_wrong_names_and_broken_files_are_one_line(
     monkeypatch.setattr(builtins, "__import__", without_pyarrow)
     assert cli.main(["evaluate", str(run), "--predictions", str(tmp_path / "p.parquet")]) == 2
     assert "needs pyarrow; install it with `pip install 'accel-train[parquet]'`" in capsys.readouterr().err
+
+
+def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    zeros = np.zeros((1000, 1000), dtype=np.float32)
+    np.savez_compressed(tmp_path / "p.npz", ids=np.arange(1000), labels=np.zeros(1000, dtype=np.int64), logits=zeros)
+    with pytest.raises(UserError, match=r"it is compressed: [0-9,]+ bytes for 4,0"):
+        read_predictions(tmp_path / "p.npz")

@@ -48,7 +48,8 @@ class Cluster:
             "ACCELERATE_USE_CPU": "true",
             "OMP_NUM_THREADS": "1",
             "DOCTOR": "off",  # the tests of the training need not wait for it
-            "LOCAL_SLURM_CONF": "MinJobAge=3600",  # remember ended jobs until the last test
+            # remember ended jobs until the last test; salloc opens a shell on the node
+            "LOCAL_SLURM_CONF": "MinJobAge=3600\nLaunchParameters=use_interactive_step",
         }
         script = str(Path(__file__).with_name("local_slurm.sh"))
         self.control = ["bash", script]
@@ -205,6 +206,54 @@ def test_the_time_limit_interrupts_and_the_job_goes_on(limited: Job) -> None:
     os.kill(job.ranks()[0], signal.SIGSTOP)  # so that it is not ready before the warning, which wakes it
     job.until(lambda: (job.run / "slurm" / "requeues").exists())
     job.restarted(1)
+
+
+WHAT_IT_IS = """\
+import os, sys
+from accel_train.launch.environment import prepare_environment
+launch = prepare_environment()
+print("found", sys.argv[1], launch.launcher, launch.rank, launch.world_size, os.environ.get("MASTER_PORT"))
+"""
+
+
+def in_terminal(cluster: Cluster, command: str, line: str) -> str:
+    """Type a line, and exit, in the shell that a command opens in a terminal; return what is shown there."""
+    words = ["script", "--quiet", "--return", "--command", command, "/dev/null"]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=cluster.environment, cwd=cluster.directory, text=True
+    ) as shell:
+        assert shell.stdin is not None and shell.stdout is not None
+        shell.stdin.write(f"{line}; exit\n")
+        shell.stdin.flush()  # its end would end the shell
+        return shell.stdout.read()
+
+
+@pytest.mark.ci
+def test_what_interactive_shells_start(cluster: Cluster) -> None:
+    """A shell of a step, tasks of srun and batch scripts inherit one another's variables, and are what they are."""
+    program, batch = cluster.directory / "what.py", cluster.directory / "batch.sh"
+    program.write_text(WHAT_IT_IS)
+    say = f"{sys.executable} {program}"
+    batch.write_text(f"#!/bin/bash\n{say} script\nsrun -n2 {say} in-script\ntouch {batch}.$1\n")
+    submit = f"sbatch -n2 -o {batch}.log {batch}"  # and not --wait, which looks every ten seconds
+    line = f"{say} shell; srun --overlap -n2 {say} nested; srun --overlap -n2 {say} next; {submit}"
+
+    def log(number: object) -> str:
+        for _ in range(300):
+            if Path(f"{batch}.{number}").exists():
+                break
+            time.sleep(0.1)
+        return Path(f"{batch}.log").read_text()
+
+    for number, command in enumerate(("salloc -n2", "srun -n2 --pty bash")):
+        shown = in_terminal(cluster, command, f"{line} {number}")
+        found = sorted(re.findall(r"^found (\S+) (\S+) (\d) (\d)", shown + log(number), re.MULTILINE))
+        ranks = [(name, "srun", rank, "2") for name in ("in-script", "nested", "next") for rank in "01"]
+        assert found == [*ranks, ("script", "none", "0", "1"), ("shell", "none", "0", "1")], shown
+        ports = re.findall(r"^found (?:nested|next) srun . 2 (\d+)", shown, re.MULTILINE)
+        assert len(set(ports)) == 2, shown
+    cluster.command("srun", "-n2", "bash", "-c", f"if ((SLURM_PROCID == 1)); then {submit} step; fi")
+    assert "found script none 0 1" in log("step") and "found in-script srun 1 2" in log("step")
 
 
 @pytest.mark.slow

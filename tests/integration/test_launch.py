@@ -16,7 +16,15 @@ import pytest
 from worlds import PROGRAM, environment, finish, start
 
 from accel_train.errors import UserError
-from accel_train.launch.environment import Launch, _check_promise, _detect, _rendezvous_address, _threads
+from accel_train.launch.environment import (
+    Launch,
+    _check_promise,
+    _detect,
+    _rendezvous_address,
+    _threads,
+    allocated_hosts,
+)
+from accel_train.launch.parent import Ancestor
 
 # What the launchers set: seen on Slurm 22.05 and Open MPI 4.1, documented by Intel MPI and MPICH.
 BATCH_SCRIPT = {
@@ -52,13 +60,13 @@ INTEL_MPI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCA
         (STEP | TORCHRUN | {"GROUP_WORLD_SIZE": "4"}, Launch("torchrun", 1, 2, 1, 2)),
         (BATCH_SCRIPT, Launch()),  # python without srun
         (BATCH_SCRIPT | {"SLURM_STEP_ID": "4294967290"}, Launch()),  # salloc's interactive step
-        (STEP | {"SLURM_PTY_PORT": "40123"}, Launch()),  # srun --pty bash
-        (STEP | {"SLURM_NTASKS": "1"}, Launch()),
+        (STEP | {"SLURM_PTY_PORT": "40123"}, Launch("srun", 3, 4, 1, 2)),  # srun in a shell of srun --pty
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, Launch()),
         (OPEN_MPI, Launch("Open MPI", 3, 4, 1, 2)),
         (INTEL_MPI, Launch("Intel MPI or MPICH", 3, 4, 1, 2)),
-        (STEP | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"} | OPEN_MPI, Launch("Open MPI", 3, 4, 1, 2)),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | OPEN_MPI, Launch("Open MPI", 3, 4, 1, 2)),
         (
-            STEP | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"} | INTEL_MPI,
+            STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | INTEL_MPI,
             Launch("Intel MPI or MPICH", 3, 4, 1, 2),
         ),
         (STEP | {"PMI_RANK": "3", "PMI_SIZE": "4"}, Launch("srun", 3, 4, 1, 2)),  # srun --mpi=pmi2
@@ -69,6 +77,34 @@ def test_what_launchers_set_is_understood(env: dict[str, str], expected: Launch)
     found = _detect(env)
     assert found == expected
     _check_promise(found, env)
+
+
+STEPD = "slurmstepd: [4711.{}]"
+TASK = Launch("srun", 3, 4, 1, 2)
+PTY = STEP | {"SLURM_PTY_PORT": "40123", "SLURM_TASK_PID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("above", "env", "expected"),
+    [
+        ([Ancestor(8, [STEPD.format(0), ""])], PTY, TASK),  # srun in a shell of srun --pty
+        ([Ancestor(8, [STEPD.format("12+1")])], PTY, TASK),
+        ([Ancestor(7, ["bash", "rank.sh"]), Ancestor(8, [STEPD.format(0)])], STEP, TASK),
+        ([Ancestor(7, ["bash", "rank.sh"], owns_terminal=True), Ancestor(8, [STEPD.format(0)])], PTY, TASK),
+        ([Ancestor(7, ["/bin/bash", "-l"], owns_terminal=True), Ancestor(8, [STEPD.format(0)])], PTY, Launch()),
+        ([Ancestor(7, ["-bash"], owns_terminal=True)], PTY, Launch()),  # slurmstepd is hidden
+        ([Ancestor(6, ["-bash"], owns_terminal=True)], PTY, TASK),  # that is another shell
+        ([], PTY, TASK),  # all are hidden
+        ([Ancestor(1, [""])], STEP, TASK),  # a container
+        ([Ancestor(7, ["bash", "slurm_script"]), Ancestor(8, [STEPD.format("batch")])], STEP, Launch()),
+        ([Ancestor(8, [STEPD.format("interactive")])], STEP, Launch()),
+        ([Ancestor(8, [STEPD.format("extern")])], STEP, Launch()),
+    ],
+)
+def test_the_process_that_started_a_step_says_what_it_is(
+    above: list[Ancestor], env: dict[str, str], expected: Launch
+) -> None:
+    assert _detect(env, above) == expected
 
 
 PBS_SCRIPT = {"PBS_JOBID": "123.server", "PBS_NODENUM": "0", "PBS_TASKNUM": "1", "PBS_ENVIRONMENT": "PBS_BATCH"}
@@ -165,6 +201,14 @@ def test_rank_0_is_on_the_first_node_and_each_job_has_its_port(monkeypatch: pyte
     launch = Launch("srun", 3, 4, 1, 2)
     assert _rendezvous_address(launch, STEP) == ("n003", 24711)
     assert _rendezvous_address(launch, STEP | {"SLURM_RESTART_COUNT": "1"}) == ("n003", 25720)  # started again
+    assert _rendezvous_address(launch, STEP | {"SLURM_STEP_ID": "1"}) == ("n003", 26714)  # beside step 0
+    ports = {_rendezvous_address(Launch("Open MPI", 0, 2, 0, 2), STEP | {"PMIX_NAMESPACE": name})[1] for name in "ab"}
+    assert len(ports) == 2  # mpirun twice in one job
+    sent = {"SLURM_STEP_NODELIST": "other", "SLURM_STEP_ID": "0"}  # inherited by a batch script that a step has sent
+    monkeypatch.setattr("accel_train.launch.environment.ancestors", lambda: [Ancestor(8, ["slurmstepd: [4712.batch]"])])
+    assert allocated_hosts(STEP | sent) == ["n003"]
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "")
     for nodes, first in {"a": "a", "a1,b[2-3]": "a1", "r[1-2]n[07,09],x": "r1n07"}.items():
         assert _rendezvous_address(launch, STEP | {"SLURM_STEP_NODELIST": nodes})[0] == first
     assert _rendezvous_address(Launch("srun", 1, 2, 1, 2), STEP)[0] == "127.0.0.1"
@@ -307,6 +351,22 @@ def test_rank_0_missing_port_taken_rank_twice_and_world_unlike() -> None:
         assert codes == [2, 2, 2] and not worlds and "Rank 1 exists twice" in text
         codes, worlds, text = finish(*unlike[:2], unlike[2])
         assert codes[0] == 2 and not worlds and "expects 2 processes, but rank 1" in text
+
+
+@pytest.mark.ci
+def test_a_rank_that_finds_another_training_says_so_and_does_not_disturb_it() -> None:
+    port = helpers.free_port()
+
+    def task(rank: int, step: int) -> helpers.Captured:
+        own = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": str(step), "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
+        own |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        return helpers.Captured([PROGRAM], environment(MASTER_PORT=port, OMP_NUM_THREADS="1", **own))
+
+    first, foreign = task(0, 0), task(1, 1)
+    codes, _, text = finish(foreign)
+    assert codes == [2] and "(step 4711.1, start 0) found another training (step 4711.0, start 0)" in text, text
+    codes, worlds, text = finish(first, task(1, 0))
+    assert codes == [0, 0] and [world["sum"] for world in worlds] == [2, 2], text
 
 
 @pytest.mark.ci

@@ -194,3 +194,74 @@ def test_two_processes_then_one_then_four(tmp_path: Path, launcher: bool) -> Non
     assert [line["count"] for line in epochs] == [1438, 1438]  # each sample once, and none lost
     results = [json.loads((folder / "result.json").read_text()) for folder in (run, whole)]
     assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], rel=1e-5)
+
+
+# What the package itself does, with a sink more that ends the process by a signal when it is told of an event.
+STRUCK = """
+import os, signal, sys
+from accel_train.cli import main
+from accel_train.run import run
+number, kinds, update, name = int(sys.argv[1]), sys.argv[2].split(" or "), int(sys.argv[3]), sys.argv[4]
+create = run.create_sinks
+
+class Striker:
+    def handle(self, event):
+        if type(event).__name__ in kinds and event.update == update and getattr(event, "name", "") == name:
+            os.kill(os.getpid(), number)
+        return ()
+
+run.create_sinks = lambda *arguments: [*create(*arguments), Striker()]
+sys.exit(main(["train", *sys.argv[5:]]))
+"""
+# 3 updates an epoch. The body is frozen and the EMA copies the weights for 2 epochs; the rate decays after epochs 5 and
+# 6; epoch 4 was the best, and the patience ends the run after 7.
+ENDS = """
+digits --data.train-limit 144 --data.val-fraction 0.1 --epochs 12 --batch-size 48 --virtual-batch-size 12
+--log-every-updates 1 --checkpoint.keep 50 --model.name test_resnet --optim.lr 0.5 --optim.clip 1
+--model.freeze-body true --model.freeze-epochs 2 --ema.enabled true --ema.decay 0.5 --ema.after-epochs 2
+--schedule.name plateau --schedule.patience-epochs 0 --schedule.decay 0.5 --stop.patience-epochs 3 --best-metric loss
+""".split()  # noqa: SIM905
+FIRST_AND_LAST = [update for epoch in range(7) for update in (3 * epoch + 1, 3 * epoch + 3)]
+LAST = FIRST_AND_LAST[1::2]
+STRIKES = {
+    "stopped": [(signal.SIGTERM, "Started or UpdateDone", update - 1, "") for update in FIRST_AND_LAST],
+    "killed": [(signal.SIGKILL, "UpdateDone", update, "") for update in FIRST_AND_LAST],
+    "killed while it evaluates": [
+        (signal.SIGKILL, "Evaluated", update, name) for update in LAST for name in ("train", "val", "val (ema)")
+    ],
+    "killed while it saves": [
+        (signal.SIGKILL, kind, update, "") for update in LAST for kind in ("SaveBegun", "SaveCommitted")
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def whole_with_ends(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("ends") / "whole"
+    done = helpers.run(*ENDS, "--output-dir", run)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.mark.parametrize(
+    ("how", "every_update"),
+    [
+        pytest.param(how, every, marks=pytest.mark.ci if (how, every) == ("killed", False) else pytest.mark.slow)
+        for how in STRIKES
+        for every in (False, True)
+    ],
+)
+def test_ended_again_and_again_around_epochs_ends_it_ends_bitwise_equal(
+    tmp_path: Path, whole_with_ends: Path, how: str, every_update: bool
+) -> None:
+    run = tmp_path / "run"
+    words = [*ENDS, "--output-dir", str(run), *["--checkpoint.every-updates", "1"] * every_update]
+    struck = 0
+    for number, kinds, update, name in STRIKES[how]:
+        ended = helpers.python("-c", STRUCK, number.value, kinds, update, name, *words)
+        assert ended.returncode in ((0,) if number == signal.SIGTERM else (0, -9)), ended.stderr
+        struck += not (run / "result.json").exists()
+    assert struck >= len(STRIKES[how]) - 4  # the last ones may come after the end
+    done = helpers.run(*words)
+    assert done.returncode == 0, done.stderr
+    assert_bitwise_equal(run, whole_with_ends)

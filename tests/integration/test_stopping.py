@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import resource
+import select
 import shlex
 import signal
 import subprocess
@@ -48,6 +49,38 @@ def test_signal_to_every_process_of_a_job_with_data_workers(tmp_path: Path) -> N
         assert run.ended() == 0, run.output
         assert_interrupted(run)
         assert "Stopped by SIGUSR1" in run.output
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_terminal_that_closes(tmp_path: Path, processes: int) -> None:
+    """SIGHUP reaches the trainer and its workers, or the launcher, which passes it on despite nohup."""
+    ours, its = pty.openpty()
+
+    def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL if processes == 1 else signal.SIG_IGN)
+        fcntl.ioctl(its, termios.TIOCSCTTY, 0)
+
+    words = (*LONG, "--output-dir", tmp_path / "run", "--data.placement", "disk", "--data.workers", 1)
+    popen = subprocess.Popen(
+        helpers.command(*words, processes=processes), env=helpers.environment(),
+        stdin=its, stdout=its, stderr=its, start_new_session=True, preexec_fn=take_terminal,
+    )  # fmt: skip
+    os.close(its)
+    run = helpers.Started(popen, tmp_path / "run", tmp_path / "log")
+    try:
+        with open(ours, "rb", buffering=0) as terminal, run.log.open("wb", buffering=0) as log:  # noqa: PTH123
+            run.until(
+                lambda: (
+                    select.select([terminal], [], [], 0)[0] and log.write(terminal.read(1 << 16)),
+                    run.status.get("update", 0) >= 5,
+                )[1]
+            )
+        run.ended(60)
+        assert_interrupted(run)
+        assert run.events[-1]["reason"] == "SIGHUP"
+    finally:
+        helpers._end(popen)
 
 
 def test_signal_to_one_of_two_processes_stops_both_and_both_exit_with_0(tmp_path: Path) -> None:

@@ -116,3 +116,14 @@ def test_fp16_on_a_cpu_is_called_what_it_is(
     assert notice in "".join(line["text"] for line in lines if line["kind"] == "event")
     for name in ("environment.json", "result.json"):
         assert json.loads((tmp_path / name).read_text())["precision"] == "fp32"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_long_path_of_temporary_files(tmp_path: Path, processes: int) -> None:
+    """The path of a socket has at most 107 bytes; data workers are reached through sockets."""
+    long = tmp_path / ("x" * max(1, 100 - len(str(tmp_path))))
+    long.mkdir()
+    words = ("digits", "--data.train-limit", 128, "--data.placement", "disk", "--data.workers", 1, "--epochs", 1)
+    done = helpers.run(*words, "--output-dir", tmp_path / "run", processes=processes, TMPDIR=str(long))
+    assert done.returncode == 0, done.stderr

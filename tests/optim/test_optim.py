@@ -329,6 +329,16 @@ def test_plateau_decays_as_torchs_does_and_resumes_exactly() -> None:
     assert made.plateau.decays == 3
 
 
+def test_the_first_update_after_an_evaluation_has_the_rate_that_follows_from_it() -> None:
+    """`update` sets the next update's rate before the epoch's end is evaluated."""
+    optimizer = one_weight()
+    made = LearningRate(Schedule(name="plateau", patience_epochs=0), optimizer, updates=30, updates_per_epoch=3)
+    for epoch, rate in enumerate([0.1, 0.1, 0.01, 0.001]):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        made.step_update(3 * epoch + 3)
+        made.step(epoch + 1, 0.5)
+
+
 def decays_after(made: LearningRate, evaluated: list[int]) -> list[int]:
     """The evaluations, of those after `evaluated` epochs that find no better accuracy, after which the rate falls."""
     found = []

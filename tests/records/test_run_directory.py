@@ -264,3 +264,29 @@ def test_whatever_moment_the_writer_is_killed_at_its_files_are_whole(tmp_path: P
         lines = read_lines(tmp_path / "metrics.jsonl")
         assert lines
         assert json.loads((tmp_path / "status.json").read_text())["state"] == "training"
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{}\n"])
+def test_lines_that_will_be_done_again_are_not_there_twice_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damaged: bytes
+) -> None:
+    first = RunDirectory(tmp_path, writes=True)
+    for update in (1, 2, 3):
+        first.log("train", update=update)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(damaged + path.read_bytes())
+    again = RunDirectory(tmp_path, writes=True)
+
+    def full(*_args: object, **_kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(again.lease, "write", full)
+        again.rewind(1)
+        again.log("train", update=2)
+        again.rewind(1)
+        again.log("train", update=2)
+        assert path.read_bytes().count(b'"update": 2') == 1
+    assert f"{path} cannot be written (No space left on device)" in capsys.readouterr().err
+    again.log("train", update=3)
+    assert [line["update"] for line in read_lines(path) if "update" in line] == [1, 2, 3]

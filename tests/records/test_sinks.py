@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -70,10 +71,13 @@ digits --epochs 2 --data.train-limit 480 --data.val-fraction 0.1 --log-every-upd
 TIMES = ("time", "seconds", "images_per_second", "data_wait_fraction", "generation")
 
 
+def lines(run: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+
+
 def figures(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-    return [line for line in lines if line["kind"] in ("train", "eval")]
+    return [line for line in lines(run) if line["kind"] in ("train", "eval")]
 
 
 def train(kind: str, last: str, count: int, run: Path, *options: str) -> int:
@@ -98,8 +102,32 @@ ALL = [
 ]  # fmt: skip
 SOME = {
     ("UpdateDone", "console"), ("Logged", "metrics.jsonl"), ("Evaluated", "trackers"), ("SaveBegun", "status.json"),
-    ("SaveCommitted", "status.json"),
+    ("SaveCommitted", "status.json"), ("Ended", "metrics.jsonl"),
 }  # fmt: skip
+
+
+def test_a_checkpoint_without_a_line_gets_one(tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for name in ("result.json", "model.safetensors"):
+        (run / name).unlink()
+    kept = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in kept if not ('"checkpoint"' in line and f'"update": {UPDATES},' in line)]
+    (run / "metrics.jsonl").write_text("".join(kept))
+    environment = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps(environment | {"precision": "bf16"}))
+    best = json.loads((whole / "result.json").read_text())["best_update"]
+    for path in (run / "checkpoints").iterdir():
+        if path.name != f"update-{UPDATES:08d}":
+            shutil.rmtree(path)
+    assert train("UpdateDone", "metrics.jsonl", 0, run) == 0
+    found = [line for line in lines(run) if line["kind"] == "checkpoint" and line["update"] == UPDATES]
+    assert [line["stalled_seconds"] for line in found] == [None]
+    texts = [line["text"] for line in lines(run) if line["kind"] == "event"]
+    assert sum("goes on in fp32 (bf16 before)" in text for text in texts) == 1
+    assert sum(f"best checkpoint so far, that of update {best}, is not in" in text for text in texts) == (
+        best != UPDATES
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,8 +142,10 @@ def test_a_kill_between_two_sinks_loses_and_repeats_nothing(
     assert train("UpdateDone", "metrics.jsonl", 0, tmp_path) == 0
     assert figures(tmp_path) == figures(whole)
     status = json.loads((tmp_path / "status.json").read_text())
-    if kind != "Ended":  # else the run was finished before: nothing of it is changed
-        assert (status["state"], status["update"], status["last_checkpoint"]) == ("finished", UPDATES, UPDATES)
+    assert (status["state"], status["update"], status["last_checkpoint"]) == ("finished", UPDATES, UPDATES)
+    assert sorted(path.name for path in (tmp_path / "examples").iterdir())
+    saved = [line["update"] for line in lines(tmp_path) if line["kind"] == "checkpoint"]
+    assert saved.count(UPDATES) == 1 and set(saved) >= {int(path.name[7:]) for path in tmp_path.glob("checkpoints/u*")}
     starts = read_starts(tmp_path)
     assert sum(start.last_update - start.first_update for start in starts) == UPDATES
     for start in starts:

@@ -99,3 +99,18 @@ def test_a_request_to_one_process_is_obeyed_by_all_one_update_later(
         answers.append(requests.poll())
     assert answers == [(update == 6, update == 2) for update in range(7)]
     assert requests.reason == ""
+
+
+def test_sighup_counts_unless_it_is_ignored() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler, counts in ((signal.SIG_DFL, True), (signal.SIG_IGN, False), (lambda *_: None, False)):
+            signal.signal(signal.SIGHUP, handler)
+            with StopRequests() as requests:
+                if counts:
+                    os.kill(os.getpid(), signal.SIGHUP)
+            assert requests.reason == ("SIGHUP" if counts else "")
+            assert signal.getsignal(signal.SIGHUP) == handler
+            parent.recorded.clear()
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -22,12 +22,13 @@ from accel_train.data.sources.splits import (
     Source,
     Splits,
     names_root,
+    normal_name,
     present_classes,
     sample_keys,
     subset,
     unwrap_subset,
 )
-from accel_train.errors import UserError
+from accel_train.errors import UserError, first_of
 from accel_train.user_code.reference import parse_reference, short_name
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
 
         splits = choose_classes(splits, data)
         _check(splits, data)
+    splits = _tell_empty_classes(splits)
     splits = _split_off(splits, data, seed)
     for split, source in splits.sources.items():
         limit = data.train_limit if split == "train" else data.test_limit
@@ -116,6 +118,14 @@ def _check(splits: Splits, data: Data) -> None:
     if classes < 2:
         only = f"only one class, '{splits.classes[0]}'" if classes else "no class"
         raise UserError(f"{where} has {only}, but a classifier needs two or more.")
+    first_with: dict[str, str] = {}
+    for name in splits.classes:
+        other = first_with.setdefault(normal_name(name), name)
+        if other != name:
+            raise UserError(
+                f"{where} has two classes of the same name, {other!a} and {name!a}, spelt with other "
+                "characters (NFC and NFD): give both one spelling."
+            )
     for split, source in splits.sources.items():
         if not len(source):
             raise UserError(f"{where} has no image in its {split} split.")
@@ -134,6 +144,19 @@ def _check(splits: Splits, data: Data) -> None:
                 f"{where} has {len(outside)} labels outside its {classes} classes (0 to {classes - 1}): "
                 f"the first is {int(source.labels[first])}, of {source.name(first)}."
             )
+
+
+def _tell_empty_classes(splits: Splits) -> Splits:
+    """A copy of `splits` with a note if classes have no training image, as with labels that count from 1."""
+    empty = sorted(set(range(len(splits.classes))) - present_classes(splits.train.labels))
+    if not empty or splits.mistake:
+        return splits
+    names = first_of([repr(splits.classes[label]) for label in empty], 5)
+    note = (
+        f"{len(empty)} of {len(splits.classes)} classes have no training image: {names}; the model learns them as "
+        "never right. Labels count from 0"
+    )
+    return replace(splits, notes=(*splits.notes, note))
 
 
 def _unreadable(splits: Splits, data: Data, listed: UnreadableList | None) -> dict[int, npt.NDArray[np.bool_]]:

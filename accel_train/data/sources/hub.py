@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.files.encoded import EncodedImages, read_image
 from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.data.sources.splits import Source, Splits, named_splits, numbered, splits_of_files
-from accel_train.errors import UserError, nearest
+from accel_train.errors import UserError, first_of, nearest
 from accel_train.user_code.reference import short_name
 
 
@@ -125,10 +124,15 @@ def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, 
     named_classes = any(isinstance(feature, datasets.ClassLabel) for feature in features.values())
     if data.label_column is not None:
         named_classes = isinstance(features.get(usual), datasets.ClassLabel)
-    if not named_classes and getattr(features.get(usual), "dtype", "").startswith("int"):
+    dtype = str(getattr(features.get(usual), "dtype", ""))
+    is_text = dtype in ("string", "large_string") and not (named_classes or streamed)
+    if is_text or (not named_classes and dtype.startswith(("int", "uint"))):
         label_key = usual
     else:
         label_key = _column(data, features, datasets.ClassLabel, "label", data.label_column)
+    classes: tuple[str, ...] | None = tuple(features[label_key].names) if named_classes else None
+    if is_text:
+        classes = tuple(sorted({name for name in tables["train"].unique(label_key) if name is not None}))
     sources: dict[str, Source] = {}
     for split, table in tables.items():
         label = f"{short_name('data.name', data.name)} {named[split]}"
@@ -137,13 +141,38 @@ def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, 
             source: Source = _read(label, _decoded(encoded, image_key, label_key, label, data))
         else:
             column = table.select_columns([label_key])
-            labels = np.array([-1 if x is None else x for x in column[:][label_key]], dtype=np.int64)
+            names = getattr((table.features or {}).get(label_key), "names", None)
+            labels = _labels(column[:][label_key], names, classes, label)
             images = table.select_columns([image_key]).cast_column(image_key, datasets.Image(decode=False))
-            source = HubImages(label, images, torch.from_numpy(labels), data)
+            source = HubImages(label, images, labels, data)
         if split == "train" or not bool((source.labels == -1).all()):  # the hub's mark for samples without a label
             sources[split] = source
     found = [source.labels for source in sources.values()]
-    return _splits(data, tuple(features[label_key].names) if named_classes else numbered(where, found), sources)
+    return _splits(data, classes or numbered(where, found), sources)
+
+
+def _labels(values: Sequence[Any], names: Sequence[str] | None, classes: Sequence[str] | None, where: str) -> Tensor:
+    """The labels of a split as the numbers of the training split's `classes`, int64 [n]; -1 for none.
+
+    `values`: numbers of the classes that this split `names` in an order of its own; or names themselves; or, where
+    neither has names, numbers. Raises UserError for an image of a class that the training split lacks.
+    """
+    if classes is not None and names is not None and tuple(names) != tuple(classes):
+        values = [None if x is None or x < 0 else names[x] for x in values]
+    if any(isinstance(value, str) for value in values):
+        number = {name: label for label, name in enumerate(classes or ())}
+        lacking = sorted({value for value in values if value is not None and value not in number})
+        if lacking:
+            shown = first_of([repr(name) for name in lacking], 5)
+            raise UserError(
+                f"{where} has images of class {shown}, which the training split does not name "
+                f"(it names {first_of([repr(name) for name in number], 5)}); remove them, or add them to both."
+            )
+        values = [None if value is None else number[value] for value in values]
+    try:
+        return torch.tensor([-1 if value is None else value for value in values], dtype=torch.int64)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{where} has labels that are not the numbers of classes ({error}).") from error
 
 
 def _decoded(table: Any, image_key: str, label_key: str, label: str, data: Data) -> Iterator[tuple[Tensor, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -113,13 +114,18 @@ def label_numbers(label: torch.Tensor) -> list[int]:
 def numbered(where: str, labels: Collection[torch.Tensor]) -> tuple[str, ...]:
     """The classes of `labels` (int64 [n] or bool [n, classes], of each split) without names: the numbers up to the
     largest label. Raises UserError if these would be more than there are samples."""
-    count = max(each.shape[1] if each.ndim == 2 else int(each.max()) + 1 for each in labels)
+    count = max(each.shape[1] if each.ndim == 2 else int(each.max()) + 1 if len(each) else 0 for each in labels)
     if count > max(2, sum(map(len, labels))):
         raise UserError(
             f"{where}: the largest label is {count - 1}, more than there are samples. Labels are the numbers of "
             "classes, from 0 on; give the train dataset `classes`, a list of their names, or `num_classes`."
         )
     return tuple(map(str, range(count)))
+
+
+def normal_name(name: str) -> str:
+    """A class's name in the one form (NFC) of those that look the same: macOS writes é as e and an accent (NFD)."""
+    return unicodedata.normalize("NFC", name)
 
 
 SPLIT_NAMES = {  # accepted names of folders, tar files, shards and splits on a hub

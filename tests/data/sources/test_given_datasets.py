@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import ArraySource
@@ -85,3 +85,54 @@ def test_pixels_that_no_image_file_has_are_not_written_as_examples(
     held = TensorDataset(torch.zeros(4, channels, 4, 4, dtype=dtype), torch.tensor([0, 1, 0, 1]))
     assert example_image(splits_of({"train": held, "test": held}), tmp_path) is None
     assert not [*tmp_path.iterdir()]
+
+
+def test_classes_are_compared_by_name_in_each_split() -> None:
+    def labelled(names: list[str], labels: list[int]) -> datasets.Dataset:
+        return table(len(labels)).remove_columns("label").add_column(
+            "label", labels, feature=datasets.ClassLabel(names=names)
+        )  # fmt: skip
+
+    train = labelled(["a", "b", "c"], [0, 1, 2])
+    splits = splits_of(datasets.DatasetDict(train=train, validation=labelled(["c", "a"], [0, 1, 0])))
+    assert splits.validation is not None and splits.validation.labels.tolist() == [2, 0, 2]
+    with pytest.raises(UserError, match=r"validation has images of class 'd', which the training split does not name"):
+        splits_of(datasets.DatasetDict(train=train, validation=labelled(["a", "d"], [0, 1])))
+    unused = splits_of(datasets.DatasetDict(train=train, validation=labelled(["a", "d"], [0, 0])))
+    assert unused.validation is not None and unused.validation.labels.tolist() == [0, 0]
+
+
+def test_labels_of_other_types() -> None:
+    def labelled(labels: list[Any], kind: str) -> datasets.Dataset:
+        plain = table(len(labels)).remove_columns("label")
+        return plain.add_column("label", labels, feature=datasets.Value(kind))
+
+    splits = splits_of(
+        datasets.DatasetDict(train=labelled(["dog", "cat"], "string"), test=labelled(["dog", "dog"], "string"))
+    )
+    assert splits.classes == ("cat", "dog") and splits.train.labels.tolist() == [1, 0]
+    assert splits.test is not None and splits.test.labels.tolist() == [1, 1]
+    assert splits_of({"train": labelled([0, 1], "uint8")}).train.labels.tolist() == [0, 1]
+    for labels, kind in (([0.5, 1.5], "float32"), ([True, False], "bool"), ([2**64 - 1, 0], "uint64")):
+        with pytest.raises(UserError, match=r"label|ClassLabel"):
+            splits_of({"train": labelled(labels, kind)})
+
+
+def test_joined_datasets_of_other_classes_are_refused() -> None:
+    class Named(TensorDataset):
+        def __init__(self, classes: list[str]) -> None:
+            super().__init__(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
+            self.classes = classes
+
+    joined: Any = ConcatDataset([Named(["a", "b"]), Named(["a", "b"])])
+    assert splits_of({"train": joined}).classes == ("a", "b")
+    joined = ConcatDataset([Named(["a", "b"]), Named(["b", "a"])])
+    with pytest.raises(UserError, match=r"train joins datasets of other classes: part 0 has a, b, part 1 has b, a\."):
+        splits_of({"train": joined})
+
+
+def test_classes_without_a_training_image_are_named() -> None:
+    images = torch.zeros(4, 1, 4, 4, dtype=torch.uint8)
+    splits = splits_of({"train": TensorDataset(images, torch.tensor([1, 2, 1, 2]))})
+    assert splits.notes[0].startswith("1 of 3 classes have no training image: '0';")
+    assert splits_of({"train": TensorDataset(images, torch.tensor([0, 1, 0, 1]))}).notes == ()

@@ -16,7 +16,7 @@ from accel_train.data.sources.files.index import Progress, indexed, splits_of_in
 from accel_train.data.sources.files.index_file import Index, SplitFiles
 from accel_train.data.sources.files.listing import EXTENSIONS, NEWER_EXTENSIONS, find_images
 from accel_train.data.sources.shared import SharedArray, StringArray
-from accel_train.data.sources.splits import SPLIT_NAMES, Splits, check_splits, given_splits
+from accel_train.data.sources.splits import SPLIT_NAMES, Splits, check_splits, given_splits, normal_name
 from accel_train.errors import UserError, first_of
 
 
@@ -132,7 +132,10 @@ def arrange(
             named[split] = top
     if named and "train" not in named:
         others = " and ".join(f"{top}/" for top in named.values())
-        raise UserError(f"{where} has {others}, but no train/: there are no training images.")
+        raise UserError(
+            f"{where} has {others}, but no train/: there are no training images. To evaluate a run on one of these "
+            f"folders, give --data.root {where}/{next(iter(named.values()))} --split train."
+        )
 
     prefixes = {split: top + "/" for split, top in named.items()} or {"train": ""}
     classes: tuple[str, ...] = ()
@@ -185,6 +188,8 @@ def _difference(folders: set[str], classes: tuple[str, ...]) -> str:
     extra, missing = sorted(folders - set(classes)), sorted(set(classes) - folders)
     parts = [f"it also has {_some(extra)}"] if extra else []
     parts += [f"it lacks {_some(missing)} (if this is intended, make empty folders)"] if missing else []
+    if {normal_name(name) for name in extra} & {normal_name(name) for name in missing}:
+        parts.append("some names are spelt with other characters that look the same (NFC and NFD): rename one")
     return " and ".join(parts)
 
 

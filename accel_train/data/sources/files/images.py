@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -25,6 +27,10 @@ from accel_train.data.sources.files.depth import (
 if TYPE_CHECKING:
     from PIL import Image
 
+
+_LIMIT_LOCK = threading.Lock()
+_LIMITS: list[int | None] = []
+"""Pillow's limit as it was before, and one entry for each thread that is decoding."""
 
 END_MARKERS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
@@ -74,18 +80,15 @@ class LazyImage:
         if not data:
             raise ImageError("the file is empty")
         self.data, self.channels, self.value_range = data, channels, value_range
-        Image.MAX_IMAGE_PIXELS = None  # Pillow's limit is global; ours is checked below
-        with _strictly():
+        self.max_pixels = max_pixels
+        with _strictly(max_pixels):
             self.image = Image.open(io.BytesIO(data))
         if self.image.format == "EPS":  # Pillow would start Ghostscript, whose time and memory nobody bounds
             raise ImageError("it is PostScript, which is a program and not an image; convert it to PNG")
         self.width, self.height = self.image.size
         if self.width * self.height > max_pixels:
-            raise ImageError(
-                f"it has {self.width * self.height:,} pixels, more than max-pixels ({max_pixels:,}): a malicious "
-                "file could fill the memory; raise the limit if you trust the file"
-            )
-        with _strictly():
+            raise _too_many(self.width * self.height, max_pixels)
+        with _strictly(max_pixels):
             check_pages(self.image)
             check_values(self.image, data, value_range)
             self.orientation = _orientation(self.image, data)
@@ -100,7 +103,7 @@ class LazyImage:
 
     def largest_of_16_bits(self) -> int | None:
         """The largest value of an image of 16 bits; see depth.py. None: it has other bits. Raises ImageError."""
-        with _strictly():
+        with _strictly(self.max_pixels):
             return largest_of_16_bits(self.image, self.data)
 
     def looks_truncated(self) -> bool:
@@ -109,7 +112,7 @@ class LazyImage:
 
     def pixels(self) -> torch.Tensor:
         """The pixels, uint8 [channels, H, W]. Raises ImageError."""
-        with _strictly(), self.image as image:
+        with _strictly(self.max_pixels), self.image as image:
             pixels = _decode_jpeg(self.data, self.channels) if self.reducible else None
             if pixels is None:
                 pixels = to_tensor(image, self.channels, self.value_range, self.data)
@@ -126,7 +129,7 @@ class LazyImage:
         top, left, high, wide = self._stored(box)
         if self.orientation >= 5:
             height, width = width, height
-        with _strictly(), self.image as image:
+        with _strictly(self.max_pixels), self.image as image:
             image.draft(None, (image.width // reduction, image.height // reduction))
             corners = (left / reduction, top / reduction, (left + wide) / reduction, (top + high) / reduction)
             from PIL import Image
@@ -173,11 +176,12 @@ def _orientation(image: Image.Image, data: bytes) -> int:
 
 
 @contextlib.contextmanager
-def _strictly() -> Iterator[None]:
-    """Convert every error of an image decoder into an ImageError."""
-    from PIL import UnidentifiedImageError
+def _strictly(max_pixels: int) -> Iterator[None]:
+    """Convert every error of an image decoder into an ImageError. Pillow's own limit is `max_pixels` meanwhile: it also
+    holds for a picture inside the file, such as that of an icon, whose header may announce another size."""
+    from PIL import Image, UnidentifiedImageError
 
-    with warnings.catch_warnings():
+    with _limit_of_pillow(max_pixels), warnings.catch_warnings():
         # PIL warns of invalid metadata, which does not matter here; torchvision of changes to its decoders.
         warnings.simplefilter("ignore")
         try:
@@ -186,8 +190,37 @@ def _strictly() -> Iterator[None]:
             raise ImageError("it is not an image of a known format") from None
         except MemoryError:
             raise
+        except Image.DecompressionBombError as error:
+            found = re.search(r"[0-9]+", str(error))
+            raise _too_many(int(found[0]) if found else 0, max_pixels) from error
         except Exception as error:  # PIL's readers raise nearly anything on damaged data: SyntaxError, struct.error, …
             raise ImageError(str(error) or type(error).__name__) from error
+
+
+@contextlib.contextmanager
+def _limit_of_pillow(max_pixels: int) -> Iterator[None]:
+    """Set Pillow's limit, which is global, and restore it when the last thread that has set it is done."""
+    from PIL import Image
+
+    with _LIMIT_LOCK:
+        if not _LIMITS:
+            _LIMITS.append(Image.MAX_IMAGE_PIXELS)
+        _LIMITS.append(None)
+        Image.MAX_IMAGE_PIXELS = max_pixels / 2  # type: ignore[assignment]  # Pillow refuses what has twice as many
+    try:
+        yield
+    finally:
+        with _LIMIT_LOCK:
+            _LIMITS.pop()
+            if len(_LIMITS) == 1:
+                Image.MAX_IMAGE_PIXELS = _LIMITS.pop()
+
+
+def _too_many(pixels: int, most: int) -> ImageError:
+    return ImageError(
+        f"it has {pixels:,} pixels, more than max-pixels ({most:,}): a malicious file could fill the memory; raise the "
+        "limit if you trust the file"
+    )
 
 
 def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor | None:

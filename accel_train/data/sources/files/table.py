@@ -1,7 +1,8 @@
 """A CSV table that lists image files and their labels, and optionally splits and weights: `--data.name csv`.
 
 The samples are sorted by path, as those of a folder are, so the order of the rows does not matter: a table of a
-folder's images, in the folder, trains to the same bits as the folder.
+folder's images, in the folder, trains to the same bits as the folder, if its classes have the same order: numbers are
+sorted as numbers here, and as text in a folder.
 """
 
 from __future__ import annotations
@@ -206,6 +207,13 @@ def _labels(cells: Sequence[str]) -> tuple[tuple[str, ...], Labels]:
     parts = {cell: [part.strip() for part in cell.split(SEPARATOR) if part.strip()] for cell in set(cells)}
     names = {name for found in parts.values() for name in found}
     if all(NUMBER.fullmatch(name) for name in names):
+        spelt: dict[int, str] = {}
+        for name in sorted(names):
+            if spelt.setdefault(int(name), name) != name:
+                raise UserError(
+                    f"the labels '{spelt[int(name)]}' and '{name}' of the table are the same number, but two texts: "
+                    "write one of them in all rows, or put a letter before the labels if they are two classes."
+                )
         parts = {cell: [str(int(name)) for name in found] for cell, found in parts.items()}
         classes = tuple(map(str, sorted({int(name) for name in names})))
     else:

@@ -23,7 +23,7 @@ from accel_train.data.sources.files.index_file import Index
 from accel_train.data.sources.files.listing import is_image
 from accel_train.data.sources.files.tars import Member, TarImages, index_of_members, members_of
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
-from accel_train.errors import UserError
+from accel_train.errors import UserError, first_of
 from accel_train.untrusted import read_regular_file
 
 MOST_CLASSES = 1_000_000
@@ -149,24 +149,42 @@ def pairs_in(root: Path, shard: str, copy: Path | None = None) -> Pairs:
     """The images of a shard and their labels; and how many samples have a label but another file than an image, by its
     extension. `copy`: as `members_of` has it. Raises UserError."""
     beside: dict[str, str] = {}
-    images: dict[str, Member] = {}
+    images: list[Member] = []
     labels: dict[str, int] = {}
     for member, content in members_of(root, shard, copy):
-        folder, name = posixpath.split(member.name)
-        stem, _, extension = name.partition(".")  # WebDataset: the key ends at the name's first dot
-        key = f"{folder}/{stem}"
+        name = posixpath.basename(member.name)
+        key, _, extension = member.name.rpartition(".")
         if extension == "cls":
             text = content.read(64).decode(errors="replace").strip()
             if not (text.isascii() and text.isdigit() and int(text) < MOST_CLASSES):
                 raise UserError(f"{root / shard}/{member.name}: '{text[:20]}' is not a class number.")
             labels[key] = int(text)
         elif is_image(name):
-            images[key] = member
+            images.append(member)
         elif extension != "json":
             beside[key] = f".{extension.lower()}"
+    samples: dict[str, list[Member]] = {}
+    for member in images:
+        samples.setdefault(_key(member.name, labels), []).append(member)
     pairs = []
-    for key, member in images.items():
+    for key, members in samples.items():
         if key not in labels:
-            raise UserError(f"{root / shard}/{member.name} has no label; add a file {key.lstrip('/')}.cls next to it.")
-        pairs.append((member, labels[key]))
-    return pairs, Counter(beside.get(key, ".cls") for key in labels if key not in images)
+            raise UserError(f"{root / shard}/{members[0].name} has no label; add a file {key}.cls next to it.")
+        # KEY.jpg is the image beside a KEY.mask.png.
+        chosen = [member for member in members if "." not in member.name[len(key) + 1 :]] or members
+        if len(chosen) > 1:
+            raise UserError(
+                f"{root / shard}: the sample {key} has several images ({first_of([each.name for each in chosen], 5)}), "
+                "and nothing says which one is meant: keep one, or name it KEY.jpg and the others KEY.NAME.jpg."
+            )
+        pairs.append((chosen[0], labels[key]))
+    return pairs, Counter(beside.get(key, ".cls") for key in labels if key not in samples)
+
+
+def _key(path: str, labels: Mapping[str, int]) -> str:
+    """The key of a sample's file: up to the first dot of its name, as WebDataset has it, or to the first one before
+    which there is a label: photo.1.jpg with photo.1.cls."""
+    folder, slash, name = path.rpartition("/")
+    dots = [dot for dot, character in enumerate(name) if character == "."]
+    keys = [f"{folder}{slash}{name[:dot]}" for dot in dots]
+    return next((key for key in keys if key in labels), keys[0])

@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from accel_train.config.schema import Data
 from accel_train.data.sources.arrays import ArraySource
@@ -34,7 +34,7 @@ from accel_train.data.sources.user.dataset import (
     seed_generators,
 )
 from accel_train.data.sources.user.labels import labels_of, weights_of
-from accel_train.errors import UserError, nearest
+from accel_train.errors import UserError, first_of, nearest
 from accel_train.user_code.loading import call, load
 from accel_train.user_code.reference import OBJECT, Reference
 
@@ -152,7 +152,7 @@ def _classes(datasets: dict[str, Any], where: str) -> tuple[str, ...] | None:
     """The names of the classes; None if the datasets have none. Raises UserError if the splits have different ones."""
     names: tuple[str, ...] | None = None
     for split, dataset in datasets.items():
-        found = _own_classes(dataset)
+        found = _own_classes(dataset, f"{where}: {split}")
         if names is None:
             names = found
         elif found is not None and found != names:
@@ -164,9 +164,21 @@ def _classes(datasets: dict[str, Any], where: str) -> tuple[str, ...] | None:
     return names
 
 
-def _own_classes(dataset: Any) -> tuple[str, ...] | None:
+def _own_classes(dataset: Any, where: str) -> tuple[str, ...] | None:
+    """The names that a dataset has; None: none. Raises UserError if it joins parts whose numbers mean other classes."""
     while isinstance(dataset, Subset) and not (hasattr(dataset, "classes") or hasattr(dataset, "num_classes")):
         dataset = dataset.dataset
+    if isinstance(dataset, ConcatDataset) and not (hasattr(dataset, "classes") or hasattr(dataset, "num_classes")):
+        named = {number: names for number, part in enumerate(dataset.datasets) if (names := _own_classes(part, where))}
+        first = next(iter(named), 0)
+        for number, names in named.items():
+            if names != named[first]:
+                raise UserError(
+                    f"{where} joins datasets of other classes: part {first} has {first_of(named[first], 5)}, part "
+                    f"{number} has {first_of(names, 5)}. The same number would mean two classes: map the labels to one "
+                    "list of classes, and give the joined dataset this list as `classes`."
+                )
+        return named.get(first)
     if hasattr(dataset, "classes"):
         return tuple(map(str, dataset.classes))
     return tuple(map(str, range(int(dataset.num_classes)))) if hasattr(dataset, "num_classes") else None

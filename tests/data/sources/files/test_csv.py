@@ -118,7 +118,7 @@ def test_columns_that_are_named(images: Path) -> None:
     ("labels", "classes", "numbers"),
     [
         (["0", "1", "2", "10"], ("0", "1", "2", "10"), [0, 1, 2, 3]),
-        (["10", "1", "7", "01"], ("1", "7", "10"), [2, 0, 1, 0]),
+        (["10", "1", "7", "1"], ("1", "7", "10"), [2, 0, 1, 0]),
         (["-1", "1", "1", "-1"], ("-1", "1"), [0, 1, 1, 0]),
         (["10", "9", "x", "x"], ("10", "9", "x"), [0, 1, 2, 2]),
         (["dög", "Cat", "cat", '"a, b"'], ("Cat", "a, b", "cat", "dög"), [3, 0, 2, 1]),
@@ -128,6 +128,12 @@ def test_numbers_and_names(images: Path, labels: list[str], classes: tuple[str, 
     rows = zip(sorted(IMAGES)[:4], labels, strict=True)
     splits = load(images, "image,target\n" + "".join(f"{path},{label}\n" for path, label in rows))
     assert splits.classes == classes and splits.train.labels.tolist() == numbers
+
+
+def test_one_number_in_two_spellings_is_refused(images: Path) -> None:
+    rows = zip(sorted(IMAGES)[:3], ["001", "1", "2"], strict=True)
+    with pytest.raises(UserError, match=r"the labels '001' and '1' of the table are the same number"):
+        load(images, "image,target\n" + "".join(f"{path},{label}\n" for path, label in rows))
 
 
 def test_several_labels(images: Path) -> None:

@@ -203,3 +203,24 @@ def test_splits_that_are_named(tmp_path: Path) -> None:
         load(tmp_path, val_split="fold")
     with pytest.raises(UserError, match=r"--data\.train-split val: it is given for two splits"):
         load(tmp_path, train_split="val", val_split="val")
+
+
+def test_names_that_look_the_same_are_not_two_classes(tmp_path: Path) -> None:
+    def make(*paths: str) -> None:
+        for path in paths:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (3, 3)).save(tmp_path / path)
+
+    make("train/caf\u00e9/1.png", "train/b/1.png", "test/cafe\u0301/1.png", "test/b/1.png")
+    with pytest.raises(UserError, match=r"look the same \(NFC and NFD\): rename one"):
+        load_splits(Data(name="folder", root=tmp_path), 0)
+    with pytest.raises(UserError, match=r"two classes of the same name, 'cafe\\u0301' and 'caf\\xe9'"):
+        make("all/caf\u00e9/1.png", "all/cafe\u0301/1.png")
+        load_splits(Data(name="folder", root=tmp_path / "all"), 0)
+
+
+def test_a_folder_that_has_only_a_test_split_says_how_to_evaluate_on_it(tmp_path: Path) -> None:
+    (tmp_path / "test" / "a").mkdir(parents=True)
+    Image.new("RGB", (3, 3)).save(tmp_path / "test" / "a" / "1.png")
+    with pytest.raises(UserError, match=r"give --data\.root .*/test --split train\."):
+        load_splits(Data(name="folder", root=tmp_path), 0)

@@ -175,3 +175,15 @@ def test_names_are_kept_as_they_are() -> None:
     names = ["a/1.jpg", "", "ä/漢.png", "bad\udcff.jpg"]
     packed = StringArray(names)
     assert [packed[i] for i in range(4)] == names
+
+
+def test_a_picture_inside_an_icon_is_bound_by_max_pixels_and_pillows_own_limit_stays() -> None:
+    inner, file = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (300, 300)).save(inner, "PNG")
+    Image.new("RGB", (16, 16)).save(file, "ICO", sizes=[(16, 16)])
+    icon = file.getvalue()[:14] + len(inner.getvalue()).to_bytes(4, "little") + (22).to_bytes(4, "little")
+    before = Image.MAX_IMAGE_PIXELS
+    with pytest.raises(ImageError, match=r"it has 90,000 pixels, more than max-pixels \(10,000\)"):
+        decode(icon + inner.getvalue(), 3, max_pixels=10_000)
+    assert decode(icon + inner.getvalue(), 3, max_pixels=90_000).shape[0] == 3
+    assert before is not None and before == Image.MAX_IMAGE_PIXELS
