@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accel_train.cli import main
 from accel_train.config.schema import Config
 from accel_train.records.directory import RunDirectory
-from accel_train.records.trackers import replay, services
+from accel_train.records.trackers import sending, services
 from accel_train.records.trackers.curves import Point, point_of
 from accel_train.records.trackers.sending import Trackers
 
@@ -39,7 +39,7 @@ def state() -> Iterator[None]:
 def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandB:
     fake = FakeWandB()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(replay, "check_trackers", lambda names, option: None)
+    monkeypatch.setattr(sending, "check_trackers", lambda names, option: None)
     for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     return fake
@@ -49,7 +49,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandB:
 def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
     fake = FakeMLflow()
     monkeypatch.setitem(sys.modules, "mlflow", fake)
-    monkeypatch.setattr(replay, "check_trackers", lambda names, option: None)
+    monkeypatch.setattr(sending, "check_trackers", lambda names, option: None)
     for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_TAGS"):
         monkeypatch.delenv(name, raising=False)
     return fake
@@ -127,6 +127,9 @@ def test_tensorboard_after_a_kill_and_a_resume(tmp_path: Path) -> None:
     for _ in range(2):
         assert main(["track", str(run), "--to", "tensorboard"]) == 0
         assert_same(tensorboard(run), run)
+    (run / "trackers.json").write_text('{"tensorboard": {"sent": "much"}}')  # damaged: all is sent again, and replaced
+    assert main(["track", str(run), "--to", "tensorboard"]) == 0
+    assert_same(tensorboard(run), run)
 
 
 class Training:
@@ -136,9 +139,11 @@ class Training:
         self.directory = RunDirectory(run, writes=True)
         if not (run / "config.yaml").exists():
             (run / "config.yaml").write_text("about: {recipe: digits}\nepochs: 2\n")
+        if update == 0:
+            shutil.rmtree(run / "checkpoints", ignore_errors=True)
         self.directory.rewind(update, update % 10 == 0)
         self.trackers = Trackers(dataclasses.replace(CONFIG, trackers=tuple(names)), run)
-        self.trackers.begin(update, resumed=update > 0)
+        self.trackers.begin(resumed=update > 0)
         self.update = update
 
     def train(self, updates: int, offset: float = 0.0) -> Training:
@@ -153,11 +158,12 @@ class Training:
         return self
 
     def _log(self, kind: str, **values: Any) -> None:
-        self.trackers.add(self.directory.log(kind, **values))
+        self.directory.log(kind, **values)
 
     def save(self) -> Training:
         self._log("checkpoint", epoch=min(self.update // 10 + 1, 2), update=self.update)
-        self.trackers.settle(self.update)
+        (self.directory.path / "checkpoints" / f"update-{self.update:08}").mkdir(parents=True)
+        self.trackers.ask()
         return self
 
     def kill(self) -> None:
@@ -171,7 +177,7 @@ class Training:
     def finish(self) -> None:
         result = {"updates": self.update, "test_accuracy": 0.9, "recipe": "digits"}
         self.directory.result(result)
-        assert self.trackers.end(result) == []
+        assert self.trackers.end(60) == []
 
 
 def trained(run: Path, names: list[str]) -> None:
@@ -215,10 +221,9 @@ def test_mlflow_continues_one_run_and_gets_no_step_twice(tmp_path: Path, mlflow:
     assert found.files == [str(tmp_path / "mine" / "report.html")]
 
 
-def test_a_rewind_takes_back_what_only_tensorboard_has(tmp_path: Path, wandb: FakeWandB) -> None:
+def test_a_rewind_takes_nothing_back_that_was_sent(tmp_path: Path, wandb: FakeWandB) -> None:
     training = Training(tmp_path, ["tensorboard", "wandb"]).train(5).save().train(3, offset=100)
     training.directory.rewind(5, False)
-    training.trackers.rewind(5)
     training.update = 5
     training.train(15).finish()
     assert_same(tensorboard(tmp_path), tmp_path)
@@ -247,16 +252,13 @@ def test_a_tracker_that_fails_is_warned_of_once_and_the_others_go_on(tmp_path: P
     assert_same(tensorboard(run), run)
 
 
-def test_a_tracker_that_hangs_is_not_waited_for(
-    tmp_path: Path, wandb: FakeWandB, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_hangs_is_not_waited_for(tmp_path: Path, wandb: FakeWandB) -> None:
     import threading
 
     release = threading.Event()
     wandb.log = lambda values, step: release.wait(60)  # type: ignore[assignment]
-    monkeypatch.setattr("accel_train.records.trackers.sending.STOP_SECONDS", 0.2)
     training = Training(tmp_path, ["wandb"]).train(12)
-    (warning,) = training.trackers.end()
+    (warning,) = training.trackers.end(0.2)
     release.set()
     assert "the tracker wandb is still sending" in warning
 

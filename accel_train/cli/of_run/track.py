@@ -37,6 +37,6 @@ def track(arguments: Sequence[str]) -> int:
     """Run `accel-train track`; return the exit code."""
     options, _ = parse_command(Track, arguments, "accel-train track", positional=("run",))
     with importing(str(options.run)):
-        from accel_train.records.trackers.replay import track
+        from accel_train.records.trackers.sending import track
     print_line(track(options.run, str(options.to)))
     return 0

@@ -1,48 +1,74 @@
-"""Sends a run's curves to its trackers while it trains. A tracker that fails or hangs costs the run nothing."""
+"""Sends what is final of a run to its trackers, while it trains or later. A tracker that fails ends no run."""
 
 from __future__ import annotations
 
-import queue
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from filelock import FileLock, Timeout
+
+from accel_train.checkpoint.directory import list_updates
+from accel_train.config.options import parse
 from accel_train.config.schema import Config
-from accel_train.errors import reason_of
+from accel_train.errors import UserError, reason_of
+from accel_train.ownership.generation import read_result
+from accel_train.ownership.owner import has_owner
 from accel_train.records import events
-from accel_train.records.directory import plain
 from accel_train.records.events import Event
-from accel_train.records.sinks import line_of
-from accel_train.records.trackers.curves import Point, add_point, point_of, read_curves, saves_in
+from accel_train.records.trackers import check_trackers
+from accel_train.records.trackers.curves import read_curves
 from accel_train.records.trackers.services import Memory, Service, create_service
 
+PAUSE_SECONDS = 5.0  # between two looks at metrics.jsonl: checkpoints may come fast, and the file may be long
 END_SECONDS = 60.0  # how long a finished run waits for its trackers
 STOP_SECONDS = 15.0  # how long a stopped one does: its job may be killed soon
+
+
+def send_final(run: Path, service: Service) -> tuple[int, int]:
+    """Send what is final and new; return how many steps are final, and how many are not yet."""
+    # The checkpoints and the result first: what they make final is in the lines that are read after them.
+    result, updates = read_result(run), list_updates(run / "checkpoints")
+    is_finished = isinstance(result.get("updates"), int)
+    points, saves = read_curves(run)
+    position = (updates[-1], saves.get(updates[-1], 0)) if updates else (0, 0)
+    final = [point for point in points if is_finished or point.is_final(position)]
+    service.send(final)
+    if is_finished:
+        service.finish(result, (run / "result.json").stat().st_mtime)
+    return len(final), len(points) - len(final)
 
 
 class Sender(threading.Thread):
     """Does the work of one tracker in its own thread, because its server may be slow or unreachable."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, run: Path) -> None:
         super().__init__(name=f"tracker {service.name}", daemon=True)
-        self.service = service
+        self.service, self.folder = service, run
         self.failure: Exception | None = None
-        self._tasks: queue.SimpleQueue[Callable[[Service], None] | None] = queue.SimpleQueue()
+        self._asked, self._ending = threading.Event(), threading.Event()
 
-    def do(self, task: Callable[[Service], None]) -> None:
-        if self.failure is None:
-            self._tasks.put(task)
+    def ask(self) -> None:
+        """Let it look for what is final now."""
+        self._asked.set()
 
     def end(self) -> None:
-        self._tasks.put(None)
+        """Let it look once more, and end."""
+        self._ending.set()
+        self._asked.set()
 
     def run(self) -> None:
         try:
-            while (task := self._tasks.get()) is not None:
-                task(self.service)
+            self.service.open()
+            is_ending = False
+            while not is_ending:
+                self._asked.wait()
+                self._asked.clear()
+                is_ending = self._ending.is_set()
+                send_final(self.folder, self.service)
+                self._ending.wait(PAUSE_SECONDS)
             self.service.close()
         except Exception as error:
             self.failure = error
@@ -55,75 +81,35 @@ class Trackers:
         self.config, self.run = config, run
         self._senders: list[Sender] = []
         self._warned: set[str] = set()
-        self._pending: dict[int, Point] = {}  # not final yet
-        self._saves: dict[int, int] = {}  # the checkpoints that have begun: update -> the epoch that goes on after it
-        self._settled: int | None = None
 
     def handle(self, event: Event) -> Sequence[str]:
-        """Send what an event says; return warnings."""
+        """Send what an event has made final; return warnings."""
         match event:
             case events.UpdateDone():
                 return self.warnings()
-            case events.Logged() | events.Evaluated() | events.SaveBegun():
-                self.add(plain(line_of(event)))
-            case events.SaveCommitted():
-                self.settle(event.update)
             case events.Started():
-                self.begin(event.update, resumed=event.resumed)
-                self.settle(event.checkpoint)
-            case events.Rewound():
-                self.rewind(event.update)
+                self.begin(resumed=event.resumed)
+            case events.SaveCommitted():
+                self.ask()
             case events.Ended() if event.result is not None:
-                return self.end(event.result)
+                return self.end(END_SECONDS)
             case events.Closed():
-                return self.end()
+                return self.end(STOP_SECONDS)
         return ()
 
-    def begin(self, update: int, *, resumed: bool) -> None:
-        """Start the trackers of a run that goes on at `update`."""
-        points = self._read()
+    def begin(self, *, resumed: bool) -> None:
+        """Start the trackers."""
         for name in dict.fromkeys(self.config.trackers):
-            if not resumed and (memory := Memory(self.run, name)).values.get("sent") is not None:
-                memory.forget()  # a new run in the directory of an old one
-            sender = Sender(create_service(name, self.config, self.run))
-            sender.do(lambda service: service.open(update, points))
+            if not resumed:
+                Memory(self.run, name).forget()  # a new run in the directory of an old one
+            sender = Sender(create_service(name, self.config, self.run), self.run)
+            sender.ask()
             sender.start()
             self._senders.append(sender)
 
-    def _read(self) -> list[Point]:
-        points, self._saves = read_curves(self.run)
-        self._pending = {point.step: point for point in points}
-        return points
-
-    def _do(self, task: Callable[[Service], None]) -> None:
+    def ask(self) -> None:
         for sender in self._senders:
-            sender.do(task)
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Log a line of metrics.jsonl."""
-        self._saves |= saves_in([line])
-        if (point := point_of(line)) is not None:
-            add_point(self._pending, point)
-            self._do(lambda service: service.add(point))
-
-    def settle(self, checkpoint: int | None) -> None:
-        """Log what is final, if the newest complete `checkpoint` is another one than before."""
-        if checkpoint is None or checkpoint == self._settled:
-            return
-        self._settled = checkpoint
-        position = (checkpoint, self._saves.get(checkpoint, 0))
-        self._settle([point for point in self._pending.values() if point.is_final(position)])
-
-    def _settle(self, points: list[Point]) -> None:
-        for point in points:
-            del self._pending[point.step]
-        points.sort(key=lambda point: point.step)
-        self._do(lambda service: service.settle(points))
-
-    def rewind(self, update: int) -> None:
-        """Take back what came after `update`. The lines of metrics.jsonl are removed already."""
-        points = self._read()
-        self._do(lambda service: service.rewind(update, points))
+            sender.ask()
 
     def warnings(self) -> list[str]:
         """A warning for each tracker that has failed since the last call."""
@@ -135,13 +121,9 @@ class Trackers:
             for name, error in failed.items()
         ]
 
-    def end(self, result: Mapping[str, Any] | None = None) -> list[str]:
-        """End the trackers, with the `result` of a finished run. Returns warnings."""
-        if result is not None:
-            self._settle(list(self._pending.values()))
-            when = time.time()
-            self._do(lambda service: service.finish(result, when))
-        deadline = time.monotonic() + (STOP_SECONDS if result is None else END_SECONDS)
+    def end(self, seconds: float) -> list[str]:
+        """End the trackers within this time. Returns warnings."""
+        deadline = time.monotonic() + seconds
         for sender in self._senders:
             sender.end()
         late = []
@@ -156,3 +138,36 @@ class Trackers:
         warnings = [*self.warnings(), *late]
         self._senders = []
         return warnings
+
+
+def track(run: Path, name: str) -> str:
+    """Send what is new of the run in the folder `run` to the tracker `name`. Returns how much that was, in words.
+
+    Raises UserError if the run, while it trains, sends to this tracker itself, or if the tracker fails.
+    """
+    from accelerate import PartialState
+
+    config = parse([str(run / "config.yaml")], checks_code=False)
+    check_trackers([name], "--to")
+    if name in config.trackers and has_owner(run):
+        raise UserError(f"{run} is training, and sends its curves to {name} itself.")
+    PartialState(cpu=True)  # Accelerate's trackers ask it which process they are on
+    try:
+        with FileLock(run / ".trackers.lock", timeout=0):
+            final, rest = _send_once(run, create_service(name, config, run))
+    except Timeout:
+        raise UserError(f"Another process is sending the curves of {run}; try again later.") from None
+    except OSError as error:
+        raise UserError(f"{run}: cannot be read or written ({error.strerror}).") from error
+    waits = f"; {rest} newer steps can be sent after the next checkpoint" if rest else ""
+    return f"{name}: sent the curves of {run}, {final} steps{waits}"
+
+
+def _send_once(run: Path, service: Service) -> tuple[int, int]:
+    try:
+        service.open()
+        counts = send_final(run, service)
+        service.close()
+    except Exception as error:  # of the tracker's package
+        raise UserError(f"{service.name}: {reason_of(error)}. Start it again to send the rest.", code=1) from error
+    return counts

@@ -39,7 +39,13 @@ class Memory:
 
     @property
     def sent(self) -> int:
-        return int(self.values.get("sent", NOTHING))
+        sent = self.values.get("sent")
+        return sent if isinstance(sent, int) else NOTHING
+
+    @property
+    def id(self) -> str | None:
+        id = self.values.get("id")
+        return id if isinstance(id, str) else None
 
     def keep(self, **values: Any) -> None:
         """Keep these values too."""
@@ -69,8 +75,8 @@ class Service:
         self.last = self.memory.sent  # the newest step that the tracker has
         self.tracker: GeneralTracker
 
-    def open(self, update: int, points: Sequence[Point]) -> None:
-        """Start the tracker. `update`: where the run goes on, `points`: those that are kept of before."""
+    def open(self) -> None:
+        """Start the tracker."""
         self._start()
         self.tracker.store_init_configuration(self.settings)
 
@@ -80,14 +86,8 @@ class Service:
         self.tracker = create(self.project, *folder, **options)
         self.tracker.start()
 
-    def add(self, point: Point) -> None:
-        """Log a point that the run may still take back, if the tracker can."""
-
-    def rewind(self, update: int, points: Sequence[Point]) -> None:
-        """Take back what is not among `points`: the run repeats what came after `update`."""
-
-    def settle(self, points: Sequence[Point]) -> None:
-        """Log final points."""
+    def send(self, points: Sequence[Point]) -> None:
+        """Log those of the final points that are new."""
         for point in points:
             if point.step > self.last:
                 self.last = point.step
@@ -113,56 +113,42 @@ def _point_of(result: Mapping[str, Any], when: float) -> Point:
 
 
 class TensorBoard(Service):
-    """Files in RUN/tensorboard, which anybody may read at any time. A new file purges the steps that come again."""
+    """Files in RUN/tensorboard, which anybody may read at any time. A new file replaces the steps of older ones from a
+    given one on. So "sent" is written after the steps: what a kill makes come twice is shown once."""
 
     def __init__(self, name: str, config: Config, run: Path) -> None:
         super().__init__(name, config, run)
         self.project = "tensorboard"  # the name of the folder
 
-    def open(self, update: int, points: Sequence[Point]) -> None:
-        is_new = not self.memory.values
-        self._purge(update, points)
-        if is_new:
-            kinds = (bool, int, float, str)
-            settings = self.settings.items()
-            self.tracker.store_init_configuration({k: v if isinstance(v, kinds) else str(v) for k, v in settings})
-            self.memory.keep(sent=NOTHING)
+    def open(self) -> None:
+        self._start(purge_step=self.last + 1)
+        kinds = (bool, int, float, str)
+        settings = self.settings.items()
+        self.tracker.store_init_configuration({k: v if isinstance(v, kinds) else str(v) for k, v in settings})
 
-    def _purge(self, update: int, points: Sequence[Point]) -> None:
-        """Begin a new file that replaces all steps that are not certain: those after the last final one, and `update`
-        itself, whose evaluations may be repeated."""
-        first = max(0, min(self.memory.sent + 1, update))
-        self._start(purge_step=first)
-        for point in points:
-            if point.step >= first:
-                self.add(point)
+    def send(self, points: Sequence[Point]) -> None:
+        new = [point for point in points if point.step > self.last]
+        for point in new:
+            self._log(point)
+        if new:
+            self.last = new[-1].step
+            self.memory.keep(sent=self.last)
 
-    def add(self, point: Point) -> None:
+    def _log(self, point: Point) -> None:
         self.tracker.log(point.values, step=point.step, walltime=point.time)
-
-    def rewind(self, update: int, points: Sequence[Point]) -> None:
-        self.close()
-        self._purge(update, points)
-
-    def settle(self, points: Sequence[Point]) -> None:
-        if points:  # they are in the files already
-            self.memory.keep(sent=max(self.memory.sent, points[-1].step))
-
-    def finish(self, result: Mapping[str, Any], when: float) -> None:
-        self.add(_point_of(result, when))
 
 
 class WandB(Service):
     """One run at Weights & Biases, whose id is chosen here. Its server knows the last step; without it, "sent" does."""
 
-    def open(self, update: int, points: Sequence[Point]) -> None:
-        if "id" not in self.memory.values:
+    def open(self) -> None:
+        if self.memory.id is None:
             self.memory.keep(id=uuid.uuid4().hex[:16])  # before the start: a kill in between leaves one run
         self.project = os.environ.get("WANDB_PROJECT", self.project)
         if threading.current_thread() is not threading.main_thread():
             self._check_key()
         self._start(
-            id=self.memory.values["id"],
+            id=self.memory.id,
             resume="allow",
             name=os.environ.get("WANDB_NAME", self.run.name),
             dir=os.environ.get("WANDB_DIR", str(self.run)),
@@ -188,7 +174,7 @@ class WandB(Service):
         if (self.run / REPORT).is_file():
             import wandb
 
-            page = wandb.Artifact(f"report-{self.memory.values['id']}", type="report")
+            page = wandb.Artifact(f"report-{self.memory.id}", type="report")
             page.add_file(str(self.run / REPORT))
             run.log_artifact(page)  # the same content makes no new version
 
@@ -196,10 +182,10 @@ class WandB(Service):
 class MLflow(Service):
     """One run of MLflow, whose id the server chooses. Its server is asked which step each curve has reached."""
 
-    def open(self, update: int, points: Sequence[Point]) -> None:
+    def open(self) -> None:
         from mlflow import MlflowClient
 
-        client, id = MlflowClient(), self.memory.values.get("id")
+        client, id = MlflowClient(), self.memory.id
         known = None if id is None else self._find(id)
         self._start(run_id=None if known is None else id, run_name=self.run.name)
         id = self.tracker.tracker.info.run_id
@@ -221,7 +207,7 @@ class MLflow(Service):
             return None
         return run if run.info.lifecycle_stage == "active" else None
 
-    def settle(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[Point]) -> None:
         for point in points:
             self._log(point)
         if points:
