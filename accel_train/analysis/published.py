@@ -24,7 +24,7 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.models.nets import NETS, TORCHVISION
-from accel_train.models.torchvision_models import published_weights
+from accel_train.models.torchvision_models import published_normalization, published_weights
 from accel_train.models.weights import hub
 from accel_train.models.weights.file import read_state
 from accel_train.user_code.reference import parse_reference
@@ -115,8 +115,7 @@ def _of_torchvision(name: str) -> Published:
         int(transforms.crop_size[0]),
         crop_fraction(int(transforms.crop_size[0]), int(transforms.resize_size[0])),
         transforms.interpolation.value,
-        tuple(transforms.mean),
-        tuple(transforms.std),
+        *published_normalization(name),
         Origin(),
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.errors import UserError, first_of, nearest
-from accel_train.models.wrapping import classifier_names
+from accel_train.models.classifier import required_classifier
 
 Embedding = npt.NDArray[np.float32]
 """float32 [features]"""
@@ -29,7 +29,8 @@ class Embeddings:
                 f"--layer: the model has no layer {layer!r}.{nearest(layer, modules)} Those at its top are "
                 f"{first_of([name for name, _ in model.named_children()], 20)}."
             )
-        self._modules = [modules[name] for name in (classifier_names(model) if layer is None else [layer])]
+        names = required_classifier(model, "--embeddings") if layer is None else [layer]
+        self._modules = [modules[name] for name in names]
         self._channels_last = getattr(model, "output_fmt", "") == "NHWC"  # timm's Swin Transformers, say
         if layer is None:
             self._channels_last = isinstance(self._modules[0], nn.Linear)
