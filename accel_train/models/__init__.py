@@ -3,8 +3,9 @@
 from torch import nn
 
 from accel_train.config.schema import Model
+from accel_train.models.classifier import classifier_names, required_classifier
 from accel_train.models.factory import create_model, input_size, pretrained_normalization
-from accel_train.models.wrapping import classifier_names, input_names, prepare_recomputation, preserve_buffers
+from accel_train.models.wrapping import input_names, prepare_recomputation, preserve_buffers
 
 __all__ = [
     "classifier_names",
@@ -14,6 +15,7 @@ __all__ = [
     "prepare_recomputation",
     "preserve_buffers",
     "pretrained_normalization",
+    "required_classifier",
     "set_train_mode",
 ]
 

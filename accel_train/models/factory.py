@@ -14,6 +14,7 @@ from torch import nn
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest, reason_of
+from accel_train.models.classifier import find_classifier
 from accel_train.models.nets import NETS, TORCHVISION, without_none
 from accel_train.models.weights import hub
 from accel_train.models.wrapping import logits_of
@@ -56,11 +57,10 @@ def pretrained_normalization(model: Model) -> tuple[tuple[float, ...], tuple[flo
     if not model.pretrained or hub.is_hub_name(model.name):  # those of the hub are in Config.origin
         return None
     if model.name.startswith(TORCHVISION):
-        from accel_train.models.torchvision_models import published_weights
+        from accel_train.models.torchvision_models import published_normalization
 
-        published = published_weights(model.name).transforms()
-    else:
-        published = _timm_config(model.name)
+        return published_normalization(model.name)
+    published = _timm_config(model.name)
     return tuple(published.mean), tuple(published.std)
 
 
@@ -100,9 +100,13 @@ def create_model(
             options = without_none(dropout=model.dropout, drop_path=model.drop_path, **more_arguments(model))
             made = NETS[model.name](num_classes, channels, image_size, **options)
         elif model.name.startswith(TORCHVISION):
-            from accel_train.models.torchvision_models import create_torchvision
+            from accel_train.models.torchvision_models import create_torchvision, load_published
 
             made = create_torchvision(model, num_classes, channels, image_size, published, more_arguments(model))
+            if model.pretrained and published:
+                check_forward(made, model.name, channels, image_size)
+                find_classifier(made, num_classes, channels, image_size)
+                load_published(made, model.name)
         else:
             made = _create_timm(model, num_classes, channels, image_size, published)
     except (TypeError, LookupError, AttributeError) as error:
@@ -121,6 +125,7 @@ def create_model(
             f"{_download_command(model.name)}"
         ) from error
     check_forward(made, model.name, channels, image_size)
+    find_classifier(made, num_classes, channels, image_size)
     return _with_settings(made, model, channels)
 
 
@@ -167,6 +172,8 @@ def _create_users(model: Model, reference: Reference, num_classes: int, channels
             f"{where}: computed {found} from an image {[1, channels, image_size, image_size]}; expected logits of the "
             f"{num_classes} classes, [1, {num_classes}]."
         )
+    with showing_user_lines("model.name", reference):
+        find_classifier(made, num_classes, channels, image_size)
     return _with_settings(made.train(), model, channels)
 
 
@@ -240,7 +247,8 @@ def _timm_config(name: str) -> Any:
 def _create_timm(model: Model, num_classes: int, channels: int, image_size: int, load_published: bool) -> nn.Module:
     import timm
 
-    options = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path) | more_arguments(model)
+    own = without_none(drop_rate=model.dropout, drop_path_rate=model.drop_path) | more_arguments(model)
+    options = hub.PUBLISHED_ARGUMENTS.get(model.name.partition(".")[0], {}) | own
     published = _timm_config(model.name)
     sized = published.fixed_input_size and image_size != published.input_size[-1]
     if sized:

@@ -16,7 +16,8 @@ from torch import nn
 
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest
-from accel_train.models.wrapping import classifier_names, plain_name, unwrap_model
+from accel_train.models.classifier import required_classifier
+from accel_train.models.wrapping import plain_name, unwrap_model
 
 Layers = list[frozenset[str]]
 """The names of the parameters and buffers of each layer, from the input to the output."""
@@ -82,7 +83,7 @@ def _frozen_layers(model: nn.Module, settings: Model) -> Layers:
     layers = _layers(model)
     names = [name for layer in layers for name in layer]
     if settings.freeze_body:
-        heads = tuple(f"{head}." for head in classifier_names(model))
+        heads = tuple(f"{head}." for head in required_classifier(model, "--model.freeze-body"))
         chosen = {name for name in names if not name.startswith(heads)}
     elif len(settings.freeze) == 1 and settings.freeze[0].isdecimal():
         count = int(settings.freeze[0])

@@ -228,6 +228,11 @@ def vit_s16_plain(
         drop_path_rate=drop_path,
         weight_init="jax",
     )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("qkv.weight"):  # three layers in big_vision, which are drawn as such
+                for part in weight.chunk(3):
+                    nn.init.xavier_uniform_(part)
     patches = image_size // 16
     positions = build_sincos2d_pos_embed([patches, patches], dim=384, interleave_sin_cos=False)
     model.pos_embed = nn.Parameter(positions.reshape(1, patches**2, 384).to(torch.float32), requires_grad=False)

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from accel_train.config.schema import Model
 from accel_train.errors import UserError, nearest, reason_of
+from accel_train.models.classifier import classifier_names
 from accel_train.models.nets import TORCHVISION, without_none
-from accel_train.models.wrapping import classifier_names
 
 # Models with a fixed input size, by the beginning of their name, and the argument that sets the size. Other models
 # take images of any size.
 SIZED = {"vit_": "image_size", "maxvit_": "input_size"}
 # Functions that give their model a stochastic depth of their own, and fail if they get another one.
 OWN_DEPTH = ("swin_", "maxvit_")
+# Models whose published weights come from another library, and were trained with images normalised to -1..1.
+HALF = ("googlenet", "inception_v3")
 # What torchvision's function itself takes out of the arguments, of models that ignore those they do not know.
 OF_FUNCTION = ("width_mult", "reduced_tail", "dilated")
 
@@ -61,6 +63,18 @@ def published_weights(name: str) -> Any:
     return kinds[wanted or "DEFAULT"]
 
 
+def published_normalization(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation that the published weights were trained with.
+
+    torchvision gives the models in HALF another input and lets them convert it (transform_input). That is no weight: a
+    model that begins from the weights of such a run would not have it. So no model has it here.
+    """
+    if architecture(name) in HALF:
+        return (0.5,) * 3, (0.5,) * 3
+    transforms = published_weights(name).transforms()
+    return tuple(transforms.mean), tuple(transforms.std)
+
+
 def size_argument(name: str) -> str | None:
     """The argument that sets the fixed input size of a model; None if the model takes any size."""
     return next((argument for start, argument in SIZED.items() if architecture(name).startswith(start)), None)
@@ -69,7 +83,7 @@ def size_argument(name: str) -> str | None:
 def create_torchvision(
     model: Model, num_classes: int, channels: int, image_size: int, published: bool, more: dict[str, Any]
 ) -> nn.Module:
-    """The model, with its published weights if model.pretrained and `published`; OSError if they cannot be fetched.
+    """The model, with random weights.
 
     `more`: further arguments of torchvision's function. Without `published`, an argument that the model ignores is not
     an error: the run may be from a version that did not notice.
@@ -82,12 +96,8 @@ def create_torchvision(
         options |= without_none(stochastic_depth_prob=model.drop_path)
     if short.startswith("densenet") and "dropout" in options:
         options["drop_rate"] = options.pop("dropout")
-    if short in ("googlenet", "inception_v3"):
-        # Without the auxiliary heads, which would make the output a tuple. The published weights, which come
-        # from another library, were trained on images with another normalisation: transform_input corrects
-        # that.
-        transform = model.pretrained and channels == 3
-        options |= {"aux_logits": False, "init_weights": True, "transform_input": transform}
+    if short in HALF:  # without the auxiliary heads, which would make the output a tuple
+        options |= {"aux_logits": False, "init_weights": True}
     if (argument := size_argument(model.name)) is not None:
         options[argument] = image_size if argument == "image_size" else (image_size, image_size)
     options |= more
@@ -103,9 +113,6 @@ def create_torchvision(
         _set_depth(made, model.drop_path)
     if channels != 3:
         _adapt_stem(made, channels)
-    if model.pretrained and published:
-        state = published_weights(model.name).get_state_dict(progress=False, check_hash=True)
-        _load_published(made, state, model.name)
     return made
 
 
@@ -135,10 +142,12 @@ def _adapt_stem(model: nn.Module, channels: int) -> None:
     stem.weight, stem.in_channels = nn.Parameter(adapt_input_conv(channels, stem.weight.detach())), channels
 
 
-def _load_published(model: nn.Module, state: dict[str, Tensor], name: str) -> None:
-    """Load `state`, except a last layer for another number of classes, which keeps its random weights."""
+def load_published(model: nn.Module, name: str) -> None:
+    """Load the published weights of `name`, except a last layer for another number of classes, which keeps its random
+    weights. Raises OSError if they cannot be fetched."""
     from timm.models import adapt_input_conv
 
+    state: dict[str, Tensor] = published_weights(name).get_state_dict(progress=False, check_hash=True)
     own = model.state_dict()
     heads = tuple(f"{head}." for head in classifier_names(model))
     loaded = {}

@@ -130,19 +130,11 @@ def release_unrepeatable(model: nn.Module, images: Tensor, keys: DropoutKeys) ->
     return released
 
 
-def classifier_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that compute the logits, such as ("fc",); distilled DeiT has two."""
-    return _layer_names(model, "classifier", -1)
-
-
 def input_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that take the images, such as ("conv1",) or ("patch_embed.proj",)."""
-    return _layer_names(model, "first_conv", 0)
+    """Names of the modules that take the images, such as ("conv1",) or ("patch_embed.proj",).
 
-
-def _layer_names(model: nn.Module, entry: str, place: int) -> tuple[str, ...]:
-    """The names in an `entry` of timm's configuration of the model; without one, of the layer at `place`."""
-    if names := (getattr(model, "pretrained_cfg", None) or {}).get(entry):
+    They are the entry of timm's configuration of the model; without one, the first layer.
+    """
+    if names := (getattr(model, "pretrained_cfg", None) or {}).get("first_conv"):
         return (names,) if isinstance(names, str) else tuple(names)
-    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
-    return (layers[place],)
+    return tuple(name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d)))[:1]

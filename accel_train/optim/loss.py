@@ -42,7 +42,8 @@ def create_loss(
         losses = losses_of(logits, target, loss, pos_weight)
         if class_weights is None:
             return losses
-        return losses * (target @ class_weights if mixed else class_weights[target])
+        weights = class_weights.to(losses)
+        return losses * (target.to(losses) @ weights if mixed else weights[target])
 
     return per_sample
 

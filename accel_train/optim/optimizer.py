@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_train.config.schema import Optim
 from accel_train.errors import UserError, nearest
-from accel_train.models import classifier_names, input_names
+from accel_train.models import input_names, required_classifier
 
 # torch's optimizers that have a fused kernel, which updates all parameters at once, and the devices that have it. On
 # other devices torch chooses its foreach implementation by itself.
@@ -77,7 +77,8 @@ def create_optimizer(
         if kind in FUSED and devices <= set(FUSED_DEVICES) and not (sharded and kind is torch.optim.SGD):
             options["fused"] = True
         if kind is Muon:
-            options["fallback_list"] = [f"{layer}.*" for layer in (*input_names(model), *classifier_names(model))]
+            outer = (*input_names(model), *required_classifier(model, f"--optim.name {optim.name}"))
+            options["fallback_list"] = [f"{layer}.*" for layer in outer]
             options["fallback_no_weight_decay"] = True  # timm's models list their embeddings there
         optimizer = create_optimizer_v2(
             model,
@@ -176,7 +177,7 @@ def parameters_called(model: nn.Module, *names: str) -> set[nn.Parameter]:
 
 def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:
     """Give the parameters of the last layer groups of their own, with `lr_scale`, as layer decay has it."""
-    heads = tuple(f"{head}." for head in classifier_names(model))
+    heads = tuple(f"{head}." for head in required_classifier(model, "--optim.head-lr"))
     head = {parameter for name, parameter in model.named_parameters() if name.startswith(heads)}
     _separate(optimizer, head, {"lr_scale": scale}, at_end=False)
 
@@ -237,7 +238,8 @@ def parameters_to_clip(optim: Optim, model: nn.Module) -> list[nn.Parameter]:
     All that are trained; for AGC without the classifier's (Brock et al. 2021, arxiv.org/abs/2102.06171,
     section 4.1).
     """
-    heads = classifier_names(model) if optim.clip_mode == "agc" else ()
+    adaptive = optim.clip is not None and optim.clip_mode == "agc"
+    heads = required_classifier(model, "--optim.clip-mode agc") if adaptive else ()
     return [
         parameter
         for name, parameter in model.named_parameters()

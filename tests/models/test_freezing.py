@@ -15,6 +15,7 @@ from torch import nn
 from accel_train.config.schema import Model, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.models import classifier_names, create_model, set_train_mode
+from accel_train.models.classifier import find_classifier
 from accel_train.models.freezing import drop_frozen_gradients, freeze
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.schedule import LearningRate
@@ -51,7 +52,8 @@ def test_dropout_before_a_trained_classifier_still_works() -> None:
 
 
 def test_nothing_to_train_is_an_error() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 1, 1).requires_grad_(False))
+    model = nn.Sequential(nn.Conv2d(1, 2, 1).requires_grad_(False), nn.Flatten())
+    find_classifier(model, 2, 1, 1)
     with pytest.raises(UserError, match="nothing to train"):
         freeze(model, Model(freeze_body=True))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +26,7 @@ from accel_train.models import (
     pretrained_normalization,
     set_train_mode,
 )
+from accel_train.models.weights import hub
 
 OWN = {
     "digits_cnn": 8,
@@ -177,6 +181,9 @@ def test_vit_s16_plain_is_the_net_of_the_paper() -> None:
     assert positions.shape == (1, 196, 384)
     assert not positions.requires_grad
     assert positions[0].unique(dim=0).shape[0] == 196  # each place has its own
+    for part in model.get_submodule("blocks.0.attn.qkv").weight.chunk(3):  # type: ignore[operator]
+        bound = (6 / (384 + 384)) ** 0.5  # Glorot's, of each of the three layers by itself, as in big_vision
+        assert 0.99 * bound < part.abs().max().item() <= bound * (1 + 1e-6)
     assert model(torch.randn(2, 3, 224, 224)).abs().max() == 0  # the head starts at zero, as in big_vision
 
 
@@ -381,13 +388,50 @@ def test_the_name_says_which_weights_of_torchvision(monkeypatch: pytest.MonkeyPa
 def test_published_weights_without_their_auxiliary_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     state = cache_torchvision("googlenet", monkeypatch, tmp_path)
     model = make("torchvision/googlenet", pretrained=True)
-    assert model.transform_input is True
     assert torch.equal(model.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
-    # The same architecture, which is not that of pretrained=False, for weights of a run's own.
+    # For weights of a run's own.
     settings = Model(name="torchvision/googlenet", pretrained=True)
     empty = create_model(settings, num_classes=7, channels=3, image_size=64, published=False)
-    assert empty.transform_input is True
     assert not torch.equal(empty.state_dict()["conv1.conv.weight"], state["conv1.conv.weight"])
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_weights_that_were_published_once_compute_the_same_in_each_later_model(name: str) -> None:
+    """torchvision's model changes its input if it has published weights, which a model with a run's weights lacks."""
+    theirs = torchvision.models.get_model(name, aux_logits=False, transform_input=True, init_weights=False).eval()
+    images = torch.rand(2, 3, 96, 96)
+    imagenet = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
+    settings = Model(name=f"torchvision/{name}", pretrained=True)
+    half = pretrained_normalization(settings)
+    assert half == ((0.5,) * 3, (0.5,) * 3)
+    mean, std = torch.tensor(half)[:, :, None, None]
+    for pretrained in (True, False):  # a later start of the run, and another run with --model.weights RUN
+        mine = Model(name=settings.name, pretrained=pretrained)
+        model = create_model(mine, num_classes=1000, channels=3, image_size=96, published=False)
+        model.load_state_dict(theirs.state_dict())
+        with torch.no_grad():
+            expected = theirs((images - imagenet[0]) / imagenet[1])
+            torch.testing.assert_close(model.eval()((images - mean) / std), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_later_model_has_what_timm_gives_only_with_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm.models._builder, "load_pretrained", lambda *_, **__: None)
+    conditional = re.compile(r"if pretrained:\n")  # arguments beside the weights
+    functions = {name: timm.model_entrypoint(name) for name in timm.list_models()}
+    own = [name for name, function in functions.items() if conditional.search(inspect.getsource(function))]
+    assert own == ["fbnetc_100"]
+    for name in own:
+        theirs = timm.create_model(name, pretrained=True)
+        mine = (make(name), hub_model(name))
+        for model in mine:
+            assert {module.eps for module in model.modules() if hasattr(module, "eps")} == {
+                module.eps for module in theirs.modules() if hasattr(module, "eps")
+            }
+
+
+def hub_model(name: str) -> nn.Module:
+    text = json.dumps({"name": name, "arguments": {}, "config": {}})
+    return hub.create("local-dir:x", text, 7, 3, 64, {})
 
 
 @pytest.mark.ci

@@ -21,6 +21,7 @@ from accel_train.checkpoint.state_dict import broadcast_optimizer_state, gather_
 from accel_train.config.schema import Ema, Loss, Model, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.models import create_model
+from accel_train.models.classifier import find_classifier
 from accel_train.optim.ema import create_ema, update_ema
 from accel_train.optim.loss import balanced_class_weights, create_loss
 from accel_train.optim.optimizer import clip_gradients, create_optimizer, parameters_to_clip
@@ -28,9 +29,11 @@ from accel_train.optim.schedule import LearningRate
 
 
 def small_net() -> nn.Sequential:
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
     )
+    find_classifier(model, 3, 1, 8)
+    return model
 
 
 # Optimizers
@@ -541,6 +544,14 @@ def test_mixed_targets_by_hand() -> None:
     first, second = (log_softmax_by_hand(row) for row in LOGITS.tolist())
     expected = [-(0.75 * first[0] + 0.25 * first[1]) * 0.625, -(0.5 * second[1] + 0.5 * second[2]) * 2.0]
     assert losses.tolist() == pytest.approx(expected)
+
+
+def test_weighted_mixed_targets_of_a_model_in_float64() -> None:
+    loss = create_loss(Loss(), torch.tensor([0.5, 1.0, 3.0]))
+    target = torch.tensor([[0.75, 0.25, 0.0], [0.0, 0.5, 0.5]])
+    in_float64 = loss(LOGITS.double(), target)
+    assert in_float64.dtype == torch.float64
+    torch.testing.assert_close(in_float64.float(), loss(LOGITS, target))
 
 
 def test_the_loss_is_taken_in_float32() -> None:

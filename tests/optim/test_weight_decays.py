@@ -15,6 +15,7 @@ from torchvision.ops._utils import split_normalization_params
 
 from accel_train.config.schema import Model, Optim, Schedule
 from accel_train.models import create_model
+from accel_train.models.classifier import find_classifier
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.schedule import LearningRate
 
@@ -84,6 +85,7 @@ def test_norms_of_timms_own_kinds_are_norms() -> None:
 
 def test_decays_and_rates_of_their_own_are_in_one_run() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
+    find_classifier(model, 2, 1, 3)
     model[0].weight.requires_grad_(False)
     optim = Optim(lr=0.1, head_lr=0.5, bias_lr=2, weight_decay=0.1, norm_weight_decay=0.2, bias_weight_decay=0.3)
     optimizer = create_optimizer(optim, model)
@@ -95,6 +97,7 @@ def test_decays_and_rates_of_their_own_are_in_one_run() -> None:
 
 def test_the_order_of_groups_is_that_of_checkpoints() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
+    find_classifier(model, 2, 1, 3)
     plain = groups_of(model, create_optimizer(Optim(weight_decay=0.1), model))
     assert plain == groups_of(model, create_optimizer_v2(model, opt="sgd", lr=0.1, weight_decay=0.1))
     assert plain == [["0.bias", "1.weight", "1.bias", "3.bias"], ["0.weight", "3.weight"]]

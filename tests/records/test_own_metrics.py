@@ -258,6 +258,16 @@ class TestTorchmetrics:
         message = refused(mine=torchmetrics.classification.MulticlassF1Score(CLASSES, average=None))
         assert "returned float32 [3]; expected one number, as with average='macro'" in message
 
+    def test_binary_ones_get_the_probability_of_the_second_class(self) -> None:
+        kinds = pytest.importorskip("torchmetrics").classification
+        logits, labels = LOGITS[:, :2], LABELS % 2
+        metrics = created("torchmetrics.classification:BinaryAUROC", classes=2, binary=kinds.BinaryF1Score())
+        found = figures(metrics, logits, labels)
+        area, f1 = found.values()
+        assert area == pytest.approx(roc_auc_score(labels, logits[:, 1] - logits[:, 0]))
+        assert f1 == pytest.approx(float(kinds.BinaryF1Score()(logits.argmax(1), labels)))
+        assert "this data has 3 classes. Take MulticlassAUROC." in refused(area=kinds.BinaryAUROC)
+
     def test_of_several_labels(self) -> None:
         torchmetrics = pytest.importorskip("torchmetrics")
         rows = torch.rand(SAMPLES, CLASSES, generator=torch.Generator().manual_seed(3)) < 0.4

@@ -73,10 +73,11 @@ class Mixing:
 
     def _sides(self, draws: Tensor, share: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The first row and the one after the last, and so the columns, of a box of the image's shape around a random
-        centre, clipped at the image's edge."""
-        side = torch.sqrt(1 - share) * self.size
-        firsts = [(draws[3 + axis] * self.size - side / 2).round() for axis in (0, 1)]
-        return [(first.clamp(0, self.size), (first + side.round()).clamp(0, self.size)) for first in firsts]
+        pixel, clipped at the image's edge. The side is rounded down, as in timm's rand_bbox and the paper's own code
+        (the paper itself does not round): the recipes with CutMix come from there."""
+        side = (torch.sqrt(1 - share) * self.size).floor()
+        firsts = [(draws[3 + axis] * self.size).floor() - (side / 2).floor() for axis in (0, 1)]
+        return [(first.clamp(0, self.size), (first + side).clamp(0, self.size)) for first in firsts]
 
     def _minmax_sides(self, draws: Tensor) -> list[tuple[Tensor, Tensor]]:
         """As `_sides`, of a box whose sides are drawn between two shares of the image's, at any place.

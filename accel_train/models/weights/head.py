@@ -26,6 +26,8 @@ def with_head(
     rows = list(range(len(classes)))
     rest = {name: value for name, value in state.items() if name not in head}
     found = {name: state[name] for name in head if name in state}
+    if not head:  # it is not known which one it is, and all weights fit
+        return rest, "last layer loaded with the body"
     if len(found) < len(head):
         return rest, "new last layer: the file has none"
     count = next(iter(found.values())).shape[0] if found else 0

@@ -27,6 +27,10 @@ RESERVED = {
     "cache_dir", "features_only",
 }  # fmt: skip
 
+PUBLISHED_ARGUMENTS: dict[str, dict[str, Any]] = {"fbnetc_100": {"bn_eps": 1e-3}}
+"""Arguments that timm gives a model only together with its published weights. Here the model always has them, because
+later runs begin from these weights, too."""
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -122,6 +126,7 @@ def create(
 
     architecture, arguments, config = architecture_of(name, text)
     published = PretrainedCfg(**config)
+    arguments = PUBLISHED_ARGUMENTS.get(architecture, {}) | arguments
     if published.fixed_input_size or "img_size" in arguments:
         options = {"img_size": image_size} | options
     made: nn.Module = timm.create_model(

@@ -10,10 +10,11 @@ import timm
 from torch import Tensor, nn
 
 from accel_train.errors import UserError, first_of
+from accel_train.models.classifier import classifier_names, required_classifier
 from accel_train.models.weights.file import read_state
 from accel_train.models.weights.head import with_head
 from accel_train.models.weights.hub import Weights
-from accel_train.models.wrapping import classifier_names, input_names
+from accel_train.models.wrapping import input_names
 
 LEAST = 0.9
 """The part of the body's numbers that must be in the file. With less, the run would begin nearly at random."""
@@ -38,6 +39,8 @@ def load_into(
     both = [name for name in state if name in given and name in target]
     adapted = [name for name in both if given[name].shape != state[name].shape]
     head = [name for name in target if name.startswith(tuple(f"{layer}." for layer in classifier_names(model)))]
+    if not head:
+        _check_same_head(model, weights, classes, state, target)
     state, head_text = with_head(state, {name: target[name] for name in head}, weights, classes, remaps=remaps)
 
     loaded = {name: value for name, value in state.items() if name in target and _fits(value, target[name])}
@@ -105,6 +108,15 @@ def _adapt_channels(model: nn.Module, state: dict[str, Tensor], target: dict[str
 
 def _fits(value: Tensor, target: Tensor) -> bool:
     return value.shape == target.shape and value.is_floating_point() == target.is_floating_point()
+
+
+def _check_same_head(
+    model: nn.Module, weights: Weights, classes: Sequence[str], state: dict[str, Tensor], target: dict[str, Tensor]
+) -> None:
+    """Of a model whose last layer is not known: raise UserError unless all weights can be loaded as they are."""
+    same = weights.classes is None or list(weights.classes) == list(classes)
+    if not same or any(name in state and not _fits(state[name], value) for name, value in target.items()):
+        required_classifier(model, f"--model.weights: {weights.shown} is of other classes: a new last layer")
 
 
 def _check_enough(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from accel_train.config.schema import Config, Model
 from accel_train.errors import UserError
 from accel_train.keyed import key
+from accel_train.models.classifier import classifier_names
 from accel_train.models.factory import check_forward, create_model
 from accel_train.models.weights.hub import Weights
-from accel_train.models.wrapping import classifier_names
 from accel_train.user_code.reference import short_name
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from accel_train.config.declaration import NAMES_OF_FIGURES
 from accel_train.data.sources.splits import Splits
@@ -83,11 +83,29 @@ def _create(text: str, given: Callable[..., Any] | None, classes: int, *, multi_
         for part in target.cpu().modules():
             if hasattr(part, "distributed_available_fn"):  # of torchmetrics: one process has all samples already
                 part.distributed_available_fn = lambda: False  # type: ignore[assignment]
+    if type(target).__module__.startswith("torchmetrics.") and type(target).__name__.startswith("Binary"):
+        if classes != 2 or multi_label:
+            name = type(target).__name__
+            raise UserError(
+                f"--metrics {text}: {name} needs data with two classes and one label an image; this data has {classes} "
+                f"classes. Take {name.replace('Binary', 'Multilabel' if multi_label else 'Multiclass')}."
+            )
+        target = _Binary(target)
     accumulates = all(hasattr(target, name) for name in ("reset", "update", "compute"))
     kind: Kind = "accumulating" if accumulates else "whole split"
     metric = OwnMetric(metric_name(text), reference, target, kind, lower_is_better=higher is False)
     with torch.inference_mode():
         return _tried(metric, classes, multi_label=multi_label)
+
+
+class _Binary:
+    """A binary metric of torchmetrics, which gets the probability of the second class."""
+
+    def __init__(self, metric: Any) -> None:
+        self.reset, self.compute, self._update = metric.reset, metric.compute, metric.update
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        self._update(logits.softmax(1)[:, 1], targets)
 
 
 def _source_file(given: Any) -> str:
