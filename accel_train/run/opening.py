@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from accelerate import Accelerator
@@ -82,6 +83,7 @@ def write_metadata(setup: TrainingSetup, directory: RunDirectory, update: int) -
 
     def write() -> list[str]:
         around = environment(setup.launch.world_size, devices, precision(setup.accelerator))
+        around |= {"trial": asdict(setup.verdict)}
         directory.begin(setup.config, info, around, data_record(setup.splits), update)
         return directory.keep_code(setup.config, update)
 
@@ -167,7 +169,7 @@ def announcement(
         checkpoint=checkpoints.last_saved,
         directory=checkpoints.folder.parent,
     )
-    if searches(config, accelerator):
+    if searches(config, accelerator) and not setup.verdict.together:
         yield Noted("micro-batch found", {"micro_batch": plan.micro_batch, "accumulation": plan.accumulation})
     if resumed:
         yield Noted("resumed", {"update": state.update, "processes": plan.processes})
