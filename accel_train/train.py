@@ -182,8 +182,11 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
         if not setup.ddp_sums and setup.plan.is_empty(accelerator.process_index, number):
             continue  # the processes cannot share the batch evenly, and no other waits for this one's gradients
         with accelerator.accumulate(setup.model) if setup.ddp_sums else accelerator.no_sync(setup.model):
+            if setup.is_idle(batch, padded=samples < config.batch_size):
+                continue
             # For random numbers that are not drawn by sample.
-            seed_pass(config.seed, accelerator, state.update, number, bitwise=config.bitwise)
+            by_virtual_batch = config.bitwise or bool(setup.verdict.together)
+            seed_pass(config.seed, accelerator, state.update, number, bitwise=by_virtual_batch)
             if setup.dropout is not None:
                 setup.set_samples(batch, state.update)
             logits, targets, losses = compute(batch) if graphs is None or padded else graphs.compute(compute, batch)

@@ -26,8 +26,8 @@ from accel_train.evaluate import Batch
 from accel_train.launch.accelerator import collective_seconds, create_accelerator
 from accel_train.launch.environment import Launch
 from accel_train.models.batchnorm import VirtualBatches, has_batchnorm
-from accel_train.models.dropout import DropoutKeys, KeyedFunctions
-from accel_train.models.independence import make_independent
+from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_dropout
+from accel_train.models.trial import Verdict, find_verdict, kept_buffers
 from accel_train.models.weights.hub import Weights
 from accel_train.models.weights.new_model import create_new_model
 from accel_train.models.wrapping import shard_batchnorm, unwrap_model
@@ -70,6 +70,7 @@ class TrainingSetup:
     schedule: LearningRate
     ema: Ema | None
     graphs: UpdateGraphs | None  # with --cuda-graph
+    verdict: Verdict  # of the model's trial
     virtual_batches: VirtualBatches | None  # the model's BatchNorms
     dropout: DropoutKeys | None  # if the model has dropout
     around_forward: AbstractContextManager[Any]
@@ -107,10 +108,39 @@ class TrainingSetup:
         `padded`: whether the update has padding, on any process: BatchNorm does not count it.
         """
         inputs, targets = self.training.transform(batch)
+        if self.verdict.together:
+            return self._forward_together(batch["weights"], inputs, padded=padded), targets
         if self.virtual_batches is not None:
             self.virtual_batches.begin(batch["weights"], padded=padded, may_be_empty=self.plan.empty > 0)
         with self.around_forward:
             return self.model(inputs), targets
+
+    def _forward_together(self, weights: Tensor, inputs: Tensor, *, padded: bool) -> Tensor:
+        """The logits of one virtual batch: those of its real samples, which may depend on each other, and zeros."""
+        if not (padded or self.plan.empty):
+            if self.virtual_batches is not None:
+                self.virtual_batches.begin(weights, padded=False, whole=True)
+            return self.model(inputs)  # type: ignore[no-any-return]
+        real = weights > 0
+        has_samples = bool(real.any())
+        # A pass without samples is only there because other processes wait for it.
+        computed = inputs[real] if has_samples else inputs
+        if self.virtual_batches is not None:
+            self.virtual_batches.begin(
+                weights[real] if has_samples else weights, padded=False, may_be_empty=not has_samples, whole=True
+            )
+        with nullcontext() if has_samples else kept_buffers(self.bare_model):
+            logits: Tensor = self.model(computed)
+        return (
+            logits.new_zeros(len(inputs), *logits.shape[1:]).index_put((real.nonzero()[:, 0],), logits)
+            if has_samples
+            else logits
+        )
+
+    def is_idle(self, batch: Batch, *, padded: bool) -> bool:
+        """Whether a micro-batch has no samples and need not be computed, because no other process waits for it."""
+        waited_for = self.ddp_sums and self.accelerator.num_processes > 1
+        return bool(self.verdict.together) and padded and not waited_for and not bool((batch["weights"] > 0).any())
 
 
 def connect(config: Config, launch: Launch) -> Accelerator:
@@ -143,17 +173,21 @@ def create_training_setup(
     model, warnings, loaded = create_new_model(
         config, accelerator, splits.classes, splits.channels, size, weights, published=published
     )
-    virtual_batch, accumulation = divide_batch(config, launch.world_size, batchnorm=has_batchnorm(model))
+    memory_format = use_fastest_memory_format(accelerator, model)
+    use_deterministic_layers(config, model, splits.channels, size)  # before the EMA, which has the same layers
+    verdict = find_verdict(config, accelerator, model, splits.channels, size, resumes=not published)
+    verdict.prepare_ddp(accelerator)
+    virtual_batch, accumulation = divide_batch(
+        config, launch.world_size, batchnorm=has_batchnorm(model), apart=bool(verdict.together)
+    )
     plan = create_plan(config, len(splits.train), launch.world_size, accumulation, virtual_batch)
 
     # EMA and optimizer come after the move to the device, because they keep tensors, and before the wrapping, which
     # changes names. FSDP2 replaces BatchNorm's parameters: shard those before the optimizer is created.
-    memory_format = use_fastest_memory_format(accelerator, model)
-    use_deterministic_layers(config, model, splits.channels, size)  # before the EMA, which has the same layers
     ema = create_ema(config.ema, model, plan.updates_per_epoch, config.batch_size, config.epochs)
-    virtual_batches, dropout, independence = make_independent(
-        config, accelerator, model, splits.channels, size, virtual_batch
-    )
+    virtual_batches = VirtualBatches(model, virtual_batch, plan.virtual_batches if config.bitwise else None)
+    virtual_batches.set_calls(irregular=verdict.irregular, of_no_sample=verdict.of_no_sample)
+    dropout = None if verdict.together else convert_dropout(model, config.seed)
     shard_batchnorm(accelerator, model)
     own_biases = config.schedule.warmup_bias_lr is not None
     optimizer = create_optimizer(config.optim, model, sharded=accelerator.is_fsdp2, own_biases=own_biases)
@@ -180,19 +214,20 @@ def create_training_setup(
         ema=ema,
         graphs=graphs,
         virtual_batches=virtual_batches if virtual_batches.modules else None,
-        dropout=dropout if dropout.layers or independence.needs_functions else None,
+        verdict=verdict,
+        dropout=dropout if dropout is not None and (dropout.layers or verdict.functions) else None,
         ddp_sums=not config.bitwise and graphs is None,
         exact_gradients=sum_exactly(bare_model, plan.virtual_batches) if config.bitwise else None,
         criterion=criterion,
         clipped=parameters_to_clip(config.optim, bare_model),  # FSDP2 has replaced the parameters
         recomputed_buffers=recomputed_buffers,
-        around_forward=KeyedFunctions(dropout) if independence.needs_functions else nullcontext(),
-        warnings=(*warnings, *independence.warnings, *plan.warnings()),
+        around_forward=KeyedFunctions(dropout) if dropout is not None and verdict.functions else nullcontext(),
+        warnings=(*warnings, *_warnings(config, verdict, plan), *plan.warnings()),
         loaded=loaded,
         from_checkpoint=not published and (config.model.pretrained or config.model.weights is not None),
         **create_input(*into, plan, max(EVALUATION_BATCH, plan.micro_batch)),
     )
-    if searches(config, accelerator):
+    if searches(config, accelerator) and not verdict.together:
         micro_batch, evaluation_batch = _largest_batches(setup)
         plan = replace(plan, accumulation=plan.share // micro_batch)
         # Images that are kept on the device are released before they are placed there again.
@@ -206,6 +241,19 @@ def create_training_setup(
         images = torch.zeros(plan.micro_batch, splits.channels, size, size, device=device)
         rebuild_ddp_buckets(accelerator, model, images.to(memory_format=memory_format))
     return setup
+
+
+def _warnings(config: Config, verdict: Verdict, plan: Plan) -> list[str]:
+    """What the model's trial has found, for the user. With --bitwise each pass has one virtual batch in any case."""
+    found = list(verdict.obstacles())
+    if verdict.together and not config.bitwise:
+        found.insert(
+            0,
+            f"model: one pass over two virtual batches is not two passes over one each: {verdict.together}. So each "
+            f"forward pass has one virtual batch of {plan.virtual_batch} images, the same on any number of processes: "
+            f"{counted(plan.accumulation, 'pass')} an update, which may be slower.",
+        )
+    return found
 
 
 def _update_graphs(config: Config, *parts: Any) -> UpdateGraphs:

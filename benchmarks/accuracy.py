@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -28,18 +27,27 @@ from accel_train import training_setup
 from accel_train.cli import main as accel_train
 from accel_train.models.batchnorm import VirtualBatches
 from accel_train.models.dropout import convert_dropout
-from accel_train.models.independence import Independence
+from accel_train.models.trial import Verdict
 
 KINDS = "plain", "same run"
 
 
-def _leave_as_it_is(
-    config: Any, _accelerator: Any, model: nn.Module, _channels: int, _size: int, virtual_batch: int
-) -> tuple[Any, ...]:
-    """In place of `training_setup.make_independent`: converts an empty model."""
+def _empty(model: nn.Module) -> nn.Module:
+    """What is converted in place of `model`: a module without layers, on its device."""
     nothing = nn.Module()
     nothing.register_parameter("device", next(model.parameters()))
-    return VirtualBatches(nothing, virtual_batch), convert_dropout(nothing, config.seed), Independence(False, ())
+    return nothing
+
+
+def _leave_as_it_is() -> None:
+    """Let training keep the layers of the model."""
+    replaced = {
+        "VirtualBatches": lambda model, *arguments: VirtualBatches(_empty(model), *arguments),
+        "convert_dropout": lambda model, seed: convert_dropout(_empty(model), seed),
+        "find_verdict": lambda *_, **__: Verdict(),
+    }
+    for name, function in replaced.items():
+        setattr(training_setup, name, function)
 
 
 def accuracy(kind: str, words: list[str], seed: int) -> float:
@@ -77,5 +85,5 @@ if __name__ == "__main__":
         main()
     else:
         if kind == "plain":
-            setattr(training_setup, "make_independent", _leave_as_it_is)  # noqa: B010
+            _leave_as_it_is()
         sys.exit(accel_train(["train", *sys.argv[1:]]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class SharedNorm(nn.Module):
@@ -72,4 +73,81 @@ class Restless(nn.Module):
             if number != skipped:
                 features = features + block(features).relu()
         logits: Tensor = self.head(features)
+        return logits
+
+
+class TwoViews(nn.Module):
+    """Two views of each image go through one BatchNorm: first all images, then all of them mirrored."""
+
+    def __init__(self, num_classes: int, in_chans: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(in_chans, 8, 3, stride=2), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.norm(self.conv(torch.cat([images, images.flip(-1)]))).relu().mean((2, 3))
+        logits: Tensor = self.head(sum(features.chunk(2)))
+        return logits
+
+
+class Capacity(nn.Module):
+    """Four experts of a limited capacity: whether one takes a sample depends on the samples before it."""
+
+    def __init__(self, num_classes: int, in_chans: int, limited: bool = True) -> None:
+        super().__init__()
+        self.classes, self.limited = num_classes, limited
+        self.gate = nn.Linear(in_chans * 16, 4)
+        self.experts = nn.ModuleList(nn.Linear(in_chans * 16, num_classes) for _ in range(4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = nn.functional.adaptive_avg_pool2d(images, 4).flatten(1)
+        weight, choice = self.gate(features).softmax(1).max(1)
+        logits: Tensor = features.new_zeros(len(features), self.classes)
+        for number, expert in enumerate(self.experts):
+            chosen = (choice == number).nonzero()[:, 0]
+            if self.limited and self.training:
+                chosen = chosen[: max(1, int(1.25 * len(features) / 4))]
+            if len(chosen):
+                logits = logits.index_put((chosen,), expert(features[chosen]) * weight[chosen, None])
+        return logits
+
+
+class Recomputed(nn.Module):
+    """Two parts that are computed again in the backward pass, with dropout as a function, or with a shared layer."""
+
+    def __init__(self, num_classes: int, in_chans: int, shared: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(in_chans * 16, in_chans * 16) for _ in range(2))
+        self.drop, self.shared = nn.Dropout(0.2), shared
+        self.head = nn.Linear(in_chans * 16, num_classes)
+
+    def _part(self, values: Tensor, layer: nn.Module) -> Tensor:
+        values = layer(values)
+        dropped = self.drop(values) if self.shared else nn.functional.dropout(values, 0.2, self.training)
+        result: Tensor = layer(dropped).relu()
+        return result
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = nn.functional.adaptive_avg_pool2d(images, 4).flatten(1)
+        for layer in self.layers:
+            features = checkpoint(self._part, features, layer, use_reentrant=False)
+        logits: Tensor = self.head(features)
+        return logits
+
+
+class Initialised(nn.Module):
+    """The first pass of training sets a parameter by its images (ActNorm)."""
+
+    def __init__(self, num_classes: int, in_chans: int) -> None:
+        super().__init__()
+        self.bias, self.is_set = nn.Parameter(torch.zeros(in_chans)), False
+        self.head = nn.Linear(in_chans, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = images.mean((2, 3))
+        if self.training and not self.is_set:
+            with torch.no_grad():
+                self.bias.copy_(-features.mean(0))
+            self.is_set = True
+        logits: Tensor = self.head(features + self.bias)
         return logits

@@ -85,7 +85,7 @@ def create_accelerator(
             kwargs_handlers=[
                 InitProcessGroupKwargs(**group),
                 # The buffers are equal on all processes (models/batchnorm/): DDP need not broadcast them. For models
-                # that change others models/training_pass.py sets it.
+                # that change others models/trial.py sets it.
                 DistributedDataParallelKwargs(broadcast_buffers=False),
                 *kwargs_handlers,
             ],

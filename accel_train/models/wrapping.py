@@ -17,8 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from accel_train.config.schema import Model
 from accel_train.launch.compat import WRAPPERS, NormBase, checkpoint_wrappers, repeat_random_numbers
-from accel_train.models.dropout import DropoutKeys
-from accel_train.models.trial import class_name, float_tensors
 
 
 def shard_batchnorm(accelerator: Accelerator, model: nn.Module) -> None:
@@ -92,42 +90,6 @@ def preserve_buffers(buffers: Sequence[Tensor]) -> Iterator[None]:
     with torch.no_grad():
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
-
-
-def release_unrepeatable(model: nn.Module, images: Tensor, keys: DropoutKeys) -> list[str]:
-    """Run a backward pass, and release the layers that do not have the same masks when checkpointing calls them again.
-
-    That can only be a layer that several checkpointed segments share. torch restores its own generators for a segment,
-    so a released layer repeats its masks. Returns the places of such layers.
-    """
-    layers: dict[nn.Module, str] = {
-        module: name for name, module in model.named_modules() if getattr(module, "keys", None) is keys
-    }
-    calls: list[tuple[nn.Module, list[Tensor]]] = []
-
-    def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        calls.append(
-            (module, [values.detach().abs().sum() for values in (*float_tensors(inputs), *float_tensors(output))])
-        )
-
-    keys.set_samples(torch.arange(len(images), device=images.device), 0)
-    hooks = [layer.register_forward_hook(record) for layer in layers]
-    try:
-        with torch.enable_grad():
-            outputs = float_tensors(model(images.clone().requires_grad_()))
-            first = len(calls)
-            torch.stack([output.float().square().sum() for output in outputs]).sum().backward()  # type: ignore[no-untyped-call]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    released = []
-    for layer, sums in calls[first:]:
-        name, before = layers[layer], [others for module, others in calls[:first] if module is layer]
-        row = keys.layers.index(name)
-        if row not in keys.released and not any(all(map(torch.isclose, sums, others)) for others in before):
-            keys.released.add(row)
-            released.append(f"{name} ({class_name(layer)})")
-    return released
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ class _Whole:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Broadcast the main process's buffers, where processes may have others (models/training_pass.py). Collective."""
+    """Broadcast the main process's buffers, where processes may have others (models/trial.py). Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)

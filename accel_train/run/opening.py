@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from accelerate import Accelerator
@@ -83,7 +84,7 @@ def write_metadata(setup: TrainingSetup, directory: RunDirectory, update: int) -
 
     def write() -> list[str]:
         now = precision(setup.accelerator)
-        around = environment(setup.launch.world_size, devices, now)
+        around = environment(setup.launch.world_size, devices, now) | {"trial": asdict(setup.verdict)}
         before = read_json_object(directory.path / "environment.json").get("precision", now)
         notes = [f"the run goes on in {now} ({one_line(str(before))[:20]} before)"] if update and before != now else []
         directory.begin(setup.config, info, around, data_record(setup.splits), update)
@@ -171,7 +172,7 @@ def announcement(
         checkpoint=checkpoints.last_saved,
         directory=checkpoints.folder.parent,
     )
-    if searches(config, accelerator):
+    if searches(config, accelerator) and not setup.verdict.together:
         yield Noted("micro-batch found", {"micro_batch": plan.micro_batch, "accumulation": plan.accumulation})
     if resumed:
         yield Noted("resumed", {"update": state.update, "processes": plan.processes})

@@ -47,3 +47,40 @@ def test_a_model_with_layers_that_only_gpus_have_is_refused_in_one_line(tmp_path
     done = helpers.run(*words, processes=2)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "0 (SyncBatchNorm)" in done.stderr and "only on GPUs" in done.stderr
+
+
+FLAT = "digits --data.train-limit 75 --data.test-limit 30 --data.val-fraction 0 --batch-size 16 --virtual-batch-size 4"
+FLAT += " --epochs 1 --data.workers 0 --log-every-updates 1 --optim.lr 0.01"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["TwoViews", "Capacity", "Recomputed"])
+@pytest.mark.parametrize("bitwise", ["false", "true"])
+def test_a_model_that_couples_samples_learns_the_same_on_any_number_of_processes(
+    name: str, bitwise: str, tmp_path: Path
+) -> None:
+    """The last update has 11 samples of 16: of its virtual batches one has three, and one has none."""
+    words = [*FLAT.split(), "--model.name", MODEL.replace("Restless", name), "--bitwise", bitwise]
+    weights = []
+    for processes in (1, 2, 3):
+        run = tmp_path / str(processes)
+        done = helpers.run(*words, "--output-dir", run, processes=processes)
+        assert done.returncode == 0, done.stderr
+        assert ("one pass over two virtual batches" in done.stderr) == (bitwise == "false"), done.stderr
+        weights.append(load_file(run / "model.safetensors"))
+    for other in weights[1:]:
+        for key, value in weights[0].items():
+            if bitwise == "true":
+                assert value.equal(other[key]), key
+            else:
+                assert (value - other[key]).abs().max() <= 1e-5 * max(1.0, float(value.abs().max())), key
+
+
+@pytest.mark.ci
+def test_data_dependent_initialisation_is_refused_where_processes_would_differ(tmp_path: Path) -> None:
+    words = [*FLAT.split(), "--model.name", MODEL.replace("Restless", "Initialised")]
+    alone = helpers.run(*words, "--output-dir", tmp_path / "alone")
+    assert alone.returncode == 0 and "changes the parameter bias" in alone.stderr, alone.stderr
+    for more in ({"processes": 2}, {}):
+        done = helpers.run(*words, *(() if more else ("--bitwise", "true")), "--output-dir", tmp_path / "run", **more)
+        assert done.returncode == 2 and "changes the parameter bias" in done.stderr, done.stderr

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from accel_train.launch.precision import precision, use_tf32, uses_tf32, without_tf32
-from accel_train.models.trial import unchanged
 
 SWITCHES: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
 
@@ -62,6 +60,6 @@ def test_a_trial_computes_in_full_float32_whichever_switch_was_set(value: str) -
     """After a user's code has set the newer switch for convolutions alone, the older getter raises."""
     torch.backends.cudnn.conv.fp32_precision = value  # type: ignore[attr-defined]
     torch.backends.cudnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
-    with unchanged(nn.Linear(2, 2), torch.device("cpu")):
+    with without_tf32():
         assert not uses_tf32()
     assert SWITCHES[1].fp32_precision == value

@@ -266,10 +266,11 @@ def micro_batch_sizes(share: int, unit: int) -> list[int]:
     return [unit * units for units in divisors(share // unit)]
 
 
-def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[int, int]:
+def divide_batch(config: Config, processes: int, *, batchnorm: bool, apart: bool = False) -> tuple[int, int]:
     """How an update's batch is divided: (samples of a virtual batch, micro-batches of each process).
 
-    `batchnorm`: whether the model has BatchNorms that count over virtual batches. If nothing depends on virtual
+    `batchnorm`: whether the model has BatchNorms that count over virtual batches. `apart`: each forward pass must have
+    one virtual batch (models/trial.py), which is as large as for a BatchNorm. If nothing depends on virtual
     batches (mix_mode batch does), they are single samples, or the pairs that are mixed. With micro_batch_size "auto"
     there is no limit here: the size that fits is found later. Raises UserError if the batch cannot be divided.
     """
@@ -278,8 +279,8 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[in
     unit, why = (2, "in pairs, as mixup and cutmix need") if mixes else (1, "")
     size = config.virtual_batch_size
     together = mixes and config.augment.mix_mode == "batch"
-    if size is None and (batchnorm or config.bitwise or together):
-        size = virtual_batch_size(config.batch_size, batchnorm=batchnorm, pairs=mixes)
+    if size is None and (batchnorm or config.bitwise or together or apart):
+        size = virtual_batch_size(config.batch_size, batchnorm=batchnorm or (apart and not config.bitwise), pairs=mixes)
     if size is not None:
         unit, why = size, f"in virtual batches of {size}" + ", over which BatchNorm counts" * batchnorm
         why += ", which are mixed together" * (together and not batchnorm)
@@ -291,6 +292,6 @@ def divide_batch(config: Config, processes: int, *, batchnorm: bool) -> tuple[in
         )
     # Bitwise, each forward pass has one virtual batch: another shape could choose another kernel.
     limit = None if config.micro_batch_size == "auto" else config.micro_batch_size
-    if config.bitwise and (limit or unit) >= unit:
+    if (config.bitwise or apart) and (limit or unit) >= unit:
         limit = unit
     return unit, accumulation_steps(config.batch_size, processes, limit, unit=unit, why=why)

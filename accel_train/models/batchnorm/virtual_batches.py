@@ -31,7 +31,7 @@ class VirtualBatches:
         self.modules = [module for module in model.modules() if type(module) in VIRTUAL]
         self.tracked: list[Any] = [module for module in self.modules if module.track_running_stats]
         first = self.tracked[0].running_mean if self.tracked else torch.empty(0)
-        self.window = Window(virtual_batch)
+        self._virtual_batch, self.window = virtual_batch, Window(virtual_batch)
         self._sizes = [len(module.running_mean) for module in self.tracked]
         # Of the current forward pass, one tensor a layer: if they were parts of one, torch.compile would take them for
         # one input that a graph changes, and skip CUDA graphs because that input is not static.
@@ -55,16 +55,18 @@ class VirtualBatches:
         self._calls_per_channel = self._momentum  # of `self._calls`, once there are any
 
     def set_calls(self, *, irregular: bool, of_no_sample: Sequence[int]) -> None:
-        """Say what a trial of the model has found: see `TrainingPass`."""
+        """Say what a trial of the model has found: see `models/trial.py`."""
         self._all_regular = not irregular
         for number, module in enumerate(self.modules):
             module.of_no_sample = number in of_no_sample  # type: ignore[assignment]
 
-    def begin(self, real: Tensor, *, padded: bool, may_be_empty: bool = False) -> None:
+    def begin(self, real: Tensor, *, padded: bool, may_be_empty: bool = False, whole: bool = False) -> None:
         """Before a forward pass of an update. `real`: float32 [b], 0 for padding; `padded`: whether there is any in the
         whole update, on any process. Without, a virtual batch can still be empty as a whole if `may_be_empty`: it is
-        normalised as the real ones, by the same kernels, but does not count."""
+        normalised as the real ones, by the same kernels, but does not count. `whole`: the pass is one virtual batch,
+        however many samples it has."""
         self.keep()
+        self.window.virtual_batch = len(real) if whole else self._virtual_batch
         self._may_be_empty = may_be_empty and not padded
         self.window.samples, self.window.padded, self.window.real = len(real), padded, real
         if not self.tracked:

@@ -48,7 +48,7 @@ class KeyedFunctions(TorchFunctionMode):
 
     The calls are numbered in their order, so a forward pass must make the same calls on all processes. Enter the
     context for each forward pass, after `keys.set_samples`. Each of torch's functions passes through Python then, so
-    use it only for a model that needs it: `accel_train.models.independence` says so. A function that gradient
+    use it only for a model that needs it: the trial of the model (models/trial.py) says so. A function that gradient
     checkpointing calls again in the backward pass is not redirected.
     """
 

@@ -42,8 +42,6 @@ class DropoutKeys:
         """`layers`: the names of the layers; `row` below is a place in this list. One more row is for functions."""
         self.seed = seed
         self.layers = tuple(layers)
-        self.released: set[int] = set()
-        """Rows that draw from torch's generators nevertheless."""
         self.rate_of_check: float | None = None
         """Replaces each rate between 0 and 1 while a model is checked: errors hide if a mask drops little."""
         self._words = torch.tensor([key(name) for name in (*self.layers, "")])
@@ -120,7 +118,7 @@ class DropoutKeys:
 
     def _begin_call(self, row: int, shape: Sequence[int]) -> tuple[int, Tensor] | None:
         """The number of the next call of layer `row`, and each sample's word in this layer, int64 [b]."""
-        if self._table is None or row in self.released:
+        if self._table is None:
             return None
         number, keys = self._number_of_call(row), self._table[row]
         return (number, keys) if shape and shape[0] % len(keys) == 0 else None
