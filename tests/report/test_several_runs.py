@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_runs import make_run
@@ -17,7 +18,7 @@ FIRST, SECOND = [0.90, 0.91, 0.92], [0.94, 0.95, 0.97]
 
 
 def made(folder: Path, *words: object, accuracy: float | None = None, processes: int = 1, speed: float = 100.0) -> Path:
-    figures = {} if accuracy is None else {"test_accuracy": accuracy, "test_loss": 1 - accuracy}
+    figures: dict[str, Any] = {} if accuracy is None else {"test_accuracy": accuracy, "test_loss": 1 - accuracy}
     return make_run(folder, None, *words, curves=True, world_size=processes, images_per_second=speed, **figures)
 
 
