@@ -49,18 +49,18 @@ class TooLargeError(OSError, ValueError):
         return f"{self.filename} has {self.strerror}"
 
 
-def open_regular_file(path: Path, *, follow: bool = False) -> int:
+def open_regular_file(path: Path, *, follow: bool = False, flags: int = os.O_RDONLY) -> int:
     """Return a descriptor of a regular file, open for reading. Raises NotRegularFileError, and OSError.
 
     The open file is checked, not its name, which may lead elsewhere a moment later. Opening never waits, as opening a
-    pipe otherwise does.
+    pipe otherwise does. `flags`: of os.open; files are opened for writing by `files.open_to_write`.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags |= os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK)
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except BlockingIOError:  # a file server gives it away only after a moment, for which we wait
         require_regular_file(path, follow=follow)
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             require_regular_file(path, follow=follow)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
 from accel_train.errors import UserError
-from accel_train.files import set_default_permissions
+from accel_train.files import open_to_write, set_default_permissions
 from accel_train.untrusted import LARGEST, NotRegularFileError, is_count, is_number, read_regular_file
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
@@ -53,7 +53,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
             save_file(plain, folder / f"{name}.safetensors", metadata={"format": "pt"})
             set_default_permissions(folder / f"{name}.safetensors")
     torch.save(snapshot.optimizer, folder / "optimizer.pt")
-    (folder / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
+    with open_to_write(folder / "state.json", "xb") as file:
+        file.write(f"{json.dumps(snapshot.state, indent=1)}\n".encode())
 
 
 def read_checkpoint(path: Path) -> Snapshot:
