@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from accel_train.errors import writing
-from accel_train.untrusted import open_regular_file
+from accel_train.untrusted import open_regular_file, open_to_read
 
 WRITING = {
     "wb": os.O_WRONLY | os.O_CREAT,
@@ -103,7 +103,7 @@ def check_writable(option: str, path: Path) -> None:
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

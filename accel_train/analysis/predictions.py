@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accel_train.errors import UserError, needing, reason_of
-from accel_train.files import atomic_replacement
-from accel_train.untrusted import require_regular_file
+from accel_train.files import atomic_replacement, open_to_write
+from accel_train.untrusted import open_to_read
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Predictions:
         }
         if self.paths is not None:
             arrays["paths"] = np.array(self.paths)
-        with atomic_replacement(path) as temporary, temporary.open("wb") as file:
+        with atomic_replacement(path) as temporary, open_to_write(temporary, "xb") as file:
             np.savez(file, **arrays)
 
     def _save_parquet(self, path: Path) -> None:
@@ -82,8 +82,7 @@ def check_can_write(path: Path | None) -> None:
 def read_predictions(path: Path) -> Predictions:
     """Read a .npz file of `Predictions.save`. Raises UserError."""
     try:
-        require_regular_file(path, follow=True)
-        with np.load(path, allow_pickle=False) as file:
+        with open_to_read(path) as opened, np.load(opened, allow_pickle=False) as file:
             paths = file["paths"].tolist() if "paths" in file else None
             classes, about = tuple(file["classes"].tolist()), json.loads(str(file["about"]))
             return _checked(Predictions(file["ids"], file["labels"], file["logits"], paths, classes, about))

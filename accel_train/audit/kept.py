@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accel_train.audit.look import RECORD, Records
-from accel_train.files import atomic_write
+from accel_train.files import atomic_write, open_to_write
+from accel_train.untrusted import MAX_LOG_BYTES, read_regular_file
 
 SALT = np.uint64(0xACCE17A1_00000001)
 
@@ -26,7 +27,7 @@ class Kept:
         self.records = _read(path)
         # What a kill has left at the end would shift all that is appended.
         atomic_write(self.path, self.records.tobytes(), durable=False)
-        self._stream = self.path.open("ab")
+        self._stream = open_to_write(self.path, "ab")
 
     def of(self, names: npt.NDArray[np.uint64]) -> Records:
         """The records of these names (uint64 [n]), as far as there are any."""
@@ -55,7 +56,7 @@ class Kept:
 def _read(path: Path) -> Records:
     """The whole records of a file, sorted by name, of each name the last one. Empty if there is no such file."""
     try:
-        data = path.read_bytes()
+        data = read_regular_file(path, MAX_LOG_BYTES, follow=True)
     except OSError:
         return np.zeros(0, RECORD)
     records = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)

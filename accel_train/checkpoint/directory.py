@@ -28,6 +28,7 @@ from accel_train.untrusted import (
     NotRegularFileError,
     is_count,
     is_file_name,
+    parse_json,
     read_regular_file,
     require_regular_file,
 )
@@ -118,7 +119,7 @@ def verify_files(checkpoint: Path, only: str | None = None) -> set[str]:
     """
     manifest = checkpoint / MANIFEST
     try:
-        entries = json.loads(read_regular_file(manifest))["files"]
+        entries = parse_json(read_regular_file(manifest))["files"]
         expected = {name: (entry["size"], str(entry["sha256"])) for name, entry in entries.items()}
         if not all(is_count(size) for size, _ in expected.values()):
             raise ValueError("a size is not a number")

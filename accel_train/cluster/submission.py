@@ -171,7 +171,7 @@ def _check_same(run: Path, element: Element) -> None:
     """Raise UserError if the run in that folder was submitted with other settings that affect what it learns."""
     path = run / RECIPE
     try:
-        if not path.exists() or path.read_text(encoding="utf-8") == element.recipe:
+        if not path.exists() or read_regular_file(path, follow=True).decode() == element.recipe:
             return
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); give another --output-dir.") from error

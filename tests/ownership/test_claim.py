@@ -191,7 +191,7 @@ def test_a_file_system_that_has_no_links_can_be_written(
             "read_regular_file",
             full,
             "No space left on device",
-        ),  # between the creation of the file and its content
+        ),  # after its creation
         ("read-only", "open_to_write", read_only, "Permission denied"),
     ):
         with monkeypatch.context() as patch:

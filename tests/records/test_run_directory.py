@@ -285,7 +285,7 @@ def test_links_in_a_run_directory_are_not_written_through(tmp_path: Path, capsys
     (path / "metrics.jsonl").symlink_to(precious)
     directory.log("train", update=2)
     assert directory.failures == 2
-    with pytest.raises(UserError, match=r"metrics.jsonl is a link, not a regular file"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl is a link, not a regular file"):
         RunDirectory(path, writes=True)
     assert precious.read_text() == "precious"
     (tmp_path / "here").symlink_to("run")
