@@ -11,8 +11,31 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Literal
 
 from accel_train.errors import writing
+from accel_train.untrusted import open_regular_file, open_to_read
+
+WRITING = {
+    "wb": os.O_WRONLY | os.O_CREAT,
+    "xb": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+    "ab": os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+    "r+b": os.O_RDWR,
+}
+"""The modes of open() for writing -> flags of os.open. A file is cut to nothing only after it was checked."""
+
+
+def open_to_write(path: Path, mode: Literal["wb", "xb", "ab", "r+b"], *, buffering: int = -1) -> IO[bytes]:
+    """Open a file for writing, as open() does, but never the file to which a link in its place leads.
+
+    All that is written in a run's folder, which may be somebody else's, is opened here: a link could lead to any file
+    of the user. The folders above may be links, as where checkpoints are kept on another disk. Raises OSError, and
+    NotRegularFileError for a link or a pipe.
+    """
+    descriptor = open_regular_file(path, flags=WRITING[mode])
+    if mode == "wb":
+        os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, mode, buffering)
 
 
 def set_default_permissions(path: Path) -> None:
@@ -20,8 +43,8 @@ def set_default_permissions(path: Path) -> None:
 
     The umask can only be read by changing it, and that would change it for all threads.
     """
-    empty = path.with_name(f".{path.name}.mode")
-    empty.touch()
+    empty = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.mode")
+    open_to_write(empty, "xb").close()
     shutil.copymode(empty, path)
     empty.unlink()
 
@@ -59,7 +82,7 @@ def atomic_write(
     are rewritten every few seconds do without. `check`, `ending`: see `atomic_replacement`.
     """
     data = content.encode("utf-8", errors="surrogateescape") if isinstance(content, str) else content
-    with atomic_replacement(path, check=check, ending=ending) as temporary, temporary.open("wb") as file:
+    with atomic_replacement(path, check=check, ending=ending) as temporary, open_to_write(temporary, "xb") as file:
         file.write(data)
         file.flush()
         if durable:
@@ -80,7 +103,7 @@ def check_writable(option: str, path: Path) -> None:
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 LARGEST = 2**62
 """Larger than any count of this program; a larger number would only overflow somewhere."""
@@ -17,6 +17,10 @@ MAX_JSON_BYTES = 1 << 26
 """Size of the largest JSON file that is read."""
 MAX_LOG_BYTES = 1 << 32
 """Size of the largest metrics.jsonl that is read: some ten million lines."""
+MAX_YAML_DEPTH, MAX_YAML_ALIASES = 100, 32
+"""Of a YAML text: parts inside each other, and uses of an alias. A few aliases can stand for endless values."""
+MAX_DIGITS = 100
+"""Of a whole number in JSON; a longer one would only overflow somewhere."""
 MAX_LINE_BYTES = 1 << 24
 """Size of the longest line that is read; a longer one is damaged."""
 
@@ -49,18 +53,18 @@ class TooLargeError(OSError, ValueError):
         return f"{self.filename} has {self.strerror}"
 
 
-def open_regular_file(path: Path, *, follow: bool = False) -> int:
+def open_regular_file(path: Path, *, follow: bool = False, flags: int = os.O_RDONLY) -> int:
     """Return a descriptor of a regular file, open for reading. Raises NotRegularFileError, and OSError.
 
     The open file is checked, not its name, which may lead elsewhere a moment later. Opening never waits, as opening a
-    pipe otherwise does.
+    pipe otherwise does. `flags`: of os.open; files are opened for writing by `files.open_to_write`.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags |= os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK)
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     except BlockingIOError:  # a file server gives it away only after a moment, for which we wait
         require_regular_file(path, follow=follow)
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             require_regular_file(path, follow=follow)
@@ -90,13 +94,60 @@ def read_regular_file(path: Path, most: int = MAX_JSON_BYTES, *, follow: bool = 
     raise TooLargeError(errno.EFBIG, f"{max(size, found):,} bytes, more than such a file can have", str(path))
 
 
+def open_to_read(path: Path, *, buffering: int = -1) -> IO[bytes]:
+    """Open a regular file, or the one that a link points to, for reading. Raises OSError."""
+    return os.fdopen(open_regular_file(path, follow=True), "rb", buffering)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text says. Raises ValueError, also if it is nested too deeply or a number is huge."""
+    try:
+        return json.loads(text, parse_int=_whole_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
 def json_object(text: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object in a text; None if the text is not one."""
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
+        values = parse_json(text)
+    except ValueError:
         return None
     return values if isinstance(values, dict) else None
+
+
+def read_yaml(text: str | bytes, *, nodes: bool = False) -> Any:
+    """Return what a YAML text says, as yaml.safe_load does; or its root node, with each scalar as its text.
+
+    Not with libyaml, which ends the process (SIGSEGV) when parts are nested too deeply. Raises yaml.YAMLError, and
+    ValueError for a value that is none of its kind.
+    """
+    import yaml
+
+    class Bounded(yaml.BaseLoader if nodes else yaml.SafeLoader):  # type: ignore[misc]
+        depth = aliases = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1
+            self.aliases += self.check_event(yaml.AliasEvent)
+            if self.depth > MAX_YAML_DEPTH or self.aliases > MAX_YAML_ALIASES:
+                limits = f"more than {MAX_YAML_DEPTH} parts inside each other, or {MAX_YAML_ALIASES} uses of aliases"
+                raise yaml.composer.ComposerError(None, None, limits, self.peek_event().start_mark)
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+    loader = Bounded(text)
+    try:
+        return loader.get_single_node() if nodes else loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

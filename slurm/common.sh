@@ -103,7 +103,9 @@ begin_run() {
     #   warned     when Slurm warned of the job's end   nodes/     one file for each node that was reached
     START=$RUN/slurm/start-$JOB.${SLURM_RESTART_COUNT:-0}
     rm -rf "$START"
-    mkdir -p "$START/nodes" "$RUN/slurm/nccl"
+    mkdir -p "$START/nodes" "$RUN/slurm/nccl" "$RUN/logs"
+    # The run may be somebody else's: no link may lead what is written there to another file of the user's.
+    find "$RUN/slurm/" "$RUN/logs/" -mindepth 1 -maxdepth 1 -type l -delete
     touch "$START/begun"
     echo "$JOB" >"$RUN/slurm/job" # whose state `accel-train runs` shows
     trap 'signalled=1; pass_on_warning' USR1

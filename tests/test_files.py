@@ -7,11 +7,14 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import helpers
 import pytest
 
-from accel_train.files import atomic_replacement, atomic_write, fsync
+from accel_train.files import WRITING, atomic_replacement, atomic_write, fsync, open_to_write, set_default_permissions
+from accel_train.launch.process import write_stacks
+from accel_train.untrusted import NotRegularFileError
 
 
 def test_the_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -97,3 +100,42 @@ def test_fsync_waits_for_files_and_folders_and_fails_where_it_must(
     fsync(tmp_path)
     with pytest.raises(OSError, match="Invalid argument"):
         fsync(tmp_path / "a")
+
+
+@pytest.mark.parametrize("mode", WRITING)
+def test_what_is_written_follows_no_link(tmp_path: Path, mode: Any) -> None:
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious.write_bytes(b"precious")
+    (tmp_path / "scratch").mkdir()
+    run.symlink_to("scratch")  # the folder may be a link
+    (run / "link").symlink_to(precious)
+    (run / "dangling").symlink_to(tmp_path / "new")
+    os.mkfifo(run / "pipe")
+    (run / "folder").mkdir()
+    for name in ("link", "dangling", "pipe", "folder"):
+        with pytest.raises(FileExistsError if mode == "xb" else OSError, match=name):
+            open_to_write(run / name, mode)
+    with pytest.raises(FileExistsError if mode == "xb" else NotRegularFileError):
+        open_to_write(run / "link", mode)
+    assert precious.read_bytes() == b"precious"
+    assert not (tmp_path / "new").exists()
+    if mode != "xb":
+        (run / "file").write_bytes(b"old")
+    with open_to_write(run / "file", mode) as file:
+        file.write(b"n")
+    assert (run / "file").read_bytes() == {"wb": b"n", "xb": b"n", "ab": b"oldn", "r+b": b"nld"}[mode]
+
+
+def test_stacks_and_permissions_follow_no_link(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    (tmp_path / "rank-0.txt").symlink_to(precious)
+    write_stacks(tmp_path / "rank-0.txt", "it hangs")
+    assert "a link, not a regular file" in capfd.readouterr().err
+    write_stacks(tmp_path / "rank-1.txt", "it hangs")
+    assert (tmp_path / "rank-1.txt").read_text().startswith("it hangs\n\n")
+    (tmp_path / ".weights.mode").symlink_to(tmp_path / "new")
+    (tmp_path / "weights").touch(0o600)
+    set_default_permissions(tmp_path / "weights")
+    assert not (tmp_path / "new").exists()
+    assert precious.read_bytes() == b"precious"

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "accel_train"
 # From the top to the bottom: a file imports from rooms further down, and from its own.
 ROOMS = """
 __main__ preflight cli api doctor bench export audit report analysis parts train run training_setup evaluate
-cluster records checkpoint ownership optim data models launch config user_code starter untrusted keyed exact_sum files
+cluster records checkpoint ownership optim data models launch config user_code starter keyed exact_sum files untrusted
 errors __init__
 """.split()  # noqa: SIM905
 # Within the data: the same.

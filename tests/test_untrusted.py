@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -14,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from accel_train import cli
 from accel_train.analysis.predictions import read_predictions
+from accel_train.checkpoint.weights import RunWeights
 from accel_train.cli.of_run.runs import _epoch as epoch_of
 from accel_train.config.recipe import read_recipe
 from accel_train.config.schema import Data
@@ -25,9 +28,18 @@ from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.files.index_file import SplitFiles
 from accel_train.data.sources.shared import StringArray
 from accel_train.errors import UserError
+from accel_train.models.weights.file import read_state
 from accel_train.ownership.owner import read_owner
+from accel_train.records.trackers.curves import point_of
 from accel_train.run.start import find_file
-from accel_train.untrusted import NotRegularFileError, read_json_lines, read_json_object, read_regular_file
+from accel_train.untrusted import (
+    NotRegularFileError,
+    parse_json,
+    read_json_lines,
+    read_json_object,
+    read_regular_file,
+    read_yaml,
+)
 
 HUGE = 1 << 40
 
@@ -98,6 +110,9 @@ def test_records_of_a_run_that_are_no_files_of_its_size(tmp_path: Path, make: Ca
     with pytest.raises(UserError, match=r"config\.yaml: "):
         read_recipe(str(tmp_path / "config.yaml"))
     assert epoch_of(tmp_path, {}) == "?/?"
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        RunWeights.read(tmp_path / "model.safetensors")
     if make is not sparse:
         with pytest.raises(OSError):
             read_owner(make(tmp_path / "owner.json"))
@@ -181,3 +196,117 @@ def whole_file(content: bytes, folder: Path) -> Path:
     file = folder / "whole.npz"
     file.write_bytes(content)
     return file
+
+
+BRACKETS = "[" * 40_000
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 60))
+
+
+@pytest.mark.parametrize("text", [BRACKETS, MERGES, f"epochs: {BRACKETS}"])
+def test_yaml_has_a_bounded_depth_and_few_aliases(tmp_path: Path, text: str) -> None:
+    for nodes in (False, True):
+        with pytest.raises(yaml.YAMLError, match="more than 100 parts inside each other, or 32 uses of aliases"):
+            read_yaml(text, nodes=nodes)
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml:\d+: not YAML: more than 100 parts"):
+        read_recipe(str(tmp_path / "config.yaml"))
+    assert epoch_of(tmp_path, {"epoch": 1}) == "1/?"
+    assert read_yaml("a: &a [1, 2]\nb: *a\nc: {<<: {d: 1}}") == {"a": [1, 2], "b": [1, 2], "c": {"d": 1}}
+
+
+def test_numbers_that_nothing_can_hold_are_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, time in (("good", "1.0"), ("bad", "1" + "0" * 400), ("word", '"x"')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("epochs: 3\n")
+        (tmp_path / name / "status.json").write_text(f'{{"state": "failed", "epoch": 2, "time": {time}}}')
+        (tmp_path / name / "result.json").write_text(f'{{"test_accuracy": {time}}}' if name != "good" else "{}")
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("2/3") == 2 and all(name in shown for name in ("good", "bad", "word"))
+    for text in ("1" + "0" * 400, "[" * 100_000, '{"a": -1' + "0" * 5000 + "}"):
+        with pytest.raises(ValueError):
+            parse_json(text)
+    assert parse_json('{"a": [1, -2, 0.5]}') == {"a": [1, -2, 0.5]}
+    point = point_of({"kind": "train", "update": 3, "epoch": "x", "time": "x", "loss": 1.0})
+    assert point is not None and (point.step, point.epoch, point.time) == (3, 0, 0.0)
+
+
+def test_weights_without_values_or_of_any_size_are_refused(tmp_path: Path) -> None:
+    for name, tensor in (
+        ("meta", torch.empty(3, device="meta")),
+        ("sparse", torch.eye(3).to_sparse()),
+        ("rows", torch.eye(3).to_sparse_csr()),
+    ):
+        torch.save({"weight": tensor}, tmp_path / f"{name}.pth")
+        with pytest.raises(UserError, match=r"weight is a tensor without its values, or a sparse one|run code"):
+            read_state(tmp_path / f"{name}.pth")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 36], "data_offsets": [0, 1 << 38]}}).encode()
+    huge = tmp_path / "model.safetensors"
+    huge.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(huge, 8 + len(header) + (1 << 38))
+    with pytest.raises(UserError, match="cannot be read"):
+        RunWeights.read(huge)
+
+
+PACKAGE = Path(cli.__file__).parent.parent
+READERS = {
+    "read_text", "read_bytes", "write_text", "write_bytes", "touch", "load_file", "safe_open", "ZipFile", "GzipFile",
+    "memmap", "open_memmap", "fromfile", "loadtxt", "genfromtxt", "ParquetFile", "read_table", "safe_load", "load_all",
+    "compose", "full_load",
+}  # fmt: skip
+"""Names of functions that open a file by its path, or read YAML or JSON."""
+LIBRARIES = {"np", "numpy", "yaml", "torch", "json", "pickle", "export", "jit"}
+"""Whose function `load` does."""
+EXCEPTIONS = {
+    "untrusted": "is the door",
+    "files": "is the door of what is written, and flushes folders",
+    # What the system says
+    "bench.machine": "/proc", "doctor.memory": "/proc and cgroups", "doctor.network": "/sys and a file of the system's",
+    "doctor.scheduler": "cgroups", "doctor.world": "/proc", "launch.process": "/proc", "run.monitor": "/proc",
+    "errors": "/dev/null",
+    # Files of the package, and of a folder that the program has just made
+    "data.sources.arrays": "the digits of the package", "convert.peers": "a table of the package",
+    "doctor.rehearsal.drill": "its own scratch folder", "doctor.rehearsal.listener": "its own scratch folder",
+    "doctor.storage": "its own scratch folder", "cli.init": "a new folder", "export.export": "a new folder",
+    "export.formats": "the file that it has written", "export.timm_directory": "a new folder",
+    "user_code.objects": "a new folder", "user_code.record": "the user's own folder, without links",
+    "cli.of_run.predict": "temporary files beside what the user names", "cli.of_recipe.bench": "what the user names",
+    "data.tools.shard_writer": "a folder that the user names",
+    # Checked before
+    "checkpoint.format": "verify_files has found regular files", "checkpoint.weights": "require_regular_file",
+    "data.sources.user.labels": "require_regular_file",
+    "config.recipe": "train <(…): a pipe is meant, and read to a bound",
+    "analysis.predictions": "np.load of an opened file", "data.sources.files.tars": "tarfile of an opened file",
+    "user_code.loading": "the import of a user's own code", "data.sources.user.dataset": "the same",
+    "export.preprocess": "an image of the user's, read by the code that other programs copy",
+    "export.images": "an image of the data, which the source has read",
+    # Not yet
+    "bench.scaling": "", "convert.command": "", "convert.command_line": "", "data.tools.cache_writer": "",
+    "data.sources.remote.folder": "", "data.sources.remote.parquet": "", "data.sources.remote.shard_cache": "",
+    "data.sources.remote.storage": "", "data.sources.remote.unpacked": "",
+}  # fmt: skip
+"""Modules that open files by themselves -> why they may."""
+
+
+def opens_a_file(call: ast.Call) -> bool:
+    """Whether a call opens a file by its path; not a reader of bytes in memory, nor a method `open` of our own."""
+    function, first = call.func, call.args[0] if call.args else None
+    name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+    owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+    if first is not None and ast.unparse(first).startswith("io.BytesIO"):
+        return False
+    if name == "open":
+        is_mode = isinstance(first, ast.Constant) and isinstance(first.value, str)
+        return not owner or owner in ("os", "io", "Image", "tarfile", "gzip") or first is None or is_mode
+    return name in READERS or (name == "load" and owner.split(".")[-1] in LIBRARIES)
+
+
+def test_files_are_opened_by_one_door() -> None:
+    opening = {}
+    for path in PACKAGE.rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        if found := [f"{call.lineno}: {ast.unparse(call)}" for call in calls if opens_a_file(call)]:
+            opening[".".join(path.relative_to(PACKAGE).with_suffix("").parts)] = found
+    unknown = {module: calls for module, calls in opening.items() if module not in EXCEPTIONS}
+    assert not unknown, f"{unknown}: read with untrusted.py, write with files.open_to_write"
+    assert not EXCEPTIONS.keys() - opening.keys()

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accel_train.errors import UserError, needing, reason_of
-from accel_train.files import atomic_replacement
-from accel_train.untrusted import require_regular_file
+from accel_train.files import atomic_replacement, open_to_write
+from accel_train.untrusted import open_to_read
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Predictions:
         }
         if self.paths is not None:
             arrays["paths"] = np.array(self.paths)
-        with atomic_replacement(path) as temporary, temporary.open("wb") as file:
+        with atomic_replacement(path) as temporary, open_to_write(temporary, "xb") as file:
             np.savez(file, **arrays)
 
     def _save_parquet(self, path: Path) -> None:
@@ -82,9 +82,8 @@ def check_can_write(path: Path | None) -> None:
 def read_predictions(path: Path) -> Predictions:
     """Read a .npz file of `Predictions.save`. Raises UserError."""
     try:
-        packed = require_regular_file(path, follow=True).st_size
-        with np.load(path, allow_pickle=False) as file:
-            unpacked = sum(member.file_size for member in file.zip.infolist())
+        with open_to_read(path) as opened, np.load(opened, allow_pickle=False) as file:
+            packed, unpacked = path.stat().st_size, sum(member.file_size for member in file.zip.infolist())
             if unpacked > packed:  # `save` does not compress; a small file of zeros could fill the memory
                 raise ValueError(f"it is compressed: {packed:,} bytes for {unpacked:,}")
             paths = file["paths"].tolist() if "paths" in file else None

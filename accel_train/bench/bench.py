@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import gc
 import io
-import json
 import math
 import shutil
 import statistics
@@ -44,6 +43,7 @@ from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
 from accel_train.records.provenance import environment
 from accel_train.train import train
+from accel_train.untrusted import read_json_lines
 
 ROUND_SECONDS, FEWEST_UPDATES = 5.0, 20  # of one measurement of the bare loop, if --updates is not given
 TEST_IMAGES = 256  # of the evaluations at the ends of the trainer's epochs, which its speed does not include
@@ -163,7 +163,7 @@ def read_run(run: Path, config: Config, plan: Plan, warm_up: int) -> tuple[float
 
     `config` and `plan`: of the whole recipe, which say how often it saves.
     """
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [*read_json_lines(run / "metrics.jsonl")]
     trained = [line for line in lines if line["kind"] == "train" and line["update"] > warm_up]
     seconds = sum(line["seconds"] for line in trained)
     images = sum(line["images_per_second"] * line["seconds"] for line in trained)

@@ -23,11 +23,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from accel_train.errors import UserError
-from accel_train.files import fsync, sha256
+from accel_train.files import fsync, open_to_write, sha256
 from accel_train.untrusted import (
     NotRegularFileError,
     is_count,
     is_file_name,
+    parse_json,
     read_regular_file,
     require_regular_file,
 )
@@ -74,7 +75,8 @@ def commit(
         files = sorted(path for path in temporary.iterdir())
         entries = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in files}
         manifest = temporary / MANIFEST
-        manifest.write_text(json.dumps({"files": entries}, indent=1) + "\n")
+        with open_to_write(manifest, "xb") as file:
+            file.write(f"{json.dumps({'files': entries}, indent=1)}\n".encode())
         for path in (*files, manifest, temporary):
             fsync(path)
         check()
@@ -101,9 +103,9 @@ def check_can_commit(folder: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        file = temporary / "probe"
-        file.write_bytes(bytes(4096))  # an empty file needs no space on a full disk
-        fsync(file)
+        with open_to_write(temporary / "probe", "xb") as file:
+            file.write(bytes(4096))  # an empty file needs no space on a full disk
+        fsync(temporary / "probe")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -117,7 +119,7 @@ def verify_files(checkpoint: Path, only: str | None = None) -> set[str]:
     """
     manifest = checkpoint / MANIFEST
     try:
-        entries = json.loads(read_regular_file(manifest))["files"]
+        entries = parse_json(read_regular_file(manifest))["files"]
         expected = {name: (entry["size"], str(entry["sha256"])) for name, entry in entries.items()}
         if not all(is_count(size) for size, _ in expected.values()):
             raise ValueError("a size is not a number")

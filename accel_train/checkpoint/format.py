@@ -26,8 +26,16 @@ from torch import Tensor
 
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
 from accel_train.errors import UserError
-from accel_train.files import set_default_permissions
-from accel_train.untrusted import LARGEST, NotRegularFileError, is_count, is_number, read_regular_file
+from accel_train.files import open_to_write, set_default_permissions
+from accel_train.untrusted import (
+    LARGEST,
+    NotRegularFileError,
+    is_count,
+    is_number,
+    open_to_read,
+    parse_json,
+    read_regular_file,
+)
 
 PACKAGES = ("accel-train", "torch", "torchvision", "accelerate", "timm", "safetensors")
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -53,7 +61,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
             save_file(plain, folder / f"{name}.safetensors", metadata={"format": "pt"})
             set_default_permissions(folder / f"{name}.safetensors")
     torch.save(snapshot.optimizer, folder / "optimizer.pt")
-    (folder / "state.json").write_text(json.dumps(snapshot.state, indent=1) + "\n")
+    with open_to_write(folder / "state.json", "xb") as file:
+        file.write(f"{json.dumps(snapshot.state, indent=1)}\n".encode())
 
 
 def read_checkpoint(path: Path) -> Snapshot:
@@ -65,7 +74,7 @@ def read_checkpoint(path: Path) -> Snapshot:
     names = verify_checkpoint(path)
     file = path / "state.json"
     try:
-        state = json.loads(read_regular_file(file))
+        state = parse_json(read_regular_file(file))
         _check_records(state)
         file = path / "optimizer.pt"
         optimizer = _load_optimizer(file)
@@ -134,11 +143,13 @@ def _load_optimizer(file: Path) -> Any:
 
     A compressed archive may unpack to any size, or be read beyond its end.
     """
-    with zipfile.ZipFile(file) as archive:
-        records = archive.infolist()
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise ValueError("it is compressed")
-    return torch.load(file, map_location="cpu", weights_only=True)
+    with open_to_read(file) as opened:
+        with zipfile.ZipFile(opened) as archive:
+            records = archive.infolist()
+        if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+            raise ValueError("it is compressed")
+        opened.seek(0)
+        return torch.load(opened, map_location="cpu", weights_only=True)
 
 
 def versions(packages: Iterable[str] = PACKAGES, missing: str = "unknown") -> dict[str, str]:
@@ -155,7 +166,7 @@ def versions(packages: Iterable[str] = PACKAGES, missing: str = "unknown") -> di
 def epochs_done(checkpoint: Path) -> int | None:
     """The number of epochs completed in a checkpoint; None if it is in the middle of an epoch, or broken."""
     try:
-        train = json.loads(read_regular_file(checkpoint / "state.json"))["train"]
+        train = parse_json(read_regular_file(checkpoint / "state.json"))["train"]
         return None if train["epoch_count"] or train.get("epoch_samples") else int(train["epoch"])
     except (FileNotFoundError, NotRegularFileError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint.choose import find_weights, read_while_trained
 from accel_train.checkpoint.state_dict import named_tensors
-from accel_train.errors import UserError
+from accel_train.errors import UserError, reason_of
 from accel_train.files import sha256
+from accel_train.untrusted import require_regular_file
 
 T = TypeVar("T")
 
@@ -34,12 +35,11 @@ class RunWeights:
     def read(cls, file: Path, *, hashed: bool = False) -> RunWeights:
         """Read a safetensors file. Raises UserError if it is missing or broken, and OSError."""
         try:
+            require_regular_file(file, follow=True)
             tensors = load_file(file)
-        except (OSError, ValueError, SafetensorError, RuntimeError) as error:
-            # RuntimeError: torch's, if the file is deleted after safetensors has read its header
-            if isinstance(error, RuntimeError) and file.exists():
-                raise
-            raise UserError(f"The weights in {file} cannot be read: {error}") from None
+        except (OSError, ValueError, SafetensorError, RuntimeError, MemoryError) as error:
+            # RuntimeError: torch's, if the file is deleted after safetensors has read its header, or too large
+            raise UserError(f"The weights in {file} cannot be read: {reason_of(error, 200)}") from None
         return cls(file, tensors, sha256(file) if hashed else "")
 
     def load_into(self, model: nn.Module) -> None:
@@ -83,6 +83,7 @@ def digest_of_run(run: Path) -> str:
     def read() -> str:
         file = list(find_weights(run).values())[-1]
         try:
+            require_regular_file(file, follow=True)
             with safe_open(file, framework="pt"):  # compares the size with the header: hashing 100 GB of zeros is slow
                 pass
         except SafetensorError as error:

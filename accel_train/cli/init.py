@@ -16,6 +16,7 @@ from tyro.conf import Positional, arg
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, counted, print_line
 from accel_train.starter import RECIPE, starter_files
+from accel_train.untrusted import read_regular_file
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def init(arguments: Sequence[str]) -> int:
     """Run `accel-train init`; return the exit code."""
     options, _ = parse_command(Init, arguments, "accel-train init", positional=("dir",))
     folder = options.dir.expanduser()
-    contents = {name: path.read_bytes() for name, path in starter_files().items()}
+    contents = {name: read_regular_file(path, follow=True) for name, path in starter_files().items()}
     new = _missing(folder, contents)
     try:
         _write(folder, {name: contents[name] for name in new})
@@ -89,7 +90,7 @@ def _fits(existing: Path, file: Path) -> bool:
 
 def _contains(path: Path, content: bytes) -> bool:
     try:
-        return path.read_bytes() == content
+        return read_regular_file(path, follow=True) == content
     except OSError:
         return False
 

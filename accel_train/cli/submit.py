@@ -19,6 +19,7 @@ from accel_train.cluster.scheduler import SCHEDULERS, Pbs, Slurm
 from accel_train.cluster.submission import jobs_to_queue, plan, queue
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.errors import UserError, counted, first_of, how_to_get, print_line
+from accel_train.untrusted import read_regular_file
 
 
 @dataclass(frozen=True)
@@ -118,5 +119,5 @@ def _print(folder: Path, elements: Sequence[Element], scheduler: Slurm | Pbs, sc
     for _, _, words in jobs_to_queue(folder, todo.missing, scheduler, script, options):
         print_line(shlex.join(words), wraps=False)
     print_line(f"# {script}:")
-    for line in script.read_text(encoding="utf-8").splitlines():
+    for line in read_regular_file(script, follow=True).decode(errors="replace").splitlines():
         print_line(line, wraps=False)

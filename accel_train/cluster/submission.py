@@ -26,7 +26,7 @@ from accel_train.cluster.scheduler import WAITING, Pbs, Slurm, ask, states_of
 from accel_train.config.compatibility import learning_settings
 from accel_train.config.options import parse
 from accel_train.errors import UserError, writing
-from accel_train.files import atomic_write
+from accel_train.files import atomic_write, open_to_write
 from accel_train.ownership.generation import read_result
 from accel_train.ownership.owner import has_owner
 from accel_train.untrusted import read_json_lines, read_regular_file
@@ -171,7 +171,7 @@ def _check_same(run: Path, element: Element) -> None:
     """Raise UserError if the run in that folder was submitted with other settings that affect what it learns."""
     path = run / RECIPE
     try:
-        if not path.exists() or path.read_text(encoding="utf-8") == element.recipe:
+        if not path.exists() or read_regular_file(path, follow=True).decode() == element.recipe:
             return
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); give another --output-dir.") from error
@@ -183,7 +183,7 @@ def _check_same(run: Path, element: Element) -> None:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[int]:
     """Wait until no other program submits in this folder. Yields a descriptor that extends this to a child process."""
-    with (folder / ".lock").open("w") as file:
+    with open_to_write(folder / ".lock", "ab") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()

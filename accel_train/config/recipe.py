@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import UserError, nearest, reason_of
-from accel_train.untrusted import TooLargeError, is_file_name, read_regular_file
+from accel_train.untrusted import TooLargeError, is_file_name, read_regular_file, read_yaml
 from accel_train.user_code.reference import PREFIXES, resolve
 
 MAX_BYTES = 1 << 20
@@ -61,7 +61,7 @@ def read_recipe(name: str, folder: Path | None = None, users: tuple[Path, ...] =
     """
     path, shown = _find(name, folder, users)
     if path.parent == RECIPES:
-        return _read(Recipe(path.stem, path.read_text(encoding="utf-8")), shown, Path(), users)
+        return _read(Recipe(path.stem, _read_text(path, shown)), shown, Path(), users)
     # A file of the user's is named relative to the recipe.
     place = path.parent if path.is_file() else Path()
     return _read(Recipe(path.stem, _read_text(path, shown)), shown, place, (*users, path.resolve()))
@@ -167,14 +167,14 @@ def _compose(text: str, shown: str) -> Any:
     import yaml
 
     try:
-        root: Any = yaml.compose(text, Loader=yaml.BaseLoader)
+        root: Any = read_yaml(text, nodes=True)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         began = error.context_mark.line + 1 if error.context_mark else None
         mistake = _yaml_mistake(error.problem or error.context or "", began)
         raise UserError(f"{shown}{line}: not YAML: {mistake}.") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise UserError(f"{shown}: not YAML: {reason_of(error)}.") from error
     if root is None:
         raise UserError(f"{shown}: the file is empty; a recipe has lines such as `epochs: 10`.")

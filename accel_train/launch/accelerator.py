@@ -24,6 +24,7 @@ from accel_train.launch.compat import set_collective_timeout, set_store_timeout
 from accel_train.launch.environment import Launch
 from accel_train.launch.parent import gpu_asked_for, is_yes
 from accel_train.launch.process import hostname
+from accel_train.untrusted import read_regular_file, read_yaml
 
 LAUNCHER_CONFIG = "ACCEL_TRAIN_LAUNCHER_CONFIG"
 """Names a config file of Accelerate's. slurm/common.sh sets it for processes without a launcher."""
@@ -178,6 +179,7 @@ def launcher_variables(file: str, launch: Launch) -> Mapping[str, str]:
     world = ["--num_processes", str(launch.world_size), "--num_machines", "1", "--machine_rank", "0"]
     line = ["--config_file", file, "--gpu_ids", "all", "--main_process_port", "0", *world, "script"]
     try:
+        read_yaml(read_regular_file(Path(file), follow=True))  # within limits, before accelerate reads it
         arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(line))
         unsupported = [name for name in NEED_LAUNCHER if getattr(arguments, name)]
         if unsupported:

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from accel_train.errors import UserError, reason_of
+from accel_train.files import open_to_write
 from accel_train.launch.process import hostname, ranges
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ def check_shared_directory(accelerator: Accelerator, directory: Path, seconds: f
     broadcast_object_list(name)
     probe = directory / name[0]
     if accelerator.is_main_process:
-        probe.touch()
+        open_to_write(probe, "xb").close()
     accelerator.wait_for_everyone()
     deadline = time.monotonic() + seconds
     while not (seen := probe.exists()) and time.monotonic() < deadline:

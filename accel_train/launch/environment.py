@@ -34,6 +34,7 @@ from accel_train.launch.parent import (
     parent_process,
 )
 from accel_train.launch.process import available_cores, start_time
+from accel_train.untrusted import read_regular_file
 
 MPI_VARIABLES = (  # rank, world size, local rank, local world size
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -175,7 +176,7 @@ def _pbs_task(env: Mapping[str, str]) -> Launch | None:
         return None
     file = env.get("PBS_NODEFILE", "")
     try:
-        lines = Path(file).read_text().split()
+        lines = read_regular_file(Path(file), follow=True).decode(errors="replace").split()
     except OSError:
         raise UserError(
             f"pbsdsh started this process, but PBS_NODEFILE ({file!r}) cannot be read on this host. Copy that file "
@@ -290,7 +291,8 @@ def allocated_hosts(env: Mapping[str, str]) -> list[str]:
         except (OSError, subprocess.CalledProcessError):  # no scontrol in a container: only the first of n[003-005,9],m
             return [re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])]
     try:
-        return list(dict.fromkeys(Path(env.get("PBS_NODEFILE", "")).read_text().split()))
+        nodes = read_regular_file(Path(env.get("PBS_NODEFILE", "")), follow=True).decode(errors="replace")
+        return list(dict.fromkeys(nodes.split()))
     except OSError:
         return []
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from accel_train.untrusted import read_regular_file
+from accel_train.untrusted import read_regular_file, read_yaml
 
 LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 GPU_OPTIONS = {"--gpu_ids", "--gpu-ids"}
@@ -149,7 +149,7 @@ def _config(file: str) -> dict[str, object]:
     import yaml
 
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        values = yaml.safe_load(read_regular_file(Path(file), follow=True))
+        values = read_yaml(read_regular_file(Path(file), follow=True))
         return values if isinstance(values, dict) else {}
     return {}
 

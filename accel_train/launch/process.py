@@ -19,6 +19,7 @@ from typing import IO
 import psutil
 
 from accel_train.errors import print_line
+from accel_train.files import open_to_write
 
 ANSWER_SECONDS = 0.2  # for a data worker to answer a signal
 
@@ -121,8 +122,8 @@ def write_stacks(path: Path, heading: str) -> None:
     """
     try:
         path.parent.mkdir(exist_ok=True)
-        with path.open("w") as file:
-            file.write(f"{heading}\n\n")
+        with open_to_write(path, "wb") as file:
+            file.write(f"{heading}\n\n".encode())
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             for worker in multiprocessing.active_children():
@@ -131,7 +132,7 @@ def write_stacks(path: Path, heading: str) -> None:
                     time.sleep(ANSWER_SECONDS)
                     stacks = stacks_file()
                     stacks.seek(0)
-                    file.write(f"\n\ndata worker, process {worker.pid}\n\n{stacks.read().decode()}")
+                    file.write(f"\n\ndata worker, process {worker.pid}\n\n".encode() + stacks.read())
                     stacks.seek(0)
                     stacks.truncate()
     except OSError as error:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_train.files import open_to_write
 from accel_train.untrusted import is_count, read_json_object
 
 FOLDER = "generations"
@@ -29,7 +30,7 @@ def claim_next(directory: Path) -> int:
     while True:
         number = max([*_numbers(directory), *copied, 0]) + 1
         with contextlib.suppress(FileExistsError):
-            _file(directory, number).open("x").close()
+            open_to_write(_file(directory, number), "xb").close()
             return number
 
 

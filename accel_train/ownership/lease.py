@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from accel_train.errors import UserError
-from accel_train.files import atomic_replacement, atomic_write
+from accel_train.files import atomic_replacement, atomic_write, open_to_write
 from accel_train.ownership import generation
 from accel_train.ownership.owner import FILE, Owner, publish_owner, read_owner, write_private
 
@@ -88,7 +88,7 @@ class Lease:
 
     def append(self, path: Path, content: bytes) -> None:
         """Append to a file of the run, all of it or nothing. Raises LostError and OSError."""
-        with path.open("ab", buffering=0) as file:
+        with open_to_write(path, "ab", buffering=0) as file:
             self.check()
             size, written = os.fstat(file.fileno()).st_size, 0
             try:

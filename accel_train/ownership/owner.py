@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from accel_train.files import open_to_write
 from accel_train.launch.parent import elastic_id
 from accel_train.launch.process import has_ended, hostname, job_id, machine_id, start_time
-from accel_train.untrusted import open_regular_file
+from accel_train.untrusted import open_regular_file, read_regular_file
 
 FILE = "owner.json"
 MOST_BYTES = 10_000  # of owner.json
@@ -92,7 +93,8 @@ def write_private(directory: Path, owner: Owner) -> Path:
     """Write the contents of owner.json under a name that only this start uses; return the path. Raises OSError."""
     path = directory / f".owner-{owner.token}.tmp"
     try:
-        path.write_text(json.dumps(dataclasses.asdict(owner), indent=2) + "\n")
+        with open_to_write(path, "wb") as file:
+            file.write(f"{json.dumps(dataclasses.asdict(owner), indent=2)}\n".encode())
     except OSError:
         with contextlib.suppress(OSError):
             path.unlink()  # a part of it, if the disk is full
@@ -114,12 +116,12 @@ def publish_owner(private: Path, place: Path) -> bool:
         if error.errno not in NO_LINKS:
             raise
     try:
-        file = place.open("xb")
+        file = open_to_write(place, "xb")
     except FileExistsError:
         return False
     try:
         with file:
-            file.write(private.read_bytes())
+            file.write(read_regular_file(private))
     except OSError:
         with contextlib.suppress(OSError):
             place.unlink()  # a part of it, if the disk is full

@@ -15,11 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config.schema import Config, to_yaml
-from accel_train.errors import print_line
+from accel_train.errors import UserError, print_line
+from accel_train.files import open_to_write
 from accel_train.ownership.lease import Lease, LostError, cannot_be_written, make_directory
 from accel_train.records.model_info import FILE, ModelInfo
 from accel_train.records.provenance import FOLDER, keep_code, references, remember_training
-from accel_train.untrusted import MAX_LOG_BYTES, json_object, log_lines, read_json_object, read_regular_file
+from accel_train.untrusted import (
+    MAX_LOG_BYTES,
+    NotRegularFileError,
+    json_object,
+    log_lines,
+    read_json_object,
+    read_regular_file,
+)
 
 DAMAGED = "metrics.damaged.jsonl"
 MARKER = "REQUEUE"  # a file that asks the job script to start the run again
@@ -51,9 +59,13 @@ class RunDirectory:
         make_directory(path)
         try:
             probe = path / f".write-test-{os.getpid()}"
-            probe.touch()  # os.access() is wrong on network file systems and for root
+            open_to_write(probe, "wb").close()  # os.access() is wrong on network file systems and for root
             probe.unlink()
             self._metrics.cut_torn_lines()
+        except NotRegularFileError as error:
+            raise UserError(
+                f"--output-dir: {error}: accel-train did not write that. Remove it, or give another folder."
+            ) from None
         except OSError as error:
             raise cannot_be_written(path, error) from error
 
@@ -102,7 +114,7 @@ class RunDirectory:
         kept, damaged = self._metrics.without(update, evaluated, tests_again=tests_again)
 
         def move() -> None:
-            with (self.path / DAMAGED).open("ab") as file:
+            with open_to_write(self.path / DAMAGED, "ab") as file:
                 file.writelines(damaged)
 
         if damaged and not self._try(DAMAGED, move):
@@ -274,7 +286,7 @@ class MetricsLog:
         """Cut off the incomplete last lines that a killed writer left. Raises OSError."""
         if not self.path.exists():
             return
-        with self.path.open("r+b") as file:
+        with open_to_write(self.path, "r+b") as file:
             self.lease.check()  # after opening, as in Lease.append
             content = read_regular_file(self.path, MAX_LOG_BYTES, follow=True)
             end = len(content)

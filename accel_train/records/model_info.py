@@ -14,7 +14,7 @@ from typing import Any
 from accel_train.config.origin import Origin, read_origin
 from accel_train.data.sources.files.depth import is_value_range
 from accel_train.errors import UserError
-from accel_train.untrusted import is_count, is_number, read_regular_file
+from accel_train.untrusted import is_count, is_number, parse_json, read_regular_file
 
 FILE = "model.json"
 LARGEST = 1 << 14  # height or width of an image, in pixels
@@ -81,7 +81,7 @@ def read_model_info(run: Path) -> ModelInfo:
     """Read the ModelInfo of the run in the folder `run`. Raises UserError if it is missing or damaged."""
     path = run / FILE
     try:
-        values: dict[str, Any] = json.loads(read_regular_file(path, follow=True))
+        values: dict[str, Any] = parse_json(read_regular_file(path, follow=True))
         for name in ("classes", "mean", "std"):
             if not isinstance(values[name], list):
                 raise TypeError(f"{name} is not a list")

@@ -21,7 +21,7 @@ from accel_train.checkpoint.format import PACKAGES, versions
 from accel_train.config.option_types import value
 from accel_train.config.schema import Config, to_yaml
 from accel_train.errors import UserError
-from accel_train.untrusted import is_file_name, read_regular_file
+from accel_train.untrusted import is_file_name, parse_json, read_regular_file
 from accel_train.user_code.reference import (
     OBJECT,
     PREFIXES,
@@ -91,7 +91,7 @@ def keep_code(config: Config, run: Path, write: Callable[[str, bytes], object], 
             now[option] = {"reference": str(reference)}
             continue
         kept = f"{FOLDER}/{path.stem}-{file_hash(path)[:12]}.py"
-        write(kept, path.read_bytes())
+        write(kept, read_regular_file(path, follow=True))
         old = before.get(option, {})
         earlier = old.get("earlier", [])
         if old.get("sha256", file_hash(path)) != file_hash(path):
@@ -154,7 +154,7 @@ def _read(run: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(read_regular_file(path, follow=True))
+        content = parse_json(read_regular_file(path, follow=True))
         if not (isinstance(content, dict) and all(isinstance(entry, dict) for entry in content.values())):
             raise ValueError("it is not a table of options")
     except (OSError, ValueError, RecursionError) as error:

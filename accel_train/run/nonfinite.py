@@ -219,7 +219,8 @@ class Guard:
             return str(folder)
         try:
             folder.mkdir(exist_ok=True)
-            own_file = folder / f"{name}-rank-{self.accelerator.process_index}"
+            own_file = f"{name}-rank-{self.accelerator.process_index}"
+            replacing = self.directory.lease.replacing
             # The augmentation is a function of the batch alone, so the model's input can be computed again.
             tensors = [{**batch, "inputs": self.training.transform(batch)[0]} for batch in window.batches]
             together = {
@@ -227,9 +228,11 @@ class Guard:
                 for key, values in tensors[0].items()
                 if isinstance(values, Tensor)
             }
-            save_file({**together, "losses": torch.cat(window.losses).cpu()}, own_file.with_suffix(".safetensors"))
-            set_default_permissions(own_file.with_suffix(".safetensors"))
-            save_image(together["images"].float() / 255, own_file.with_suffix(".png"), nrow=16)
+            with replacing(folder / f"{own_file}.safetensors") as temporary:
+                save_file({**together, "losses": torch.cat(window.losses).cpu()}, temporary)
+                set_default_permissions(temporary)
+            with replacing(folder / f"{own_file}.png") as temporary:
+                save_image(together["images"].float() / 255, temporary, format="png", nrow=16)
             if self.accelerator.is_main_process:
                 samples = [
                     {"id": id_, "rank": rank, "loss": loss if math.isfinite(loss) else str(loss)}
@@ -237,7 +240,7 @@ class Guard:
                     if weight > 0
                 ]
                 text = json.dumps({"update": window.number, "samples": samples}, indent=1)
-                (folder / f"{name}.json").write_text(text + "\n")
+                self.directory.lease.write(folder / f"{name}.json", text + "\n")
         except OSError as error:
             self.emit(Warned(f"the samples of update {window.number} cannot be written: {error}"))
         return str(folder)

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_train.untrusted import read_regular_file
 from accel_train.user_code.reference import Reference, code_file, file_hash
 
 
@@ -29,7 +30,7 @@ def imports(path: Path) -> dict[str, str]:
     Imports by other means than `import` statements, and those of the imported files, are not seen.
     """
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+    for node in ast.walk(ast.parse(read_regular_file(path, follow=True), str(path))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.errors import nearest
+from accel_train.untrusted import read_regular_file
 
 PREFIXES = {
     "model.name": ("hf-hub:", "hf_hub:", "local-dir:", "torchvision/"),
@@ -154,7 +155,7 @@ def listed(names: Sequence[str]) -> str:
 
 def _names(path: Path) -> tuple[str, ...] | None:
     """Return the names that a file defines at its top level, functions and classes first; None if nobody can tell."""
-    tree = ast.parse(path.read_bytes(), str(path))
+    tree = ast.parse(read_regular_file(path, follow=True), str(path))
     defined = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     others: list[str] = []
     for node in ast.walk(tree):  # also in `if`, `try` and functions, whose names may be inner ones: too many do no harm
@@ -191,7 +192,7 @@ def code_file(reference: Reference) -> Path | None:
 
 @functools.cache
 def _hash(path: Path, size: int, changed: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_regular_file(path, follow=True)).hexdigest()
 
 
 def file_hash(path: Path) -> str:

@@ -16,6 +16,7 @@ from owners import claim, forge
 
 from accel_train.errors import UserError
 from accel_train.launch import process
+from accel_train.ownership import owner
 from accel_train.ownership.lease import Lease
 from accel_train.ownership.owner import FILE, Owner, read_owner, remove_owner
 
@@ -174,22 +175,27 @@ def test_a_file_system_that_has_no_links_can_be_written(
     lease.release()
 
     # What really cannot be written still cannot be, and leaves no part of a file.
-    opened = Path.open
+    opened = owner.open_to_write
 
     def full(path: Path) -> bytes:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def read_only(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+    def read_only(path: Path, mode: Any) -> Any:
         if mode == "xb":
             raise OSError(errno.EACCES, "Permission denied")
-        return opened(path, mode, *arguments, **options)
+        return opened(path, mode)
 
     for name, method, replacement, reason in (
-        ("full", "read_bytes", full, "No space left on device"),  # between the creation of the file and its content
-        ("read-only", "open", read_only, "Permission denied"),
+        (
+            "full",
+            "read_regular_file",
+            full,
+            "No space left on device",
+        ),  # after its creation
+        ("read-only", "open_to_write", read_only, "Permission denied"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(Path, method, replacement)
+            patch.setattr(owner, method, replacement)
             with pytest.raises(UserError, match=f"{name} cannot be written .{reason}"):
                 claim(tmp_path / name)
         assert not (tmp_path / name / FILE).exists()

@@ -290,3 +290,31 @@ def test_lines_that_will_be_done_again_are_not_there_twice_on_a_full_disk(
     assert f"{path} cannot be written (No space left on device)" in capsys.readouterr().err
     again.log("train", update=3)
     assert [line["update"] for line in read_lines(path) if "update" in line] == [1, 2, 3]
+
+
+def test_links_in_a_run_directory_are_not_written_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "run"
+    directory = RunDirectory(path, writes=True)
+    directory.log("train", update=1)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write("ssh-rsa AAAA\n")
+    before = (path / "metrics.jsonl").read_text()
+    precious.write_text("precious")
+    (path / "metrics.damaged.jsonl").symlink_to(precious)
+    (path / "status.json").symlink_to(precious)
+    assert directory.rewind(1) == 0
+    directory.status("training")
+    assert not (path / "status.json").is_symlink()
+    assert (path / "metrics.jsonl").read_text() == before
+    assert "metrics.damaged.jsonl cannot be written (a link, not a regular file)" in capsys.readouterr().err
+    (path / "metrics.jsonl").unlink()
+    (path / "metrics.jsonl").symlink_to(precious)
+    directory.log("train", update=2)
+    assert directory.failures == 2
+    with pytest.raises(UserError, match=r"metrics\.jsonl is a link, not a regular file"):
+        RunDirectory(path, writes=True)
+    assert precious.read_text() == "precious"
+    (tmp_path / "here").symlink_to("run")
+    (path / "metrics.jsonl").unlink()
+    RunDirectory(tmp_path / "here", writes=True).log("train", update=2)
+    assert (path / "metrics.jsonl").read_text()

@@ -15,6 +15,7 @@ from torch import nn
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.schema import Config
 from accel_train.errors import UserError
+from accel_train.ownership.lease import Lease
 from accel_train.run import nonfinite
 from accel_train.run.nonfinite import MOST_IN_A_ROW, Guard
 
@@ -37,7 +38,7 @@ def guard_of(folder: Path, model: nn.Module, policy: str, processes: int = 1) ->
     accelerator: Any = SimpleNamespace(
         num_processes=processes, process_index=0, is_main_process=True, device=device, scaler=None
     )
-    directory: Any = SimpleNamespace(path=folder, lease=SimpleNamespace(holds=lambda: True))
+    directory: Any = SimpleNamespace(path=folder, lease=Lease(folder, None))
     training: Any = SimpleNamespace(transform=lambda batch: (batch["images"].float(), None))
     return Guard(Config(on_nonfinite=policy), accelerator, model, training, directory, lambda _: None)  # type: ignore[arg-type]
 
@@ -109,3 +110,17 @@ def test_a_broken_model_is_not_skipped_for_ever(tmp_path: Path) -> None:
     state.update = MOST_IN_A_ROW
     with pytest.raises(UserError, match="the 10 updates before it were skipped"):
         passes(guard, model, state, math.nan)
+
+
+def test_the_samples_of_a_bad_update_go_through_no_link(tmp_path: Path) -> None:
+    precious, folder = tmp_path / "precious", tmp_path / "run" / "nonfinite"
+    folder.mkdir(parents=True)
+    precious.write_text("precious")
+    names = [f"update-00000001{end}" for end in (".json", "-rank-0.safetensors", "-rank-0.png")]
+    for name in names:
+        (folder / name).symlink_to(precious)
+    model, state = Counting(), TrainState()
+    assert not passes(guard_of(tmp_path / "run", model, "skip"), model, state, math.nan)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    assert precious.read_text() == "precious"

@@ -39,7 +39,7 @@ from accel_train.data.sources.files.images import LazyImage
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import Source, Splits, splits_of_files
 from accel_train.errors import UserError
-from accel_train.untrusted import is_count, is_number, require_regular_file
+from accel_train.untrusted import is_count, is_number, open_to_read
 
 MAGIC = b"ACTRAIN1"
 MAGIC_2 = b"ACTRAIN2"  # of the footer: older versions of the program cannot read such labels, and refuse the file
@@ -75,8 +75,7 @@ class CacheFile:
         self.path = path
         self._map: mmap.mmap | None = None
         try:
-            require_regular_file(path, follow=True)
-            with path.open("rb") as file:
+            with open_to_read(path) as file:
                 self.bytes = file.seek(0, io.SEEK_END)
                 file.seek(max(0, self.bytes - FOOTER.size))
                 magic, index_start, length, digest = FOOTER.unpack(file.read(FOOTER.size))
@@ -123,16 +122,15 @@ class CacheFile:
     def at(self, number: int) -> memoryview:
         """The bytes of an image, in the mapped memory of the file. Raises OSError."""
         if self._map is None:
-            with self.path.open("rb") as file:
+            with open_to_read(self.path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # the file itself is never changed
         offset = int(self.columns["offsets"][number])
         return memoryview(self._map)[offset : offset + int(self.columns["sizes"][number])]
 
     def read_ahead(self) -> None:
         """Read the whole file once, so that it is in the host's page cache for all processes."""
-        with self.path.open("rb", buffering=0) as file:
-            buffer = bytearray(1 << 24)
-            while file.readinto(buffer):
+        with open_to_read(self.path, buffering=0) as file:
+            while file.read(1 << 24):
                 pass
 
 

@@ -27,6 +27,9 @@ from accel_train.data.sources.splits import Source, Splits, named_splits, number
 from accel_train.errors import UserError, first_of, nearest
 from accel_train.user_code.reference import short_name
 
+BUILDERS = ("arrow", "imagefolder", "parquet", "webdataset")
+"""Those of the package datasets that read images, and never run code (pandas reads pickles)."""
+
 
 class HubImages(EncodedImages):
     """Images of a Hugging Face dataset on this machine's disk (Arrow files, mapped into memory)."""
@@ -103,6 +106,12 @@ def _hugging_face(data: Data) -> Splits:
         datasets.disable_progress_bars()
     prefix, _, name = data.name.partition("/")
     streamed = prefix == "hfids"
+    builder = type(datasets.load_dataset_builder(name, cache_dir=str(data.root))).__module__.rpartition(".")[2]
+    if builder not in BUILDERS:
+        raise UserError(
+            f"the data '{data.name}' would be read by the builder {builder} of datasets: expected one of images "
+            f"({', '.join(BUILDERS)}); others may run code that is in the data."
+        )
     named = named_splits(datasets.get_dataset_split_names(name), data)
     tables = {
         split: datasets.load_dataset(name, split=stored, streaming=streamed, cache_dir=str(data.root))

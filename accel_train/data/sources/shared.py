@@ -17,6 +17,7 @@ import torch
 
 from accel_train.data.compat import DupFd
 from accel_train.errors import UserError
+from accel_train.untrusted import open_regular_file
 
 BLOCK = 1 << 14  # strings of which the bytes are copied at a time
 
@@ -53,7 +54,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         """Raises OSError, and ValueError if the file is empty."""
         self.path = path
-        self._map(os.open(path, os.O_RDONLY))
+        self._map(open_regular_file(path, follow=True))
         self._state, self._checksum = self._now(), zlib.crc32(self.bytes)
 
     def _map(self, descriptor: int) -> None:

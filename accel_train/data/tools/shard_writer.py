@@ -19,6 +19,7 @@ from accel_train.data.sources.files.tars import END
 from accel_train.data.sources.files.webdataset import UNFINISHED
 from accel_train.errors import LOGGER, UserError
 from accel_train.files import atomic_write, fsync, sha256
+from accel_train.untrusted import MAX_LOG_BYTES, read_regular_file
 
 FINISHED = ".accel-train-shards"
 """What the journal is called when all shards are complete."""
@@ -46,7 +47,7 @@ def begin(output: Path, fingerprint: str) -> tuple[list[Shard], bool]:
             raise UserError(f"{output} is not empty (found {there[0]}); name a new or an empty folder.")
         atomic_write(unfinished, f"{fingerprint}\n")
         return [], False
-    first, *lines = journal.read_text(encoding="utf-8").splitlines()
+    first, *lines = read_regular_file(journal, MAX_LOG_BYTES, follow=True).decode().splitlines()
     if first != fingerprint:
         raise UserError(f"{output} has shards of other images or settings; delete it or name another folder.")
     shards: list[Shard] = []

@@ -30,6 +30,9 @@ def read_state(file: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")  # torch's, about files that it then refuses
             state = timm.models.load_state_dict(str(file), weights_only=True)
         tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        odd = next((name for name, value in tensors.items() if value.is_meta or value.layout != torch.strided), None)
+        if odd is not None:
+            raise ValueError(f"{odd} is a tensor without its values, or a sparse one")
     except Exception as error:  # a damaged or hostile file may make its reader raise anything
         raise UserError(f"--model.weights: {file} cannot be read: {_reason(file, error)}.") from error
     if not tensors:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_train.untrusted import read_json_lines
+from accel_train.untrusted import is_count, is_number, read_json_lines
 
 OF_THE_LINE = ("kind", "time", "epoch", "update", "seconds", "count", "generation")  # no curves
 NAMES = {
@@ -38,7 +38,7 @@ class Point:
 
 def point_of(line: Mapping[str, Any]) -> Point | None:
     """The point of a line of metrics.jsonl; None if the line has no curves."""
-    if line.get("kind") not in ("train", "eval") or not isinstance(line.get("update"), int):
+    if line.get("kind") not in ("train", "eval") or not is_count(line.get("update")):
         return None
     numbers = {name: value for name, value in numbers_in(line).items() if name not in OF_THE_LINE}
     if line["kind"] == "train":
@@ -47,7 +47,8 @@ def point_of(line: Mapping[str, Any]) -> Point | None:
         split = "train_epoch" if line.get("split") == "train" else line.get("split")
         weights = "_ema" if line.get("weights") == "ema" else ""
         values = {f"{split}{weights}/{name}": value for name, value in numbers.items()}
-    return Point(line["update"], line.get("epoch", 0), float(line.get("time", 0.0)), values)
+    epoch, time = line.get("epoch", 0), line.get("time", 0.0)
+    return Point(line["update"], epoch if is_count(epoch) else 0, float(time) if is_number(time) else 0.0, values)
 
 
 def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import pickle
 import shutil
 import subprocess
 import sys
@@ -153,6 +154,25 @@ def test_no_training_split(tmp_path: Path, datasets) -> None:
 def test_no_such_data_set(tmp_path: Path, datasets) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         load(f"hfds/{tmp_path / 'nowhere'}", tmp_path / "cache")
+
+
+def test_only_builders_of_images_are_used(tmp_path: Path, datasets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builder pandas unpickled in some versions."""
+    trap = tmp_path / "trap"
+
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (trap,)
+
+    (tmp_path / "train.pkl").write_bytes(pickle.dumps(Trap()))
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "train.csv").write_text("image,label\na.png,1\n")
+    monkeypatch.chdir(tmp_path)
+    for name, builder in (("pandas", "pandas"), ("text", "text"), (tmp_path / "words", "csv")):
+        for prefix in ("hfds", "hfids"):
+            with pytest.raises(UserError, match=rf"would be read by the builder {builder} of datasets: expected one"):
+                load(f"{prefix}/{name}", tmp_path / "cache")
+    assert not trap.exists()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from accel_train.untrusted import is_number
+from accel_train.untrusted import LARGEST, is_number, read_regular_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -149,7 +149,7 @@ def _file_of(image: Image.Image) -> bytes:
         content: bytes = stream.read()
         stream.seek(position)
         return content
-    return Path(name).read_bytes() if name and Path(name).is_file() else b""
+    return read_regular_file(Path(name), LARGEST, follow=True) if name and Path(name).is_file() else b""
 
 
 def _is_scaled_by_file(image: Image.Image) -> bool:

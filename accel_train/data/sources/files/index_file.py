@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,8 @@ import numpy as np
 import torch
 
 from accel_train.data.sources.shared import MappedArray, MappedFile, SharedArray, StringArray
-from accel_train.files import atomic_replacement, file_system, set_default_permissions
+from accel_train.files import atomic_replacement, file_system, fsync, set_default_permissions
+from accel_train.untrusted import LARGEST, is_count, parse_json, read_regular_file
 
 VERSION = 2
 """To be raised when an `Index` of the same files changes: other images are found, or other classes."""
@@ -79,14 +79,16 @@ def read_index(file: Path, root: Path) -> Index | None:
     """The index of the data in `root` that `file` has; None if it is absent, damaged or of another version."""
     try:
         header, arrays = _arrays(file)
-        about = json.loads(header["index"])
+        about = parse_json(header["index"])
         if about["version"] != VERSION or _checksum(header["index"], arrays) != header["checksum"]:
             return None
         weights = arrays.get("weights")
+        splits = {split: _split(arrays, split) for split in about["splits"]}
+        _check(about, splits, weights)
         return Index(
             places=tuple(about["states"]),
             classes=tuple(about["classes"]),
-            splits={split: _split(arrays, split) for split in about["splits"]},
+            splits=splits,
             semantics=about["semantics"],
             tars=tuple(about["tars"]),
             weights=None if weights is None else torch.from_numpy(weights.array),
@@ -111,12 +113,12 @@ def _arrays(file: Path) -> tuple[dict[str, str], dict[str, SharedArray]]:
     file.stat()  # the usual answer, that there is none, costs nothing else
     source: MappedFile | None = None
     if file_system(file.parent).startswith(NOT_MAPPED):
-        content: Any = bytearray(file.read_bytes())
+        content: Any = bytearray(read_regular_file(file, LARGEST, follow=True))
     else:
         source = MappedFile(file)
         content = source.bytes
     start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
+    header = parse_json(bytes(content[8:start]))
     arrays: dict[str, SharedArray] = {}
     metadata: dict[str, str] = header.pop("__metadata__")
     end = start
@@ -140,6 +142,35 @@ def _checksum(about: str, arrays: Mapping[str, SharedArray]) -> str:
         total = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), total)
         total = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, total)
     return str(total)
+
+
+def _check(about: Mapping[str, Any], splits: Mapping[str, SplitFiles], weights: SharedArray | None) -> None:
+    """Raise ValueError unless the parts of an index, which may be somebody else's, are of their kinds and fit."""
+    lists = [about[name] for name in ("classes", "tars", "notes", "splits")]
+    words = [about[name] for name in ("root", "table", "ignored", "mistake")]
+    for values in lists:
+        words += values if isinstance(values, list) else [None]
+    states = about["states"]
+    words += [*states.values()] if isinstance(states, dict) else [None]
+    if not all(isinstance(word, str) for word in words) or not (is_count(about["semantics"]) and "train" in splits):
+        raise ValueError("its description is of another kind")
+    for files in splits.values():
+        labels, positions, count = files.labels.numpy(), files.positions, len(files.labels)
+        fits = labels.dtype == np.int64 and labels.shape == (count,) and _is_within(labels, len(about["classes"]))
+        fits |= labels.dtype == np.bool_ and labels.shape == (count, len(about["classes"]))
+        fits &= files.names.text.dtype == np.uint8 and files.names.ends.shape == (count,)
+        fits &= files.names.ends.dtype == np.int64 and _is_within(files.names.ends, files.names.text.size + 1)
+        fits &= files.stats is None or files.stats.array.shape == (count, 2)
+        if positions is not None:
+            fits &= positions.array.shape == (count, 3) and _is_within(positions.array[:, 0], len(about["tars"]))
+        if not fits:
+            raise ValueError("its arrays do not fit to each other")
+    if weights is not None and weights.array.shape != (len(splits["train"].labels),):
+        raise ValueError("its weights do not fit to its images")
+
+
+def _is_within(values: np.ndarray[Any, Any], most: int) -> bool:
+    return not values.size or bool(values.min() >= 0 and values.max() < most)
 
 
 def _split(arrays: Mapping[str, SharedArray], split: str) -> SplitFiles:
@@ -178,8 +209,7 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
             with atomic_replacement(file) as temporary:
                 save_file(tensors, temporary, metadata={"index": text, "checksum": checksum})
                 set_default_permissions(temporary)
-                with temporary.open("rb") as written:
-                    os.fsync(written.fileno())
+                fsync(temporary)
             again = read_index(file, root)
             return replace(index if again is None else again, file=file, was_there=False)
         except (OSError, SafetensorError) as error:  # a read-only folder, or a full disk: safetensors has its own error

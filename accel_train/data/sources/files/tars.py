@@ -7,6 +7,7 @@ at its position: the samples can have any order, as with files, and need not fit
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
 import tarfile
 from collections import Counter
@@ -29,7 +30,7 @@ from accel_train.data.sources.files.listing import is_image
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError
-from accel_train.untrusted import require_regular_file
+from accel_train.untrusted import open_to_read
 
 END = bytes(2 * tarfile.BLOCKSIZE)
 """Of a tar file."""
@@ -81,7 +82,7 @@ class TarImages(EncodedImages):
 
     def open_tar(self, number: int) -> IO[bytes]:
         """Raises OSError."""
-        return (self.root / self.tars[number]).open("rb", buffering=0)
+        return open_to_read(self.root / self.tars[number], buffering=0)
 
     def name(self, id: int) -> str:
         tar = self.tars[int(self.positions.array[id, 0])]
@@ -146,13 +147,13 @@ def members_of(root: Path, tar: str, copy: Path | None = None) -> Iterator[tuple
     path = root / tar
     try:
         readable = copy or path
-        size = require_regular_file(readable, follow=True).st_size
-        with tarfile.open(readable, mode="r:") as archive:
+        with open_to_read(readable) as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
+            size = os.fstat(opened.fileno()).st_size
             for member, content in walk(archive, 0, "", 0):
                 if member.offset + member.size > size:
                     raise tarfile.ReadError("unexpected end of data")
                 yield member, content
-            with readable.open("rb") as file:
+            with open_to_read(readable) as file:
                 _check_end(archive, file)
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(

@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 from accel_train.data.sources.user.dataset import OPTION, Label, read_item, restored_generators, seed_generators
 from accel_train.errors import LOGGER, UserError, print_line
 from accel_train.files import atomic_write
-from accel_train.untrusted import MAX_LOG_BYTES
+from accel_train.untrusted import MAX_LOG_BYTES, require_regular_file
 from accel_train.user_code.objects import known_labels
 from accel_train.user_code.reference import Reference, code_file, file_hash
 
@@ -64,6 +64,7 @@ def labels_of(dataset: Any, reference: Reference, split: str, record: Path | Non
 def _recorded(path: Path, count: int) -> Tensor | None:
     """The labels in the file, or None if it is not one of `count` labels."""
     try:
+        require_regular_file(path, follow=True)
         labels = np.load(path, mmap_mode="r", allow_pickle=False)  # reads nothing before its shape is known to be right
     except (OSError, ValueError, EOFError, OverflowError):
         return None

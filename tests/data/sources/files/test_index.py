@@ -10,11 +10,13 @@ import signal
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 from test_tars import image, pack, values
@@ -607,3 +609,59 @@ def test_a_long_look_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     with caplog.at_level("INFO", logger="accel_train"):
         content(root, "folder")
     assert f"Looking through {root}" in caplog.text
+
+
+def damages(content: bytes) -> Iterator[bytes]:
+    """The file of an index with one damage each: bytes, its header, what it says with a right checksum."""
+    for place in range(0, min(len(content), 4000), 61):
+        for change in (1, 0x80, 0xFF):
+            yield content[:place] + bytes([content[place] ^ change]) + content[place + 1 :]
+        yield content[:place]
+        yield content[:place] + b"\0" * 8 + content[place:]
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8:start]), content[start:]
+
+    def packed(changed: Any) -> bytes:
+        text = json.dumps(changed).encode()
+        return len(text).to_bytes(8, "little") + text + data
+
+    odd = (None, True, -1, 0, 1, 10**18, 10**40, 1.5, "", "x", [], [1], [-1, 3], [[]], {}, {"a": 1})
+    yield from (packed(value) for value in odd)
+    for name, entry in header.items():
+        for key in entry:
+            for value in odd:
+                yield packed({**header, name: {**entry, key: value}})
+        yield packed({key: value for key, value in header.items() if key != name})
+    about = json.loads(header["__metadata__"]["index"])
+    arrays = {key: entry for key, entry in header.items() if key != "__metadata__"}
+    for key in about:
+        for value in odd:
+            text = json.dumps({**about, key: value})
+            checksum = zlib.crc32(text.encode())
+            for name in sorted(arrays):
+                first, last = arrays[name]["data_offsets"]
+                kind = np.dtype(index_file.DTYPES[arrays[name]["dtype"]])
+                described = f"{name} {kind} {tuple(arrays[name]['shape'])}"
+                checksum = zlib.crc32(data[first:last], zlib.crc32(described.encode(), checksum))
+            yield packed({**arrays, "__metadata__": {"index": text, "checksum": str(checksum)}})
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_a_damaged_index_is_made_again(tmp_path: Path, kind: str) -> None:
+    root = make(tmp_path / "data", kind)
+    right = content(root, kind)
+    file, elsewhere = index.index_places(root, kind)
+    whole = file.read_bytes()
+    for number, damaged in enumerate(damages(whole)):
+        file.write_bytes(damaged)
+        elsewhere.unlink(missing_ok=True)
+        try:
+            found = content(root, kind)
+        except UserError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"damage {number}: {damaged[:3000]!r}") from error
+        assert found[0] and len(found) == len(right)
+    file.unlink()
+    os.mkfifo(file)  # would wait for ever
+    assert content(root, kind) == right
