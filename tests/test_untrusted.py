@@ -262,10 +262,10 @@ EXCEPTIONS = {
     "files": "is the door of what is written, and flushes folders",
     # What the system says
     "bench.machine": "/proc", "doctor.memory": "/proc and cgroups", "doctor.network": "/sys and a file of the system's",
-    "doctor.scheduler": "cgroups", "doctor.world": "/proc", "launch.process": "/proc", "run.monitor": "/proc",
+    "doctor.scheduler": "cgroups", "doctor.world": "/proc", "launch.process": "/proc", "launch.parent": "/proc",
     "errors": "/dev/null",
     # Files of the package, and of a folder that the program has just made
-    "data.sources.arrays": "the digits of the package", "convert.peers": "a table of the package",
+    "data.sources.arrays": "the digits of the package",
     "doctor.rehearsal.drill": "its own scratch folder", "doctor.rehearsal.listener": "its own scratch folder",
     "doctor.storage": "its own scratch folder", "cli.init": "a new folder", "export.export": "a new folder",
     "export.formats": "the file that it has written", "export.timm_directory": "a new folder",
@@ -281,7 +281,7 @@ EXCEPTIONS = {
     "export.preprocess": "an image of the user's, read by the code that other programs copy",
     "export.images": "an image of the data, which the source has read",
     # Not yet
-    "bench.scaling": "", "convert.command": "", "convert.command_line": "", "data.tools.cache_writer": "",
+    "data.tools.cache_writer": "",
     "data.sources.remote.folder": "", "data.sources.remote.parquet": "", "data.sources.remote.shard_cache": "",
     "data.sources.remote.storage": "", "data.sources.remote.unpacked": "",
 }  # fmt: skip

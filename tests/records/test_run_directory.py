@@ -136,7 +136,7 @@ def test_damaged_lines_are_moved_aside_but_none_is_lost(tmp_path: Path) -> None:
     (tmp_path / "metrics.damaged.jsonl").mkdir()  # cannot be written
     directory.metrics_path.write_bytes(b"".join([*bad, good]))
     assert directory.rewind(5) == 0
-    assert directory.metrics_path.read_bytes() == b"".join([*bad, good])
+    assert directory.metrics_path.read_bytes() == b"".join([good, *bad])
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"\xff", b"", b"[" * 9999])

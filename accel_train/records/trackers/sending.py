@@ -61,7 +61,7 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.service.open()
+            self.service.begin()
             is_ending = False
             while not is_ending:
                 self._asked.wait()
@@ -165,7 +165,7 @@ def track(run: Path, name: str) -> str:
 
 def _send_once(run: Path, service: Service) -> tuple[int, int]:
     try:
-        service.open()
+        service.begin()
         counts = send_final(run, service)
         service.close()
     except Exception as error:  # of the tracker's package

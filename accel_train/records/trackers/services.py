@@ -75,7 +75,7 @@ class Service:
         self.last = self.memory.sent  # the newest step that the tracker has
         self.tracker: GeneralTracker
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Start the tracker."""
         self._start()
         self.tracker.store_init_configuration(self.settings)
@@ -120,7 +120,7 @@ class TensorBoard(Service):
         super().__init__(name, config, run)
         self.project = "tensorboard"  # the name of the folder
 
-    def open(self) -> None:
+    def begin(self) -> None:
         self._start(purge_step=self.last + 1)
         kinds = (bool, int, float, str)
         settings = self.settings.items()
@@ -141,7 +141,7 @@ class TensorBoard(Service):
 class WandB(Service):
     """One run at Weights & Biases, whose id is chosen here. Its server knows the last step; without it, "sent" does."""
 
-    def open(self) -> None:
+    def begin(self) -> None:
         if self.memory.id is None:
             self.memory.keep(id=uuid.uuid4().hex[:16])  # before the start: a kill in between leaves one run
         self.project = os.environ.get("WANDB_PROJECT", self.project)
@@ -182,7 +182,7 @@ class WandB(Service):
 class MLflow(Service):
     """One run of MLflow, whose id the server chooses. Its server is asked which step each curve has reached."""
 
-    def open(self) -> None:
+    def begin(self) -> None:
         from mlflow import MlflowClient
 
         client, id = MlflowClient(), self.memory.id
