@@ -625,7 +625,7 @@ def damages(content: bytes) -> Iterator[bytes]:
         text = json.dumps(changed).encode()
         return len(text).to_bytes(8, "little") + text + data
 
-    odd = (None, True, -1, 0, 1, 10**18, 10**40, 1.5, "", "x", [], [1], [-1, 3], [[]], {}, {"a": 1})
+    odd: tuple[Any, ...] = (None, True, -1, 0, 1, 10**18, 10**40, 1.5, "", "x", [], [1], [-1, 3], [[]], {}, {"a": 1})
     yield from (packed(value) for value in odd)
     for name, entry in header.items():
         for key in entry:
