@@ -92,10 +92,9 @@ def load_run(
 ) -> LoadedRun:
     """Return a run's model with its transform, class names and figures.
 
-    `checkpoint`: "best", "last", or a checkpoint's folder or name, such as "update-00001234"; default: the final
-    weights, else the last checkpoint. `trust_code`: run the model's code that the run keeps, although it may be
-    somebody else's. `model`: for a run that was trained with an object, a model like it, which is copied, or a function
-    that makes one. The result
+    `checkpoint`: a checkpoint's folder or name, such as "update-00001234"; default: the final weights, else the newest
+    checkpoint. `trust_code`: run the model's code that the run keeps, although it may be somebody else's. `model`: for
+    a run that was trained with an object, a model like it, which is copied, or a function that makes one. The result
     of `train` has its objects; the path of its folder does not.
     """
     with _objects_of(run, model=model):
@@ -119,7 +118,7 @@ def evaluate(
 
     `options`: other data, as on the command line: "--data.root", "elsewhere". `keep_predictions`: also return the label
     and the logits of each sample, on the main process.
-    `checkpoint`: as `load_run` has it. `model`, `data`, `metrics`: objects, as `train` takes them.
+    `model`, `data`, `metrics`: objects, as `train` takes them.
     """
     launch = prepare_environment()
     with _objects_of(run, metrics, model=model, data=data):
@@ -136,7 +135,6 @@ def predict(
     *,
     top_k: int | None = None,
     threshold: float | None = None,
-    checkpoint: str | Path | None = None,
     trust_code: bool = False,
 ) -> list[Prediction]:
     """Return the most probable classes of image files, the most probable one first, in the order of `images`.
@@ -144,23 +142,16 @@ def predict(
     `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
     `threshold` (default: 0.5), which only such runs take.
 
-    `checkpoint`: of a run's folder, as `load_run` has it; a loaded run has its weights already.
-
     The prediction of a file that cannot be read has no classes, but an `error`.
     """
     if isinstance(images, (str, os.PathLike)):
         raise UserError(f"images: expected a list of paths, found one: give [{os.fspath(images)!r}].")
-    if isinstance(run, (str, os.PathLike)):
-        loaded = load_run(run, checkpoint=checkpoint, trust_code=trust_code)
-    elif checkpoint is not None:
-        raise UserError("checkpoint: the run is loaded already; give it to load_run.")
-    else:
-        loaded = run
+    loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, os.PathLike)) else run
     return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold)
 
 
 def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:
-    """Write a run's model as "timm", "onnx" or "pt2". For `output`, `checkpoint`, … see accel_train/export/export.py.
+    """Write a run's model as "timm", "onnx" or "pt2". For `output`, `weights`, … see accel_train/export/export.py.
 
     `model`: as `load_run` has it.
     """
@@ -172,7 +163,7 @@ def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **opt
 
 
 def report(*runs: str | os.PathLike[str], **options: Any) -> ReportResult:
-    """Write the page of a run, or of several. For `output`, `checkpoint`, … see report/report.py."""
+    """Write the page of a run, or of several. For `output`, `evaluates` and `trust_code` see report/report.py."""
     launch = prepare_environment()
     with _objects_of(runs[0] if len(runs) == 1 else ""):
         from accel_train.report.report import report as report_runs
@@ -257,9 +248,7 @@ def find_lr(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any)
 
 
 def _with_paths(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: Path(value) if name in ("output", "checkpoint") and value else value for name, value in options.items()
-    }
+    return {name: Path(value) if name == "output" and value else value for name, value in options.items()}
 
 
 def _objects_of(run: Any, metrics: Mapping[str, Any] | None = None, **given: Any) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from accel_train.checkpoint.directory import (
 from accel_train.checkpoint.format import Snapshot, read_checkpoint, verify_checkpoint
 from accel_train.errors import UserError
 from accel_train.ownership.generation import is_late
-from accel_train.untrusted import is_count, json_object, read_regular_file
+from accel_train.untrusted import json_object, read_regular_file
 
 
 def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path, Snapshot] | None:
@@ -100,24 +100,18 @@ def find_newest_checkpoint(run: Path) -> Path | None:
 def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
     """Return the files of a run's weights: "model", and "ema" if the run has an EMA.
 
-    They come from `checkpoint` (its folder, or only the folder's name; "best": the one with the best validation figure;
-    "last": the newest complete one); without it, the final weights, or else those of the newest complete checkpoint.
-    A run that trains may delete it a moment later: see `read_while_trained`. Raises UserError if there are none, or if
-    the checkpoint is incomplete or altered.
+    They come from `checkpoint` (its folder, or only the folder's name); without it, the final weights, or else those of
+    the newest complete checkpoint. A run that trains may delete it a moment later: see `read_while_trained`. Raises
+    UserError if there are none, or if the checkpoint is incomplete or altered.
     """
     folder = run
     try:
-        if checkpoint is not None and str(checkpoint) == "best":
-            folder = _find_best_checkpoint(run)
-            verify_checkpoint(folder)
-        elif checkpoint is not None and str(checkpoint) != "last":
+        if checkpoint is not None:
             inside = run / "checkpoints" / checkpoint
             folder = checkpoint if checkpoint.is_dir() or not inside.is_dir() else inside
             verify_checkpoint(folder)
-        elif checkpoint is not None or not (run / "model.safetensors").is_file():
+        elif not (run / "model.safetensors").is_file():
             newest = find_newest_checkpoint(run)
-            if newest is None and checkpoint is not None:
-                raise UserError(f"--checkpoint last: {run} has no complete checkpoint.")
             if newest is None:
                 raise UserError(f"{run} has no weights yet: neither model.safetensors nor a complete checkpoint.")
             folder = newest
@@ -128,21 +122,6 @@ def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
         ) from error
     files = {name: folder / f"{name}.safetensors" for name in ("model", "ema")}
     return {name: file for name, file in files.items() if name == "model" or file.is_file()}
-
-
-def _find_best_checkpoint(run: Path) -> Path:
-    """The checkpoint that the newest one of the run calls the best. Raises UserError and OSError."""
-    newest = find_newest_checkpoint(run)
-    if newest is None:
-        raise UserError(f"--checkpoint best: {run} has no complete checkpoint.")
-    state = json_object(read_regular_file(newest / "state.json")) or {}
-    update = state["train"].get("best_update") if isinstance(state.get("train"), dict) else None
-    if not is_count(update):
-        raise UserError(
-            f"--checkpoint best: {run} has no best checkpoint, because nothing was evaluated on a validation split; "
-            "give --checkpoint last, or leave it out."
-        )
-    return checkpoint_path(newest.parent, update)
 
 
 def _newest_of_this_run(folder: Path, notes: list[str]) -> tuple[Path, Snapshot] | None:

@@ -45,7 +45,6 @@ def report(
     paths: Sequence[Path],
     *,
     output: Path | None = None,
-    checkpoint: Path | None = None,
     evaluates: bool = True,
     trust_code: bool = False,
 ) -> ReportResult:
@@ -53,7 +52,6 @@ def report(
 
     `output`: default report.html in the folder of the run, or comparison.html in that of the first of several; the CSV
     file of several runs is beside it. Several runs are compared from their records: nothing is evaluated.
-    `checkpoint`: of one run, see `find_weights`.
     `evaluates`: if there are no predictions of a run's weights, evaluate them once, and keep them; else leave out what
     needs them. `trust_code`: see `read_config`. Raises UserError.
     """
@@ -69,7 +67,7 @@ def report(
         return _compare(runs, output)
     evaluate = partial(evaluate_run, launch, trust_code=trust_code, keep_predictions=True) if evaluates else None
     pictures, notes = Pictures(), list[str]()
-    evaluation, predictions = _evaluated(runs[0], checkpoint, notes, evaluate)
+    evaluation, predictions = _evaluated(runs[0], notes, evaluate)
     if predictions is not None or evaluates:
         pictures = _pictures(runs[0], evaluation.get("split", ""), predictions, notes, trust_code=trust_code)
     with _of_records(*paths):
@@ -104,12 +102,12 @@ def _of_records(*runs: Path) -> Iterator[None]:
 
 
 def _evaluated(
-    run: RunRecords, checkpoint: Path | None, notes: list[str], evaluate: Callable[..., EvaluationResult] | None
+    run: RunRecords, notes: list[str], evaluate: Callable[..., EvaluationResult] | None
 ) -> tuple[dict[str, Any], Predictions | None]:
     """The newest evaluation of the run's weights, and its predictions; {} and None if there are none, which `notes`
     says. A new one is kept."""
     try:
-        digest = digest_of_run(run.path, checkpoint)
+        digest = digest_of_run(run.path)
     except UserError as error:
         notes.append(f"There are no figures of a model: {error}")
         return {}, None
@@ -121,7 +119,7 @@ def _evaluated(
         notes.append("These weights have no predictions yet. To compute them, leave out --no-evaluate true.")
         return {}, None
     try:
-        result = evaluate(run.path, split=splits[0], checkpoint=checkpoint)
+        result = evaluate(run.path, split=splits[0])
     except UserError as error:
         notes.append(f"The model could not be evaluated: {error}")
         return {}, None

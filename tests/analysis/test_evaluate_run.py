@@ -14,13 +14,11 @@ import torch.nn.functional as F
 
 from accel_train import cli
 from accel_train.analysis.loaded_run import load
-from accel_train.analysis.predictions import read_predictions
 from accel_train.checkpoint.choose import find_weights
 from accel_train.cli.of_run import evaluation_tables
 from accel_train.config.options import parse
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import Source, load_splits
-from accel_train.files import sha256
 from accel_train.records.model_info import read_model_info
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -160,45 +158,6 @@ def test_what_does_not_fit_is_told(
 ) -> None:
     assert told(capsys, str(run), *words) == message.replace("{run}", str(run))
     assert not list(run.glob("evaluation*"))
-
-
-def call_best(checkpoint: Path, update: int | None) -> None:
-    """Let the state of a checkpoint name another update as the best."""
-    file, manifest = checkpoint / "state.json", json.loads((checkpoint / "manifest.json").read_text())
-    state = json.loads(file.read_text())
-    state["train"]["best_update"] = update
-    file.write_text(json.dumps(state))
-    manifest["files"]["state.json"] = {"size": file.stat().st_size, "sha256": sha256(file)}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_the_best_and_the_last_checkpoint_have_names(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    older, newer = sorted((run / "checkpoints").iterdir())
-    call_best(newer, 27)
-    assert evaluated(run, "--checkpoint", "best")["ema"]["weights"] == f"checkpoints/{older.name}/ema.safetensors"
-    assert find_weights(run, Path("last"))["model"] == newer / "model.safetensors"
-    digest = json.loads((run / "evaluation-test.json").read_text())["ema"]["sha256"]
-    image = min((run / "examples").iterdir())
-    for words in (
-        ["predict", str(run), str(image), "--checkpoint", "best"],
-        ["export", str(run), "--format", "pt2", "--checkpoint", "best"],
-        ["report", str(run), "--checkpoint", "best"],
-    ):
-        assert cli.main(words) == 0
-    assert f"{older.name}/ema.safetensors" in capsys.readouterr().err
-    assert read_predictions(run / "predictions-test.npz").about["sha256"] == digest
-
-    call_best(newer, None)
-    assert told(capsys, str(run), "--checkpoint", "best") == (
-        f"--checkpoint best: {run} has no best checkpoint, because nothing was evaluated on a validation split; give "
-        "--checkpoint last, or leave it out."
-    )
-    assert cli.main(["report", str(run), str(run.parent), "--checkpoint", "best"]) == 2
-    shutil.rmtree(run / "checkpoints")
-    for word in ("best", "last"):
-        assert told(capsys, str(run), "--checkpoint", word) == (
-            f"--checkpoint {word}: {run} has no complete checkpoint."
-        )
 
 
 def test_without_final_weights_the_newest_whole_checkpoint_counts(

@@ -37,7 +37,7 @@ class Evaluate(CommandOptions):
     predictions: Path | None = None
     """Write the label and the logits of each sample to this .npz or .parquet file, of the EMA if the run has one."""
     checkpoint: Path | None = None
-    """best, last, or a checkpoint of the run, such as update-00001234; default: the final weights, else the last."""
+    """A checkpoint of the run, such as update-00001234; default: the final model, else the newest checkpoint."""
     trust_code: bool = False
     """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
 

@@ -31,8 +31,6 @@ class Export(CommandOptions):
     """timm: a directory for timm.create_model; onnx: ONNX; pt2: torch.export. It must be given."""
     output: Path | None = None
     """Folder to write; default: RUN/export-FORMAT. It may hold an earlier export, which is replaced."""
-    checkpoint: Path | None = None
-    """best, last, or a checkpoint of the run, such as update-00001234; default: the final weights, else the last."""
     weights: Literal["model", "ema"] | None = None
     """Which weights; default: the EMA if the run has one."""
     push_to_hub: str | None = None
@@ -61,7 +59,6 @@ def export(arguments: Sequence[str]) -> int:
         options.run,
         options.format,
         output=options.output,
-        checkpoint=options.checkpoint,
         weights=options.weights,
         push_to_hub=options.push_to_hub,
         trust_code=options.trust_code,

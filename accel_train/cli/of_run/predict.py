@@ -45,8 +45,6 @@ class Predict(CommandOptions):
     """Show the classes with at least this probability, for runs with several labels an image; default: 0.5."""
     output: Path | None = None
     """Write to this .csv or .jsonl file instead of a table; it is there when all images are done."""
-    checkpoint: Path | None = None
-    """best, last, or a checkpoint of the run, such as update-00001234; default: the final weights, else the last."""
     batch_size: int = 64
     """Images in one forward pass."""
     max_pixels: int | None = None
@@ -77,8 +75,7 @@ def predict(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
     launch.check_alone("predict")
     accelerator = create_accelerator(launch)
-    trust, device = options.trust_code, accelerator.device
-    run = load(options.run, options.checkpoint, trust_code=trust, device=device, overrides=sizes)
+    run = load(options.run, trust_code=options.trust_code, device=accelerator.device, overrides=sizes)
     check_can_classify(run.info, options.threshold)
     files: list[Path] = []
     for path in options.images:

@@ -32,18 +32,13 @@ class Report(CommandOptions):
     output: Path | None = None
     """The file to write; default: report.html in the run, or in the folder of runs; of several RUNs comparison.html in
     the first one."""
-    checkpoint: Path | None = None
-    """best, last, or a checkpoint of the run, such as update-00001234; default: the final weights, else the last."""
     no_evaluate: bool = False
     """Do not evaluate: leave out what needs the data."""
     trust_code: bool = False
     """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
 
     def mistakes(self) -> list[str]:
-        runs = self.all_runs()
-        several = self.checkpoint is not None and len(runs) > 1
-        mistakes = ["--checkpoint: several runs are compared by their records, not by weights; leave it out."] * several
-        return mistakes + [mistake for run in runs for mistake in not_a_run(run)]
+        return [mistake for run in self.all_runs() for mistake in not_a_run(run)]
 
     def all_runs(self) -> list[Path]:
         """Return the folders of the runs that have begun. One without any runs stands for itself."""
@@ -71,7 +66,6 @@ def report(arguments: Sequence[str]) -> int:
         launch,
         options.all_runs(),
         output=options.output or options.default_output(),
-        checkpoint=options.checkpoint,
         evaluates=not options.no_evaluate,
         trust_code=options.trust_code,
     )
