@@ -31,6 +31,8 @@ from accel_train.report.shared.records import RunRecords, check_runs
 from accel_train.report.shared.render import check_page
 from accel_train.untrusted import read_json_object
 
+Evaluate = Callable[..., EvaluationResult]
+
 
 @dataclass(frozen=True)
 class ReportResult:
@@ -51,13 +53,15 @@ def report(
     *,
     output: Path | None = None,
     evaluates: bool = True,
+    checkpoint: Path | None = None,
     trust_code: bool = False,
 ) -> ReportResult:
     """Write the report of one run, or the comparison of several.
 
     `output`: default report.html in the folder of the run, or comparison.html in that of the first of several.
     `evaluates`: if there are no predictions of a run's weights, evaluate them once, and keep them; else leave out what
-    needs them. `trust_code`: see `read_config`. Raises UserError.
+    needs them. `checkpoint`: whose weights are judged, see `find_weights`. `trust_code`: see `read_config`. Raises
+    UserError.
     """
     launch.check_alone("report")
     if not paths:
@@ -67,11 +71,13 @@ def report(
     runs = check_runs(paths)
     output = output or paths[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     check_page("--output", output)
-    evaluate = partial(evaluate_run, launch, trust_code=trust_code, keep_predictions=True) if evaluates else None
+    evaluate: Evaluate | None = None
+    if evaluates:
+        evaluate = partial(evaluate_run, launch, checkpoint=checkpoint, trust_code=trust_code, keep_predictions=True)
     if len(runs) > 1:
-        return _compare(runs, output, evaluate, trust_code=trust_code)
+        return _compare(runs, output, checkpoint, evaluate, trust_code=trust_code)
     pictures, notes = Pictures(), list[str]()
-    evaluation, predictions = _evaluated(runs[0], notes, evaluate)
+    evaluation, predictions = _evaluated(runs[0], notes, checkpoint, evaluate)
     if predictions is not None or evaluates:
         pictures = _pictures(runs[0], evaluation.get("split", ""), predictions, notes, trust_code=trust_code)
     with _of_records(*paths):
@@ -82,10 +88,10 @@ def report(
 
 
 def _compare(
-    runs: Sequence[RunRecords], output: Path, evaluate: Callable[..., EvaluationResult] | None, *, trust_code: bool
+    runs: Sequence[RunRecords], output: Path, checkpoint: Path | None, evaluate: Evaluate | None, *, trust_code: bool
 ) -> ReportResult:
     """Write the page of several runs."""
-    compared = [_compared(run, name, evaluate) for run, name in zip(runs, names_of(runs), strict=True)]
+    compared = [_compared(run, name, checkpoint, evaluate) for run, name in zip(runs, names_of(runs), strict=True)]
     with _of_records(*(run.path for run in runs)):
         groups = groups_of(compared)
         of_settings = differences_of_settings(groups, names_of_groups(groups))
@@ -97,10 +103,10 @@ def _compare(
     return ReportResult(output, {}, over_seeds, (*of_settings, *of_runs))
 
 
-def _compared(run: RunRecords, name: str, evaluate: Callable[..., EvaluationResult] | None) -> Compared:
+def _compared(run: RunRecords, name: str, checkpoint: Path | None, evaluate: Evaluate | None) -> Compared:
     """A run with what its model answered. Its logits are dropped: those of many runs would fill the memory."""
     notes = list[str]()
-    evaluation, predictions = _evaluated(run, notes, evaluate)
+    evaluation, predictions = _evaluated(run, notes, checkpoint, evaluate)
     answers = None
     if predictions is not None:
         try:
@@ -126,13 +132,15 @@ def _of_records(*runs: Path) -> Iterator[None]:
 
 
 def _evaluated(
-    run: RunRecords, notes: list[str], evaluate: Callable[..., EvaluationResult] | None
+    run: RunRecords, notes: list[str], checkpoint: Path | None, evaluate: Evaluate | None
 ) -> tuple[dict[str, Any], Predictions | None]:
     """The newest evaluation of the run's weights, and its predictions; {} and None if there are none, which `notes`
-    says. A new one is kept."""
+    says. A new one is kept. Raises UserError if the `checkpoint` that the user named has no weights."""
     try:
-        digest = digest_of_run(run.path)
+        digest = digest_of_run(run.path, checkpoint)
     except UserError as error:
+        if checkpoint is not None:
+            raise
         notes.append(f"There are no figures of a model: {error}")
         return {}, None
     splits = ["test", "val"] if run.evaluations("test", "model") or not run.evaluations("val", "model") else ["val"]
