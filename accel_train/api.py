@@ -92,10 +92,11 @@ def load_run(
 ) -> LoadedRun:
     """Return a run's model with its transform, class names and figures.
 
-    `checkpoint`: a checkpoint's folder or name, such as "update-00001234"; default: the final weights, else the newest
-    checkpoint. `trust_code`: run the model's code that the run keeps, although it may be somebody else's. `model`: for
-    a run that was trained with an object, a model like it, which is copied, or a function that makes one. The result
-    of `train` has its objects; the path of its folder does not.
+    `checkpoint`: "best", "last", or a checkpoint's folder or name, such as "update-00001234"; default: "last", the
+    final weights, or the newest checkpoint of a run that has not finished. `trust_code`: run the model's code that the
+    run keeps, although it may be somebody else's. `model`: for a run that was trained with an object, a model like it,
+    which is copied, or a function that makes one. The result of `train` has its objects; the path of its folder does
+    not.
     """
     with _objects_of(run, model=model):
         from accel_train.analysis.loaded_run import load
@@ -133,11 +134,14 @@ def predict(
     run: str | os.PathLike[str] | LoadedRun,
     images: Iterable[str | Path],
     *,
+    checkpoint: str | Path | None = None,
     top_k: int | None = None,
     threshold: float | None = None,
     trust_code: bool = False,
 ) -> list[Prediction]:
     """Return the most probable classes of image files, the most probable one first, in the order of `images`.
+
+    `checkpoint`: as `load_run` has it, if `run` is a path.
 
     `top_k`: how many; default: 5, or if an image may have several labels, all with a probability of at least
     `threshold` (default: 0.5), which only such runs take.
@@ -146,14 +150,19 @@ def predict(
     """
     if isinstance(images, (str, os.PathLike)):
         raise UserError(f"images: expected a list of paths, found one: give [{os.fspath(images)!r}].")
-    loaded = load_run(run, trust_code=trust_code) if isinstance(run, (str, os.PathLike)) else run
+    if isinstance(run, (str, os.PathLike)):
+        loaded = load_run(run, checkpoint=checkpoint, trust_code=trust_code)
+    elif checkpoint is None:
+        loaded = run
+    else:
+        raise UserError("checkpoint: the run is loaded already; give it to load_run.")
     return loaded.predict([Path(image) for image in images], top_k=top_k, threshold=threshold)
 
 
 def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **options: Any) -> ExportResult:
     """Write a run's model as "timm", "onnx" or "pt2". For `output`, `weights`, … see accel_train/export/export.py.
 
-    `model`: as `load_run` has it.
+    `model`, `checkpoint`: as `load_run` has them.
     """
     launch = prepare_environment()
     with _objects_of(run, model=model):
@@ -163,7 +172,7 @@ def export(run: str | os.PathLike[str], format: str, *, model: Any = None, **opt
 
 
 def report(*runs: str | os.PathLike[str], **options: Any) -> ReportResult:
-    """Write the page of a run, or of several. For `output`, `evaluates` and `trust_code` see report/report.py."""
+    """Write the page of a run, or of several. For `output`, `checkpoint`, … see report/report.py."""
     launch = prepare_environment()
     with _objects_of(runs[0] if len(runs) == 1 else ""):
         from accel_train.report.report import report as report_runs
@@ -248,7 +257,9 @@ def find_lr(recipe: str | Path | Mapping[str, Any], *words: str, **options: Any)
 
 
 def _with_paths(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: Path(value) if name == "output" and value else value for name, value in options.items()}
+    return {
+        name: Path(value) if name in ("output", "checkpoint") and value else value for name, value in options.items()
+    }
 
 
 def _objects_of(run: Any, metrics: Mapping[str, Any] | None = None, **given: Any) -> AbstractContextManager[None]:

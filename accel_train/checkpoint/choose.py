@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accel_train.checkpoint.directory import (
     BrokenError,
@@ -16,8 +16,8 @@ from accel_train.checkpoint.directory import (
 )
 from accel_train.checkpoint.format import Snapshot, read_checkpoint, verify_checkpoint
 from accel_train.errors import UserError
-from accel_train.ownership.generation import is_late
-from accel_train.untrusted import json_object, read_regular_file
+from accel_train.ownership.generation import is_late, read_result
+from accel_train.untrusted import is_count, json_object, read_regular_file
 
 
 def choose_checkpoint(folder: Path, resume: str, notes: list[str]) -> tuple[Path, Snapshot] | None:
@@ -97,15 +97,37 @@ def find_newest_checkpoint(run: Path) -> Path | None:
     return None
 
 
+def find_best_checkpoint(run: Path) -> Path:
+    """Return the folder of the checkpoint with the run's best validation metric. It need not be there.
+
+    Raises UserError if nothing has been the best yet, and OSError.
+    """
+    newest = find_newest_checkpoint(run)
+    record: Any = read_result(run)
+    if newest is not None:
+        record = (json_object(read_regular_file(newest / "state.json")) or {}).get("train")
+    update: Any = record.get("best_update") if isinstance(record, dict) else None
+    if not is_count(update):
+        raise UserError(
+            f"--checkpoint best: {run} has no best checkpoint, because no validation split was evaluated before its "
+            "newest checkpoint; leave it out for the newest weights."
+        )
+    return checkpoint_path(run / "checkpoints", update)
+
+
 def find_weights(run: Path, checkpoint: Path | None = None) -> dict[str, Path]:
     """Return the files of a run's weights: "model", and "ema" if the run has an EMA.
 
-    They come from `checkpoint` (its folder, or only the folder's name); without it, the final weights, or else those of
-    the newest complete checkpoint. A run that trains may delete it a moment later: see `read_while_trained`. Raises
-    UserError if there are none, or if the checkpoint is incomplete or altered.
+    They come from `checkpoint`: its folder, only the folder's name, or "best". Without it, or with "last", they are the
+    final weights, or else those of the newest complete checkpoint. A run that trains may delete it a moment later: see
+    `read_while_trained`. Raises UserError if there are none, or if the checkpoint is incomplete or altered.
     """
     folder = run
+    if checkpoint == Path("last"):
+        checkpoint = None
     try:
+        if checkpoint == Path("best"):
+            checkpoint = find_best_checkpoint(run)
         if checkpoint is not None:
             inside = run / "checkpoints" / checkpoint
             folder = checkpoint if checkpoint.is_dir() or not inside.is_dir() else inside

@@ -77,11 +77,11 @@ def one_of_run(run: Path, checkpoint: Path | None = None, name: str | None = Non
     return _read(run, read)
 
 
-def digest_of_run(run: Path) -> str:
-    """The SHA-256 of the file of a run's weights, the EMA's if it has one. Raises UserError."""
+def digest_of_run(run: Path, checkpoint: Path | None = None) -> str:
+    """The SHA-256 of the file of a run's weights, the EMA's if it has one; see `find_weights`. Raises UserError."""
 
     def read() -> str:
-        file = list(find_weights(run).values())[-1]
+        file = list(find_weights(run, checkpoint).values())[-1]
         try:
             require_regular_file(file, follow=True)
             with safe_open(file, framework="pt"):  # compares the size with the header: hashing 100 GB of zeros is slow

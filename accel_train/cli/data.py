@@ -13,8 +13,10 @@ from tyro.conf import Positional, arg
 from accel_train.cli.common import below_one, importing
 from accel_train.config.declaration import bytes_of
 from accel_train.config.option_types import out_of_bounds
-from accel_train.config.options import CommandOptions, parse_command
+from accel_train.config.options import CommandOptions, parse_command, parse_settings
+from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config, Data
+from accel_train.data.sources.root import check_root
 from accel_train.errors import UserError, print_line
 from accel_train.launch.process import available_cores
 from accel_train.user_code.reference import resolve
@@ -64,8 +66,12 @@ class CheckData(_Images):
     Every image is decoded once. What was found is printed and written to a JSON file. Give the list of unreadable
     images to training as --data.skip-unreadable. The exit code is 1 if a training would end with an error: because of
     unreadable images, class folders without any, or rows of a table without files.
+
+    The options of train are taken, too: `check-data RECIPE --data.root DIR` looks at the data that train would use.
     """
 
+    name: Annotated[Positional[str], arg(metavar="[NAME|RECIPE]")] = ""
+    """Name of the data: folder, csv, or another one as in --data.name; or a recipe, whose data is meant."""
     output: Path | None = None
     """List of unreadable images, a path a line; default: unreadable-NAME.txt, NAME of the data's folder or file."""
     json: Path | None = None
@@ -161,16 +167,31 @@ def _wrong_range(values: tuple[float, float] | None) -> list[str]:
 
 def check_data(arguments: Sequence[str]) -> int:
     """Run `accel-train check-data`; return the exit code."""
-    options, _ = parse_command(CheckData, arguments, "accel-train check-data", positional=("name",))
-    with importing(options.name):
+    options, words = parse_command(CheckData, arguments, "accel-train check-data", positional=("name",), others=("",))
+    data = _data_to_check(options, words)
+    check_root(data)
+    with importing(data.name):
         from accel_train import audit
 
     result = audit.check_data(
-        options.data(), output=options.output, json_file=options.json, processes=options.processes, shows_progress=True
+        data, output=options.output, json_file=options.json, processes=options.processes, shows_progress=True
     )
     for text, wraps in audit.summary(result):
         print_line(text, wraps=wraps)
     return int(result.stops_training or (options.strict and bool(result.findings)))
+
+
+def _data_to_check(options: CheckData, words: Sequence[str]) -> Data:
+    """Return the data that train would use, with the `words` of its options. Raises UserError."""
+    is_recipe = options.name in recipe_names() or options.name.endswith((".yaml", ".yml"))
+    if not (options.name or any(word.startswith("--data.name=") for word in words)):
+        raise UserError("accel-train check-data: NAME is missing: give the name of the data, or a recipe.")
+    own, default = options.data(), CheckData().data()
+    given = {each.name: getattr(own, each.name) for each in fields(Data)}
+    given = {name: value for name, value in given.items() if value != getattr(default, name)}
+    if is_recipe or not options.name:
+        given.pop("name", None)
+    return parse_settings(options.name if is_recipe else {}, words, {"data": given}).data
 
 
 def cache_data(arguments: Sequence[str]) -> int:
@@ -178,6 +199,7 @@ def cache_data(arguments: Sequence[str]) -> int:
     options, _ = parse_command(CacheData, arguments, "accel-train cache-data", positional=("name",))
     if options.output is None:
         raise UserError("accel-train cache-data: --output is missing: name the file to write.")
+    check_root(options.data())
     with importing(options.name):
         from accel_train.data.tools.cache_writer import write_cache
 
@@ -194,6 +216,7 @@ def cache_data(arguments: Sequence[str]) -> int:
 def shards(arguments: Sequence[str]) -> int:
     """Run `accel-train shards`; return the exit code."""
     options, _ = parse_command(Shards, arguments, "accel-train shards", positional=("name", "output"))
+    check_root(options.data())
     with importing(options.name):
         from accel_train.data.tools.shards import write_shards
 
@@ -219,6 +242,7 @@ def index(arguments: Sequence[str]) -> int:
     """Run `accel-train index`; return the exit code."""
     options, _ = parse_command(Index, arguments, "accel-train index", positional=("name",))
 
+    check_root(options.data())
     with importing(options.name):
         from accel_train.data.tools.index import make_index
 

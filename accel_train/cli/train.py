@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from accel_train.cli.common import importing
+from accel_train.data.sources.root import check_root
 from accel_train.errors import UnsavedError, print_line
 from accel_train.launch.environment import INTERRUPTED, at_terminal, prepare_environment
 from accel_train.launch.parent import record_stop_signal, recorded, stop_signals
@@ -36,6 +37,10 @@ def _train(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `… --config-only | head` ends quietly
     # Before torch is imported, because torch reads some of these variables.
     launch = prepare_environment(bitwise=config.bitwise)
+    finished = config.output_dir is not None and (config.output_dir / "result.json").exists()  # needs no data
+    if not config.config_only and not finished and launch.world_size == launch.local_world_size:
+        # Processes of several nodes must agree that it is missing: they look for it after they have met.
+        check_root(config.data)
     with importing("" if config.config_only else config.recipe):
         from accel_train.launch.agreement import end_world
         from accel_train.train import train, training_plan

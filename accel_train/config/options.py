@@ -52,12 +52,23 @@ SEVERAL = re.compile(r"\$|\d[-,]\d")
 ARRAY = " For a job array: accel-train submit RECIPE --seeds 0-4 (docs/clusters.md)."
 """How to give several seeds, or each element of an array its own."""
 
+NEUTRAL = {
+    "epochs": 10,
+    "batch_size": 64,
+    "optim": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.05},
+    "schedule": {"name": "cosine", "warmup_epochs": 1},
+}
+"""The recipe of a training whose command line names none: usable for most models, new or pretrained."""
+NEUTRAL_IN_WORDS = "10 epochs of batches of 64, AdamW, learning rate 3e-4, cosine"
+
 T = TypeVar("T")
 C = TypeVar("C", bound=CommandOptions)
 
 
 def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_code: bool = True) -> Config:
-    """Return the configuration of `RECIPE [--key value …]`. Files of the user's are in it with their absolute paths.
+    """Return the configuration of `[RECIPE] [--key value …]`. Files of the user's are in it with their absolute paths.
+
+    Without a recipe the options must name the model and the data; the other values are those of NEUTRAL.
 
     `checks_code=False`: the user's own code need not exist here, as for the config.yaml of a run.
 
@@ -65,11 +76,18 @@ def parse(arguments: Sequence[str], prog: str = "accel-train train", *, checks_c
     """
     if not arguments:
         raise UserError(f"no recipe: {prog} RECIPE [--key value …]; `accel-train recipes` lists the recipes.")
-    if arguments[0].startswith("-"):
-        raise UserError(f"the recipe comes before the options: {prog} RECIPE {arguments[0]} …")
     mistakes: list[str] = []
-    recipe = _read_recipe(arguments[0], mistakes)
-    return _to_config(recipe, read_arguments(arguments[1:], option_types(), mistakes), mistakes, checks_code)
+    if not arguments[0].startswith("-"):
+        recipe = _read_recipe(arguments[0], mistakes)
+        return _to_config(recipe, read_arguments(arguments[1:], option_types(), mistakes), mistakes, checks_code)
+    given = read_arguments(arguments, option_types(), mistakes)
+    if not {"model.name", "data.name"} <= given.keys():
+        raise UserError(
+            f"the recipe comes before the options: {prog} RECIPE {arguments[0]} …; without a recipe, give --model.name "
+            "and --data.name (and --data.root)."
+        )
+    recipe = dataclasses.replace(read_settings(NEUTRAL, "the neutral recipe"), name="neutral")
+    return _to_config(recipe, given, mistakes, checks_code)
 
 
 def parse_variants(

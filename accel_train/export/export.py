@@ -38,13 +38,15 @@ def export(
     format: str,
     *,
     output: Path | None = None,
+    checkpoint: Path | None = None,
     weights: str | None = None,
     push_to_hub: str | None = None,
     trust_code: bool = False,
 ) -> ExportResult:
     """Write the model of the run in the folder `run` as "timm", "onnx" or "pt2", and compare it with the run.
 
-    `output`: a folder; default RUN/export-FORMAT. `weights`: "model" or "ema"; default: the EMA if there is one.
+    `output`: a folder; default RUN/export-FORMAT. `checkpoint`: see `find_weights`. `weights`: "model" or "ema";
+    default: the EMA if there is one.
     `push_to_hub`: a repository of the hub that gets the folder, too. Raises UserError; then nothing has been written,
     unless the export is not what the run's model is (it is left in a folder whose name ends in -failed), or cannot be
     pushed.
@@ -54,7 +56,7 @@ def export(
     shown = output or run / f"export-{format}"
     output = shown.resolve()
     check_free(output)
-    loaded = load(run, weights=weights, trust_code=trust_code)
+    loaded = load(run, checkpoint, weights=weights, trust_code=trust_code)
     if format == "timm":
         timm_architecture(loaded.config.model, loaded.info)
     if push_to_hub is not None:

@@ -86,6 +86,11 @@ def final_figures(
         for metric, shown in headlines(evaluation.figures, chosen).items()
         if metric != "loss"
     }
+    if state.best_figure is not None:
+        name = str(result["best_metric"])
+        shown = headlines({name: state.best_figure}, chosen).get(name, f"{state.best_figure:.4f}")
+        use = "the last weights" if state.best_update == state.update else "to use it, add --checkpoint best"
+        figures[f"best val {name}"] = f"{shown} after epoch {state.best_epoch}; {use}"
     if state.timed_samples:
         figures["speed"] = f"{result['images_per_second']:,.0f} images/s, {state.train_seconds:.1f} s of training"
         if (warm_up := result["warm_up_seconds"]) is not None and warm_up > 1:  # compilation, say

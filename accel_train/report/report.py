@@ -26,6 +26,8 @@ from accel_train.report.shared.records import RunRecords, check_runs
 from accel_train.report.shared.render import check_page
 from accel_train.untrusted import read_json_object
 
+Evaluate = Callable[..., EvaluationResult]
+
 
 @dataclass(frozen=True)
 class ReportResult:
@@ -46,6 +48,7 @@ def report(
     *,
     output: Path | None = None,
     evaluates: bool = True,
+    checkpoint: Path | None = None,
     trust_code: bool = False,
 ) -> ReportResult:
     """Write the report of one run, or the comparison of several.
@@ -53,7 +56,8 @@ def report(
     `output`: default report.html in the folder of the run, or comparison.html in that of the first of several; the CSV
     file of several runs is beside it. Several runs are compared from their records: nothing is evaluated.
     `evaluates`: if there are no predictions of a run's weights, evaluate them once, and keep them; else leave out what
-    needs them. `trust_code`: see `read_config`. Raises UserError.
+    needs them. `checkpoint`: whose weights are judged, see `find_weights`. `trust_code`: see `read_config`. Raises
+    UserError.
     """
     launch.check_alone("report")
     if not paths:
@@ -64,10 +68,14 @@ def report(
     output = output or paths[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     check_page("--output", output)
     if len(runs) > 1:
+        if checkpoint is not None:
+            raise UserError("--checkpoint: several runs are compared by what they have written; leave it out.")
         return _compare(runs, output)
-    evaluate = partial(evaluate_run, launch, trust_code=trust_code, keep_predictions=True) if evaluates else None
+    evaluate: Evaluate | None = None
+    if evaluates:
+        evaluate = partial(evaluate_run, launch, checkpoint=checkpoint, trust_code=trust_code, keep_predictions=True)
     pictures, notes = Pictures(), list[str]()
-    evaluation, predictions = _evaluated(runs[0], notes, evaluate)
+    evaluation, predictions = _evaluated(runs[0], notes, checkpoint, evaluate)
     if predictions is not None or evaluates:
         pictures = _pictures(runs[0], evaluation.get("split", ""), predictions, notes, trust_code=trust_code)
     with _of_records(*paths):
@@ -102,13 +110,15 @@ def _of_records(*runs: Path) -> Iterator[None]:
 
 
 def _evaluated(
-    run: RunRecords, notes: list[str], evaluate: Callable[..., EvaluationResult] | None
+    run: RunRecords, notes: list[str], checkpoint: Path | None, evaluate: Evaluate | None
 ) -> tuple[dict[str, Any], Predictions | None]:
     """The newest evaluation of the run's weights, and its predictions; {} and None if there are none, which `notes`
-    says. A new one is kept."""
+    says. A new one is kept. Raises UserError if the `checkpoint` that the user named has no weights."""
     try:
-        digest = digest_of_run(run.path)
+        digest = digest_of_run(run.path, checkpoint)
     except UserError as error:
+        if checkpoint is not None:
+            raise
         notes.append(f"There are no figures of a model: {error}")
         return {}, None
     splits = ["test", "val"] if run.evaluations("test", "model") or not run.evaluations("val", "model") else ["val"]

@@ -114,8 +114,11 @@ def test_the_worst_of_many_classes_are_shown(
     monkeypatch.setattr(evaluation_tables, "SHOWN", 3)
     accuracy = evaluated(run)["ema"]["class_accuracy"]
     out = capsys.readouterr().out
-    rows = out.partition("most often confused with")[2].splitlines()[1:4]
+    rows = out.partition("confused with")[2].splitlines()[1:4]
     assert "the 3 classes with the lowest recall, of 10:" in out
+    header = next(line for line in out.splitlines() if line.startswith("class "))
+    assert header.split()[:6] == ["class", "images", "precision", "recall", "95%", "interval"]
+    assert len(header) <= 80
     assert [row.split()[0] for row in rows] == [str(at) for at in sorted(range(10), key=lambda at: accuracy[at])[:3]]
 
 
@@ -129,7 +132,7 @@ def test_classes_without_an_image_are_told(
     assert 6 <= len(empty) < 10
     out = capsys.readouterr().out
     assert f"no test images: {', '.join(empty)} ({len(empty)} of 10 classes)" in out.splitlines()
-    table = out.partition("most often confused with")[2].splitlines()
+    table = out.partition("confused with")[2].splitlines()
     rows = {words[0]: words[1:] for line in table if (words := line.split()) and words[0].isdigit()}
     listed = [name for name in rows if rows[name][0] == "0"]
     assert listed == (empty if shown == 20 else []) and all(rows[name] == ["0", *["\u2013"] * 3] for name in listed)
@@ -186,3 +189,27 @@ def test_figures_are_shown_even_if_they_cannot_be_written(run: Path, capsys: pyt
     assert "top5_accuracy" in out
     assert err.startswith(f"accel-train: warning: {run}/evaluation-test.json cannot be written (")
     assert not list(run.glob(".evaluation*"))
+
+
+def test_the_best_checkpoint_has_a_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newer = sorted((run / "checkpoints").iterdir())
+    best = json.loads((newer / "state.json").read_text())["train"]["best_update"]
+    assert find_weights(run, Path("best"))["model"].parent == run / "checkpoints" / f"update-{best:08d}"
+    shutil.rmtree(newer)  # now the best of the newest checkpoint is another than the final weights
+    assert evaluated(run, "--checkpoint", "best")["ema"]["weights"] == f"checkpoints/{older.name}/ema.safetensors"
+    assert evaluated(run, "--checkpoint", "last")["ema"]["weights"] == "ema.safetensors"
+    capsys.readouterr()
+
+    image = str(next((run / "examples").iterdir()))
+    for words in (["predict", str(run), image], ["export", str(run), "--format", "pt2"]):
+        assert cli.main([*words, "--checkpoint", "best"]) == 0
+        assert f"weights: {older}/ema.safetensors" in "".join(capsys.readouterr())
+    assert cli.main(["report", str(run), "--checkpoint", "best"]) == 0
+    assert f"checkpoints/{older.name}/ema.safetensors" in (run / "report.html").read_text()
+
+    shutil.rmtree(run / "checkpoints")
+    assert f"update-{best:08d} is not a complete checkpoint" in told(capsys, str(run), "--checkpoint", "best")
+    result = json.loads((run / "result.json").read_text()) | {"best_update": None}
+    (run / "result.json").write_text(json.dumps(result))
+    assert "no validation split was evaluated" in told(capsys, str(run), "--checkpoint", "best")
+    assert cli.main(["report", str(run), "--checkpoint", "best"]) == 2

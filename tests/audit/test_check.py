@@ -1,6 +1,7 @@
 """`accel-train check-data` finds and lists all unreadable images, and training skips them."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,3 +112,20 @@ def test_an_image_of_more_pixels_than_allowed_is_told_with_the_limit(data: Data,
         line = f"check-data --root {data.root} folder --output {listed} --max-pixels {most}"
         assert main([*line.split(), "--processes", "1"]) == 1
         assert ("train/cat/0.jpg" in listed.read_text()) == found
+
+
+def test_it_takes_what_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model: {name: resnet18}\ndata: {name: folder, root: photos, range: [0, 4095]}\n")
+    seen: list[Data] = []
+    monkeypatch.setattr("accel_train.cli.data.check_root", seen.append)
+    monkeypatch.setattr("accel_train.audit.audit.check_data", lambda *_, **__: sys.exit(0))
+    for words in (
+        [str(recipe), "--root", "other", "--data.max-pixels", "5"],
+        [str(recipe), "--data.root", "other", "--max-pixels", "5", "--epochs", "3"],
+        ["folder", "--root", "other", "--range", "0", "4095", "--max-pixels", "5"],
+        ["--data.name", "folder", "--data.root=other", "--data.range", "0", "4095", "--data.max-pixels", "5"],
+    ):
+        assert main(["check-data", *words]) == 0
+    assert seen == [Data("folder", Path("other"), range=(0.0, 4095.0), max_pixels=5)] * 4
+    assert main(["check-data", "--root", "other"]) == 2

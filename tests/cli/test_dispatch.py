@@ -25,6 +25,8 @@ heavy = [name for name in ("torch", "torchvision", "timm", "accelerate", "numpy"
 print(json.dumps([code, heavy]))
 """
 
+NO_ROOT = "--data.root {run}/no does not exist; name the folder that holds train/ or the class folders."
+
 
 def accel_train(
     *words: str, program: tuple[str, ...] = ("-m", "accel_train"), **variables: str
@@ -92,6 +94,15 @@ def test_help_lists_each_command_with_a_line() -> None:
         (["predict", "{run}", "{run}", "--output", "a.txt"],
          "--output: expected a name that ends in .csv or .jsonl, found 'a.txt'."),
         (["check-data", "folder", "--processes", "-1"], "--processes: expected at least 1, found -1."),
+        *[([*words, "folder", "--data.root" if "digits" in words else "--root", "{run}/no"], NO_ROOT) for words in
+          (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"], ["index"], ["check-data"],
+           ["preview", "digits", "--data.name"], ["bench", "digits", "--data.name"])],
+        (["train", "digits", "--data.root", "x"], "--data.root x: --data.name is digits, which come with the package "
+         "and are not read from there. For your own data give its kind, too: --data.name folder."),
+        (["train", "digits", "--data.name", "csv", "--data.root", "no.csv"],
+         "--data.root no.csv cannot be read (No such file or directory); name a CSV file."),
+        (["train", "digits", "--data.name", "tar", "--data.root", "no.tar"],
+         "--data.root no.tar does not exist; name a tar file or a folder of them."),
         (["recipes", "no_such_one"], "unknown recipe 'no_such_one'. `accel-train recipes` lists the recipes; "
          "to use a file of your own, give its path, which ends in .yaml."),
         (["recipes", "a", "b"], "accel-train recipes: expected at most one NAME, found 'a b'."),
@@ -101,7 +112,7 @@ def test_an_error_is_one_line_without_torch(words: list[str], message: str, tmp_
     (tmp_path / "r.yaml").write_text("epochs: 1")
     (tmp_path / "config.yaml").write_text("epochs: 1")
     names = {"{recipe}": str(tmp_path / "r.yaml"), "{run}": str(tmp_path)}
-    words = [names.get(word, word) for word in words]
+    words = [names.get(word, word.replace("{run}", str(tmp_path))) for word in words]
     code, out, err = accel_train(*words, program=("-c", PROGRAM))
     assert err == f"accel-train: error: {message.replace('{run}', str(tmp_path))}\n"
     assert (code, json.loads(out)) == (0, [2, []])

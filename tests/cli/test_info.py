@@ -36,7 +36,7 @@ def test_help_shows_the_values_of_the_recipe(tmp_path: Path, capsys: pytest.Capt
     for words, default in (["--help"], "(default: 1)"), ([str(recipe), "-h"], "(default: 3)"):
         assert main(["train", *words]) == 0
         text = capsys.readouterr().out
-        assert text.startswith("usage: accel-train train RECIPE")
+        assert text.startswith("usage: accel-train train [RECIPE]")
         epochs = text[text.index("--epochs NUMBER") :]
         assert default in epochs[: epochs.index("--batch-size")]
     assert "--recipe" not in text
@@ -48,8 +48,14 @@ def test_help_shows_one_group(capsys: pytest.CaptureFixture[str]) -> None:
         text = capsys.readouterr().out
         assert set(re.findall(r"^  --(\S+)", text, re.MULTILINE)) == {k for k in option_types() if "optim." in k}
         assert ("(default: 0.05)" in text) == (words[0] == "digits")
+    for key, group in (("optim.lr", "optim"), ("optim.weight_decay", "optim"), ("epochs", "common")):
+        assert main(["train", "--help", key]) == 0
+        out = capsys.readouterr().out
+        assert f"--{key.replace('_', '-')} " in out
+        assert f"\n{group}\n" in out
+        assert out.count("  --") == 1
     assert main(["train", "--help", "optm"]) == 2
-    assert "unknown group of options. Did you mean 'optim'? The groups: common, " in capsys.readouterr().err
+    assert "unknown group or option. Did you mean 'optim'? The groups: common, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])

@@ -404,9 +404,19 @@ def test_a_circle_of_bases_is_told(tmp_path: Path) -> None:
 def test_the_recipe_itself_is_checked(tmp_path: Path) -> None:
     assert "no recipe: accel-train train RECIPE" in told()
     assert "the recipe comes before the options" in told("--epochs", "3", "digits")
+    assert "without a recipe, give --model.name and --data.name" in told("--model.name", "resnet18")
     assert "unknown recipe 'no_such_one'." in told("no_such_one")
     assert "no such file" in told("./no_such.yaml")
     assert "cannot be read: a folder, not a regular file" in told(f"{tmp_path}/")
+
+
+def test_without_a_recipe_the_options_name_model_and_data() -> None:
+    words = ["--model.name", "resnet18", "--data.name", "folder", "--data.root", "photos"]
+    found = parse([*words, "--epochs", "3"])
+    assert (found.model.name, found.data.name, found.data.root) == ("resnet18", "folder", Path("photos"))
+    assert (found.recipe, found.epochs, found.optim.name, found.schedule.name) == ("neutral", 3, "adamw", "cosine")
+    assert parse(words).epochs == 10
+    assert "--epochs" in told(*words, "--epochs", "x")
 
 
 def test_packaged_recipes_are_named_and_described() -> None:

@@ -22,6 +22,7 @@ OF_RECIPE = ("train", "submit", "doctor", "meet", "bench", "preview", "find-lr")
 OPTIONS_OF_TRAIN = dict.fromkeys(OF_RECIPE, ("",)) | {
     "evaluate": ("model.", "data.", "augment.", "eval-batch-size"),
     "predict": SIZES,
+    "check-data": ("data.",),
 }
 """The commands that take options of train -> the beginnings of those options' names."""
 HELP = """usage: accel-train completion bash|zsh|fish

@@ -1,4 +1,4 @@
-"""`accel-train train --help [GROUP]`: the options in groups, the commonest first."""
+"""`accel-train train --help [GROUP|OPTION]`: the options in groups, the commonest first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.config.option_types import choices, option_types, value
-from accel_train.config.options import parse
+from accel_train.config.options import NEUTRAL_IN_WORDS, parse
 from accel_train.config.recipe import recipe_names
 from accel_train.config.schema import Config
 from accel_train.errors import UserError, nearest, one_line, wrapped
@@ -43,9 +43,9 @@ def groups() -> dict[str, list[str]]:
 
 
 def train_help(arguments: Sequence[str]) -> None:
-    """Print the help of `accel-train train`: with the defaults of the recipe, and of one group, if they are named.
+    """Print the help of `accel-train train`: with the defaults of a recipe and of one group or option, if named.
 
-    Raises UserError if the word after --help is neither a group nor a recipe.
+    Raises UserError if the word after --help is neither a group, an option nor a recipe.
     """
     from rich.console import Console
     from rich.text import Text
@@ -57,21 +57,26 @@ def train_help(arguments: Sequence[str]) -> None:
     shown = groups()
     if after and after[0] in shown:
         shown = {after[0]: shown[after[0]]}
+    elif after and (key := after[0].replace("_", "-")) in option_types():
+        group = [name for name, keys in shown.items() if key in keys][-1]  # rather its own one than "common"
+        shown = {group: [key]}
     elif after and not recipe and (after[0] in recipe_names() or Path(after[0]).suffix in (".yaml", ".yml")):
         recipe = after
     elif after:
         raise UserError(
-            f"--help {after[0]}: unknown group of options.{nearest(after[0], shown)} The groups: {', '.join(shown)}."
+            f"--help {after[0]}: unknown group or option.{nearest(after[0], [*shown, *option_types()])} "
+            f"The groups: {', '.join(shown)}."
         )
     config = parse(recipe) if recipe else Config()
 
     console = Console(highlight=False)
     width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
-    head = "usage: accel-train train RECIPE [--key value …]\n"
+    head = "usage: accel-train train [RECIPE] [--key value …]\n"
     if len(shown) > 1:
         head += (
             "\nTrain an image classifier. Each option changes one value of the recipe.\n\n"
-            f"RECIPE is the path of a YAML file, or one of {', '.join(recipe_names())}.\n"
+            f"RECIPE is the path of a YAML file, or one of {', '.join(recipe_names())}. Without one, give "
+            f"--model.name and --data.name; the other values are those of a plain recipe: {NEUTRAL_IN_WORDS}.\n"
         )
     console.print(Text(wrapped(head, width)), soft_wrap=True)
     for name, keys in shown.items():
@@ -81,7 +86,7 @@ def train_help(arguments: Sequence[str]) -> None:
                 console.print(Text(one_line(line)), soft_wrap=True)
         console.print()
     if len(shown) > 1:
-        last = f"accel-train train --help GROUP shows one group: {', '.join(shown)}."
+        last = f"accel-train train --help GROUP shows one group: {', '.join(shown)}. --help optim.lr shows one option."
         console.print(Text(wrapped(last, width)), soft_wrap=True)
 
 

@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from accel_train.cli.common import importing, without_run, wrong_endings
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.data.sources.root import check_root
 from accel_train.errors import LOGGER, UserError, print_line, writing
 from accel_train.files import check_writable
 from accel_train.launch.environment import prepare_environment
@@ -50,6 +51,8 @@ def find_lr(arguments: Sequence[str]) -> int:
     launch = prepare_environment()
     if launch.rank == 0:
         check_writable("--output", output)
+    if launch.world_size == launch.local_world_size:
+        check_root(config.data)
     with importing(config.recipe):
         from accel_train.bench.lr_finder import find_lr, plot
         from accel_train.launch.agreement import end_world

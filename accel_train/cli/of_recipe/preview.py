@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from accel_train.cli.common import below_one, importing, without_run
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.data.sources.root import check_root
 from accel_train.errors import print_line
 from accel_train.launch.environment import prepare_environment
 
@@ -38,6 +39,7 @@ def preview(arguments: Sequence[str]) -> int:
     options, config = parse_command_of_recipe(Preview, arguments, "accel-train preview")
     config = without_run(config, arguments, "preview", "picture")
     launch = prepare_environment()
+    check_root(config.data)
     with importing(config.recipe):
         from accel_train.report.preview import preview
 

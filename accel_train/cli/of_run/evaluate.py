@@ -37,7 +37,8 @@ class Evaluate(CommandOptions):
     predictions: Path | None = None
     """Write the label and the logits of each sample to this .npz or .parquet file, of the EMA if the run has one."""
     checkpoint: Path | None = None
-    """A checkpoint of the run, such as update-00001234; default: the final model, else the newest checkpoint."""
+    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
+    the final model, or the newest checkpoint of a run that has not finished."""
     trust_code: bool = False
     """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
 

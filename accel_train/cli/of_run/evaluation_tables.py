@@ -61,6 +61,7 @@ def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
     else:
         print_line("")
     head = ["class", "images", *columns]
+    behind = 2 + list(columns).index(first) + 1  # where the interval of the first figure is
     rows = []
     for label in labels:
         values = [column[label] for column in columns.values()]
@@ -68,12 +69,12 @@ def _print_rows(record: dict[str, Any], classes: Sequence[str]) -> None:
         shown = [empty if value is None or empty else f"{value:.2%}" for value in values]
         rows.append([classes[label], str(images[label]), *shown])
         if intervals is not None:
-            rows[-1].append(interval_text(intervals[label]))
+            rows[-1].insert(behind, interval_text(intervals[label]))
     if intervals is not None:
-        head.append("95% interval of recall")
+        head.insert(behind, "95% interval")
     if confusion is not None:
         for label, row in zip(labels, rows, strict=True):
             confused = confusion[label]
             other = max((number for number in range(len(classes)) if number != label), key=confused.__getitem__)
             row.append(f"{classes[other]} ({confused[other]})" if confused[other] else "")
-    print_table([*head, *["most often confused with"] * (confusion is not None)], rows, numbers=head[1:])
+    print_table([*head, *["confused with"] * (confusion is not None)], rows, numbers=head[1:])

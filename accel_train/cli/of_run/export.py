@@ -31,6 +31,9 @@ class Export(CommandOptions):
     """timm: a directory for timm.create_model; onnx: ONNX; pt2: torch.export. It must be given."""
     output: Path | None = None
     """Folder to write; default: RUN/export-FORMAT. It may hold an earlier export, which is replaced."""
+    checkpoint: Path | None = None
+    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
+    the final model, or the newest checkpoint of a run that has not finished."""
     weights: Literal["model", "ema"] | None = None
     """Which weights; default: the EMA if the run has one."""
     push_to_hub: str | None = None
@@ -59,6 +62,7 @@ def export(arguments: Sequence[str]) -> int:
         options.run,
         options.format,
         output=options.output,
+        checkpoint=options.checkpoint,
         weights=options.weights,
         push_to_hub=options.push_to_hub,
         trust_code=options.trust_code,

@@ -39,6 +39,9 @@ class Predict(CommandOptions):
     """Folder of the run."""
     images: Annotated[Positional[tuple[Path, ...]], arg(metavar="IMAGE|FOLDER …")]
     """Image files, or folders of them."""
+    checkpoint: Path | None = None
+    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
+    the final model, or the newest checkpoint of a run that has not finished."""
     top_k: int | None = None
     """Number of classes for each image; default: 1 on the console, 5 in a file; with several labels an image: all."""
     threshold: float | None = None
@@ -75,7 +78,9 @@ def predict(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `predict … | head` ends quietly
     launch.check_alone("predict")
     accelerator = create_accelerator(launch)
-    run = load(options.run, trust_code=options.trust_code, device=accelerator.device, overrides=sizes)
+    run = load(
+        options.run, options.checkpoint, trust_code=options.trust_code, device=accelerator.device, overrides=sizes
+    )
     check_can_classify(run.info, options.threshold)
     files: list[Path] = []
     for path in options.images:

@@ -32,6 +32,9 @@ class Report(CommandOptions):
     output: Path | None = None
     """The file to write; default: report.html in the run, or in the folder of runs; of several RUNs comparison.html in
     the first one."""
+    checkpoint: Path | None = None
+    """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
+    the final model, or the newest checkpoint of a run that has not finished."""
     no_evaluate: bool = False
     """Do not evaluate: leave out what needs the data."""
     trust_code: bool = False
@@ -67,6 +70,7 @@ def report(arguments: Sequence[str]) -> int:
         options.all_runs(),
         output=options.output or options.default_output(),
         evaluates=not options.no_evaluate,
+        checkpoint=options.checkpoint,
         trust_code=options.trust_code,
     )
     for table in result.tables:

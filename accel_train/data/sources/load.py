@@ -16,6 +16,7 @@ from accel_train.config.schema import Config, Data
 from accel_train.data.sources.arrays import PUBLISHED, digits, torchvision_set
 from accel_train.data.sources.divide import divide
 from accel_train.data.sources.files.depth import range_text
+from accel_train.data.sources.root import check_root
 from accel_train.data.sources.splits import Source, Splits, Subset, given_splits
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import parse_reference, short_name
@@ -92,13 +93,7 @@ def _load(data: Data, download: bool) -> Splits:
     name = rest if prefix == "torch" else data.name  # timm's names for torchvision's datasets
     if name in PUBLISHED:
         return torchvision_set(name, data.root, download=download)
-    if name == "digits" and data.root != Data().root:
-        # Whoever names own data and leaves out the name, whose default is digits, must not get a model of digits.
-        own = {".csv": "csv", ".tar": "tar"}.get(data.root.suffix.lower(), "folder")
-        raise UserError(
-            f"--data.root {data.root}: --data.name is digits, which come with the package and are not read from there. "
-            f"For your own data give its kind, too: --data.name {own}."
-        )
+    check_root(data)
     if name == "digits":
         return digits()
     if data.is_remote:

@@ -15,6 +15,7 @@ from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, 
 from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
 from accel_train.data.sources.files.index_file import Index, SplitFiles
 from accel_train.data.sources.files.listing import EXTENSIONS, NEWER_EXTENSIONS, find_images
+from accel_train.data.sources.root import check_root
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, check_splits, given_splits, normal_name
 from accel_train.errors import UserError, first_of
@@ -47,7 +48,8 @@ class FileImages(EncodedImages):
         return content
 
     def name(self, id: int) -> str:
-        return f"{self.root}/{self.paths[id]}"
+        path = self.paths[id]  # a table may have absolute ones
+        return path if path.startswith("/") else f"{self.root}/{path}"
 
     def relative_names(self) -> Iterator[str]:
         return iter(self.paths)
@@ -63,11 +65,8 @@ def folder(data: Data) -> Splits:
 
 def index_of(data: Data) -> Index:
     """Raises UserError."""
+    check_root(data)
     root = data.root
-    if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else "does not exist"
-        table = " To train on a table, give --data.name csv." if root.suffix.lower() == ".csv" else ""
-        raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.{table}")
     # With other folders for its splits, the same tree is other data.
     given = given_splits(data)
     kind = "folder" + "".join(f"-{split}={quote(name, safe='')}" for split, name in given.items())

@@ -29,7 +29,7 @@ from accel_train.data.sources.files.csv_rows import Mistakes, columns_of, csv_ro
 from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
 from accel_train.data.sources.files.index_file import Index, SplitFiles
-from accel_train.data.sources.files.listing import MISSING, file_stats, why_missing
+from accel_train.data.sources.files.listing import MISSING, file_stats, find_images, why_missing
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits
 from accel_train.errors import UserError, nearest
@@ -50,7 +50,7 @@ class _Rows:
     numbers: list[int] = field(default_factory=list)
     """As an editor shows them."""
     paths: list[str] = field(default_factory=list)
-    """Relative to the table's folder, normalised: cat/1.jpg, not ./cat//1.jpg."""
+    """Normalised: cat/1.jpg, not ./cat//1.jpg. Relative to the table's folder, or absolute if outside of it."""
     labels: list[str] = field(default_factory=list)
     """The cells."""
     splits: list[str] = field(default_factory=list)
@@ -83,6 +83,8 @@ def _look(path: Path, given: Mapping[str, str], progress: Progress) -> Index:
     rows = _read(path, given, mistakes)
     # Before any label is looked at, so that all of these mistakes are told at once.
     stats = file_stats(path.parent, rows.paths, progress)
+    if (stats == MISSING).all() and _complete_paths(path.parent, rows, mistakes):
+        stats = file_stats(path.parent, rows.paths, progress)
     missing = np.flatnonzero((stats == MISSING).all(1)).tolist()
     for index in missing:
         image = rows.paths[index]
@@ -128,6 +130,44 @@ def _look(path: Path, given: Mapping[str, str], progress: Progress) -> Index:
     )
 
 
+def _complete_paths(root: Path, rows: _Rows, mistakes: Mistakes) -> bool:
+    """Complete the paths of the rows, none of which is a file as it is written, that are those of images below `root`
+    without their folder, their suffix or both; return whether there is one. Raises UserError if one could mean several.
+    """
+    try:
+        images = find_images(root).images
+    except UserError:  # of a folder that may have nothing to do with the table
+        return False
+    by_name: dict[str, list[str]] = {}
+    for image in images:
+        name = image.rpartition("/")[2]
+        for key in {name, name.rpartition(".")[0]}:
+            by_name.setdefault(key, []).append(image)
+    completed, example = False, ""
+    row_of: dict[str, int] = {}
+    for index, path in enumerate(rows.paths):
+        endings = (f"/{path}", f"/{path}.")
+        found = [
+            image
+            for image in by_name.get(path.rpartition("/")[2], ())
+            if f"/{image}".endswith(endings[0]) or f"/{image.rpartition('.')[0]}.".endswith(endings[1])
+        ]
+        number = rows.numbers[index]
+        if len(found) > 1:
+            names = " or ".join(f"'{image}'" for image in found[:2])
+            mistakes.add("several", number, f"'{path}' could be {names}; write the whole path.")
+        elif found and found[0] in row_of:
+            mistakes.add("twice", number, f"the image '{found[0]}' is also in row {row_of[found[0]]}; keep one row.")
+        elif found:
+            row_of[found[0]] = number
+            example = example or f"'{path}' is {found[0]}"
+            rows.paths[index], completed = found[0], True
+    if completed:
+        rows.notes += (f"{mistakes.path}: its paths are completed by what is there, for example {example}.",)
+    mistakes.raise_all()
+    return completed
+
+
 def _read(path: Path, given: Mapping[str, str], mistakes: Mistakes) -> _Rows:
     """The rows, without the mistaken ones. Raises UserError if the columns are not clear."""
     lines = csv_rows(path)
@@ -136,7 +176,7 @@ def _read(path: Path, given: Mapping[str, str], mistakes: Mistakes) -> _Rows:
         raise UserError(f"{path} is empty; its first row must name the columns, such as path,label.")
     where = f"{path}, row {first}"
     columns = columns_of(header, given, where)
-    rows = _Rows()
+    rows, folder = _Rows(), f"{path.parent.absolute().as_posix()}/"
     line_of: dict[str, int] = {}
     for number, cells in lines:
         if len(cells) != len(header):
@@ -145,7 +185,7 @@ def _read(path: Path, given: Mapping[str, str], mistakes: Mistakes) -> _Rows:
             mistakes.add("cells", number, text)
             continue
         values = {role: cells[column] for role, column in columns.items()}
-        image = posixpath.normpath(values["path"])
+        image = posixpath.normpath(values["path"]).removeprefix(folder)
         problem = _problem(values)
         if problem is None and image in line_of:
             problem = "twice", f"the image '{image}' is also in row {line_of[image]}; keep one of these rows."
@@ -179,9 +219,9 @@ def _problem(values: dict[str, str]) -> tuple[str, str] | None:
             return "empty label", f"the label is empty. {advice}"
         if not cell and (role != "weight" or SPLIT_NAMES.get(split.lower()) == "train"):
             return f"empty {role}", f"the {role} is empty."
-    if path.startswith("/") or path[1:3] in (":/", ":\\"):
-        return "outside", f"the path '{path}' is absolute; write it relative to the table's folder."
-    if ".." in path and ".." in path.split("/"):
+    if path[1:3] in (":/", ":\\"):
+        return "outside", f"the path '{path}' is one of Windows; write it relative to the table's folder, with /."
+    if not path.startswith("/") and ".." in path and ".." in path.split("/"):
         return "outside", f"the path '{path}' leads outside the table's folder; move the table to a folder above."
     if split.lower() not in SPLIT_NAMES:
         hint = nearest(split.lower(), SPLIT_NAMES)

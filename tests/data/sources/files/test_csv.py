@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +215,8 @@ GOOD = "path,label\n6.png,x\n7.png,y\n"
         (GOOD + "\n./7.png,x\n", "row 5: the image '7.png' is also in row 3"),
         (GOOD + "../x.png,x\n", "row 4: the path '../x.png' leads outside the table's folder"),
         (GOOD + "a/../7.png,x\n", "row 4: the path 'a/../7.png' leads outside"),
-        (GOOD + "/x.png,x\n", "row 4: the path '/x.png' is absolute"),
-        (GOOD + "C:\\x.png,x\n", "row 4: the path 'C:\\x.png' is absolute"),
+        (GOOD + "/x.png,x\n", "row 4: there is no file '/x.png'"),
+        (GOOD + "C:\\x.png,x\n", "row 4: the path 'C:\\x.png' is one of Windows"),
         (GOOD + "a/1.png,\n", "row 4: the label is empty."),
         (GOOD + "a/1.png,x;y\na/2.png,\n", "row 5: the label is empty."),
         (GOOD + ",x\n", "row 4: the path is empty."),
@@ -327,3 +328,39 @@ def test_check_data_and_cache_data(images: Path, tmp_path: Path, capsys: pytest.
     cache.write_bytes(content[:-1])
     with pytest.raises(UserError, match="is not a complete cache"):
         CacheFile(cache)
+
+
+def test_paths_may_be_absolute(images: Path, tmp_path: Path) -> None:
+    rows = "path,label\n" + "".join(f"{images}/{path},{path[0]}\n" for path in IMAGES[:4])
+    inside = load(images, rows)
+    assert names(inside.train, images) == sorted(IMAGES[:4])
+    assert inside.table == load(images, rows.replace(f"{images}/", "")).table
+    assert names(load(tmp_path, rows).train, images) == sorted(IMAGES[:4])
+
+
+@pytest.mark.parametrize(
+    "written", [lambda path: path.rpartition("/")[2], lambda path: path[:-4], lambda path: path[2:-4]]
+)
+def test_paths_without_folder_or_suffix_are_completed_by_what_is_there(
+    images: Path, written: Callable[[str], str]
+) -> None:
+    splits = load(
+        images,
+        "id,breed\n" + "".join(f"{written(path)},{path[0]}\n" for path in IMAGES[:4]),
+        image_column="id",
+        label_column="breed",
+    )
+    assert names(splits.train, images) == sorted(IMAGES[:4])
+    assert splits.table == load(images, "path,label\n" + "".join(f"{path},{path[0]}\n" for path in IMAGES[:4])).table
+    (note,) = splits.notes
+    assert f"'{written(IMAGES[0])}' is {IMAGES[0]}" in note
+
+
+def test_a_path_that_could_mean_two_images_is_refused(images: Path, tmp_path: Path) -> None:
+    for path in ("train/1.png", "test/1.png", "train/2.png"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes((images / IMAGES[0]).read_bytes())
+    found = mistakes(tmp_path, "path,label\n1,x\n2,y\n")
+    assert found[0] == "TABLE, row 2: '1' could be 'test/1.png' or 'train/1.png'; write the whole path."
+    found = mistakes(tmp_path, "path,label\n2,x\n2.png,y\n")
+    assert found == ["TABLE, row 3: the image 'train/2.png' is also in row 2; keep one row."]

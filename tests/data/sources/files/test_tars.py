@@ -146,8 +146,8 @@ class TestTree:
             load(tmp_path / "s.tar")
 
     def test_no_tar_file(self, tmp_path: Path) -> None:
-        for root in (tmp_path, tmp_path / "nowhere.tar"):
-            with pytest.raises(UserError, match="neither a tar file nor a folder"):
+        for root, message in ((tmp_path, "neither a tar file nor a folder"), (tmp_path / "no.tar", "does not exist")):
+            with pytest.raises(UserError, match=message):
                 load(root)
         with pytest.raises(UserError, match=r"contains? no image"):
             load(pack(tmp_path / "s.tar", {"a/1.txt": b""}))

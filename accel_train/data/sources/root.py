@@ -1,0 +1,37 @@
+"""Whether what --data.root names is there. The command line asks this before it imports torch."""
+
+from __future__ import annotations
+
+from accel_train.config.groups.data import Data
+from accel_train.data.sources.files.csv_rows import csv_rows
+from accel_train.errors import UserError
+
+NAMED = {
+    "cache": "the file that accel-train cache-data wrote",
+    "tar": "a tar file or a folder of them",
+    "wds": "the folder of the shards",
+    "parquet": "a Parquet file or a folder of them",
+}
+"""What --data.root names, by --data.name."""
+
+
+def check_root(data: Data) -> None:
+    """Raise UserError if the data is to be on this machine, and is not where --data.root says."""
+    root, kind = data.root, data.name.partition("/")[0]
+    if "://" in str(root):
+        return
+    if kind == "digits" and root != Data().root:
+        # Whoever names own data and leaves out the name, whose default is digits, must not get a model of digits.
+        own = {".csv": "csv", ".tar": "tar"}.get(root.suffix.lower(), "folder")
+        raise UserError(
+            f"--data.root {root}: --data.name is digits, which come with the package and are not read from there. "
+            f"For your own data give its kind, too: --data.name {own}."
+        )
+    if kind == "folder" and not root.is_dir():
+        what = "is a file, not a folder" if root.exists() else "does not exist"
+        table = " To train on a table, give --data.name csv." if root.suffix.lower() == ".csv" else ""
+        raise UserError(f"--data.root {root} {what}; name the folder that holds train/ or the class folders.{table}")
+    if kind == "csv" and not root.is_file():
+        next(csv_rows(root), None)  # says what it is
+    if kind in NAMED and not root.exists():
+        raise UserError(f"--data.root {root} does not exist; name {NAMED[kind]}.")
