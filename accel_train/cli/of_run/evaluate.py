@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from accel_train.cli.common import importing, wrong_endings
 from accel_train.config.options import CommandOptions, parse_command
 from accel_train.config.recipe import not_a_run
-from accel_train.errors import print_line
+from accel_train.errors import UserError, print_line
 from accel_train.launch.environment import prepare_environment
 
 SIZES = ("model.eval-image-size", "augment.resize", "augment.crop-fraction")
@@ -48,6 +48,8 @@ class Evaluate(CommandOptions):
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Run `accel-train evaluate`; return the exit code."""
+    if "--model.image-size" in {word.partition("=")[0].replace("_", "-") for word in arguments}:
+        raise UserError("--model.image-size: is that of the run's training; give --model.eval-image-size.")
     options, overrides = parse_command(
         Evaluate, arguments, "accel-train evaluate", positional=("run",), others=("data.", *SIZES)
     )
