@@ -45,6 +45,7 @@ LAUNCH = {
     "--num_processes N": "gpus num-gpus n-gpus nproc-per-node world-size devices",
     "--num_machines N": "nodes num-nodes nnodes",
     "--dynamo_backend inductor": "compile torchcompile",
+    "--config_file accelerate_configs/fsdp2.yaml": "fsdp deepspeed",
     "--config_file accelerate_configs/multi_gpu.yaml": "device strategy accelerator ddp distributed local-rank",
 }
 """Option of accelerate launch -> its names elsewhere."""

@@ -119,7 +119,7 @@ def test_it_takes_what_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     recipe.write_text("model: {name: resnet18}\ndata: {name: folder, root: photos, range: [0, 4095]}\n")
     seen: list[Data] = []
     monkeypatch.setattr("accel_train.cli.data.check_root", seen.append)
-    monkeypatch.setattr("accel_train.audit.audit.check_data", lambda *_, **__: sys.exit(0))
+    monkeypatch.setattr("accel_train.audit.check_data", lambda *_, **__: sys.exit(0))
     for words in (
         [str(recipe), "--root", "other", "--data.max-pixels", "5"],
         [str(recipe), "--data.root", "other", "--max-pixels", "5", "--epochs", "3"],

@@ -28,7 +28,6 @@ for words in (
     ["export", run, "--format", "pt2"],
     ["track", run, "--to", "tensorboard"],
     ["runs", run],
-    ["scaling", run],
     ["bench", run],
     ["doctor", run, "--quick"],
     ["train", "digits", "--data.train-limit", "64", "--epochs", "1", "--model.weights", run, "--output-dir", "new"],
@@ -94,7 +93,7 @@ def test_a_model_that_is_a_function_of_the_standard_library(digits_run: Path, tm
     found = codes(run, tmp_path / "work")
     assert not marker.exists()
     assert found == {
-        "predict": 2, "evaluate": 2, "report": 0, "export": 2, "track": 0, "runs": 0, "scaling": 0, "bench": 2,
+        "predict": 2, "evaluate": 2, "report": 0, "export": 2, "track": 0, "runs": 0, "bench": 2,
         "doctor": 2, "train": 0, "load_run": 2, "api.evaluate": 2, "api.predict": 2,
     }  # fmt: skip
 

@@ -80,7 +80,6 @@ COMMANDS: dict[str, Callable[[Victim, Path], list[object]]] = {  # of a damaged 
     "export": lambda victim, _: ["export", victim.run, "--format", "timm", "--output", victim.folder / "new"],
     "runs": lambda victim, _: ["runs", victim.folder / "runs"],
     "track": lambda victim, _: ["track", victim.run, "--to", "tensorboard"],
-    "scaling": lambda victim, _: ["scaling", victim.run],
     "train": lambda victim, _: [
         "train", victim.run / "config.yaml", *FEW.split(), "--allow-change", "epochs", "--output-dir", victim.run
     ],
