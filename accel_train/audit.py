@@ -247,7 +247,8 @@ def check_data(
         if len(readable)
     }
     findings = tuple(_findings(splits, images, records, unreadable))
-    notes = (*splits.notes, *depth_notes(splits.train))
+    ignored = [f"Not used: {splits.ignored}."] if splits.ignored else []  # HEIC and raw files may be among them
+    notes = (*splits.notes, *depth_notes(splits.train), *ignored)
     result = AuditResult(
         data.name, data.root, images, findings, mistakes, notes, tuple(unreadable), sizes, json_file, listed
     )

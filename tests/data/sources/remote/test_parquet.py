@@ -204,7 +204,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
 
 
 def test_folders_without_a_split_to_train_on(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"there is no file \*\.parquet"):
+    with pytest.raises(UserError, match="does not exist"):
         load_splits(data(tmp_path / "nothing", tmp_path), 0)
     folder = write_hub(tmp_path / "data", train=0)
     with pytest.raises(UserError, match=r"no Parquet file of a train split, .* found data/validation-00000-of-00001"):
