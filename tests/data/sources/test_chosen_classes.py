@@ -124,7 +124,7 @@ def test_a_class_map_is_read_as_timm_reads_it(pets: Path) -> None:
     found = load_splits(Data(name="folder", root=pets, class_map=Path("map.txt")), 0)
     assert found.classes == ("fish", "dog", "bird") == tuple(theirs.class_to_idx)
     assert dict(zip(names(found.train), found.train.labels.tolist(), strict=True)) == dict(theirs.samples)
-    assert found.notes == ("--data.class-map map.txt: of its 3 classes, the data has no image of fish",)
+    assert found.notes[0] == "--data.class-map map.txt: of its 3 classes, the data has no image of fish"
 
 
 def test_the_mark_at_the_start_of_a_class_map_is_no_part_of_a_name(pets: Path) -> None:
