@@ -37,9 +37,9 @@ from accel_train.models.dropout import DropoutKeys, KeyedFunctions, convert_drop
 from accel_train.untrusted import read_json_object
 
 GENERATORS = ("cuda", "xpu", "mps")  # devices with a random generator of their own
-OPERATIONS = 1e9
-"""Floating-point operations of a virtual batch's forward pass in the trial, which then takes about a second."""
-FEWEST, MOST = 2, 16  # images of a virtual batch in the trial
+OPERATIONS = 5e8
+"""Floating-point operations of a virtual batch's forward pass in the trial, which then takes less than a second on a small net."""
+FEWEST, MOST = 2, 32  # images of a virtual batch in the trial
 TOLERANCE = 1e-6
 """Relative; rounding in float64 gives at most some 1e-11."""
 LARGER = 8
@@ -149,7 +149,7 @@ def _read_verdict(run: Path) -> Verdict | None:
         return None
     if not isinstance(kept, dict) or kept.keys() != {each.name for each in fields(Verdict)}:
         return None
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()}
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()}
     verdict, empty = Verdict(**values), Verdict()
     same_types = all(type(getattr(verdict, each.name)) is type(getattr(empty, each.name)) for each in fields(Verdict))
     texts = (*verdict.changing, *verdict.evaluation)
@@ -214,16 +214,17 @@ def _try_in(kind: torch.dtype, model: nn.Module, channels: int, size: int) -> Ve
     device = next(model.parameters()).device
     if device.type == "mps":
         device = torch.device("cpu")
-    base = copy.deepcopy(model).to(device)
+    base = copy.deepcopy(model).to(device).eval()
     count = _images_of_a_batch(base, channels, size)
-    base = copy.deepcopy(model).to(device)
     if kind == torch.float64:
         base = base.double()
     _prepare(base)
     images = different_images(channels, size, 2 * count).to(device, kind)
+    images[1 : 3 * count // 4] = images[:1] + 0.01 * images[1 : 3 * count // 4]  # alike: one expert gets them all
     images[count:] *= LARGER
     try:
-        copy.deepcopy(base).eval()(images[:1])
+        with torch.no_grad():
+            base(images[:1])
     except Exception:
         if kind == torch.float64:
             return None
@@ -235,7 +236,7 @@ def _images_of_a_batch(model: nn.Module, channels: int, size: int) -> int:
     """How many images a virtual batch of the trial has: a power of two. It follows from the operations alone."""
     parameter = next(model.parameters())
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model.eval()(torch.zeros(1, channels, size, size, device=parameter.device, dtype=parameter.dtype))
+        model(torch.zeros(1, channels, size, size, device=parameter.device, dtype=parameter.dtype))
     count = MOST
     while count > FEWEST and count * counter.get_total_flops() > OPERATIONS:
         count //= 2
@@ -252,13 +253,14 @@ def _prepare(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.any():
-            change = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.mul_((0.9 + 0.2 * change).to(parameter))
+            change = torch.rand(parameter.shape, generator=generator)
+            parameter.mul_(change.mul_(0.2).add_(0.9).to(parameter.device))
         else:
             parameter.fill_(0.1)
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):  # it would wait for the other processes
-            module.__class__ = BatchNormAct2d if hasattr(module, "act") else nn.BatchNorm2d
+            kind: type[nn.Module] = BatchNormAct2d if hasattr(module, "act") else nn.BatchNorm2d
+            module.__class__ = kind  # type: ignore[assignment]
 
 
 def _verdict(base: nn.Module, images: Tensor, count: int) -> Verdict:
@@ -272,26 +274,28 @@ def _verdict(base: nn.Module, images: Tensor, count: int) -> Verdict:
         except Exception as error:  # the layers of training do not fit the model: it may run without them
             together = f"it fails otherwise ({(str(error).splitlines() or [type(error).__name__])[0]})"
             break
+        if ways.first.draws and not functions:
+            functions = True
+            continue
         together = ways.difference()
         if not together:
             break
         found = ways.of_no_sample()
         if found != of_no_sample:
             of_no_sample = found
-        elif ways.draws and not functions:
-            functions = True
         else:
             break
     if together or ways is None:
         functions = False
         ways = _Ways(base, images, count, keyed=False, of_no_sample=of_no_sample)
+    half = count // 2  # fewer images are enough for an evaluation
     return Verdict(
         together=together,
         functions=functions,
         state=ways.has_state(),
         initialised=ways.initialised(base),
         changing=ways.changing(),
-        evaluation=_evaluate(ways.alone.model, images, count, ways.alone.batch_norms),
+        evaluation=_evaluate(ways.alone.model, images[count - half : count + half], half, ways.alone.batch_norms),
         leaves_out=ways.leaves_out(),
         irregular=ways.is_irregular(),
         of_no_sample=ways.of_no_sample(),
@@ -336,13 +340,13 @@ class _Copy:
         self.names = {module: f"{name} ({class_name(module)})" for name, module in self.model.named_modules() if name}
         self.parameters = [each for each in self.model.parameters() if each.requires_grad]
 
-    def run(self, images: Tensor, first: int, seed: int) -> _Pass:
-        """A pass of training over `images`, whose samples are numbered from `first`: gradients are added."""
+    def run(self, images: Tensor, first: int, seed: int, *, totals: bool = False) -> _Pass:
+        """A pass of training over `images`, whose samples are numbered from `first`."""
         seed_generators(seed)
         self.keys.set_samples(torch.arange(first, first + len(images)), 0, images.device)
         self.batches.begin(torch.ones(len(images), device=images.device), padded=False)
         seen, others = _Pass(len(images)), other_states()
-        with _watched(self.model, seen, self.names, self.keys, self.batch_norms, images.device):
+        with _watched(self.model, seen, self.names, self.keys, self.batch_norms, images.device, totals=totals):
             with self.around:
                 output = self.model(images)
             seen.losses = _losses(output, len(images))
@@ -388,10 +392,13 @@ class _Ways:
         of_no_sample: tuple[int, ...] = (),
     ) -> None:
         kinds: Mapping[str, Any] = {"keyed": keyed, "functions": functions, "of_no_sample": of_no_sample}
-        self.whole = _Copy(base, count, **kinds)
-        self.both = self.whole.run(images, 0, 0)
+        self._base, self._images, self._count, self._kinds = base, images, count, kinds
         self.alone = _Copy(base, count, **kinds)
         self.first = self.alone.run(images[:count], 0, 0)
+        if self.first.draws and keyed and not functions:
+            return  # another way will be tried
+        self.whole = _Copy(base, count, **kinds)
+        self.both = self.whole.run(images, 0, 0)
         gradients = self.alone.take_gradients()
         self.second = self.alone.run(images[count:], count, 1)
         pairs = zip(gradients, self.alone.take_gradients(), strict=True)
@@ -460,9 +467,15 @@ class _Ways:
 
     def _different_module(self) -> str:
         """The first module whose output for both batches is not that for each."""
-        for total, *parts in zip(self.both.totals, self.first.totals, self.second.totals, strict=False):
+        seeds = (
+            (self._images, 0, 0),
+            (self._images[: self._count], 0, 0),
+            (self._images[self._count :], self._count, 1),
+        )
+        passes = [_Copy(self._base, self._count, **self._kinds).run(*each, totals=True) for each in seeds]
+        for total, *parts in zip(*(each.totals for each in passes), strict=False):
             if not _adds_up(total, parts, 1e-3 if self.rounding is not None else TOLERANCE):
-                return total[0]
+                return str(total[0])
         return ""
 
     def has_state(self) -> bool:
@@ -537,6 +550,8 @@ def _watched(
     keys: DropoutKeys,
     batch_norms: Sequence[nn.Module],
     device: torch.device,
+    *,
+    totals: bool,
 ) -> Iterator[None]:
     """Inside, write to `seen` what a forward pass and its backward pass do."""
     places = ["the model"]
@@ -561,13 +576,12 @@ def _watched(
             return
         if module in rows:
             rows[module].append(len(output))
-        seen.totals += [(place, values.numel(), values.detach().abs().sum()) for values in float_tensors(output)]
+        if totals:
+            seen.totals += [(place, values.numel(), values.detach().abs().sum()) for values in float_tensors(output)]
 
     class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            is_read = func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-            # A shape that follows from values, as of `nonzero`, is read by `len`.
-            if (is_read or torch.Tag.dynamic_output_shape in func.tags) and not unwatched:
+            if not unwatched and _may_decide(func, args):
                 seen.reads = True
             if torch.Tag.nondeterministic_seeded not in func.tags:
                 return func(*args, **(kwargs or {}))
@@ -595,6 +609,14 @@ def _watched(
     seen.rows = list(rows.values())
 
 
+def _may_decide(operator: Any, arguments: Sequence[Any]) -> bool:
+    """Whether a value becomes a number, or a shape that Python may read, as that of `nonzero`."""
+    if operator is torch.ops.aten.index.Tensor:  # by a mask, not by numbers
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in arguments[1])
+    reads = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+    return operator in reads or torch.Tag.dynamic_output_shape in operator.tags
+
+
 def _evaluate(model: nn.Module, images: Tensor, count: int, batch_norms: Sequence[Any]) -> tuple[str, ...]:
     """Warnings of what depends on the number of processes in an evaluation. The copy `model` is changed."""
     untracked = [module for module in batch_norms if not module.track_running_stats]
@@ -614,7 +636,7 @@ def _evaluate(model: nn.Module, images: Tensor, count: int, batch_norms: Sequenc
     for part in (slice(None), slice(count), slice(count, None)):
         seed_generators(0)
         seen, others = _Pass(len(images[part])), other_states()
-        with _watched(model, seen, names, _NO_KEYS, [], images.device), torch.no_grad():
+        with _watched(model, seen, names, _NO_KEYS, [], images.device, totals=True), torch.no_grad():
             losses.append(_losses(model(images[part]), seen.samples))
         for library, before, after in zip(("random", "numpy.random"), others, other_states(), strict=True):
             if before != after:

@@ -81,6 +81,6 @@ def test_data_dependent_initialisation_is_refused_where_processes_would_differ(t
     words = [*FLAT.split(), "--model.name", MODEL.replace("Restless", "Initialised")]
     alone = helpers.run(*words, "--output-dir", tmp_path / "alone")
     assert alone.returncode == 0 and "changes the parameter bias" in alone.stderr, alone.stderr
-    for more in ({"processes": 2}, {}):
-        done = helpers.run(*words, *(() if more else ("--bitwise", "true")), "--output-dir", tmp_path / "run", **more)
+    for bitwise, processes in (("false", 2), ("true", 1)):
+        done = helpers.run(*words, "--bitwise", bitwise, "--output-dir", tmp_path / "run", processes=processes)
         assert done.returncode == 2 and "changes the parameter bias" in done.stderr, done.stderr
