@@ -215,7 +215,7 @@ def _try_in(kind: torch.dtype, model: nn.Module, channels: int, size: int) -> Ve
     if device.type == "mps":
         device = torch.device("cpu")
     base = copy.deepcopy(model).to(device).eval()
-    count = _images_of_a_batch(base, channels, size)
+    count = _images_of_a_batch(copy.deepcopy(base), channels, size)
     if kind == torch.float64:
         base = base.double()
     _prepare(base)
@@ -224,7 +224,7 @@ def _try_in(kind: torch.dtype, model: nn.Module, channels: int, size: int) -> Ve
     images[count:] *= LARGER
     try:
         with torch.no_grad():
-            base(images[:1])
+            copy.deepcopy(base)(images[:1])
     except Exception:
         if kind == torch.float64:
             return None

@@ -84,7 +84,7 @@ def test_what_cannot_be_judged_is_left_out(tmp_path: Path) -> None:
     (two[0] / "status.json").write_text(json.dumps({"state": "training", "epoch": 1, "update": 3}))
     (two[1] / "result.json").write_text(json.dumps({"test_accuracy": "much", "world_size": [1]}))
     first, second = rows(api.report(*two), "runs")
-    assert first["state"].startswith("training at epoch 1 of ")
+    assert " at epoch 1 of " in first["state"]
     assert "test accuracy" not in second
 
 
