@@ -15,6 +15,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class Images:
     root: Path
     """The path to which names are relative."""
 
-    @property
+    @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
         """int64 [splits + 1]: the number of the first image of each split, and of all images."""
         return np.cumsum([0, *map(len, self.sources.values())])
@@ -100,12 +101,12 @@ class Images:
         name = source.name(within).removeprefix(f"{self.root}/")
         return {"name": name, "split": split, "label": ", ".join(names) or "none"}
 
-    @property
+    @cached_property
     def split_numbers(self) -> npt.NDArray[np.int64]:
         """int64 [n]: the number of the split of each image."""
         return np.repeat(np.arange(len(self.sources)), np.diff(self.starts))
 
-    @property
+    @cached_property
     def label_numbers(self) -> npt.NDArray[np.int64]:
         """int64 [n]: a number for each image that is the same for those with the same class, or the same classes."""
         labels = [source.labels.numpy() for source in self.sources.values()]
@@ -117,7 +118,7 @@ class Images:
         _, numbers = np.unique(np.packbits(every, axis=1), axis=0, return_inverse=True)
         return numbers.reshape(-1).astype(np.int64)
 
-    @property
+    @cached_property
     def counts(self) -> dict[str, list[int]]:
         """How many images of each class a split has."""
         counts = {}

@@ -179,7 +179,7 @@ def _differences(runs: Sequence[RunRecords]) -> Table:
 
 def _speed(runs: Sequence[RunRecords]) -> Table:
     """Images a second, and how they grow with the number of processes among runs of the same setting."""
-    rows = []
+    names, rows = dict(zip(map(id, runs), _names(runs), strict=True)), []
     for group in _settings(runs).values():
         known = [
             (run, number(run.result.get("world_size")), number(run.result.get("images_per_second"))) for run in group
@@ -194,7 +194,7 @@ def _speed(runs: Sequence[RunRecords]) -> Table:
                 speed_up = f"{speed / slowest:.2f}x ({speed / slowest * fewest / count:.0%})"
             seconds = number(run.result.get("train_seconds"))
             cells = [run.devices, f"{speed:,.0f}", speed_up, "" if seconds is None else f"{seconds:,.0f}"]
-            rows.append([_names(runs)[list(runs).index(run)], f"{count:.0f}", *cells])
+            rows.append([names[id(run)], f"{count:.0f}", *cells])
     head = ["run", "processes", "devices", "images/s", "speed-up (efficiency)", "training, s"]
     return Table("speed", head, rows)
 

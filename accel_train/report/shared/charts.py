@@ -35,8 +35,6 @@ class Line:
     color: int = 0
     """The number of its colour."""
     dashed: bool = False
-    band: tuple[Sequence[float], Sequence[float]] | None = None
-    """The lower and the upper bounds of an area around it."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,6 @@ def draw(chart: Chart) -> str:
                 marker="o" if len(points) < 15 else None,
                 markersize=3,
             )
-        if line.band:
-            color = SERIES[line.color % len(SERIES)]
-            axes.fill_between(line.x, *line.band, color=color, alpha=0.15, linewidth=0)
     for kind, at in chart.events[:200]:
         drawn[kind] = axes.axvline(at, color=MARK, linewidth=0.9, linestyle=STYLES[kind])
     if chart.best is not None:
