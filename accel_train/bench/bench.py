@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from accel_train.bench import OR_SYNTHETIC
 from accel_train.bench.flops import training_flops
 from accel_train.bench.machine import device_peak_bytes, host_peak_bytes, reset_peaks
 from accel_train.bench.report import Round, Trained, figures_of
@@ -188,7 +189,7 @@ def _load(config: Config, synthetic: bool) -> Splits:
     except UserError as error:
         if synthetic:
             raise
-        raise UserError(f"{error} Or measure on synthetic images: --synthetic.") from error
+        raise UserError(f"{error} {OR_SYNTHETIC}") from error
 
 
 def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int) -> Round:

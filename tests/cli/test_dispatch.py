@@ -96,7 +96,9 @@ def test_help_lists_each_command_with_a_line() -> None:
         (["check-data", "folder", "--processes", "-1"], "--processes: expected at least 1, found -1."),
         *[([*words, "folder", "--data.root" if "digits" in words else "--root", "{run}/no"], NO_ROOT) for words in
           (["train", "digits", "--data.name"], ["find-lr", "digits", "--data.name"], ["index"], ["check-data"],
-           ["preview", "digits", "--data.name"], ["bench", "digits", "--data.name"])],
+           ["preview", "digits", "--data.name"])],
+        (["bench", "digits", "--data.name", "folder", "--data.root", "{run}/no"],
+         f"{NO_ROOT} Or measure on synthetic images: --synthetic."),
         (["train", "digits", "--data.root", "x"], "--data.root x: --data.name is digits, which come with the package "
          "and are not read from there. For your own data give its kind, too: --data.name folder."),
         (["train", "digits", "--data.name", "csv", "--data.root", "no.csv"],

@@ -239,7 +239,7 @@ def test_what_interactive_shells_start(cluster: Cluster) -> None:
     line = f"{say} shell; srun --overlap -n2 {say} nested; srun --overlap -n2 {say} next; {submit}"
 
     def log(number: object) -> str:
-        for _ in range(300):
+        for _ in range(1000):  # other jobs may have to end first
             if Path(f"{batch}.{number}").exists():
                 break
             time.sleep(0.1)

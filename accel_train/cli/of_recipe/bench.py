@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from accel_train.bench import OR_SYNTHETIC
 from accel_train.cli.common import below_one, importing, without_run
 from accel_train.cli.table import print_table
 from accel_train.config.options import CommandOptions, parse_command_of_recipe
+from accel_train.data.sources.root import check_root
 from accel_train.errors import UserError, counted, print_line, writing
 from accel_train.launch.environment import prepare_environment
 
@@ -50,6 +52,11 @@ def bench(arguments: Sequence[str]) -> int:
         raise UserError(f"--output: {output} is a folder; name a file in it.")
 
     launch = prepare_environment()
+    if not options.synthetic and launch.world_size == launch.local_world_size:
+        try:
+            check_root(config.data)
+        except UserError as error:
+            raise UserError(f"{error} {OR_SYNTHETIC}") from error
     with importing(config.recipe):
         from accel_train.bench.bench import bench
         from accel_train.launch.agreement import end_world

@@ -54,7 +54,7 @@ def runs(arguments: Sequence[str]) -> int:
     options, _ = parse_command(Runs, arguments, "accel-train runs", positional=())
     found = sorted(_read_runs(options.dir), key=lambda run: run.changed, reverse=True)
     if not found:
-        print_line(f"There are no runs in {options.dir}.")
+        print_line(f"There are no runs in {options.dir.absolute()}.")
         return 0
     head = ["run", "state", "epoch", "accuracy", "age", "owner"]
     rows = [[str(run.path), run.state, run.epoch, run.accuracy, _age(run.changed), run.owner] for run in found]
