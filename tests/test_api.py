@@ -130,11 +130,12 @@ os.write(1, f"told: {{told}}\\n".encode())  # in one piece: both processes write
 
 def test_evaluate_returns_the_same_on_each_process_and_again(run: Path, tmp_path: Path) -> None:
     script = f"""
-import json
+import json, os
 from accel_train.api import evaluate
 for words in ((), ("--data.test-limit", "30")):
     result = evaluate({str(run)!r}, *words)
-    print("told:", json.dumps([result.figures["model"]["count"], result.figures]))
+    told = json.dumps([result.figures["model"]["count"], result.figures])
+    os.write(1, f"told: {{told}}\\n".encode())  # in one piece: both processes write to one pipe
 """
     found = told(helpers.python("-c", script, cwd=tmp_path, processes=2))
     assert sorted(count for count, _ in found) == [30, 30, 60, 60]
@@ -235,7 +236,8 @@ from pathlib import Path
 from accel_train.api import load_run, train
 def tell(result):
     figures = {name: result.figures.get(name) for name in ("epochs", "updates", "test_accuracy")}
-    print("told:", json.dumps([str(result.directory), result.finished, result.stopped_by, figures]), flush=True)
+    told = json.dumps([str(result.directory), result.finished, result.stopped_by, figures])
+    os.write(1, f"told: {told}\\n".encode())  # in one piece: all processes write to one pipe
 """
 
 

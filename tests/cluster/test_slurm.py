@@ -200,14 +200,6 @@ def losses(job: Job) -> list[float]:
     return [line["loss"] for line in lines(job)]
 
 
-@pytest.mark.ci
-def test_the_time_limit_interrupts_and_the_job_goes_on(limited: Job) -> None:
-    job = limited
-    os.kill(job.ranks()[0], signal.SIGSTOP)  # so that it is not ready before the warning, which wakes it
-    job.until(lambda: (job.run / "slurm" / "requeues").exists())
-    job.restarted(1)
-
-
 WHAT_IT_IS = """\
 import os, sys
 from accel_train.launch.environment import prepare_environment
@@ -230,7 +222,10 @@ def in_terminal(cluster: Cluster, command: str, line: str) -> str:
 
 @pytest.mark.ci
 def test_what_interactive_shells_start(cluster: Cluster) -> None:
-    """A shell of a step, tasks of srun and batch scripts inherit one another's variables, and are what they are."""
+    """A shell of a step, tasks of srun and batch scripts inherit one another's variables, and are what they are.
+
+    It stands first in this file: its jobs must start at once, so no other test's job may have the nodes.
+    """
     program, batch = cluster.directory / "what.py", cluster.directory / "batch.sh"
     program.write_text(WHAT_IT_IS)
     say = f"{sys.executable} {program}"
@@ -239,11 +234,11 @@ def test_what_interactive_shells_start(cluster: Cluster) -> None:
     line = f"{say} shell; srun --overlap -n2 {say} nested; srun --overlap -n2 {say} next; {submit}"
 
     def log(number: object) -> str:
-        for _ in range(1000):  # other jobs may have to end first
+        for _ in range(1000):
             if Path(f"{batch}.{number}").exists():
-                break
+                return Path(f"{batch}.log").read_text()
             time.sleep(0.1)
-        return Path(f"{batch}.log").read_text()
+        raise AssertionError(cluster.command("squeue"))
 
     for number, command in enumerate(("salloc -n2", "srun -n2 --pty bash")):
         shown = in_terminal(cluster, command, f"{line} {number}")
@@ -254,6 +249,14 @@ def test_what_interactive_shells_start(cluster: Cluster) -> None:
         assert len(set(ports)) == 2, shown
     cluster.command("srun", "-n2", "bash", "-c", f"if ((SLURM_PROCID == 1)); then {submit} step; fi")
     assert "found script none 0 1" in log("step") and "found in-script srun 1 2" in log("step")
+
+
+@pytest.mark.ci
+def test_the_time_limit_interrupts_and_the_job_goes_on(limited: Job) -> None:
+    job = limited
+    os.kill(job.ranks()[0], signal.SIGSTOP)  # so that it is not ready before the warning, which wakes it
+    job.until(lambda: (job.run / "slurm" / "requeues").exists())
+    job.restarted(1)
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ RECIPE = {"base": "digits", "epochs": 2, "log_every_updates": 4, "data": {"train
           "val_fraction": 0.1}}
 def tell(name, value):
     if os.environ.get("RANK", "0") == "0" or name == "result":
-        print("told:", json.dumps([name, value]), flush=True)
+        os.write(1, f"told: {json.dumps([name, value])}\\n".encode())  # in one piece: all processes write to one pipe
 def go(name, *observers, options=()):
     result = train(RECIPE, "--output-dir", name, *options, observers=observers)
     tell("result", [name, result.finished, result.stopped_by, result.figures["updates"]])

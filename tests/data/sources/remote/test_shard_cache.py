@@ -113,7 +113,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_counts(server: StorageServ
     assert [copy.complete for copy in cache.copies()] == [False]
     server.bandwidth = None
     assert cache.open(NAMES[1]).read() == (server.folder / NAMES[1]).read_bytes()
-    assert [copy.path for copy in cache.copies()] == [cache.path(NAMES[1])]
+    assert there(cache) == [NAMES[1]]
 
 
 def test_a_copy_that_was_cut_is_fetched_again(server: StorageServer, tmp_path: Path) -> None:
