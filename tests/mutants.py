@@ -233,7 +233,7 @@ MUTANTS = [
            "data/transforms/test_batch.py", "mixup's lambda has mixup's distribution"),
     Mutant(MIXING, "betaincinv(alpha, alpha,", "betaincinv(alpha + 1, alpha,",
            "data/transforms/test_batch.py", "mixup's lambda is Beta(alpha, alpha)"),
-    Mutant(MIXING, "(draws[1] < self.augment.switch_probability) if both", "(draws[0] < self.augment.switch_probability) if both",
+    Mutant(MIXING, "(draws[1] < SWITCH_PROBABILITY) if both", "(draws[0] < SWITCH_PROBABILITY) if both",
            "data/transforms/test_boxes.py", "mixup or CutMix is drawn apart from whether to mix"),
     Mutant(MIXING, "(pairs[:, 0] > 0) & (pairs[:, 1] > 0)", "(pairs[:, 0] > 0)",
            "data/transforms/test_batch.py", "no sample is mixed with padding"),

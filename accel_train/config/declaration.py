@@ -47,7 +47,6 @@ PIXELS = Bound("one number from 0 to 255, or one of each channel", lambda x: all
 SIZE = Bound("a size such as 500MB, 200GB or 1.5TB", lambda x: bytes_of(x) > 0)
 ALL_POSITIVE = Bound("numbers greater than 0", lambda x: all(number > 0 for number in x))
 NONE_NEGATIVE = Bound("numbers that are not negative", lambda x: all(number >= 0 for number in x))
-SHARES = Bound("two numbers, 0 <= smallest < largest <= 1", lambda x: 0 <= x[0] < x[1] <= 1)
 JITTER = Bound(
     "one number, or three or four: brightness, contrast, saturation, hue; none negative, hue at most 0.5",
     lambda x: len(x) in (0, 1, 3, 4) and min(x, default=0) >= 0 and max(x[3:], default=0) <= 0.5,
@@ -198,9 +197,9 @@ class Needs:
 
 
 NEEDS_EMA = Needs("ema.enabled")
-NEEDS_MIXING = Needs("augment.mixup augment.cutmix augment.cutmix-minmax")
+NEEDS_MIXING = Needs("augment.mixup augment.cutmix")
 NEEDS_WARMUP = Needs("schedule.warmup-epochs")
-NEEDS_BOX = Needs("augment.crop", ("resized", "rkrc", "rkrr"))
+NEEDS_BOX = Needs("augment.crop", ("resized",))
 NEEDS_SHARDS = Needs("data.order", ("shards",))
 WITHOUT_MOMENTUM = (
     "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamp", "adamw", "adan", "adopt", "lamb",

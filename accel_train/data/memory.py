@@ -228,7 +228,7 @@ class MemoryLoader:
             )
             columns = {"labels": self.labels.index_select(0, ids), "ids": ids, "keys": keys, "weights": weights}
             if self.draw_parameters is not None:
-                columns["parameters"] = self.draw_parameters(keys, weights, block.epoch)
+                columns["parameters"] = self.draw_parameters(keys, weights)
             columns = {name: self._to_device(values, self.device) for name, values in columns.items()}
             row_numbers = self._to_device(self.pixels.row_numbers(ids), self.pixels.rows.device)
             step = max(1, FETCH_BYTES // (share * self.pixels.rows[0].numel())) * share

@@ -77,7 +77,7 @@ class BatchDataset(Dataset[dict[str, Any]]):
             "weights": indices.weights,
         }
         if self.draw_parameters is not None:
-            batch["parameters"] = self.draw_parameters(keys, indices.weights, indices.epoch)
+            batch["parameters"] = self.draw_parameters(keys, indices.weights)
         return batch
 
 

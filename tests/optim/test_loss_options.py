@@ -70,7 +70,6 @@ def test_a_wrong_number_of_weights_is_said(loss: Loss, labels: torch.Tensor, mes
         ("--loss.name bce --loss.bce-pos-weight 0", "numbers greater than 0"),
         ("--loss.own-class-weights -1 1", "numbers that are not negative"),
         ("--loss.class-weights balanced --loss.own-class-weights 1 1", "none with loss.class-weights=balanced"),
-        ("--augment.cutmix-minmax 0.5 0.5", "two numbers, 0 <= smallest < largest <= 1"),
         ("--augment.mix-mode element", "Did you mean 'elem'?"),
     ],
 )

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from accel_train.config.declaration import (
     ABOVE_0,
     ALL_POSITIVE,
-    COUNT,
     FRACTION,
     INTERVAL,
     JITTER,
@@ -21,7 +20,6 @@ from accel_train.config.declaration import (
     POLICIES,
     POLICY,
     POSITIVE,
-    SHARES,
     Bound,
     Interpolation,
     Needs,
@@ -37,18 +35,17 @@ class Augment:
     crop_fraction: Annotated[float | None, ABOVE_0] = None
     """In evaluation the crop has this fraction of the image's short side, at any size, as with timm's crop_pct; in
     place of augment.resize. Training: as without either."""
-    crop: Literal["center", "random", "resized", "rkrc", "rkrr", "squash"] = "center"
-    """Training crop: the centre; a random position; torchvision's RandomResizedCrop (resized); timm's rkrc or rkrr:
-    nearly the whole image in its proportions, its centre or a random position; or the whole image as a square (squash).
-    """
+    crop: Literal["center", "random", "resized", "squash"] = "center"
+    """Training crop: the centre; a random position; torchvision's RandomResizedCrop (resized); or the whole image
+    as a square (squash)."""
     pad: Annotated[int, NOT_NEGATIVE, Needs("augment.crop", ("random",))] = 0
     """Pixels to add on each side before a random crop; see augment.pad-mode."""
     pad_mode: Annotated[Literal["constant", "reflect"], Needs("augment.pad")] = "constant"
     """Padding: black (constant), or the image mirrored at its edge (reflect)."""
     scale: Annotated[tuple[float, float], INTERVAL, NEEDS_BOX] = (0.08, 1.0)
-    """crop=resized, rkrc, rkrr: smallest and largest fraction of the image's area."""
+    """crop=resized: smallest and largest fraction of the image's area."""
     ratio: Annotated[tuple[float, float], INTERVAL, NEEDS_BOX] = (0.75, 4 / 3)
-    """crop=resized: smallest and largest width / height; rkrc, rkrr: its change, such as 0.9 1.1."""
+    """crop=resized: smallest and largest width / height."""
     interpolation: Interpolation = "bilinear"
     """How images are resized, in training and evaluation, all but nearest with antialiasing; and how augment.policy
     turns them."""
@@ -91,12 +88,8 @@ class Augment:
     ] = 9
     """randaugment: strength of each operation, 0 to 30, as in torchvision: 9 turns by 9 degrees. timm's rand-m9 turns
     by 27, and leaves out half of the operations."""
-    augmix_severity: Annotated[int, Bound("a number from 1 to 10", lambda x: 1 <= x <= 10)] = 3
-    """augmix: strength of each operation at most, 1 to 10, as in torchvision. (That of timm's augmix-m5 is its m.)"""
     color_jitter: Annotated[tuple[float, ...], JITTER] = ()
     """Colour jitter: strength of brightness, contrast, saturation and hue. One number sets the first three."""
-    color_jitter_probability: Annotated[float, FRACTION] = 1.0
-    """Probability of colour jitter, if augment.color-jitter is set."""
     grey: Annotated[float, FRACTION] = 0.0
     """Probability of making an image grey."""
     blur: Annotated[float, FRACTION] = 0.0
@@ -105,23 +98,16 @@ class Augment:
     """Probability of erasing a random rectangle (random erasing)."""
     erase_mode: Annotated[Literal["const", "rand", "pixel"], Needs("augment.erase")] = "const"
     """Fill erased rectangles with the mean colour (const), a random colour (rand), or a random colour of each pixel."""
-    erase_count: Annotated[int, COUNT] = 1
-    """Erase up to this many rectangles, which share the area."""
     mixup: Annotated[float, NOT_NEGATIVE] = 0.0
     """Mixup: alpha of the Beta distribution; 0: off."""
     cutmix: Annotated[float, NOT_NEGATIVE] = 0.0
-    """CutMix: alpha of the Beta distribution; 0: off. With Mixup on too, one of them is drawn: augment.mix-mode."""
-    cutmix_minmax: Annotated[tuple[float, float] | None, SHARES] = None
-    """CutMix with boxes whose sides have between these two fractions of the image's, in place of augment.cutmix."""
+    """CutMix: alpha of the Beta distribution; 0: off. With Mixup on too, one of them is drawn, each as often as the
+    other: augment.mix-mode."""
     mix_probability: Annotated[float, FRACTION, NEEDS_MIXING] = 1.0
     """Probability of mixing (Mixup or CutMix), of each pair: see augment.mix-mode."""
-    switch_probability: Annotated[float, FRACTION] = 0.5
-    """Probability of CutMix, not Mixup, if both are on."""
     mix_mode: Annotated[Literal["pair", "elem", "batch"], NEEDS_MIXING] = "pair"
     """What is mixed in one way, with one share: each pair; each sample (elem), with its neighbour; or all pairs of a
     virtual batch (batch)."""
-    mix_epochs: Annotated[int | None, POSITIVE] = None
-    """Mix in the first N epochs only; default: in all."""
     mean: tuple[float, ...] | None = None
     """Mean to subtract from each channel (0 to 1); default: that of the weights, else the data's."""
     std: Annotated[tuple[float, ...] | None, ALL_POSITIVE] = None
@@ -130,7 +116,7 @@ class Augment:
     @property
     def cuts(self) -> bool:
         """Whether CutMix is on."""
-        return self.cutmix > 0 or self.cutmix_minmax is not None
+        return self.cutmix > 0
 
     @property
     def mixes(self) -> bool:

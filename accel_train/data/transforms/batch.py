@@ -69,7 +69,7 @@ class BatchTransform:
         if augment.erase > 0 and self.draw_parameters is not None:
             from accel_train.data.transforms.erasing import Erasing
 
-            self.erasing = Erasing(parameters, self.steps)
+            self.erasing = Erasing(augment.erase_mode, device)
         if self.draw_parameters is not None:
             # The image's rows or columns in each window, int64 [windows, size]; then those of flipped windows.
             indices = window_indices(self.draw_parameters)

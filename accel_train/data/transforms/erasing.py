@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accel_train.data.transforms.parameters import AugmentParameters, Stream, box_masks
+from accel_train.data.transforms.parameters import Column, Stream
 from accel_train.keyed import GOLDEN, scramble, shift, signed
 
 BITS = 16  # of a normal number
@@ -17,40 +17,35 @@ CHUNK = 1 << 21  # pixels that are drawn at a time
 
 
 class Erasing:
-    """Erases the boxes of each image of a batch."""
+    """Erases the box of each image of a batch."""
 
-    def __init__(self, draw: AugmentParameters, steps: Tensor) -> None:
-        """`steps`: see `box_masks`."""
-        self.draw, self.mode, self.steps = draw, draw.augment.erase_mode, steps
+    def __init__(self, mode: str, device: torch.device) -> None:
+        """`mode`: augment.erase-mode."""
+        self.mode = mode
         if self.mode != "const":
             middles = (torch.arange(1 << BITS, dtype=torch.float64) + 0.5) / (1 << BITS)
-            self.normal = torch.special.ndtri(middles).float().to(steps.device)
+            self.normal = torch.special.ndtri(middles).float().to(device)
 
     def __call__(self, images: Tensor, batch: dict[str, Tensor], masks: Tensor) -> None:
         """Erase in `images`, normalised float32 [b, C, size, size], in place. `batch`: "parameters" and, unless the
-        mode is const, "keys", int64 [b]. `masks`: of the first box, bool [b, 1, size, size]."""
-        parameters = batch["parameters"]
+        mode is const, "keys", int64 [b]. `masks`: of the boxes, bool [b, 1, size, size]."""
+        if self.mode == "const":
+            images.masked_fill_(masks, 0.0)  # the mean colour
+            return
+        which = torch.arange(len(images), device=images.device)
+        if images.device.type == "cpu":
+            which = (batch["parameters"][:, Column.LAST] >= 0).nonzero()[:, 0]  # the others would not change
         step = max(1, CHUNK // images[0].numel())
-        for number in range(self.draw.erased_boxes):
-            first, last = self.draw.erased_columns(number)
-            if number > 0:
-                masks = box_masks(parameters, first, last, self.steps)
-            if self.mode == "const":
-                images.masked_fill_(masks, 0.0)  # the mean colour
-                continue
-            which = torch.arange(len(images), device=images.device)
-            if images.device.type == "cpu":
-                which = (parameters[:, last] >= 0).nonzero()[:, 0]  # the others would not change
-            for start in range(0, len(which), step):
-                rows = which[start : start + step]
-                images[rows] = torch.where(masks[rows], self._noise(batch["keys"][rows], number, images), images[rows])
+        for start in range(0, len(which), step):
+            rows = which[start : start + step]
+            images[rows] = torch.where(masks[rows], self._noise(batch["keys"][rows], images), images[rows])
 
-    def _noise(self, keys: Tensor, number: int, images: Tensor) -> Tensor:
-        """Normal numbers for box `number` of each sample, float32 [b, C, size, size], or [b, C, 1, 1] of its colour."""
+    def _noise(self, keys: Tensor, images: Tensor) -> Tensor:
+        """Normal numbers for each sample's box, float32 [b, C, size, size], or [b, C, 1, 1] of its colour."""
         shape = images.shape[1:] if self.mode == "pixel" else (images.shape[1], 1, 1)
         count = shape[0] * shape[1] * shape[2]
         own = scramble(keys + signed((Stream.ERASE_NOISE + 1) * GOLDEN))
-        places = torch.arange(1 + number * count, 1 + (number + 1) * count, device=keys.device)
+        places = torch.arange(1, 1 + count, device=keys.device)
         words = scramble(own[:, None] + places * signed(GOLDEN))
         noise: Tensor = self.normal[shift(words, 64 - BITS)].view(-1, *shape)
         return noise

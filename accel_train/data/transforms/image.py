@@ -94,12 +94,6 @@ class ImageTransform:
             boxes = crop_boxes(keys, heights, widths, self.augment.scale, self.augment.ratio).tolist()
             for image, mode, box in zip(images, modes, boxes, strict=True):
                 yield self._resized_box(image, mode, box, self.size, self.size)
-        elif self.crop in ("rkrc", "rkrr"):
-            from accel_train.data.transforms.keep_ratio import cut, drawn_windows
-
-            windows = drawn_windows(sizes, keys, self.augment, self.size)
-            for image, mode, (height, width, top, left) in zip(images, modes, windows, strict=True):
-                yield cut(self._resized_box(image, mode, None, height, width), top, left, self.size)
         else:
             for image, mode, (height, width) in zip(images, modes, sizes, strict=True):
                 squashed = self.crop == "squash"

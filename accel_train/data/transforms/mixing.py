@@ -1,7 +1,7 @@
 """The random parameters of Mixup and CutMix: which samples are mixed, how, and with which share.
 
 Mixup: Zhang et al., 2018, https://arxiv.org/abs/1710.09412; CutMix: Yun et al., 2019, https://arxiv.org/abs/1905.04899.
-The choices are those of timm's Mixup (mode, switching, boxes of minmax); its "batch" is the virtual batch here, which
+The choices are those of timm's Mixup (mode, switching); its "batch" is the virtual batch here, which
 is the same on any number of processes. A sample's partner is its neighbour, not the sample at the other end of a batch.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accel_train.config.schema import Augment
 
+SWITCH_PROBABILITY = 0.5  # of CutMix, not mixup, if both are on: timm's default
 DRAWS = 5  # of a group: whether to mix, which of the two, the share, and the place of the box
 
 
@@ -35,25 +36,23 @@ class Mixing:
         self.augment, self.size = augment, size
         self.group = {"batch": virtual_batch, "pair": 2, "elem": 1}[augment.mix_mode]
         """Samples that share the numbers which are drawn."""
-        self.cuts, self.minmax = augment.cuts, augment.cutmix_minmax
+        self.cuts = augment.cuts
         # Tables to convert a uniform number to Beta(alpha, alpha), because torch cannot sample it from a key.
         self.mixup_quantiles = beta_quantiles(augment.mixup)
         self.cutmix_quantiles = beta_quantiles(augment.cutmix)
 
-    def __call__(self, draws: Tensor, weights: Tensor, epoch: int) -> Mixed:
-        """`draws`: float32 [DRAWS, groups], in [0, 1); `weights`: float32 [b], 0 for padding; `epoch`: from 0 on."""
+    def __call__(self, draws: Tensor, weights: Tensor) -> Mixed:
+        """`draws`: float32 [DRAWS, groups], in [0, 1); `weights`: float32 [b], 0 for padding."""
         both = self.augment.mixup > 0 and self.cuts
-        cuts = (draws[1] < self.augment.switch_probability) if both else torch.full_like(draws[1], self.cuts).bool()
+        cuts = (draws[1] < SWITCH_PROBABILITY) if both else torch.full_like(draws[1], self.cuts).bool()
         cutmix_share, mixup_share = (
             _interpolate(quantiles, draws[2]) for quantiles in (self.cutmix_quantiles, self.mixup_quantiles)
         )
         share = torch.where(cuts, cutmix_share, mixup_share)
-        rows, columns = self._sides(draws, share) if self.minmax is None else self._minmax_sides(draws)
+        rows, columns = self._sides(draws, share)
         area = (rows[1] - rows[0]) * (columns[1] - columns[0])
         share = torch.where(cuts, 1 - area / self.size**2, share)
         mixed = draws[0] < self.augment.mix_probability
-        if self.augment.mix_epochs is not None and epoch >= self.augment.mix_epochs:
-            mixed = torch.zeros_like(mixed)
 
         def of_samples(values: Tensor) -> Tensor:
             return values.repeat_interleave(self.group)
@@ -78,21 +77,6 @@ class Mixing:
         side = (torch.sqrt(1 - share) * self.size).floor()
         firsts = [(draws[3 + axis] * self.size).floor() - (side / 2).floor() for axis in (0, 1)]
         return [(first.clamp(0, self.size), (first + side).clamp(0, self.size)) for first in firsts]
-
-    def _minmax_sides(self, draws: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """As `_sides`, of a box whose sides are drawn between two shares of the image's, at any place.
-
-        With minmax no share is drawn: draws[2] decides about both sides, which have 12 random bits each.
-        """
-        assert self.minmax is not None
-        low, high = (int(self.size * limit) for limit in self.minmax)
-        bits = draws[2] * 4096
-        sides = []
-        for axis, number in ((0, bits.floor() / 4096), (1, bits - bits.floor())):
-            length = low + (number * max(1, high - low)).floor()
-            first = (draws[3 + axis] * (self.size - length + 1)).floor()
-            sides.append((first, first + length))
-        return sides
 
 
 def beta_quantiles(alpha: float, count: int = 4097) -> Tensor:

@@ -18,7 +18,7 @@ from accel_train.keyed import uniform, uniforms
 
 
 class Stream(IntEnum):
-    """Number of each draw in a sample's sequence. Only append: another order would change the augmentation."""
+    """Number of each draw in a sample's sequence. They stay as they are: others would change the augmentation."""
 
     TOP = auto()
     LEFT = auto()
@@ -36,20 +36,13 @@ class Stream(IntEnum):
     RESIZED_TOP = auto()
     RESIZED_LEFT = auto()
     VERTICAL_FLIP = auto()
-    JITTER = auto()
-    GREY = auto()
+    GREY = 18
     BLUR = auto()
     BLUR_SIGMA = auto()
     INTERPOLATION = auto()
-    ERASE_COUNT = auto()
-    ERASE_NOISE = auto()
-    KEPT_SCALED = auto()
-    KEPT_SCALE = auto()
-    KEPT_STRETCHED = auto()
-    KEPT_STRETCH = auto()
+    ERASE_NOISE = 23
     JITTER_ORDER = 100  # and following: one of each Jitter
     JITTER_FACTOR = 110  # and following: one of each Jitter
-    ERASE_MORE = 200  # and following: area, ratio, top and left of each box after the first
     RESIZED = 1000  # and following: area and ratio of each try
 
 
@@ -104,7 +97,6 @@ class AugmentParameters:
         self.crops = augment.crop == "random" and not per_image
         self.flips = (augment.flip > 0 or augment.vertical_flip > 0) and not per_image
         self.jitter = jitter_strengths(augment)
-        self.erased_boxes = augment.erase_count if augment.erase > 0 else 0
         self.changes_colours = any(self.jitter) or augment.grey > 0 or augment.blur > 0
         self.mixing = None
         if augment.mixes:
@@ -116,29 +108,16 @@ class AugmentParameters:
         self.windows = (augment.resize or size) + 2 * self.pad - size + 1  # possible positions in each direction
 
     @property
-    def more_boxes(self) -> int:
-        """The first of the columns of the second erased box: 2 with its first row and column, 2 with its last ones. The
-        third box follows."""
-        return COLOUR_COLUMNS if self.changes_colours else COLUMNS
-
-    def erased_columns(self, number: int) -> tuple[int, int]:
-        """Where the first, and where the last, row and column of this erased box are."""
-        if number == 0:
-            return Column.FIRST, Column.LAST
-        return self.more_boxes + 4 * (number - 1), self.more_boxes + 4 * (number - 1) + 2
-
-    @property
     def any(self) -> bool:
         """Whether the augmentation has any random part."""
         return self.crops or self.flips or self.changes_colours or self.mixing is not None or self.augment.erase > 0
 
-    def __call__(self, keys: Tensor, weights: Tensor, epoch: int = 0) -> Tensor:
+    def __call__(self, keys: Tensor, weights: Tensor) -> Tensor:
         """The parameters, int32 [b, columns], of samples with these keys (int64 [b]) and weights (float32 [b]).
 
         All on the CPU. With mixing, the samples are whole pairs of neighbours, or (`mix_mode` batch) virtual batches.
-        `epoch`: from 0 on.
         """
-        columns = self.more_boxes + 4 * max(0, self.erased_boxes - 1)
+        columns = COLOUR_COLUMNS if self.changes_colours else COLUMNS
         parameters = torch.zeros((len(keys), columns), dtype=torch.int32)
         if self.crops or self.flips:
             self._draw_windows(parameters, keys)
@@ -149,7 +128,7 @@ class AugmentParameters:
         if self.augment.erase:
             self._draw_erased(parameters, keys)
         if self.mixing is not None:
-            self._draw_mixed(parameters, keys, weights, epoch)
+            self._draw_mixed(parameters, keys, weights)
         return parameters
 
     def _draw_windows(self, parameters: Tensor, keys: Tensor) -> None:
@@ -176,17 +155,15 @@ class AugmentParameters:
         least[Jitter.HUE], most = -strengths[Jitter.HUE], 1 + strengths
         most[Jitter.HUE] = strengths[Jitter.HUE]
         values = least + draws * (most - least)
-        jittered = (uniform(keys, Stream.JITTER) < self.augment.color_jitter_probability)[:, None]
         # Of the four places in the order, those before the hue's have the first three slots, those after it the rest.
         hue = (orders == Jitter.HUE).int().argmax(1, keepdim=True)
         places = torch.arange(len(Jitter))
-        used = torch.cat([(places < hue)[:, :-1], (places > hue)[:, 1:]], 1) & jittered
+        used = torch.cat([(places < hue)[:, :-1], (places > hue)[:, 1:]], 1)
         kinds = torch.cat([orders[:, :-1], orders[:, 1:]], 1).clamp(max=Jitter.SATURATION)
         parameters[:, Column.KIND : Column.KIND + SLOTS] = kinds
         factors = torch.where(used, values.gather(1, kinds), 1.0)
         parameters[:, Column.FACTOR : Column.FACTOR + SLOTS] = factors.view(torch.int32)
-        shifts = torch.where(jittered, values[:, Jitter.HUE :] * 6, 0.0)
-        parameters[:, Column.HUE : Column.HUE + 1] = shifts.view(torch.int32)
+        parameters[:, Column.HUE] = (values[:, Jitter.HUE] * 6).view(torch.int32)
 
     def _draw_blur(self, parameters: Tensor, keys: Tensor) -> None:
         """Gaussian blur with torchvision's and timm's default sigma, and timm's kernel where the image is as large."""
@@ -201,35 +178,25 @@ class AugmentParameters:
         parameters[:, Column.KERNEL : COLOUR_COLUMNS] = kernels.view(torch.int32)
 
     def _draw_erased(self, parameters: Tensor, keys: Tensor) -> None:
-        """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896).
+        """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896)."""
+        streams = (Stream.ERASE, Stream.ERASE_AREA, Stream.ERASE_RATIO, Stream.ERASE_TOP, Stream.ERASE_LEFT)
+        draws = uniforms(keys, streams)
+        erased = draws[0] < self.augment.erase
+        area = 0.02 + draws[1] * (0.33 - 0.02)
+        ratio = torch.exp((draws[2] * 2 - 1) * math.log(1 / 0.3))
+        height = (torch.sqrt(area * ratio) * self.size).round().clamp(1, self.size)
+        width = (torch.sqrt(area / ratio) * self.size).round().clamp(1, self.size)
+        top = (draws[3] * (self.size - height + 1)).floor()
+        left = (draws[4] * (self.size - width + 1)).floor()
+        for axis, (first, length) in enumerate(((top, height), (left, width))):
+            parameters[:, Column.FIRST + axis] = first.int()
+            parameters[:, Column.LAST + axis] = torch.where(erased, first + length - 1, -1).int()
 
-        Of several boxes, as many as are drawn exist, and they share the area, as in timm.
-        """
-        streams: list[int] = [Stream.ERASE, Stream.ERASE_AREA, Stream.ERASE_RATIO, Stream.ERASE_TOP, Stream.ERASE_LEFT]
-        erased = uniform(keys, Stream.ERASE) < self.augment.erase
-        count = (uniform(keys, Stream.ERASE_COUNT) * self.erased_boxes).floor() + 1
-        for number in range(self.erased_boxes):
-            if number:
-                streams[1:] = [Stream.ERASE_MORE + 4 * (number - 1) + part for part in range(4)]
-            draws = uniforms(keys, streams)
-            area = 0.02 + draws[1] * (0.33 - 0.02)
-            area = area / count if self.erased_boxes > 1 else area
-            ratio = torch.exp((draws[2] * 2 - 1) * math.log(1 / 0.3))
-            height = (torch.sqrt(area * ratio) * self.size).round().clamp(1, self.size)
-            width = (torch.sqrt(area / ratio) * self.size).round().clamp(1, self.size)
-            top = (draws[3] * (self.size - height + 1)).floor()
-            left = (draws[4] * (self.size - width + 1)).floor()
-            first_column, last_column = self.erased_columns(number)
-            exists = erased & (number < count)
-            for axis, (first, length) in enumerate(((top, height), (left, width))):
-                parameters[:, first_column + axis] = first.int()
-                parameters[:, last_column + axis] = torch.where(exists, first + length - 1, -1).int()
-
-    def _draw_mixed(self, parameters: Tensor, keys: Tensor, weights: Tensor, epoch: int) -> None:
+    def _draw_mixed(self, parameters: Tensor, keys: Tensor, weights: Tensor) -> None:
         """Mixup and CutMix, see mixing.py. The first sample of each group has the key of all."""
         assert self.mixing is not None
         streams = (Stream.MIX, Stream.MIX_KIND, Stream.MIX_SHARE, Stream.MIX_TOP, Stream.MIX_LEFT)
-        mixed = self.mixing(uniforms(keys[:: self.mixing.group], streams), weights, epoch)
+        mixed = self.mixing(uniforms(keys[:: self.mixing.group], streams), weights)
         for axis, (first, last) in enumerate(mixed.boxes):
             parameters[:, Column.FIRST + 2 + axis], parameters[:, Column.LAST + 2 + axis] = first, last
         parameters[:, Column.CUT] = mixed.cuts.int()

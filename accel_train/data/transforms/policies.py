@@ -54,7 +54,7 @@ def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[flo
         probability = augment.perspective_probability
         steps.append(v2.RandomPerspective(augment.perspective, probability, interpolation=mode, fill=fill or 0))
     if augment.policy == "augmix":
-        return [*_of_pil(steps), v2.AugMix(augment.augmix_severity, fill=fill)]
+        return [*_of_pil(steps), v2.AugMix(fill=fill)]
     if augment.timm_policy:
         steps.append(v2.Lambda(_timm_policy(augment, size, interpolation, mean)))
     elif augment.policy == "randaugment":

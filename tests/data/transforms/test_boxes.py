@@ -91,7 +91,7 @@ def test_cutmix_is_timms_in_small_images_too(monkeypatch: pytest.MonkeyPatch) ->
     draws = torch.rand(DRAWS, COUNT, generator=torch.Generator().manual_seed(0))
     centres = iter((draws[3:] * size).floor().int().T.flatten().tolist())
     monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(centres))
-    rows, columns = mixing(draws, torch.ones(COUNT), 0).boxes
+    rows, columns = mixing(draws, torch.ones(COUNT)).boxes
     for number, share in enumerate(_interpolate(mixing.cutmix_quantiles, draws[2]).tolist()):
         expected = rand_bbox((size, size), share)
         if expected[0] < expected[1] and expected[2] < expected[3]:

@@ -1,4 +1,4 @@
-"""Random erasing with colours and several boxes, as timm's."""
+"""Random erasing with colours, as timm's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import kstest
-from timm.data.random_erasing import RandomErasing
 
 from accel_train.config.schema import Augment
 from accel_train.data.transforms.batch import BatchTransform
@@ -46,28 +45,10 @@ def test_a_colour_of_each_box_or_of_each_pixel() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_it_is_the_same_in_any_batch(mode: str, count: int) -> None:
-    options: dict[str, Any] = {"erase": 0.5, "erase_mode": mode, "erase_count": count}
+def test_it_is_the_same_in_any_batch(mode: str) -> None:
+    options: dict[str, Any] = {"erase": 0.5, "erase_mode": mode}
     options |= {"color_jitter": (0.1,), "cutmix": 1.0}
     for layout in (torch.contiguous_format, torch.channels_last):
         whole = erased(layout=layout, **options)
         parts = [erased(slice(start, start + 6), layout, **options) for start in range(0, COUNT, 6)]
         assert torch.equal(torch.cat(parts), whole)
-
-
-def test_several_boxes_cover_what_timms_cover() -> None:
-    torch.manual_seed(0)
-    theirs = torch.full((2000, 3, SIZE, SIZE), 5.0)
-    RandomErasing(1.0, max_area=0.33, max_count=4, device="cpu")(theirs)
-    global KEYS  # more of them
-    before, KEYS = KEYS, hashed(12, torch.arange(2000))
-    try:
-        ours = erased(erase=1.0, erase_count=4)
-    finally:
-        KEYS = before
-    shares = [(images[:, 0] == 0).float().mean((1, 2)) for images in (ours, theirs)]
-    assert shares[0].mean().item() == pytest.approx(shares[1].mean().item(), rel=0.05)
-    assert shares[0].std().item() == pytest.approx(shares[1].std().item(), rel=0.1)
-    one = (erased(erase=1.0)[:, 0] == 0).float().mean()
-    assert shares[0].mean() < one

@@ -227,7 +227,6 @@ def test_a_transform_that_cannot_be_trained_with_is_refused(name: str, message: 
         ("--augment.own mine", "expected none or FILE.py:NAME"),
         ("--augment.own nowhere.py:augment", "nowhere.py: no such file"),
         ("--augment.fill 256", "one number from 0 to 255, or one of each channel"),
-        ("--augment.erase-count 0", "a whole number from 1 to 100"),
     ],
 )
 def test_a_mistake_names_the_nearest_part(words: str, message: str) -> None:
