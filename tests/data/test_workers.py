@@ -23,7 +23,6 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.folder import FileImages
 from accel_train.data.sources.files.index_file import SplitFiles
-from accel_train.data.sources.hub import StreamedImages
 from accel_train.data.sources.shared import StringArray
 from accel_train.data.workers import BatchDataset
 
@@ -135,18 +134,11 @@ def test_a_worker_is_not_sent_what_it_can_share() -> None:
     paths = [f"class/{number:060d}.jpg" for number in range(2000)]
     files = FileImages(Path("/nowhere"), SplitFiles(StringArray(paths), torch.arange(2000)), Data())
     assert files.paths[1999] == paths[1999]
-    for value in (
-        files,
-        StreamedImages("hfids/x", [torch.zeros(3, 64, 64 + i % 2) for i in range(300)], torch.arange(300)),
-    ):
-        size, descriptors = given(BatchDataset(value, None, 0))
-        assert size < 40 * 300 and descriptors < 8
+    size, descriptors = given(BatchDataset(files, None, 0))
+    assert size < 40 * 300 and descriptors < 8
 
 
 def test_a_copy_of_what_is_shared_is_the_same() -> None:
-    images = [torch.full((1, 2, 2 + i), i) for i in range(3)]
-    copy = pickle.loads(pickle.dumps(StreamedImages("hfids/x", images, torch.arange(3))))
-    assert all(torch.equal(one, other) for one, other in zip(images, copy.fetch(range(3)), strict=True))
     files = FileImages(Path("/nowhere"), SplitFiles(StringArray(["a", "", "ccc"]), torch.arange(3)), Data())
     copy = pickle.loads(pickle.dumps(files))
     assert [copy.paths[i] for i in range(3)] == ["a", "", "ccc"]

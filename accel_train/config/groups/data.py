@@ -27,7 +27,7 @@ class Data:
         DECIDES_SAMPLES,
     ] = "digits"
     """digits, mnist, fashion_mnist, kmnist, cifar10, cifar100, folder, csv (data.root is the table), cache, synthetic,
-    tar, wds, parquet, torch/NAME, hfds/NAME, hfids/NAME, tfds/NAME, or your own FILE.py:FUNCTION."""
+    tar, wds, parquet, torch/NAME, hfds/NAME, or your own FILE.py:FUNCTION."""
     root: Annotated[
         Path,
         Free("the next machine may keep the same data in another folder"),
@@ -43,8 +43,8 @@ class Data:
     test_fraction: Annotated[float, PART, DECIDES_SAMPLES] = 0.0
     """Fraction of the samples for the test, if the dataset has no such split."""
     train_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
-    """folder, hfds, hfids, tfds: the folder, or the split of the hub, to train on. Of hfds and tfds also a part of one:
-    train[:90%]. Default: train or training."""
+    """folder, hfds: the folder, or the split of the hub, to train on. Of hfds also a part of one: train[:90%]. Default:
+    train or training."""
     val_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
     """The same for validation; default: val, valid, validation or dev."""
     test_split: Annotated[str | None, SPLIT, DECIDES_SAMPLES] = None
@@ -100,9 +100,9 @@ class Data:
     """In training, decode JPEGs of at least twice the needed size at a reduced size, which is faster."""
     # 1.4 to 2 times as fast. Median PSNR against Pillow's resize of the full image: 48 dB; with false: 61 dB.
     image_column: Annotated[str | None, DECIDES_SAMPLES] = None
-    """csv, parquet, hfds and hfids: the column of the images (csv: of their files); default: found by name or type."""
+    """csv, parquet and hfds: the column of the images (csv: of their files); default: found by name or type."""
     label_column: Annotated[str | None, DECIDES_SAMPLES] = None
-    """csv, parquet, hfds and hfids: the column of the labels; default: found by its name or type."""
+    """csv, parquet and hfds: the column of the labels; default: found by its name or type."""
     max_pixels: Annotated[
         int, POSITIVE, Free("it leaves out images that end a run otherwise; all others keep their index")
     ] = 178_956_970

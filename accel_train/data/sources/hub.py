@@ -1,28 +1,22 @@
-"""Datasets of hubs: hfds/ and hfids/ through Hugging Face's `datasets`, tfds/ through timm and tensorflow_datasets.
+"""Datasets of Hugging Face's hub: hfds/NAME, through its package `datasets`.
 
-For hfds/ timm's dataset would be of no use: it replaces an unreadable image by the next one. For tfds/ timm decodes the
-JPEGs with TensorFlow in the same way as it does for its own trainings.
+timm's dataset of them would be of no use: it replaces an unreadable image by the next one.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel_train.config.compatibility import IMAGE_FILES, IN_MEMORY
 from accel_train.config.schema import Data
-from accel_train.data.sources.arrays import ArraySource
 from accel_train.data.sources.files.encoded import EncodedImages, read_image
-from accel_train.data.sources.files.images import ImageError, decode, to_tensor
 from accel_train.data.sources.splits import Source, Splits, named_splits, numbered, splits_of_files
 from accel_train.errors import UserError, first_of, nearest
 from accel_train.user_code.reference import short_name
@@ -52,47 +46,16 @@ def _file_of(image: dict[str, Any] | None, max_pixels: int) -> bytes:
     """The bytes of an image that a Hugging Face dataset does not decode. Raises OSError and ImageError."""
     if image is None:
         raise OSError("the dataset has a label but no image there")
-    path = str(image["path"])
-    if image["bytes"] or "://" not in path:
-        own: bytes = image["bytes"] or read_image(Path(path), max_pixels)
-        return own
-    # In a stream: a part of an archive, or a file of the hub, such as zip://train/1.png::hf://….
-    remote: Any = importlib.import_module("datasets.utils.file_utils")
-    with remote.xopen(path, "rb") as file:
-        content: bytes = file.read()
-        return content
-
-
-class StreamedImages:
-    """Images of several sizes that were read as a stream and are kept in memory, in their stored order."""
-
-    in_memory = False  # each image still has to be resized to the model's size
-
-    def __init__(self, label: str, images: Sequence[Tensor], labels: Tensor) -> None:
-        self.label, self.labels = label, labels
-        self.shapes = [tuple(image.shape) for image in images]
-        # One tensor for all: each by itself would need a file descriptor when it is sent to a worker.
-        self.pixels = torch.cat([image.flatten() for image in images])
-        self.starts = [0, *itertools.accumulate(map(math.prod, self.shapes))]
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def fetch(self, ids: Sequence[int]) -> Tensor | list[Tensor]:
-        return [self.pixels[self.starts[id] : self.starts[id + 1]].view(self.shapes[id]) for id in ids]
-
-    def name(self, id: int) -> str:
-        return f"{self.label} image {id}"
+    content: bytes = image["bytes"] or read_image(Path(image["path"]), max_pixels)
+    return content
 
 
 def hub(data: Data) -> Splits:
-    """Load the dataset that `data.name` names: hfds/NAME, hfids/NAME or tfds/NAME. Raises UserError."""
-    prefix = data.name.partition("/")[0]
-    package, extra = ("tensorflow_datasets", "tfds") if prefix == "tfds" else ("datasets", "datasets")
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f"the data '{data.name}' needs the package {package}: pip install 'accel-train[{extra}]'.")
+    """Load the dataset that `data.name` names: hfds/NAME. Raises UserError."""
+    if importlib.util.find_spec("datasets") is None:
+        raise UserError(f"the data '{data.name}' needs the package datasets: pip install 'accel-train[datasets]'.")
     try:
-        return _tensorflow(data) if prefix == "tfds" else _hugging_face(data)
+        return _hugging_face(data)
     except UserError:
         raise
     except Exception as error:  # they raise many kinds of errors: no such dataset, no network, no disk space, …
@@ -104,8 +67,7 @@ def _hugging_face(data: Data) -> Splits:
     datasets: Any = importlib.import_module("datasets")
     if os.environ.get("RANK", "0") != "0":
         datasets.disable_progress_bars()
-    prefix, _, name = data.name.partition("/")
-    streamed = prefix == "hfids"
+    name = data.name.partition("/")[2]
     builder = type(datasets.load_dataset_builder(name, cache_dir=str(data.root))).__module__.rpartition(".")[2]
     if builder not in BUILDERS:
         raise UserError(
@@ -114,13 +76,12 @@ def _hugging_face(data: Data) -> Splits:
         )
     named = named_splits(datasets.get_dataset_split_names(name), data)
     tables = {
-        split: datasets.load_dataset(name, split=stored, streaming=streamed, cache_dir=str(data.root))
-        for split, stored in named.items()
+        split: datasets.load_dataset(name, split=stored, cache_dir=str(data.root)) for split, stored in named.items()
     }
-    return splits_of_tables(data, tables, named, streamed=streamed)
+    return splits_of_tables(data, tables, named)
 
 
-def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, str], *, streamed: bool) -> Splits:
+def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, str]) -> Splits:
     """The splits that Hugging Face's datasets are, of an image column and a label column each: split -> dataset.
 
     `named`: split -> what messages call it. Raises UserError.
@@ -134,7 +95,7 @@ def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, 
     if data.label_column is not None:
         named_classes = isinstance(features.get(usual), datasets.ClassLabel)
     dtype = str(getattr(features.get(usual), "dtype", ""))
-    is_text = dtype in ("string", "large_string") and not (named_classes or streamed)
+    is_text = dtype in ("string", "large_string") and not named_classes
     if is_text or (not named_classes and dtype.startswith(("int", "uint"))):
         label_key = usual
     else:
@@ -145,19 +106,15 @@ def splits_of_tables(data: Data, tables: Mapping[str, Any], named: Mapping[str, 
     sources: dict[str, Source] = {}
     for split, table in tables.items():
         label = f"{short_name('data.name', data.name)} {named[split]}"
-        if streamed:
-            encoded = table.cast_column(image_key, datasets.Image(decode=False))
-            source: Source = _read(label, _decoded(encoded, image_key, label_key, label, data))
-        else:
-            column = table.select_columns([label_key])
-            names = getattr((table.features or {}).get(label_key), "names", None)
-            labels = _labels(column[:][label_key], names, classes, label)
-            images = table.select_columns([image_key]).cast_column(image_key, datasets.Image(decode=False))
-            source = HubImages(label, images, labels, data)
+        column = table.select_columns([label_key])
+        names = getattr((table.features or {}).get(label_key), "names", None)
+        labels = _labels(column[:][label_key], names, classes, label)
+        images = table.select_columns([image_key]).cast_column(image_key, datasets.Image(decode=False))
+        source = HubImages(label, images, labels, data)
         if split == "train" or not bool((source.labels == -1).all()):  # the hub's mark for samples without a label
             sources[split] = source
     found = [source.labels for source in sources.values()]
-    return _splits(data, classes or numbered(where, found), sources)
+    return splits_of_files(data, classes or numbered(where, found), sources)
 
 
 def _labels(values: Sequence[Any], names: Sequence[str] | None, classes: Sequence[str] | None, where: str) -> Tensor:
@@ -184,34 +141,6 @@ def _labels(values: Sequence[Any], names: Sequence[str] | None, classes: Sequenc
         raise UserError(f"{where} has labels that are not the numbers of classes ({error}).") from error
 
 
-def _decoded(table: Any, image_key: str, label_key: str, label: str, data: Data) -> Iterator[tuple[Tensor, int]]:
-    """The pixels, uint8 [C, H, W], and the label of each row of a stream. Raises UserError."""
-    for number, row in enumerate(table):
-        try:
-            file = _file_of(row[image_key], data.max_pixels)
-            yield decode(file, data.channels, data.max_pixels, data.range), row[label_key]
-        except (ImageError, OSError) as error:
-            raise UserError(f"{label} image {number} cannot be read: {error}.", every_process=False) from error
-
-
-def _tensorflow(data: Data) -> Splits:
-    from timm.data import create_dataset
-
-    mode = "L" if data.channels == 1 else "RGB"
-
-    def stream(split: str) -> Any:
-        return create_dataset(data.name, root=str(data.root), split=split, download=True, input_img_mode=mode)
-
-    stream("train")  # downloads the dataset, and keeps TensorFlow from taking the GPU's memory
-    tensorflow_datasets: Any = importlib.import_module("tensorflow_datasets")
-    info = tensorflow_datasets.builder(data.name.partition("/")[2], data_dir=str(data.root)).info
-    sources: dict[str, Source] = {
-        split: _read(f"{data.name} {stored}", ((to_tensor(x, data.channels), y) for x, y in stream(stored)))
-        for split, stored in named_splits(info.splits, data).items()
-    }
-    return _splits(data, tuple(info.features["label"].names), sources)
-
-
 def _column(data: Data, features: Any, kind: type, usual: str, given: str | None) -> str:
     """The name of the column of images or of labels: the one that is `given`, or with the usual name, or the only one
     of that kind. Raises UserError."""
@@ -231,44 +160,3 @@ def _column(data: Data, features: Any, kind: type, usual: str, given: str | None
             f"{option}."
         )
     return columns[0]
-
-
-def _read(label: str, stream: Iterable[tuple[Tensor, int]]) -> ArraySource | StreamedImages:
-    """Read a stream of (uint8 [C, H, W], label) into memory. It may take at most half of the free memory."""
-    import psutil
-
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # each process on this machine keeps its own copy
-    most = psutil.virtual_memory().available // 2 // processes
-    images: list[torch.Tensor] = []
-    labels: list[int] = []
-    taken = 0
-    for pixels, target in stream:
-        images.append(pixels.contiguous())
-        labels.append(int(target))
-        taken += pixels.numel()
-        if taken > most:
-            raise UserError(
-                f"{label} is a stream, which is read into memory, but {len(images)} of its images take "
-                f"more than {most / 2**30:.1f} GiB, half of the free memory (shared by {processes} processes): "
-                "use it as hfds/NAME or as a folder of images, which stay on the disk.",
-                every_process=False,
-            )
-    numbers = torch.tensor(labels, dtype=torch.int64)
-    if len({image.shape for image in images}) == 1:
-        return ArraySource(label, torch.stack(images), numbers)
-    return StreamedImages(label, images, numbers)
-
-
-def _splits(data: Data, classes: tuple[str, ...], sources: dict[str, Source]) -> Splits:
-    sides: set[int | None] = set()  # of all images; None: they differ within a split
-    for source in sources.values():
-        sides.update(source.pixels.shape[2:] if isinstance(source, ArraySource) else (None,))
-    return splits_of_files(
-        data,
-        classes,
-        sources,
-        image_size=sides.pop() if len(sides) == 1 else None,
-        # A stream is decoded already; that of tfds/ by TensorFlow, without --data.range.
-        semantics=IMAGE_FILES if isinstance(sources["train"], HubImages) else IN_MEMORY,
-        value_range=None if data.name.startswith("tfds/") else data.range,
-    )

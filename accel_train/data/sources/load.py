@@ -35,8 +35,6 @@ LOADERS = {
     "parquet": ("remote.remote_index", "remote"),
     "wds/NAME": ("files.webdataset", "webdataset"),
     "hfds/NAME": ("hub", "hub"),
-    "hfids/NAME": ("hub", "hub"),
-    "tfds/NAME": ("hub", "hub"),
 }
 """Name -> the module beside this one, and its function. It is imported when it is needed: many import much."""
 
@@ -70,15 +68,15 @@ def read_splits(data: Data, *, download: bool = True, record: Path | None = None
     else:
         splits = _load(data, download)
     for option, column in (("image-column", data.image_column), ("label-column", data.label_column)):
-        if column is not None and data.name.partition("/")[0] not in ("csv", "parquet", "hfds", "hfids"):
+        if column is not None and data.name.partition("/")[0] not in ("csv", "parquet", "hfds"):
             raise UserError(
-                f"--data.{option} {column}: only csv, parquet, hfds/NAME and hfids/NAME have columns, and --data.name "
-                f"is '{short_name('data.name', data.name)}'; remove it."
+                f"--data.{option} {column}: only csv, parquet and hfds/NAME have columns, and --data.name is "
+                f"'{short_name('data.name', data.name)}'; remove it."
             )
-    if given_splits(data) and data.name.partition("/")[0] not in ("folder", "hfds", "hfids", "tfds"):
+    if given_splits(data) and data.name.partition("/")[0] not in ("folder", "hfds"):
         raise UserError(
-            "--data.train-split, --data.val-split, --data.test-split: only folder, hfds/NAME, hfids/NAME and tfds/NAME "
-            f"take them, and --data.name is '{short_name('data.name', data.name)}'; remove them."
+            "--data.train-split, --data.val-split, --data.test-split: only folder and hfds/NAME take them, and "
+            f"--data.name is '{short_name('data.name', data.name)}'; remove them."
         )
     if data.range is not None and splits.value_range != data.range:
         raise UserError(

@@ -12,8 +12,6 @@ from accel_train.data.sources.splits import Source, Splits, unwrap_subset
 from accel_train.errors import UserError
 from accel_train.user_code.reference import short_name
 
-HUB = ("hfds", "hfids")
-
 
 def shard_table(data: Data, source: Source) -> ShardTable:
     """Which samples of `source` are in which shard. Raises UserError if the data has no shards.
@@ -24,7 +22,7 @@ def shard_table(data: Data, source: Source) -> ShardTable:
     numbers: torch.Tensor | None = getattr(held, "shard_numbers", None)
     if numbers is None:
         kind, _, name = data.name.partition("/")
-        hub = f"--data.name parquet --data.root hf://datasets/{name} reads the hub's files so; " * (kind in HUB)
+        hub = f"--data.name parquet --data.root hf://datasets/{name} reads the hub's files so; " * (kind == "hfds")
         raise UserError(
             f"--data.order shards: the images of '{short_name('data.name', data.name)}' are not in shards; {hub}write "
             "them with `accel-train shards` and give --data.name wds (docs/large_data.md), or use --data.order full."

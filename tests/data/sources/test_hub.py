@@ -1,10 +1,7 @@
 """Datasets of hubs, from local files."""
 
-import importlib.util
 import io
 import pickle
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,9 +38,8 @@ def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return pytest.importorskip("datasets")
 
 
-@pytest.mark.parametrize("prefix", ["hfds", "hfids"])
-def test_a_folder_read_by_hugging_face(tmp_path: Path, datasets, prefix: str) -> None:
-    name = f"{prefix}/{image_folder(tmp_path / 'pets', ('train', 'validation'))}"
+def test_a_folder_read_by_hugging_face(tmp_path: Path, datasets) -> None:
+    name = f"hfds/{image_folder(tmp_path / 'pets', ('train', 'validation'))}"
     found = load(name, tmp_path / "cache")
     assert found.classes == ("cat", "dog") and found.channels == 3
     assert found.test is None  # and not the training images
@@ -51,7 +47,7 @@ def test_a_folder_read_by_hugging_face(tmp_path: Path, datasets, prefix: str) ->
     assert values(found.validation) == [100, 101, 102, 103, 110, 111, 112, 113]
     assert found.train.labels.dtype == torch.int64
     assert [v // 10 for v in values(found.train)] == sorted(found.train.labels.tolist())
-    assert found.train.in_memory == (prefix == "hfids")
+    assert not found.train.in_memory
     divided = load(name, tmp_path / "cache", test_fraction=0.25)
     assert (len(divided.train), len(divided.test)) == (6, 2)
 
@@ -88,8 +84,7 @@ def test_other_column_names_unreadable_images_and_unlabelled_tests(tmp_path: Pat
         found.train.fetch([3])
 
 
-@pytest.mark.parametrize("prefix", ["hfds", "hfids"])
-def test_columns_that_are_named(tmp_path: Path, datasets, prefix: str) -> None:
+def test_columns_that_are_named(tmp_path: Path, datasets) -> None:
     """As of CIFAR-100 on the hub, whose images have two labels."""
     features = datasets.Features({
         "img": datasets.Image(), "fine": datasets.ClassLabel(names=["a", "b"]),
@@ -101,7 +96,7 @@ def test_columns_that_are_named(tmp_path: Path, datasets, prefix: str) -> None:
     columns = {"img": images, "fine": [0, 1, 1, 0], "coarse": [2, 1, 0, 0], "number": [0, 0, 1, 1]}
     (tmp_path / "set").mkdir()
     datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "set" / "train.parquet")
-    name = f"{prefix}/{tmp_path / 'set'}"
+    name = f"hfds/{tmp_path / 'set'}"
 
     def found(**options: str):
         return load(name, tmp_path / "cache", channels=1, **options)
@@ -122,27 +117,6 @@ def test_columns_that_are_named(tmp_path: Path, datasets, prefix: str) -> None:
     ):
         with pytest.raises(UserError, match=message):
             found(**options)
-
-
-def test_a_stream_of_images_that_are_no_files_of_this_machine(tmp_path: Path, datasets) -> None:
-    """Those of a zip file, as those of a hub, are read through `datasets`."""
-    pyarrow = pytest.importorskip("pyarrow.parquet")
-    archive = shutil.make_archive(str(tmp_path / "pets"), "zip", image_folder(tmp_path / "pets", ("train",)))
-    names = [f"train/{kind}/{number}.png" for kind in ("cat", "dog") for number in range(4)]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    images = [{"bytes": None, "path": f"zip://{name}::{archive}"} for name in names]
-    table = datasets.Dataset.from_dict({"image": images, "label": [0] * 4 + [1] * 4}, features=features)
-    (tmp_path / "set").mkdir()
-    pyarrow.write_table(table.data.table, tmp_path / "set" / "train.parquet")
-    found = load(f"hfids/{tmp_path / 'set'}", tmp_path / "cache")
-    assert values(found.train) == [0, 1, 2, 3, 10, 11, 12, 13]
-
-
-def test_a_stream_that_does_not_fit(tmp_path: Path, datasets, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"hfids/{image_folder(tmp_path / 'pets', ('train',), (400, 400))}"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(10**6))
-    with pytest.raises(UserError, match=r"is a stream, which is read into memory.*hfds/NAME or as a folder"):
-        load(name, tmp_path / "cache")
 
 
 def test_no_training_split(tmp_path: Path, datasets) -> None:
@@ -169,60 +143,15 @@ def test_only_builders_of_images_are_used(tmp_path: Path, datasets, monkeypatch:
     (tmp_path / "words" / "train.csv").write_text("image,label\na.png,1\n")
     monkeypatch.chdir(tmp_path)
     for name, builder in (("pandas", "pandas"), ("text", "text"), (tmp_path / "words", "csv")):
-        for prefix in ("hfds", "hfids"):
-            with pytest.raises(UserError, match=rf"would be read by the builder {builder} of datasets: expected one"):
-                load(f"{prefix}/{name}", tmp_path / "cache")
+        with pytest.raises(UserError, match=rf"would be read by the builder {builder} of datasets: expected one"):
+            load(f"hfds/{name}", tmp_path / "cache")
     assert not trap.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "package", "extra"),
-    [("hfds/x", "datasets", "datasets"), ("tfds/x", "tensorflow_datasets", "tfds")],
-)
-def test_a_missing_package_is_named_with_its_extra(
-    monkeypatch: pytest.MonkeyPatch, name: str, package: str, extra: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    with pytest.raises(UserError, match=rf"pip install 'accel-train\[{extra}\]'"):
-        load_splits(Data(name=name), 0)
-
-
-PREPARE = """
-import sys, numpy as np, tensorflow_datasets as tfds
-class Pets(tfds.core.GeneratorBasedBuilder):
-    VERSION = tfds.core.Version("1.0.0")
-    def _info(self):
-        image, label = tfds.features.Image(shape=(None, None, 3)), tfds.features.ClassLabel(names=["cat", "dog"])
-        features = tfds.features.FeaturesDict({"image": image, "label": label})
-        return tfds.core.DatasetInfo(builder=self, features=features)
-    def _split_generators(self, _):
-        return {"train": self.images(0, 6), "test": self.images(100, 4)}
-    def images(self, first, count):
-        for i in range(first, first + count):
-            yield f"{i:05}", {"image": np.full((4, 4, 3), i, np.uint8), "label": i % 2}
-    def _generate_examples(self): ...
-Pets(data_dir=sys.argv[1]).download_and_prepare()
-"""
-LOAD = """
-import sys, torch
-from pathlib import Path
-from accel_train.config.schema import Data
-from accel_train.data.sources.load import load_splits
-found = load_splits(Data(name="tfds/pets", root=Path(sys.argv[1])), 0)
-assert found.classes == ("cat", "dog") and found.image_size == 4 and found.validation is None
-images = found.train.fetch(range(6))
-assert images.shape == (6, 3, 4, 4) and sorted(images[:, 0, 0, 0].tolist()) == list(range(6))
-assert (images[:, 0, 0, 0] % 2).tolist() == found.train.labels.tolist()
-assert sorted(found.test.fetch(range(4))[:, 0, 0, 0].tolist()) == list(range(100, 104))
-"""
-
-
-def test_a_set_of_tensorflows(tmp_path: Path) -> None:
-    """In other processes, because TensorFlow and torch work together only if torch is imported first."""
-    if importlib.util.find_spec("tensorflow_datasets") is None:
-        pytest.skip("tensorflow_datasets is not installed")
-    for script in (PREPARE, LOAD):
-        subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, capture_output=True, text=True)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    with pytest.raises(UserError, match=r"pip install 'accel-train\[datasets\]'"):
+        load_splits(Data(name="hfds/x"), 0)
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,7 @@ def test_images_of_a_users_dataset_are_all_of_one_kind(tmp_path: Path) -> None:
             train.fetch([1])
 
 
-@pytest.mark.parametrize("prefix", ["hfds", "hfids"])
-def test_a_stream_of_a_hub_has_the_pixels_of_its_files(tmp_path: Path, prefix: str) -> None:
+def test_a_dataset_of_a_hub_has_the_pixels_of_its_files(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     grey = Image.new("L", (16, 16), 100)
     exif = Image.Exif()
@@ -96,7 +95,7 @@ def test_a_stream_of_a_hub_has_the_pixels_of_its_files(tmp_path: Path, prefix: s
         folder = tmp_path / "-".join(names)
         folder.mkdir()
         datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / "train.parquet")
-        data = Data(name=f"{prefix}/{folder}", root=tmp_path / "cache", range=RANGE)
+        data = Data(name=f"hfds/{folder}", root=tmp_path / "cache", range=RANGE)
         return load_splits(data, 0).train.fetch(range(len(names)))
 
     for name, pixels in zip(("deep", "float", "sideways"), load("deep", "float", "sideways"), strict=True):

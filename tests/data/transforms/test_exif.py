@@ -170,9 +170,8 @@ def test_check_data_reads_them(trees: tuple[Path, Path], tmp_path: Path) -> None
 def test_hub_data(trees: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     found = []
-    for name in ("hfds", "hfids"):
-        for root in trees:
-            splits = load_splits(Data(name=f"{name}/{root}", root=tmp_path / "cache"), 0)
-            found.append(list(splits.train.fetch(range(8))))
+    for root in trees:
+        splits = load_splits(Data(name=f"hfds/{root}", root=tmp_path / "cache"), 0)
+        found.append(list(splits.train.fetch(range(8))))
     for images in zip(*found, strict=True):
         assert all(torch.equal(image, images[0]) for image in images)

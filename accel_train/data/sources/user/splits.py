@@ -131,7 +131,7 @@ def _hugging_face(data: Data, datasets: dict[str, Any], where: str) -> Splits:
                 "images are resized, augmented and normalised by the options of augment."
             )
     tables = {split: dataset.with_format(None) for split, dataset in datasets.items()}
-    return splits_of_tables(data, tables, {split: split for split in tables}, streamed=False)
+    return splits_of_tables(data, tables, {split: split for split in tables})
 
 
 def _map_style(dataset: Any, where: str) -> Any:
