@@ -40,7 +40,6 @@ EXAMPLES: dict[str, str] = {
     "data.val-split": "--data.name folder --data.root photos --data.val-split fold1",
     "data.test-split": "--data.name folder --data.root photos --data.test-split holdout",
     "data.only-classes": "3 8",
-    "data.class-map": "--data.name folder --data.root photos --data.class-map classes.txt",
     "data.cache-dir": "--data.name wds --data.root s3://bucket/shards --data.cache-dir /scratch/shards",
     "data.cache-size": "--data.name wds --data.root s3://bucket/shards --data.cache-size 200GB",
     "data.val-fraction": "0.1",

@@ -105,7 +105,6 @@ def differences(
         changes["data"] = f"{samples[0]} -> {samples[1]} training samples"
     elif all(tables) and tables[0] != tables[1]:
         what, verb = ("table", "has") if config.data.order == "full" else ("shards", "have")
-        what += " or the class map" * (config.data.class_map is not None)
         changes["data"] = f"the {what} {verb} changed"
     return changes
 

@@ -51,8 +51,6 @@ class Data:
     """The same for the test; default: test or testing."""
     only_classes: Annotated[tuple[str, ...], DECIDES_SAMPLES] = ()
     """Use only the images of these classes, by name; their order is that of the model's outputs. Default: all."""
-    class_map: Annotated[Path | None, DECIDES_SAMPLES] = None
-    """The classes and their order in a text file, a name a line, as timm's; images of other classes are left out."""
     train_limit: Annotated[
         int | None,
         POSITIVE,

@@ -7,6 +7,7 @@ generator makes the choice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
@@ -28,7 +29,7 @@ from accel_train.data.sources.splits import (
     subset,
     unwrap_subset,
 )
-from accel_train.errors import UserError, first_of
+from accel_train.errors import UserError, first_of, nearest
 from accel_train.user_code.reference import parse_reference, short_name
 
 if TYPE_CHECKING:
@@ -82,10 +83,8 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
             note = f"--data.skip-unreadable: {data.skip_unreadable} is empty, and does not say of which data it is"
             splits = replace(splits, notes=(*splits.notes, note))
     unreadable = _unreadable(splits, data, listed)
-    if data.only_classes or data.class_map is not None:
-        from accel_train.data.sources.classes import choose_classes
-
-        splits = choose_classes(splits, data)
+    if data.only_classes:
+        splits = _choose_classes(splits, data)
         _check(splits, data)
     splits = _tell_empty_classes(splits)
     splits = _split_off(splits, data, seed)
@@ -95,6 +94,37 @@ def divide(splits: Splits, data: Data, seed: int) -> Splits:
             keys = sample_keys(source, names_root(data))
             splits = _choose(splits, split, stratified_choice(keys, source.labels.numpy(), limit, f"{seed} limit"))
     return _skip(splits, unreadable) if unreadable else splits
+
+
+def _choose_classes(splits: Splits, data: Data) -> Splits:
+    """The splits with the images of the `only_classes` of `data`, which become the classes 0, 1, …
+
+    An image with several labels stays, also if all of them are of other classes. Raises UserError.
+    """
+    names = data.only_classes
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
+        raise UserError(f"--data.only-classes: names {first_of(list(map(repr, twice)))} twice.")
+    known = set(splits.classes)
+    if unknown := next((name for name in names if name not in known), None):
+        raise UserError(
+            f"--data.only-classes: there is no class {unknown!r}.{nearest(unknown, splits.classes)} (the data has the "
+            f"classes {first_of(list(map(repr, splits.classes)), 5)})"
+        )
+    position = {name: label for label, name in enumerate(names)}
+    new_labels = torch.tensor([position.get(name, -1) for name in splits.classes], dtype=torch.int64)
+    changed: dict[str, Any] = {}
+    for split, source in splits.sources.items():
+        if source.labels.ndim == 2:
+            labels = torch.zeros(len(source), len(names), dtype=torch.bool)
+            labels[:, new_labels[new_labels >= 0]] = source.labels[:, new_labels >= 0]
+            kept = torch.ones(len(source), dtype=torch.bool)
+        else:
+            labels = new_labels[source.labels]
+            kept = labels >= 0
+        changed[split] = subset(source, kept.numpy(), labels)
+        if split == "train" and splits.train_weights is not None:
+            changed["train_weights"] = splits.train_weights[kept]
+    return replace(splits, classes=names, **changed)
 
 
 def _with(splits: Splits, split: str, source: Source | None) -> Splits:

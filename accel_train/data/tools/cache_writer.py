@@ -50,7 +50,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
     UserError.
     """
     whole = replace(data, skip_unreadable=None, val_fraction=0.0, test_fraction=0.0, train_limit=None, test_limit=None)
-    whole = replace(whole, only_classes=(), class_map=None)
+    whole = replace(whole, only_classes=())
     whole = replace(whole, verify=True)  # all images are read, so that to compare them with their index costs little
     splits = load_splits(whole, seed=0)
     sources = {split: unwrap_subset(source)[0] for split, source in splits.sources.items()}

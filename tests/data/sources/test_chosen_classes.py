@@ -1,4 +1,4 @@
-"""--data.only-classes and --data.class-map: which classes are used, in which order."""
+"""--data.only-classes: which classes are used, in which order."""
 
 from __future__ import annotations
 
@@ -113,54 +113,3 @@ def test_of_several_labels_an_image_the_others_are_left_out_and_the_image_stays(
         f"{pets}/dog/2.png": [True, True],
         f"{pets}/bird/3.png": [False, False],
     }
-
-
-def test_a_class_map_is_read_as_timm_reads_it(pets: Path) -> None:
-    """It gives the order, leaves out other classes, may be in the data's folder, and may name more classes."""
-    from timm.data.readers.reader_image_folder import ReaderImageFolder
-
-    (pets / "map.txt").write_text("fish\ndog\n  bird\n")
-    theirs = ReaderImageFolder(str(pets), class_map="map.txt")
-    found = load_splits(Data(name="folder", root=pets, class_map=Path("map.txt")), 0)
-    assert found.classes == ("fish", "dog", "bird") == tuple(theirs.class_to_idx)
-    assert dict(zip(names(found.train), found.train.labels.tolist(), strict=True)) == dict(theirs.samples)
-    assert found.notes[0] == "--data.class-map map.txt: of its 3 classes, the data has no image of fish"
-
-
-def test_the_mark_at_the_start_of_a_class_map_is_no_part_of_a_name(pets: Path) -> None:
-    (pets / "map.txt").write_text("cat\ndog\n", encoding="utf-8-sig")
-    found = load_splits(Data(name="folder", root=pets, class_map=Path("map.txt")), 0)
-    assert found.classes == ("cat", "dog") and not found.notes
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("cats\ndogs\n", "there is no class 'cats'. Did you mean 'cat'"),
-        ("cat\n\ndog\n", "line 2 is empty"),
-        ("\n", "line 1 is empty"),
-        ("cat\ndog\ncat\n", "names 'cat' twice"),
-        (b"\x80\x04}", "expected a text file, with the name of a class a line"),
-        (None, "cannot be read: No such file or directory"),
-    ],
-)
-def test_class_maps_with_mistakes(pets: Path, content: str | bytes | None, message: str) -> None:
-    if content is not None:
-        (pets / "map.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=message):
-        load_splits(Data(name="folder", root=pets, class_map=Path("map.txt")), 0)
-
-
-def test_one_of_both_options(pets: Path) -> None:
-    (pets / "map.txt").write_text("cat\ndog\n")
-    with pytest.raises(UserError, match=r"as --data\.only-classes does; give one of them"):
-        load_splits(Data(name="folder", root=pets, class_map=Path("map.txt"), only_classes=("cat", "dog")), 0)
-
-
-def test_a_changed_map_is_seen_by_a_run_that_goes_on(pets: Path) -> None:
-    data = Data(name="folder", root=pets, class_map=Path("map.txt"))
-    tables = set()
-    for content in ("cat\ndog\n", "cat\r\ndog", "dog\ncat\n"):
-        (pets / "map.txt").write_text(content)
-        tables.add(load_splits(data, 0).table)
-    assert len(tables) == 2 and "" not in tables
