@@ -461,13 +461,6 @@ def packed(members: dict[str, bytes], sizes: dict[str, int] | None = None) -> by
     return bytes(found)
 
 
-def nested(depth: int) -> bytes:
-    found = packed({"cat/1.jpg": b"x", "dog/1.jpg": b"x"})
-    for _ in range(depth):
-        found = packed({"a.tar": found})
-    return found
-
-
 def long_name() -> bytes:
     """Return the header that announces a long name, and the name."""
     info = tarfile.TarInfo("././@LongLink")
@@ -481,7 +474,7 @@ LONG_NAME = long_name()
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (nested(400), "nested too deeply: 5 tar files, one inside another"),
+        (packed({"a.tar": packed({"cat/1.jpg": b"x"})}), "has a tar file in it"),
         (packed({"cat/1.jpg": b"x"}, {"cat/1.jpg": -(2**88)}), "cannot be read"),
         (packed({"cat/1.jpg": b"x"}, {"cat/1.jpg": -1024}), "has no size"),
         (LONG_NAME * 3000 + packed({"cat/1.jpg": b"x"}), "cannot be read"),

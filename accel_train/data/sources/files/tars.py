@@ -34,8 +34,6 @@ from accel_train.untrusted import open_to_read
 
 END = bytes(2 * tarfile.BLOCKSIZE)
 """Of a tar file."""
-DEEPEST = 4
-"""Maximum depth of tar files inside tar files; ImageNet has two levels."""
 
 
 @dataclass(frozen=True)
@@ -115,44 +113,37 @@ def packed(name: str, content: Any, kind: Literal[0, 1, 2] = tarfile.GNU_FORMAT)
 
 
 def members_of(root: Path, tar: str, copy: Path | None = None) -> Iterator[tuple[Member, IO[bytes]]]:
-    """Yields each file in the tar file `root / tar`, and in tar files inside it, with its content.
+    """Yields each file in the tar file `root / tar`, with its content.
 
     `copy`: where it is read, if `root` is a URL. It clears `TarFile.members` and reads `TarFile.offset` (checked with
     Python 3.11). Raises UserError.
     """
-
-    def walk(archive: tarfile.TarFile, start: int, prefix: str, depth: int) -> Iterator[tuple[Member, IO[bytes]]]:
-        for info in archive:
-            if info.size < 0 or info.issparse():  # tarfile would read a header repeatedly, or data from elsewhere
-                raise tarfile.ReadError(f"{info.name} has no size or is sparse")
-            name = posixpath.normpath(prefix + info.name)
-            hidden = any(part.startswith(".") for part in name.split("/"))
-            if (info.issym() or info.islnk()) and not hidden and is_image(posixpath.basename(name)):
-                raise tarfile.ReadError(
-                    f"{name} is a link; pack the files with tar's options --dereference --hard-dereference"
-                )
-            content = archive.extractfile(info) if info.isreg() and not hidden else None
-            if content is None:
-                continue
-            if name.lower().endswith(".tar"):  # as in ImageNet: one tar file per class
-                if depth == DEEPEST:
-                    raise tarfile.ReadError(f"{name} is nested too deeply: {depth + 1} tar files, one inside another")
-                with tarfile.open(fileobj=content, mode="r:") as inner:
-                    yield from walk(inner, start + info.offset_data, name[:-4] + "/", depth + 1)
-                    _check_end(inner, content)
-            else:
-                yield Member(name, tar, start + info.offset_data, info.size), content
-            archive.members = []  # type: ignore[attr-defined]  # free the memory of tarfile's list of members
-
     path = root / tar
+    readable = copy or path
     try:
-        readable = copy or path
         with open_to_read(readable) as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
             size = os.fstat(opened.fileno()).st_size
-            for member, content in walk(archive, 0, "", 0):
-                if member.offset + member.size > size:
+            for info in archive:
+                if info.size < 0 or info.issparse():  # tarfile would read a header repeatedly, or data from elsewhere
+                    raise tarfile.ReadError(f"{info.name} has no size or is sparse")
+                name = posixpath.normpath(info.name)
+                hidden = any(part.startswith(".") for part in name.split("/"))
+                if (info.issym() or info.islnk()) and not hidden and is_image(posixpath.basename(name)):
+                    raise tarfile.ReadError(
+                        f"{name} is a link; pack the files with tar's options --dereference --hard-dereference"
+                    )
+                content = archive.extractfile(info) if info.isreg() and not hidden else None
+                if content is None:
+                    continue
+                if name.lower().endswith(".tar"):  # as in ImageNet: one tar file per class
+                    raise UserError(
+                        f"{path} has a tar file in it, {name}: unpack {path.name} with tar -xf, and give the folder of "
+                        "what was in it as --data.root."
+                    )
+                if info.offset_data + info.size > size:
                     raise tarfile.ReadError("unexpected end of data")
-                yield member, content
+                yield Member(name, tar, info.offset_data, info.size), content
+                archive.members = []  # type: ignore[attr-defined]  # free the memory of tarfile's list of members
             with open_to_read(readable) as file:
                 _check_end(archive, file)
     except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, RecursionError) as error:
