@@ -17,7 +17,6 @@ from accel_train.data.sources.files.depth import is_deep
 from accel_train.data.sources.splits import Source
 from accel_train.errors import UserError
 from accel_train.records.result import FOLDER
-from accel_train.untrusted import LARGEST, read_regular_file
 from accel_train.user_code.reference import short_name
 
 COUNT = 64
@@ -73,7 +72,7 @@ def _as_file(file: Path, pixels: Tensor, new: Path) -> Path:
     """The image's own file; or `new`, written, if it has none, or one of more than 8 bits, which must be converted."""
     if file.is_file():
         with Image.open(file) as opened:
-            if not opened.mode.startswith("I") and not is_deep(opened, read_regular_file(file, LARGEST, follow=True)):
+            if not opened.mode.startswith("I") and not is_deep(opened):
                 return file
     Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).contiguous().numpy()).save(new)
     return new

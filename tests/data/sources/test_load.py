@@ -57,5 +57,5 @@ def test_the_libraries_are_imported_only_where_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["train_split", "val_split", "test_split"])
 def test_data_whose_splits_have_no_names(option: str) -> None:
-    with pytest.raises(UserError, match=r"--data\.test-split: only folder and hfds/NAME take them, and --data.name is 'digits'"):
+    with pytest.raises(UserError, match=r"-split: only folder and hfds/NAME take them, and --data.name is 'digits'"):
         load_splits(Data(**{option: "x"}), 0)  # type: ignore[arg-type]

@@ -1,20 +1,19 @@
 """Images of more than 8 bits a channel: which of their values are black and white, and their pixels in 8 bits.
 
 16 bits have a range of their own, 0 to 65535. Floating-point numbers and integers of 32 bits have none: without
---data.range they are refused, because any guess makes the images of some data sets black.
+--data.range they are refused, because any guess makes the images of some data sets black. Signed integers and colours
+of 16 bits, of which Pillow does not have the stored values, are always refused.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from accel_train.untrusted import LARGEST, is_number, read_regular_file
+from accel_train.untrusted import is_number
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -49,20 +48,25 @@ def range_text(value_range: ValueRange) -> str:
     return " ".join(f"{value:.12g}" for value in value_range)
 
 
-def check_values(image: Image.Image, data: bytes, value_range: ValueRange | None) -> None:
+def check_values(image: Image.Image, value_range: ValueRange | None) -> None:
     """Raise ImageError if it is not known which values of an opened image are black and white. Reads its header alone.
 
-    `data`: the encoded image; b"" if it is not known.
+    Of a PNG that is loaded already, Pillow does not say any more that its colours had 16 bits.
     """
+    if _is_signed(image):
+        raise ImageError(
+            "its pixels are signed integers: save it with floating-point numbers (NumPy's float32), and train with "
+            "--data.range LOW HIGH"
+        )
+    if _has_deep_colours(image):
+        raise ImageError(
+            "it has 16 bits in each of several channels: save it with 8 bits a channel, for example with ImageMagick's "
+            "mogrify -depth 8"
+        )
     if value_range is None and (kind := _without_range(image)):
         raise ImageError(
             f"its pixels are {kind}, and nothing says which value is black and which is white: save it as uint8 or "
             "uint16, or train with --data.range LOW HIGH, such as 0 1 or 0 4095"
-        )
-    if value_range is not None and _bits(image, data) == 16 and image.format != "PNG" and _has_colours(image):
-        raise ImageError(
-            "it has 16 bits in each of several colours, of which only those of a PNG can be scaled by --data.range: "
-            "save it as PNG, or with 8 bits"
         )
 
 
@@ -88,41 +92,30 @@ def check_pages(image: Image.Image) -> None:
         image.seek(0)
 
 
-def in_8_bits(image: Image.Image, data: bytes, value_range: ValueRange | None) -> Image.Image:
+def in_8_bits(image: Image.Image, value_range: ValueRange | None) -> Image.Image:
     """An opened image with 8 bits a channel. One of 16 bits without a range keeps its upper 8.
 
-    `data`: as `check_values` has it; of a PNG it is read again if it is not known and needed. Raises ImageError, also
-    for values outside the range.
+    Raises ImageError, also for values outside the range.
     """
     from PIL import Image
 
-    if value_range is not None and image.format == "PNG" and not data:
-        data = _file_of(image)
-    check_values(image, data, value_range)
+    check_values(image, value_range)
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image
     if value_range is not None and not _is_scaled_by_file(image):
-        values = _values(image, data)
-        return image if values is None else Image.fromarray(_scaled(values, value_range))
-    if image.mode.startswith("I"):  # 16 bits; PIL's conversion would clip them at 255
-        return Image.fromarray((np.clip(np.asarray(image), 0, FULL) >> 8).astype(np.uint8))
-    return image
+        return Image.fromarray(_scaled(np.asarray(image), value_range))
+    return Image.fromarray((np.clip(np.asarray(image), 0, FULL) >> 8).astype(np.uint8))  # PIL would clip them at 255
 
 
-def is_deep(image: Image.Image, data: bytes) -> bool:
+def is_deep(image: Image.Image) -> bool:
     """Whether an opened image has more than 8 bits a channel, and its file does not say which value is white."""
-    return not _is_scaled_by_file(image) and (_bits(image, data) > 8 or _is_signed(image))
+    return (image.mode == "F" or image.mode.startswith("I")) and not _is_scaled_by_file(image)
 
 
-def largest_of_16_bits(image: Image.Image, data: bytes) -> int | None:
-    """The largest value of an opened image of 16 bits a channel whose file does not say which is white; else None.
-
-    Of colours in other files than PNG only the upper 8 bits are known, and the largest value with these is returned.
-    """
-    if _bits(image, data) != 16 or _is_scaled_by_file(image):
-        return None
-    if _has_colours(image) and image.format != "PNG":
-        return int(np.asarray(image.convert("RGB")).max()) << 8 | 0xFF
-    values = _values(image, data)
-    return None if values is None else int(values.max())
+def largest_of_16_bits(image: Image.Image) -> int | None:
+    """The largest value of an opened image of 16 bits whose file does not say which is white; else None."""
+    has_16_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
+    return int(np.asarray(image).max()) if has_16_bits else None
 
 
 def few_bits_notes(largest: Sequence[int]) -> list[str]:
@@ -137,21 +130,6 @@ def few_bits_notes(largest: Sequence[int]) -> list[str]:
     ]
 
 
-def _file_of(image: Image.Image) -> bytes:
-    """The bytes from which Pillow has opened an image, because of 16-bit colours it has the upper 8 bits alone.
-
-    b"" if they are gone.
-    """
-    stream, name = getattr(image, "fp", None), getattr(image, "filename", "")
-    if stream is not None:
-        position = stream.tell()
-        stream.seek(0)
-        content: bytes = stream.read()
-        stream.seek(position)
-        return content
-    return read_regular_file(Path(name), LARGEST, follow=True) if name and Path(name).is_file() else b""
-
-
 def _is_scaled_by_file(image: Image.Image) -> bool:
     return image.format in SCALED_FORMATS and image.mode != "F"
 
@@ -160,32 +138,7 @@ def _without_range(image: Image.Image) -> str:
     """What the pixels are, in words, if no range of values follows from that; else ""."""
     if image.mode == "F":
         return "floating-point numbers"
-    if _is_signed(image):
-        return "signed integers"
     return "integers of 32 bits" if image.mode == "I" and image.format not in ("PNG", "PPM") else ""
-
-
-def _values(image: Image.Image, data: bytes) -> Values | None:
-    """The values of the pixels; None if they have 8 bits."""
-    if image.mode == "F" or image.mode.startswith("I"):
-        return np.asarray(image)
-    if _is_signed(image):
-        return np.asarray(image).view(np.int8)  # Pillow opens them as unsigned
-    return _of_png(data) if _bits(image, data) == 16 and image.format == "PNG" else None
-
-
-def _of_png(data: bytes) -> Values:
-    """The values of a PNG of 16 bits without transparency, [H, W, 3] or [H, W]. Pillow has only their upper 8 bits."""
-    import torch
-    from torchvision.io import ImageReadMode, decode_image
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchvision warns of changes to its decoders
-        file = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        pixels: torch.Tensor = decode_image(file, mode=ImageReadMode.UNCHANGED)
-    values: Values = pixels.numpy()  # [C, H, W]
-    colours: Values = values[:3].transpose(1, 2, 0)
-    return colours if len(values) >= 3 else colours[..., 0]
 
 
 def _scaled(values: Values, value_range: ValueRange) -> npt.NDArray[np.uint8]:
@@ -200,24 +153,18 @@ def _scaled(values: Values, value_range: ValueRange) -> npt.NDArray[np.uint8]:
     return np.rint(levels).clip(0, 255).astype(np.uint8)
 
 
-def _bits(image: Image.Image, data: bytes) -> int:
-    """The bits of a channel: 16 also of an image in colours, which Pillow opens with 8."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        return 16
-    if image.mode in ("F", "I"):
-        return 32
-    if image.format == "PNG" and len(data) > 24:
-        return data[24]
-    return 16 if _tag(image, BITS_PER_SAMPLE) == 16 else 8
-
-
-def _has_colours(image: Image.Image) -> bool:
-    return image.mode not in ("F", "L", "LA") and not image.mode.startswith("I")
+def _has_deep_colours(image: Image.Image) -> bool:
+    """Whether it has 16 bits in each of several channels, of which Pillow keeps the upper 8."""
+    if image.mode.startswith("I") or image.format not in ("PNG", "TIFF"):
+        return False
+    stored = [str(part[3]) for part in getattr(image, "tile", ())]  # of a PNG such as RGB;16B, until it is loaded
+    return _tag(image, BITS_PER_SAMPLE) == 16 or any("16" in mode for mode in stored if image.format == "PNG")
 
 
 def _is_signed(image: Image.Image) -> bool:
-    """Whether it is a TIFF of signed integers."""
-    return image.format == "TIFF" and image.mode in ("L", "I") and _tag(image, SAMPLE_FORMAT) == SIGNED
+    """Whether it is a TIFF of signed integers of 8 bits, which Pillow opens as unsigned, or of 16."""
+    signed = image.format == "TIFF" and image.mode in ("L", "I") and _tag(image, SAMPLE_FORMAT) == SIGNED
+    return signed and _tag(image, BITS_PER_SAMPLE) in (8, 16)
 
 
 def _tag(image: Image.Image, number: int) -> int:

@@ -90,7 +90,7 @@ class LazyImage:
             raise _too_many(self.width * self.height, max_pixels)
         with _strictly(max_pixels):
             check_pages(self.image)
-            check_values(self.image, data, value_range)
+            check_values(self.image, value_range)
             self.orientation = _orientation(self.image, data)
         if self.orientation >= 5:
             self.width, self.height = self.height, self.width
@@ -99,12 +99,12 @@ class LazyImage:
     @property
     def is_deep(self) -> bool:
         """Whether it has more than 8 bits a channel, and its file does not say which value is white."""
-        return is_deep(self.image, self.data)
+        return is_deep(self.image)
 
     def largest_of_16_bits(self) -> int | None:
         """The largest value of an image of 16 bits; see depth.py. None: it has other bits. Raises ImageError."""
         with _strictly(self.max_pixels):
-            return largest_of_16_bits(self.image, self.data)
+            return largest_of_16_bits(self.image)
 
     def looks_truncated(self) -> bool:
         """Whether the file lacks its format's end marker at its end: truncated, or followed by other data."""
@@ -115,7 +115,7 @@ class LazyImage:
         with _strictly(self.max_pixels), self.image as image:
             pixels = _decode_jpeg(self.data, self.channels) if self.reducible else None
             if pixels is None:
-                pixels = to_tensor(image, self.channels, self.value_range, self.data)
+                pixels = to_tensor(image, self.channels, self.value_range)
             return apply_orientation(pixels, self.orientation)
 
     def reduced(
@@ -235,11 +235,9 @@ def _decode_jpeg(data: bytes, channels: int) -> torch.Tensor | None:
     return pixels
 
 
-def to_tensor(
-    image: Image.Image, channels: int, value_range: ValueRange | None = None, data: bytes = b""
-) -> torch.Tensor:
+def to_tensor(image: Image.Image, channels: int, value_range: ValueRange | None = None) -> torch.Tensor:
     """The pixels decoded by PIL, uint8 [channels, H, W]. Raises ImageError; see `in_8_bits`."""
-    image = in_8_bits(image, data, value_range)
+    image = in_8_bits(image, value_range)
     if image.mode in ("P", "PA"):  # a palette may contain transparent colours
         image = image.convert("RGBA")
     if image.mode not in ("1", "L", "LA"):

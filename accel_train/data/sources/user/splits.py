@@ -87,7 +87,7 @@ def user_data(data: Data, reference: Reference, record: Path | None) -> Splits:
         for split, dataset in datasets.items()
     }
     channels = pixels.shape[0]
-    largest = largest_of_16_bits(image, b"") if isinstance(image, Image.Image) else None
+    largest = largest_of_16_bits(image) if isinstance(image, Image.Image) else None
     is_float = pixels.is_floating_point()
     if is_float:
         mean, std = (0.0,) * channels, (1.0,) * channels
