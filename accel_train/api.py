@@ -93,10 +93,9 @@ def load_run(
     """Return a run's model with its transform, class names and figures.
 
     `checkpoint`: "best", "last", or a checkpoint's folder or name, such as "update-00001234"; default: "last", the
-    final weights, or the newest checkpoint of a run that has not finished. `trust_code`: run the model's code that the
-    run keeps, although it may be somebody else's. `model`: for a run that was trained with an object, a model like it,
-    which is copied, or a function that makes one. The result of `train` has its objects; the path of its folder does
-    not.
+    final weights, or the newest checkpoint of a run that has not finished. `trust_code`: execute the model's code that
+    the run keeps. `model`: for a run that was trained with an object, a model like it, which is copied, or a function
+    that makes one. The result of `train` has its objects; the path of its folder does not.
     """
     with _objects_of(run, model=model):
         from accel_train.analysis.loaded_run import load

@@ -52,6 +52,14 @@ class UnsavedError(UserError):
         self.stopped_by = stopped_by
 
 
+class UntrustedError(UserError):
+    """A command would execute or fetch what a run names, and the user has not said --trust-code."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; if you trust that, add --trust-code true.")
+        self.what = what
+
+
 class MetricError(UserError):
     """A metric of --metrics has failed in an evaluation. All processes raise it."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,6 @@ from hypothesis import settings
 
 # One thread in each process: the tests themselves run in parallel. Before torch is imported, which reads it.
 os.environ["OMP_NUM_THREADS"] = "1"
-
-# What the program remembers of a user is not the real user's.
-STATE = tempfile.TemporaryDirectory(prefix="accel-train-state-", ignore_cleanup_errors=True)
-os.environ["XDG_STATE_HOME"] = STATE.name
 
 # Hypothesis measures time, too, and would fail tests on a busy machine.
 settings.register_profile("untimed", deadline=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +14,87 @@ from accel_train import models
 from accel_train.config.option_types import value
 from accel_train.config.options import parse_run
 from accel_train.config.schema import Config, Model
+from accel_train.config.url import is_url
 from accel_train.data.sources.load import load_splits
 from accel_train.data.sources.splits import Splits
-from accel_train.errors import UserError, one_line
+from accel_train.errors import UntrustedError, UserError, one_line
 from accel_train.models.weights.hub import is_hub_name
 from accel_train.records.model_info import FILE, ModelInfo
-from accel_train.records.provenance import code_to_run, metric_key, trained_code
-from accel_train.user_code.record import doubtful_arguments
-from accel_train.user_code.reference import GIVEN, parse_reference
+from accel_train.records.provenance import metric_key
+from accel_train.user_code.kept import import_context, kept_text
+from accel_train.user_code.reference import GIVEN, parse_reference, texts_of
+
+HUBS = ("hfds/", "hfids/", "tfds/")
 
 
 def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of the run in the folder `run`, with the options `overrides`. Runs none of its code.
 
-    Objects that were given (user_code/objects.py) take the place of those of the run.
-
-    `uses`: the options whose code will be run, if they name a user's own code. The run may be somebody else's, so this
-    code is only used with `trust_code`, or if this user has trained the run; see `code_to_run`. The same is true of
-    arguments of a library's model that could open a file. Raises UserError otherwise.
+    `uses`: the options whose code will be run, if they name a user's own code; with "data.name" the data will be read,
+    and with "model.name" the model be made. The run may be somebody else's: raises UntrustedError if that would execute
+    or fetch what the run, not one of `overrides`, names, unless `trust_code`. Then code is the text that the run keeps.
+    Objects that were given (user_code/objects.py) take the place of those of the run. Raises UserError.
     """
-    config, own, text = parse_run(run, overrides)
-    trained = trained_code(run, text)
-    if "model.name" in uses and trained is None and not trust_code and config.model.kwargs == own.model.kwargs:
-        _check_arguments(run, own)
+    config = parse_run(run, overrides)
+    named = {word.removeprefix("--").partition("=")[0].replace("_", "-") for word in overrides if word[:2] == "--"}
     given = {option: name for option, (name, _) in GIVEN.items() if option in uses}
+    would = []
     for option in uses:
-        if option == "metrics":
-            trusted = [_trusted_metric(text, run, trained, trust=trust_code) for text in config.metrics]
-            config = dataclasses.replace(config, metrics=tuple(trusted))
+        if option in named or option in given:
             continue
-        reference = parse_reference(option, value(own, option))
-        if option not in given and reference is not None and value(config, option) == value(own, option):
-            given[option] = code_to_run(option, reference, run, trained=trained, trust=trust_code)
-    for option, to_run in given.items():
-        group, _, name = option.partition(".")
-        path: Any = {name: to_run}
-        changed: Any = {group: dataclasses.replace(getattr(config, group), **path)}
-        config = dataclasses.replace(config, **changed)
+        texts = []
+        for text in texts_of(value(config, option)):
+            reference = parse_reference(option, text)
+            if reference is not None:
+                path = kept_text(metric_key(text) if option == "metrics" else option, reference, run)
+                folder = import_context(path)[0]
+                places = "the environment" if folder is None else f"{folder} or the environment"
+                would.append(f"run --{option} {text} (its text is {path}; what it imports comes from {places})")
+                text = f"{path.absolute()}:{reference.name.partition('#')[0]}"
+            texts.append(text)
+        config = _with(config, option, tuple(texts) if option == "metrics" else texts[0])
+    would += _arguments(config, uses) if "model.kwargs" not in named else []
+    would += _fetched(config, named) if "data.name" in uses and "data.name" not in given else []
+    if would and not trust_code:
+        raise UntrustedError(f"{run} is a run, and this would {' and '.join(would)}")
+    for option, name in given.items():
+        config = _with(config, option, name)
     return config
+
+
+def _with(config: Config, option: str, setting: Any) -> Config:
+    group, _, name = option.rpartition(".")
+    changed: Any = {name: setting}
+    if group:
+        changed = {group: dataclasses.replace(getattr(config, group), **changed)}
+    return dataclasses.replace(config, **changed)
+
+
+def _arguments(config: Config, uses: Sequence[str]) -> list[str]:
+    """What the arguments of a library's model may do, if they are more than plain values and lists of these."""
+    if "model.name" not in uses or parse_reference("model.name", config.model.name) is not None:
+        return []  # the user's own code is judged with its arguments
+    arguments = json.loads(config.model.kwargs or "{}")
+    return [
+        f"use --model.kwargs {one_line(repr(name), 80)}, which is no plain value (see config.yaml)"
+        for name, argument in arguments.items()
+        if not _is_plain(argument)
+    ][:1]
+
+
+def _is_plain(argument: Any) -> bool:
+    if isinstance(argument, list):
+        return all(_is_plain(item) for item in argument)
+    return argument is None or isinstance(argument, (bool, int, float, str))
+
+
+def _fetched(config: Config, named: Container[str]) -> list[str]:
+    """What would be fetched for the data that the run names: its URL, or its data set of a hub."""
+    if "data.name" not in named and config.data.name.startswith(HUBS):
+        return [f"fetch --data.name {config.data.name}"]
+    if "data.root" not in named and is_url(config.data.root):
+        return [f"fetch --data.root {config.data.root}"]
+    return []
 
 
 def data_of_run(run: Path, *, trust_code: bool) -> tuple[Config, Splits]:
@@ -59,23 +102,6 @@ def data_of_run(run: Path, *, trust_code: bool) -> tuple[Config, Splits]:
     nothing is downloaded. Raises UserError; see `read_config` for `trust_code`."""
     config = read_config(run, uses=("data.name",), trust_code=trust_code)
     return config, load_splits(config.data, config.seed, download=False, record=run)
-
-
-def _trusted_metric(text: str, run: Path, trained: Mapping[str, str] | None, *, trust: bool) -> str:
-    reference, key = parse_reference("metrics", text), metric_key(text)
-    return text if reference is None else code_to_run(key, reference, run, trained=trained, trust=trust)
-
-
-def _check_arguments(run: Path, config: Config) -> None:
-    """Raise UserError if an argument for a library's model could open a file: the run may be somebody else's."""
-    if parse_reference("model.name", config.model.name) is not None:
-        return  # the user's own code is judged with its arguments
-    if doubtful := doubtful_arguments(json.loads(config.model.kwargs or "{}")):
-        raise UserError(
-            f"--model.kwargs: {one_line(repr(doubtful[0]), 80)} could open a file or fetch one, and you have not "
-            f"trained the run with this configuration on this machine. Read {run / 'config.yaml'}; if you trust it, "
-            "add --trust-code true."
-        )
 
 
 def empty_model(model: Model, info: ModelInfo) -> nn.Module:

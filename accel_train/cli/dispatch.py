@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import io
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 
 from accel_train import __version__
-from accel_train.errors import UserError, nearest, print_line, print_logged
+from accel_train.errors import UntrustedError, UserError, nearest, print_line, print_logged
 from accel_train.launch.environment import INTERRUPTED, at_terminal, print_error
 
 COMMANDS = {  # name -> (its module in this folder, what it does); its function has the name of the command, with "_"
@@ -77,7 +78,11 @@ def _run(words: list[str]) -> int:
     if name != "train":  # train has this option in its configuration
         rest = _without_traceback(rest)
     module = importlib.import_module(f"accel_train.cli.{COMMANDS[name][0]}")
-    code: int = getattr(module, name.replace("-", "_"))(rest)
+    try:
+        code: int = getattr(module, name.replace("-", "_"))(rest)
+    except UntrustedError as error:
+        line = shlex.join(["accel-train", name, *rest, "--trust-code", "true"])
+        raise UserError(f"{error.what}; if you trust that: {line}") from error
     return code
 
 

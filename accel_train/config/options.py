@@ -104,18 +104,14 @@ def parse_variants(
         yield _to_config(recipe, {**given, **{option.key: option for option in variant}}, mistakes)
 
 
-def parse_run(run: Path, arguments: Sequence[str] = ()) -> tuple[Config, Config, str]:
-    """Return (the configuration of the run in the folder `run` with the options `arguments`, the one without them, the
-    text of config.yaml that both were read from). The user's own code need not exist here.
+def parse_run(run: Path, arguments: Sequence[str] = ()) -> Config:
+    """Return the configuration of the run in the folder `run` with the options `arguments`.
 
-    The file is read once, so that a text that has been checked is the one that is used. Raises one UserError with all
-    mistakes.
+    The user's own code need not exist here. Raises one UserError with all mistakes.
     """
     raise_mistakes(mistakes := not_a_run(run))
     recipe = _read_recipe(str(run / "config.yaml"), mistakes)
-    own = _to_config(recipe, {}, mistakes, checks_code=False)
-    config = _to_config(recipe, read_arguments(arguments, option_types(), mistakes), mistakes, checks_code=False)
-    return config, own, recipe.text
+    return _to_config(recipe, read_arguments(arguments, option_types(), mistakes), mistakes, checks_code=False)
 
 
 def parse_settings(

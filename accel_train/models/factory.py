@@ -185,6 +185,9 @@ def more_arguments(model: Model) -> dict[str, Any]:
     arguments: dict[str, Any] = json.loads(model.kwargs or "{}")
     reserved = {"num_classes": "it follows from the data", "in_chans": "it follows from the data"}
     reserved |= {"image_size": "set --model.image-size", "pretrained": "set --model.pretrained"}
+    # A file or an address of weights: --model.weights reads one without running code that is in it.
+    files = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "weights", "weights_backbone")
+    reserved |= dict.fromkeys(files, "set --model.weights or --model.pretrained")
     for name in reserved.keys() & arguments.keys():
         raise UserError(f"--model.kwargs: remove {name!r}; {reserved[name]}.")
     return arguments

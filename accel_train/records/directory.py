@@ -19,7 +19,7 @@ from accel_train.errors import UserError, print_line
 from accel_train.files import open_to_write
 from accel_train.ownership.lease import Lease, LostError, cannot_be_written, make_directory
 from accel_train.records.model_info import FILE, ModelInfo
-from accel_train.records.provenance import FOLDER, keep_code, references, remember_training
+from accel_train.records.provenance import references
 from accel_train.untrusted import (
     MAX_LOG_BYTES,
     NotRegularFileError,
@@ -28,6 +28,7 @@ from accel_train.untrusted import (
     read_json_object,
     read_regular_file,
 )
+from accel_train.user_code.kept import FOLDER, keep_code
 
 DAMAGED = "metrics.damaged.jsonl"
 MARKER = "REQUEUE"  # a file that asks the job script to start the run again
@@ -85,14 +86,12 @@ class RunDirectory:
         self._replace("data.json", _json(data) + "\n")
 
     def keep_code(self, config: Config, update: int) -> list[str]:
-        """Keep the user's own code in code/ and code.json, and record who trains with it. Returns notes."""
-        if not self.writes:
+        """Keep the user's own code in code/ and code.json. Returns notes about what has changed."""
+        used = references(config)
+        if not (self.writes and used):
             return []
-        notes = remember_training(config)
-        if not references(config):
-            return notes
         self._try(FOLDER, lambda: (self.path / FOLDER).mkdir(exist_ok=True))
-        return keep_code(config, self.path, self._replace, update) + notes
+        return keep_code(used, self.path, self._replace, update)
 
     def log(self, kind: str, **values: Any) -> dict[str, Any]:
         """Append {"kind": kind, "time": seconds since 1970, **values} to metrics.jsonl; return these values.

@@ -1,27 +1,19 @@
-"""What made a run: the user's own code, and the environment (versions, devices, launcher, commit).
-
-code.json names the user's code, and code/ keeps the text of each file. Only the named files are kept; what they import
-is recorded by version or hash, but not copied.
-"""
+"""What made a run: the user's own code, and the environment (versions, devices, launcher, commit)."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoint.format import PACKAGES, versions
 from accel_train.config.option_types import value
-from accel_train.config.schema import Config, to_yaml
-from accel_train.errors import UserError
-from accel_train.untrusted import is_file_name, parse_json, read_regular_file
+from accel_train.config.schema import Config
 from accel_train.user_code.reference import (
     OBJECT,
     PREFIXES,
@@ -29,12 +21,9 @@ from accel_train.user_code.reference import (
     code_file,
     file_hash,
     metric_name,
-    missing,
     parse_reference,
     texts_of,
 )
-
-FILE, FOLDER = "code.json", "code"
 
 
 def references(config: Config) -> dict[str, Reference]:
@@ -71,136 +60,6 @@ def _hashes(used: Mapping[str, Reference]) -> dict[str, str]:
     """The SHA-256 of each file among `references`."""
     files = {option: code_file(reference) for option, reference in used.items()}
     return {option: file_hash(path) for option, path in files.items() if path is not None}
-
-
-def keep_code(config: Config, run: Path, write: Callable[[str, bytes], object], update: int) -> list[str]:
-    """Keep the user's code in the folder `run`, by `write(name, content)`. Returns notes about what has changed.
-
-    `update`: the number of updates before this start.
-    """
-    used = references(config)
-    if not used:
-        return []
-    from accel_train.user_code.record import imports
-
-    before, notes = _read(run), []
-    now: dict[str, dict[str, Any]] = {}
-    for option, reference in used.items():
-        path = code_file(reference)
-        if path is None:  # a module that is not a file of Python
-            now[option] = {"reference": str(reference)}
-            continue
-        kept = f"{FOLDER}/{path.stem}-{file_hash(path)[:12]}.py"
-        write(kept, read_regular_file(path, follow=True))
-        old = before.get(option, {})
-        earlier = old.get("earlier", [])
-        if old.get("sha256", file_hash(path)) != file_hash(path):
-            earlier = [*earlier, {"kept": old.get("kept"), "sha256": old["sha256"], "until_update": update}]
-            notes.append(
-                f"{option}: {path} has changed since the last start of this run. From update {update} on the new text "
-                f"is used; the old one is {old.get('kept')}."
-            )
-        now[option] = {
-            "reference": str(reference),
-            "kept": kept,
-            "sha256": file_hash(path),
-            "imports": imports(path),
-            "earlier": earlier,
-        }
-    write(FILE, (json.dumps(now, indent=2) + "\n").encode())
-    return notes
-
-
-def remember_training(config: Config) -> list[str]:
-    """Record outside the run's folder that this user trains with this code. Returns a note if that is not possible."""
-    used = references(config)
-    if not used and not config.model.kwargs:
-        return []
-    from accel_train.user_code.record import remember
-
-    try:
-        remember(to_yaml(config), _hashes(used))
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        return [
-            f"your folder for the state of programs cannot be used ({error}): evaluate, predict, report and export "
-            "will ask for --trust-code true for this run. Set XDG_STATE_HOME to a folder of yours."
-        ]
-    return []
-
-
-def trained_code(run: Path, text: str) -> dict[str, str] | None:
-    """Return the SHA-256 of the code of the run in the folder `run` (option -> hash), if this user has trained the run:
-    with `text` as its config.yaml and with this code. Else None.
-
-    A record outside the folder says so: what is in the folder may have been written by anybody, at any time. So what
-    is returned, not what is in the folder a moment later, is the code that may be run.
-    """
-    from accel_train.user_code.record import is_remembered
-
-    code = {}
-    try:
-        for option, entry in _read(run).items():
-            name = str(entry.get("kept", "")).removeprefix(f"{FOLDER}/")
-            if is_file_name(name):
-                code[option] = hashlib.sha256(read_regular_file(run / FOLDER / name, follow=True)).hexdigest()
-    except (OSError, ValueError):
-        return None
-    return code if is_remembered(text.encode(), code) else None
-
-
-def _read(run: Path) -> dict[str, dict[str, Any]]:
-    """Return the content of code.json; {} if there is none. Raises UserError if it is damaged."""
-    path = run / FILE
-    if not path.exists():
-        return {}
-    try:
-        content = parse_json(read_regular_file(path, follow=True))
-        if not (isinstance(content, dict) and all(isinstance(entry, dict) for entry in content.values())):
-            raise ValueError("it is not a table of options")
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}); copy it again from where the model was trained.") from error
-    return content
-
-
-def code_to_run(option: str, reference: Reference, run: Path, *, trained: Mapping[str, str] | None, trust: bool) -> str:
-    """Return the value of `option` that runs the code which the run in the folder `run` keeps for it. Runs none of it.
-
-    `reference`: as it was given to the run. Raises UserError if the code is missing, or if nobody has said that it is
-    safe. It is if `trust`, or if this user has trained the run (see `trained_code`) and the file that the run names is
-    as it was. A module is run by its name only if `trained`: else the kept text is what one can read.
-    """
-    name = str(_read(run).get(option, {}).get("kept", "")).removeprefix(f"{FOLDER}/")
-    path = run / FOLDER / name
-    is_object = reference.module == OBJECT  # which has no file of its own
-    if is_object and not name:
-        raise UserError(missing(option, reference))
-    if not (is_file_name(name) and path.is_file()):
-        raise UserError(
-            f"--{option.partition(':')[0]} {reference.short}: the run does not have the text of this code ({FILE} and "
-            f"{FOLDER}/); copy them again from where the model was trained."
-        )
-    named = path if is_object else code_file(reference)
-    kept = f"{path.absolute()}:{reference.name.partition('#')[0]}"
-    found = file_hash(named) if named is not None and _is_own(named) else ""
-    if trained is not None and found and found == trained.get(option):
-        return kept if is_object else str(reference)
-    same = found == file_hash(path)
-    if trust:
-        return str(reference) if same and reference.file else kept
-    reason = "this file is missing, is not yours, or has changed"
-    if same:
-        reason = "you have not trained the run with this configuration on this machine"
-    raise UserError(
-        f"--{option.partition(':')[0]} {reference}: the run uses its own code, but {reason}. Read {path} and the "
-        "arguments in config.yaml; if you trust them, add --trust-code true."
-    )
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        return path.is_file() and path.stat().st_uid in (os.getuid(), 0)
-    except OSError:
-        return False
 
 
 LAUNCHER = {

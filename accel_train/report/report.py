@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.analysis.evaluate_run import evaluate_run
-from accel_train.analysis.load_run import data_of_run
+from accel_train.analysis.load_run import data_of_run, read_config
 from accel_train.analysis.measure import EvaluationResult
 from accel_train.analysis.predictions import Predictions, read_predictions
 from accel_train.checkpoint.weights import digest_of_run
@@ -165,6 +165,8 @@ def _pictures(
         return Pictures()
     pictures = Pictures()
     try:
+        own = read_config(run.path, uses=("augment.own",), trust_code=trust_code).augment.own
+        config = replace(config, augment=replace(config.augment, own=own))
         pictures = Pictures(augmented=augmented_pictures(splits, run.info, config))
     except UserError as error:
         notes.append(f"The training images are left out: {error}")

@@ -15,14 +15,15 @@ from types import ModuleType
 from typing import Any
 
 from accel_train.errors import UserError, nearest, one_line
+from accel_train.user_code.kept import import_context
 from accel_train.user_code.reference import OBJECT, Reference, code_file, file_hash, listed
 
 
 def load(option: str, reference: Reference) -> Callable[..., Any]:
     """Import the code and return the callable. Raises UserError, which shows the user's line if the code raises.
 
-    The file's folder is the last on Python's path then: the file can import its neighbours, but none of them hides an
-    installed package.
+    The folder of a user's file is the last on Python's path then: the file can import its neighbours, but none of them
+    hides an installed package. No folder of a run is on the path; see `import_context`.
     """
     if reference.module == OBJECT:
         from accel_train.user_code.objects import load_object
@@ -48,13 +49,15 @@ def load_file(path: Path) -> ModuleType:
     told = f"{path.absolute()} {file_hash(path)}".encode(errors="surrogateescape")
     name = f"{path.stem}_{hashlib.sha256(told).hexdigest()[:12]}"
     if name not in sys.modules:
-        folder = str(path.parent)
-        if folder not in sys.path:
-            sys.path.append(folder)
+        folder, package = import_context(path)
+        if folder is not None and str(folder) not in sys.path:
+            sys.path.append(str(folder))
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        if package:
+            module.__package__ = package
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)

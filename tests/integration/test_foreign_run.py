@@ -67,7 +67,7 @@ def hostile(run: Path, option: str, reference: str, source: Path, **more: Any) -
     kept = f"code/{source.stem}-{digest[:12]}.py"
     (run / "code").mkdir(exist_ok=True)
     shutil.copy(source, run / kept)
-    entry = {"reference": reference, "kept": kept, "sha256": digest, "imports": {}, "earlier": []}
+    entry = {"reference": reference, "kept": kept, "sha256": digest, "imports": {}}
     before = json.loads((run / "code.json").read_text()) if (run / "code.json").exists() else {}
     (run / "code.json").write_text(json.dumps(before | {option: entry}))
     return run
@@ -90,6 +90,9 @@ def test_a_model_that_is_a_function_of_the_standard_library(digits_run: Path, tm
     run, marker = Path(shutil.copytree(digits_run, tmp_path / "run")), tmp_path / "was-run"
     source = Path(str(subprocess.__file__))
     hostile(run, "model.name", "subprocess:getoutput", source, kwargs=json.dumps({"cmd": f"touch {marker}"}))
+    trap = tmp_path / "a_trap.py"
+    trap.write_text(TRAP.format(marker=str(marker)))
+    hostile(run, "augment.own", f"{trap}:call", trap)  # of training images, which a report shows
     found = codes(run, tmp_path / "work")
     assert not marker.exists()
     assert found == {

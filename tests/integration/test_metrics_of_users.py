@@ -94,19 +94,19 @@ def test_the_figures_have_the_same_bits_on_1_2_and_3_processes_also_after_kills(
 
     # Evaluated afterwards, on another number of processes.
     for processes in (1, 3):
-        again = helpers.python("-m", "accel_train", "evaluate", run, processes=processes)
+        again = helpers.python("-m", "accel_train", "evaluate", run, "--trust-code", "true", processes=processes)
         assert again.returncode == 0, again.stderr
         record = json.loads((run / "evaluation-test.json").read_text())["model"]
         assert {name: record[name] for name in NAMES} == {name: last[name] for name in NAMES}
     assert "Entropy" in again.stdout
     kept = json.loads((run / "code.json").read_text())
     assert {*kept} == {"metrics:balanced", "metrics:margin", "metrics:Entropy"}
-    other = helpers.python("-m", "accel_train", "evaluate", run, XDG_STATE_HOME=str(tmp_path / "other"))
-    assert other.returncode == 2 and "add --trust-code true" in other.stderr
-    trusted = ("evaluate", run, "--trust-code", "true")
+    refused = helpers.python("-m", "accel_train", "evaluate", run)
+    assert refused.returncode == 2
+    assert f"if you trust that: accel-train evaluate {run} --trust-code true" in refused.stderr
     mine.unlink()
-    other = helpers.python("-m", "accel_train", *trusted, XDG_STATE_HOME=str(tmp_path / "other"))
-    assert other.returncode == 0, other.stderr
+    trusted = helpers.python("-m", "accel_train", "evaluate", run, "--trust-code", "true")
+    assert trusted.returncode == 0, trusted.stderr
 
 
 FAILING = (

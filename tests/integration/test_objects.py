@@ -69,10 +69,10 @@ class Killer:
 """
 
 
-def play(folder: Path, script: str, *, code: int = 0, processes: int = 1, state: str = "state") -> str:
-    """Run the program with `script` at its end in `folder`, and return what it prints. `state`: the user's folder."""
+def play(folder: Path, script: str, *, code: int = 0, processes: int = 1) -> str:
+    """Run the program with `script` at its end in `folder`, and return what it prints."""
     (folder / "program.py").write_text(PROGRAM + script)
-    done = helpers.python("program.py", cwd=folder, processes=processes, XDG_STATE_HOME=str(folder / state))
+    done = helpers.python("program.py", cwd=folder, processes=processes)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -192,15 +192,14 @@ def test_a_run_is_opened_with_the_object_or_the_kept_source(tmp_path: Path) -> N
     loaded = "loaded ['layers.1.bias', 'layers.1.weight', 'layers.3.bias', 'layers.3.weight']"
     (kept,) = (tmp_path / "run/code").glob("Net-*.py")
     assert "import torch.nn as nn\n" in kept.read_text() and "WIDTH = 8\n" in kept.read_text()
-    script = f"{LOAD}load()\nload(model=Net)\nprint(evaluate('run').figures['model']['count'])\n"
-    own = play(tmp_path, script).splitlines()
-    assert own[:2] == [loaded, loaded] and "60" in own
-    # Somebody else runs the kept text only if they say so.
-    script = f"{LOAD}load()\nload(trust_code=True)\nload(model=Net())\nload(model=Net(width=9))\n"
-    others = play(tmp_path, script, state="other").splitlines()
-    assert others[0].startswith("refused: --model.name <object>:Net#") and "Read run/code/Net-" in others[0]
-    assert others[1:3] == [loaded, loaded]
-    assert "is of another model: layers.1.bias is (8,) there and (9,) in this model" in others[3]
+    script = "load()\nload(trust_code=True)\nload(model=Net)\nload(model=Net())\nload(model=Net(width=9))\n"
+    script += "print(evaluate('run', trust_code=True).figures['model']['count'])\n"
+    lines = play(tmp_path, LOAD + script).splitlines()
+    assert lines[0].startswith("refused: run is a run, and this would run --model.name <object>:Net")
+    assert "its text is run/code/Net-" in lines[0]
+    assert lines[1:4] == [loaded, loaded, loaded]
+    assert "is of another model: layers.1.bias is (8,) there and (9,) in this model" in lines[4]
+    assert "60" in lines
 
 
 def test_a_run_without_kept_source_says_what_it_needs(tmp_path: Path) -> None:

@@ -124,9 +124,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, words in RUNS.items():
         found[name] = folder / "runs" / name.replace(" ", "-")
         line = words.replace("FOLDER", str(folder)).split()
-        done = helpers.run(*line, "--output-dir", found[name], XDG_STATE_HOME=str(folder / "state"))
+        done = helpers.run(*line, "--output-dir", found[name])
         assert done.returncode == 0, done.stderr
-        done = helpers.python("-m", "accel_train", "report", found[name], XDG_STATE_HOME=str(folder / "state"))
+        done = helpers.python("-m", "accel_train", "report", found[name])
         assert done.returncode == 0, done.stderr
     return found
 
@@ -203,8 +203,7 @@ def attack(command: str, words: list[object], victim: Victim, good: dict[str, Pa
 
 def execute(command: str, words: list[object], victim: Victim) -> subprocess.CompletedProcess[str]:
     program = API if command == "api" else COMMAND
-    state = str(victim.folder / "state")
-    return helpers.python("-c", program, *words, timeout=DEADLINE, cwd=victim.folder, XDG_STATE_HOME=state)
+    return helpers.python("-c", program, *words, timeout=DEADLINE, cwd=victim.folder)
 
 
 def images(good: dict[str, Path]) -> Path:

@@ -40,7 +40,7 @@ class Evaluate(CommandOptions):
     """best (by --best-metric on the validation split), last, or a checkpoint such as update-00001234; default: last,
     the final model, or the newest checkpoint of a run that has not finished."""
     trust_code: bool = False
-    """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
+    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
         return not_a_run(self.run) + wrong_endings([".npz", ".parquet"], predictions=self.predictions)

@@ -39,7 +39,7 @@ class Export(CommandOptions):
     push_to_hub: str | None = None
     """Also upload the folder to this repository of the Hugging Face hub, ORG/NAME."""
     trust_code: bool = False
-    """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
+    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
         mistakes = not_a_run(self.run)

@@ -53,7 +53,7 @@ class Predict(CommandOptions):
     max_pixels: int | None = None
     """Refuse larger images; default: as in training (--data.max-pixels)."""
     trust_code: bool = False
-    """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
+    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
         mistakes = below_one(top_k=self.top_k, batch_size=self.batch_size, max_pixels=self.max_pixels)

@@ -38,7 +38,7 @@ class Report(CommandOptions):
     no_evaluate: bool = False
     """Do not evaluate: leave out what needs the data."""
     trust_code: bool = False
-    """Run the code that the run keeps of its own model and data (RUN/code), although it may be somebody else's."""
+    """Execute the code that the run keeps (RUN/code) and fetch the data that it names; read both first."""
 
     def mistakes(self) -> list[str]:
         return [mistake for run in self.all_runs() for mistake in not_a_run(run)]
