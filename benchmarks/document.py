@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 from collections.abc import Iterator
@@ -17,14 +18,25 @@ from typing import Any
 
 import tasks
 
-from accel_train.bench.machine import device_name, processor_name
-from accel_train.bench.statistics import Spread, moved
+from accel_train.bench.statistics import Spread
+from accel_train.bench.workload import device_name
 from accel_train.checkpoint.format import versions
 from accel_train.launch.process import available_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGES: tuple[str, ...] = ("torch", "torchvision", "accelerate", "timm", "lightning", "pillow")
+
+
+def processor_name() -> str:
+    if match := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+        return match[1]
+    return platform.processor() or platform.machine()
+
+
+def moved(before: Spread, now: Spread) -> bool:
+    """Return whether the median has changed by more than the larger interquartile range."""
+    return abs(now.median - before.median) > max(before.high - before.low, now.high - now.low)
 
 
 def circumstances(command: str) -> dict[str, Any]:

@@ -291,11 +291,9 @@ def write_page(options: argparse.Namespace, results: dict[str, Any]) -> None:
         if "ratios" in figures:
             speed, share = figures["images_per_second"], figures["ratios"]["trainer/limit"]
             row = [f"{name}, batch {figures['batch_size']}, {figures['precision']}"]
-            kinds = ("limit", "compiled limit", "trainer")
-            row += [f"{speed[kind]['median']:,.0f}" if kind in speed else "n/a" for kind in kinds]
+            row += [f"{speed[kind]['median']:,.0f}" for kind in ("limit", "trainer")]
             rows.append([*row, f"{share['median']:.3f} ({share['low']:.3f} to {share['high']:.3f})"])
-    head = ["recipe, synthetic images", "limit: images/s", "compiled limit: images/s", "trainer: images/s"]
-    head.append("trainer / faster limit (quartiles)")
+    head = ["recipe, synthetic images", "limit: images/s", "trainer: images/s", "trainer / limit (quartiles)"]
     checks = [f"* {name}: {result.get('error', 'as it must be')}" for name, result in results.items()]
     lines = [*document.table(head, rows), "", f"Medians of {options.rounds} rounds.", *checks]
     if "batchnorm" in results.get("machine", {}):

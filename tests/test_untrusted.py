@@ -261,7 +261,8 @@ EXCEPTIONS = {
     "untrusted": "is the door",
     "files": "is the door of what is written, and flushes folders",
     # What the system says
-    "bench.machine": "/proc", "doctor.memory": "/proc and cgroups", "doctor.network": "/sys and a file of the system's",
+    "doctor.devices": "/proc", "doctor.memory": "/proc and cgroups",
+    "doctor.network": "/sys and a file of the system's",
     "doctor.scheduler": "cgroups", "doctor.world": "/proc", "launch.process": "/proc", "launch.parent": "/proc",
     "errors": "/dev/null",
     # Files of the package, and of a folder that the program has just made

@@ -2,8 +2,7 @@
 
 Three things are measured in turns, so that a machine whose speed drifts is equally fast for each of them:
 
-    limit    a bare loop of forward, backward and step on tensors that are already on the device; on a GPU, or if the
-             launch asks for torch.compile, a second time with the compiled model: the faster one is the limit
+    limit    a bare loop of forward, backward and step on tensors that are already on the device
     input    only the input of the training: loaded, moved to the device, augmented, normalised
     trainer  train.train, as `accel-train train` runs it, with logging, metrics, guard and checkpoints
 
@@ -22,7 +21,7 @@ import math
 import shutil
 import statistics
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,8 @@ import torch
 from accelerate import Accelerator
 
 from accel_train.bench import OR_SYNTHETIC
-from accel_train.bench.flops import training_flops
-from accel_train.bench.machine import device_peak_bytes, host_peak_bytes, reset_peaks
-from accel_train.bench.report import Round, Trained, figures_of
-from accel_train.bench.workload import Workload
+from accel_train.bench.statistics import ratio, spread
+from accel_train.bench.workload import Workload, device_name
 from accel_train.config.schema import Config, Stop
 from accel_train.data.order.plan import Plan
 from accel_train.data.sources.arrays import PUBLISHED
@@ -42,6 +39,7 @@ from accel_train.data.transforms.parameters import resize_default
 from accel_train.errors import LOGGER, UnsavedError, UserError, writing
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
+from accel_train.launch.precision import precision
 from accel_train.records.provenance import environment
 from accel_train.train import train
 from accel_train.untrusted import read_json_lines
@@ -56,6 +54,36 @@ class BenchResult:
 
     figures: dict[str, Any]
     """As `accel-train bench` writes them to a file."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The measurements of one round. Rates are images a second, of all processes together."""
+
+    limit: float
+    input: float
+    trainer: float
+    """What the trainer wrote into its metrics.jsonl; checkpoint stalls are counted as often as the recipe saves."""
+    data_wait: float
+    """Fraction of the trainer's time in which it waited for data."""
+    stall: float
+    """Fraction of the trainer's time in which a checkpoint delayed it."""
+    pieces: dict[str, float]
+    """Seconds of the "augmentation", "metrics" and "optimizer" of an update, each measured alone."""
+
+    def shares(self, batch_size: int) -> dict[str, float]:
+        """Return the fractions (0 to 1) of the time of one update of the trainer."""
+        update, optimizer = batch_size / self.trainer, self.pieces["optimizer"]
+        parts = {
+            "forward and backward": (batch_size / self.limit - optimizer) / update,
+            "optimizer": optimizer / update,
+            "data wait": self.data_wait,
+            "augmentation": self.pieces["augmentation"] / update,
+            "metrics and guard": self.pieces["metrics"] / update,
+            "checkpoint stall": self.stall,
+        }
+        parts = {name: min(1.0, max(0.0, part)) for name, part in parts.items()}
+        return {**parts, "rest": max(0.0, 1 - sum(parts.values()))}
 
 
 def bench(
@@ -80,7 +108,6 @@ def bench(
             seconds = workload.bare_seconds(5, warm_up=3) / 5
             updates = broadcast_from_main(accelerator, lambda: max(FEWEST_UPDATES, math.ceil(ROUND_SECONDS / seconds)))
         warm_up = max(1, min(config.log_every_updates, updates // 4))
-        flops = training_flops(config.model, splits, workload.setup.image_size, plan.micro_batch)
         if config.micro_batch_size == "auto":  # all rounds use what was found
             config = dataclasses.replace(config, micro_batch_size=plan.micro_batch)
         del workload, splits
@@ -90,19 +117,39 @@ def bench(
             measured.append(_round(config, launch, runs / f"round-{number}", updates, warm_up))
             if accelerator.is_main_process:
                 last = measured[-1]
-                share = last.trainer.images_per_second / max(last.limit, last.compiled_limit or 0.0)
-                LOGGER.info(f"round {number} of {rounds}: trainer {share:.1%} of the limit")
+                LOGGER.info(f"round {number} of {rounds}: trainer {last.trainer / last.limit:.1%} of the limit")
     finally:
         if launch.rank == 0:
             shutil.rmtree(runs, ignore_errors=True)
     figures = {
-        **figures_of(config, accelerator, plan, measured, flops),
+        **figures_of(config, accelerator, plan, measured),
         "synthetic": synthetic,
         "updates": updates,
         "warm_up_updates": warm_up,
         "environment": environment(launch.world_size, [str(accelerator.device)]),
     }
     return BenchResult(broadcast_from_main(accelerator, lambda: figures))
+
+
+def figures_of(config: Config, accelerator: Accelerator, plan: Plan, rounds: list[Round]) -> dict[str, Any]:
+    """Return all results for JSON; of each rate the median, the quartiles and the single rounds."""
+    rates = {name: [getattr(each, name) for each in rounds] for name in ("limit", "input", "trainer")}
+    shares = [each.shares(config.batch_size) for each in rounds]
+    return {
+        "recipe": config.recipe,
+        "processes": plan.processes,
+        "device": device_name(accelerator.device),
+        "precision": precision(accelerator),
+        "batch_size": plan.batch_size,
+        "accumulation": plan.accumulation,
+        "micro_batch": plan.micro_batch,
+        "division": plan.division,
+        "rounds": len(rounds),
+        "images_per_second": {name: asdict(spread(measured)) for name, measured in rates.items()},
+        "ratios": {f"{name}/limit": asdict(ratio(rates[name], rates["limit"])) for name in ("trainer", "input")},
+        "update_seconds": asdict(spread([plan.batch_size / rate for rate in rates["trainer"]])),
+        "shares": {name: statistics.median(each[name] for each in shares) for name in shares[0]},
+    }
 
 
 def with_synthetic_data(config: Config) -> Config:
@@ -196,19 +243,17 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
     """Measure limit, input and trainer once, each with its own model and data, so that nothing else is in memory.
 
     One half of the limit is measured before the trainer and one after it. Otherwise a machine that is fast only for
-    some seconds, or that others begin to use, would favour one of the two. The compiled limit is measured once, because
-    each model must be compiled again.
+    some seconds, or that others begin to use, would favour one of the two.
     """
     workload = Workload(config, launch, load_splits(config.data, config.seed))
     accelerator, plan, images = workload.accelerator, workload.plan, config.batch_size * updates
     half = -(-updates // 2)
-    bare_seconds = workload.bare_seconds(half, warm_up, workload.eager_model)
+    bare_seconds = workload.bare_seconds(half, warm_up)
     alone = images / workload.input_seconds(updates, warm_up)
     pieces = workload.piece_seconds()
     del workload
     _clear(accelerator)
 
-    reset_peaks(accelerator.device)
     short = dataclasses.replace(shortened(config, plan, warm_up + updates, warm_up), output_dir=run)
     with contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -222,30 +267,13 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
     if not result.finished:  # a signal has stopped the run
         raise KeyboardInterrupt
     trained = broadcast_from_main(accelerator, lambda: read_run(run, config, plan, warm_up))
-    memory = host_peak_bytes(), device_peak_bytes(accelerator.device)
     _clear(accelerator)
 
     workload = Workload(config, launch, load_splits(config.data, config.seed))
-    bare_seconds += workload.bare_seconds(half, warm_up, workload.eager_model)
-    limit, compiled = config.batch_size * 2 * half / bare_seconds, _compiled_limit(workload, images, updates, warm_up)
-    is_compiled = workload.is_compiled
+    bare_seconds += workload.bare_seconds(half, warm_up)
     del workload
     _clear(accelerator)
-    return Round(limit, alone, Trained(*trained, *memory), pieces, compiled, is_compiled)
-
-
-def _compiled_limit(workload: Workload, images: int, updates: int, warm_up: int) -> float | None:
-    """Images a second of the bare loop with a compiled model; None where nothing is compiled, or it cannot be."""
-    model = workload.compiled_model()
-    if model is None:
-        return None
-    try:
-        return images / workload.bare_seconds(updates, warm_up, model)
-    except torch._dynamo.exc.TorchDynamoException as error:  # for example a GPU that is too old for Triton
-        if workload.accelerator.is_main_process:
-            reason = (str(getattr(error, "inner_exception", error)).strip() or type(error).__name__).splitlines()[0]
-            LOGGER.info(f"The compiled limit is left out, because torch cannot compile the model: {reason}")
-        return None
+    return Round(config.batch_size * 2 * half / bare_seconds, alone, *trained, pieces)
 
 
 def _clear(accelerator: Accelerator) -> None:

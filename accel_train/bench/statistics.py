@@ -28,8 +28,3 @@ def spread(values: Sequence[float]) -> Spread:
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     """Return the spread of the ratios within each round, which do not change when the machine's speed drifts."""
     return spread([above / below for above, below in zip(numerators, denominators, strict=True)])
-
-
-def moved(before: Spread, now: Spread) -> bool:
-    """Return whether the median has changed by more than the larger interquartile range."""
-    return abs(now.median - before.median) > max(before.high - before.low, now.high - now.low)

@@ -5,17 +5,17 @@ Model, optimizer and input are those of train.py; logging, checkpoints and signa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
@@ -24,7 +24,6 @@ from accel_train.data.order.plan import NO_END
 from accel_train.data.sources.load import Splits
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
-from accel_train.models.wrapping import without_compilation
 from accel_train.optim.micro_batch import as_in_training
 from accel_train.records.directory import RunDirectory
 from accel_train.records.meter import Meter
@@ -53,25 +52,6 @@ class Workload:
         # Tensors on the device. This pass also warms the input up.
         self.batches = list(self._raw(-(-KINDS // self.accumulation)))[:KINDS]
         self.examples = [self.setup.training.transform(batch) for batch in self.batches]
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the launch asks for torch.compile: then the trainer's model is compiled."""
-        return self.eager_model is not self.setup.model
-
-    @property
-    def eager_model(self) -> nn.Module:
-        return without_compilation(self.setup.model)
-
-    def compiled_model(self) -> nn.Module | None:
-        """The model under torch.compile: if the launch asks for it, as it does, and with default settings on a GPU.
-
-        None on a CPU, where compiling takes a minute.
-        """
-        if self.is_compiled:
-            return self.setup.model
-        compiled: Any = torch.compile(self.eager_model) if self.setup.device.type == "cuda" else None
-        return compiled  # type: ignore[no-any-return]
 
     def _clock(self) -> Clock:
         """Return a clock that starts when the last process begins and stops when the last device has finished."""
@@ -107,28 +87,24 @@ class Workload:
             with models.preserve_buffers(self.setup.recomputed_buffers):
                 self.accelerator.backward(losses.mean())
 
-    def bare_seconds(self, updates: int, warm_up: int, model: nn.Module | None = None) -> float:
-        """Measure `updates` updates of the bare loop: forward, backward and step on tensors on the device.
-
-        `model`: `eager_model`, or what `compiled_model` returns; None: the one that the trainer has.
-        """
-        model = self.setup.model if model is None else model
+    def bare_seconds(self, updates: int, warm_up: int) -> float:
+        """Measure `updates` updates of the bare loop: forward, backward and step on tensors on the device."""
         clock = self._clock()
         examples = cycle(self.examples)
         for number in range(warm_up + updates):
             if number == warm_up:
                 clock.start()
-            self._backward(model, examples)
+            self._backward(examples)
             self.setup.optimizer.step()
             self.setup.optimizer.zero_grad()
         return clock.stop()
 
-    def _backward(self, model: nn.Module, examples: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _backward(self, examples: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Run forward and backward of an update; return the logits and losses of its last micro-batch."""
-        scaler = self.accelerator.scaler
+        model, scaler = self.setup.model, self.accelerator.scaler
         for micro_batch in range(self.accumulation):
             is_last = micro_batch + 1 == self.accumulation
-            with nullcontext() if is_last else self.accelerator.no_sync(model):
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model):
                 inputs, targets = next(examples)
                 logits = model(inputs)
                 losses = self.setup.criterion(logits, targets)
@@ -139,7 +115,7 @@ class Workload:
 
     def piece_seconds(self) -> dict[str, float]:
         """Measure each piece of one update alone: augmentation, optimizer step, metrics with the guard's check."""
-        logits, losses = self._backward(self.setup.model, cycle(self.examples))
+        logits, losses = self._backward(cycle(self.examples))
         batch, (_, targets) = self.batches[-1], self.examples[-1]
         setup, nowhere = self.setup, RunDirectory(Path(), writes=False)
         guard = Guard(setup.config, self.accelerator, setup.model, setup.training, nowhere, Stream(()).emit)
@@ -197,3 +173,9 @@ class Clock:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         self.meet()
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the device ("NVIDIA A100-SXM4-80GB"), or its type ("cpu") if torch knows no name."""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type

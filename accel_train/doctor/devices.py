@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
@@ -9,10 +10,10 @@ import shutil
 import statistics
 import subprocess
 import time
+from pathlib import Path
 
 import torch
 
-from accel_train.bench.machine import computes_bf16
 from accel_train.doctor.check import (
     FAIL,
     NOT_CHECKED,
@@ -40,6 +41,17 @@ QUERY = {
     "remapped_rows.pending": "rows of memory that wait to be remapped",
     "clocks_throttle_reasons.hw_slowdown": "a clock that the hardware slows down",
 }
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for products in bfloat16: they are faster there, not only smaller."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return False
+    with contextlib.suppress(OSError):
+        return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(Path("/proc/cpuinfo").read_text().split()))  # bf16: Arm
+    return False
 
 
 def matmul(exam: Examination) -> Finding:

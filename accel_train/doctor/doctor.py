@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_train.bench.machine import device_name
+from accel_train.bench.workload import device_name
 from accel_train.config.schema import Config
 from accel_train.doctor import data, devices, network, recipe, scheduler, storage, world
 from accel_train.doctor.check import FAIL, NOT_CHECKED, Check, Examination, Finding

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from accel_train.bench.machine import device_name
+from accel_train.bench.workload import device_name
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN, Check, Examination, Finding, judged, on_each_rank
 
 BUCKET, LARGE, REPEATS = 25 * 2**20, 2**30, 5  # bytes: DDP's bucket, and the size that nccl-tests judges by

@@ -7,7 +7,6 @@ import math
 import psutil
 import torch
 
-from accel_train.bench.machine import device_peak_bytes, reset_peaks
 from accel_train.bench.workload import Clock, Workload
 from accel_train.data.loading import evaluation_batch_size
 from accel_train.data.order.plan import NO_END
@@ -27,7 +26,7 @@ def update(exam: Examination) -> Finding:
     if exam.splits is None:
         return Finding(NOT_CHECKED, "the data could not be loaded")
     device, expected = exam.accelerator.device, "a forward, a backward pass and a step fit into memory"
-    reset_peaks(device)
+    _reset_peak(device)
     try:
         workload = Workload(exam.config, exam.launch, exam.splits)
         # Asked before the first update: its sums would wait for a rank that has no memory.
@@ -58,6 +57,18 @@ def update(exam: Examination) -> Finding:
     return Finding(PASS, found, expected)
 
 
+def _reset_peak(device: torch.device) -> None:
+    """Reset the peak of tensors' memory on `device`, if torch counts it."""
+    if hasattr(module := torch.get_device_module(device), "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats(device)
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    """Return the peak of tensors' memory on `device` in bytes, or None if torch does not count it."""
+    module = torch.get_device_module(device)
+    return int(module.max_memory_allocated(device)) if hasattr(module, "max_memory_allocated") else None
+
+
 def _fits(workload: Workload) -> bool:
     try:
         workload.backward_alone()
@@ -69,7 +80,7 @@ def _fits(workload: Workload) -> bool:
 
 
 def _left(exam: Examination, device: torch.device) -> str:
-    peak = device_peak_bytes(device)
+    peak = _peak_bytes(device)
     if peak is None or device.type == "cpu":
         return f"{psutil.virtual_memory().available / 2**30:.1f} GiB of the host's memory are free"
     total = torch.get_device_module(device).get_device_properties(device).total_memory

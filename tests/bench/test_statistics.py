@@ -1,4 +1,4 @@
-"""Medians, quartiles, ratios, and what has moved."""
+"""Medians, quartiles and ratios."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.bench.statistics import Spread, moved, ratio, spread
+from accel_train.bench.statistics import Spread, ratio, spread
 
 rates = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
@@ -28,11 +28,3 @@ def test_a_machine_that_slows_down_has_the_same_ratios(values: list[float], slow
     drifting = ratio([value / 2 / slower for value in values], [value / slower for value in values])
     assert found.median == 0.5
     assert drifting.median == pytest.approx(0.5)
-
-
-def test_moved_by_more_than_its_spread() -> None:
-    before = Spread(10.0, 9.5, 10.5)
-    assert not moved(before, Spread(11.0, 10.5, 11.5))  # by as much as the spread
-    assert moved(before, Spread(11.1, 10.9, 11.2))
-    assert moved(before, Spread(8.9, 8.9, 8.9))
-    assert not moved(before, Spread(20.0, 10.0, 25.0))  # this time it was too noisy to say

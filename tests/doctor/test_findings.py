@@ -18,11 +18,10 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.bench.machine import computes_bf16
 from accel_train.config.options import parse
 from accel_train.doctor import check, data, memory, network, recipe, scheduler, storage
 from accel_train.doctor.check import FAIL, NOT_CHECKED, PASS, WARN
-from accel_train.doctor.devices import QUERY, judged_health
+from accel_train.doctor.devices import QUERY, computes_bf16, judged_health
 from accel_train.launch.environment import Launch
 from accel_train.models import create_model
 

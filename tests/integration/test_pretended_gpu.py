@@ -605,7 +605,7 @@ def test_bench(gpu: Pretended, tmp_path: Path) -> None:
     succeeded(gpu("bench", "digits", "--synthetic", "--rounds", 1, "--updates", 4, "--output", output))
     figures = json.loads(output.read_text())
     assert figures["environment"]["devices"] == ["cuda:0"]
-    assert "compiled limit" in figures["images_per_second"]
+    assert {"limit", "input", "trainer"} == figures["images_per_second"].keys()
 
 
 AUTO = """

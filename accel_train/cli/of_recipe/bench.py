@@ -77,46 +77,28 @@ def print_figures(figures: dict[str, Any]) -> None:
     from accel_train.bench.statistics import ratio
 
     rates, names = figures["images_per_second"], {"limit": "limit (bare loop)", "input": "input alone"}
-    limit = rates[figures["faster_limit"]]["rounds"]
     rows = []
     for key, rate in rates.items():
-        share = asdict(ratio(rate["rounds"], limit))
+        share = asdict(ratio(rate["rounds"], rates["limit"]["rounds"]))
         form = "{:.1%}" if share["median"] < 10 else "{:,.0f}x"
         rows.append([names.get(key, key), *_cells(rate, "{:,.0f}"), *_cells(share, form)])
     print_line("")
-    of_limit = "of the limit" if "compiled limit" not in rates else "of the faster limit"
-    head = ["", "images/s", "quartiles", of_limit, "quartiles "]
+    head = ["", "images/s", "quartiles", "of the limit", "quartiles "]
     print_table(head, rows, numbers=head[1:])
 
     update = figures["update_seconds"]["median"]
     print_line("")
     rows = [[name, f"{share * update * 1e3:.3f}", f"{share:.1%}"] for name, share in figures["shares"].items()]
     print_table(["an update", "ms", "share"], [*rows, ["in all", f"{update * 1e3:.3f}", ""]], numbers=["ms", "share"])
-
-    memory, flops, host = figures["memory"], figures["flops"], figures["machine"]
-    processes, mib = figures["processes"], ("{:,.0f} MiB", 2**20)
     print_line("")
-    lines = {
-        "device": f"{counted(processes, 'process')} on {host['device']}, {figures['precision']} "
-        f"({host['processor']}, {host['cores']} cores, {host['threads']} threads a process)",
-        "batch": figures["division"] + ", synthetic" * figures["synthetic"],
-        "memory": f"at most {_shown(memory['host_peak_bytes'], mib)} of the host, "
-        f"{_shown(memory['device_peak_bytes'], mib)} of the device",
-        "operations": f"{_shown(flops['per_second'], ('{:,.1f} GFLOP/s', 1e9))} a process, "
-        f"{_shown(flops['share_of_peak'], ('{:.1%}', 1))} of its device's peak",
-        "measured": f"{figures['rounds']} rounds of {figures['updates']} updates, in turns; the first "
-        f"{figures['warm_up_updates']} updates of each were left out as warm-up",
-    }
-    if host["computes_bf16"] and figures["precision"] == "fp32":
-        lines["bf16"] = "the device has instructions for it: measure accelerate launch --mixed_precision bf16, too"
-    for name, text in lines.items():
-        print_line(f"{name:<12}{text}")
+    synthetic = ", synthetic" if figures["synthetic"] else ""
+    print_line(
+        f"{counted(figures['processes'], 'process')} on {figures['device']}, {figures['precision']}; "
+        f"{figures['division']}{synthetic}; {figures['rounds']} rounds of {figures['updates']} updates, in turns, "
+        f"after {figures['warm_up_updates']} updates of warm-up"
+    )
 
 
 def _cells(measured: dict[str, Any], form: str) -> list[str]:
     low, high = form.format(measured["low"]), form.format(measured["high"])
     return [form.format(measured["median"]), f"{low} - {high}"]
-
-
-def _shown(value: float | None, form: tuple[str, float]) -> str:
-    return "n/a" if value is None else form[0].format(value / form[1])
