@@ -19,7 +19,7 @@ import torch
 from accel_train import models
 from accel_train.config.schema import Config
 from accel_train.data.order.plan import NO_END
-from accel_train.errors import LOGGER, UserError
+from accel_train.errors import LOGGER, UserError, counted
 from accel_train.evaluate import Batch
 from accel_train.launch.environment import Launch
 from accel_train.report.shared.plots import import_pyplot, save
@@ -46,10 +46,6 @@ class LearningRates:
     """An exponential mean of the losses, without its bias at the start."""
     steepest: float | None
     """The rate around which the loss falls fastest over the logarithm of the rate; None: it does not fall."""
-    tenth: float | None
-    """A tenth of the rate at which the smoothed loss is smallest."""
-    ended_by: str
-    """What the loss did: "diverged", "not finite", or "" if the last rate was reached."""
 
 
 def find_lr(
@@ -57,13 +53,14 @@ def find_lr(
 ) -> LearningRates:
     """Train the recipe `config` with learning rates from `start` to `end`, which grow by a constant factor.
 
-    Its schedule is left out, and with layer decay or optim.head-lr the other rates grow in proportion. Collective.
-    Raises UserError if the recipe or its data cannot be used, or fewer than 10 updates give a finite loss.
+    Its schedule is left out, and with layer decay or optim.head-lr the other rates grow in proportion. It ends when the
+    loss diverges or is not finite. Collective. Raises UserError if the recipe or its data cannot be used, or fewer than
+    10 updates give a usable loss.
     """
     if updates < FEWEST:
-        raise UserError(f"updates: expected at least {FEWEST}, found {updates}.")
+        raise UserError(f"--updates: expected at least {FEWEST}, found {updates}.")
     if not 0 < start < end < math.inf:
-        raise UserError(f"start and end: expected 0 < start < end, found {start:g} and {end:g}.")
+        raise UserError(f"--start and --end: expected 0 < start < end, found {start:g} and {end:g}.")
     # What does not change the loss, but costs time or has a place in a run.
     config = dataclasses.replace(config, resume="never", trackers=(), bitwise=False, cuda_graph=False)
     accelerator = connect(config, launch)
@@ -76,29 +73,23 @@ def find_lr(
     rates = [start * (end / start) ** (number / (updates - 1)) for number in range(updates)]
     losses: list[float] = []
     smoothed: list[float] = []
-    ended_by = ""
     for rate, micro_batches in zip(rates, _batches(setup), strict=False):
         loss = _update(setup, len(losses), rate, micro_batches)
         if not math.isfinite(loss):
-            ended_by = "not finite"
             break
         losses.append(loss)
         smoothed = smooth(losses)
         if accelerator.is_main_process and len(losses) % math.ceil(updates / 10) == 0:
             LOGGER.info(f"update {len(losses)}/{updates}, learning rate {rate:.2g}, loss {smoothed[-1]:.4g}")
         if smoothed[-1] > DIVERGED * min(smoothed):
-            ended_by = "diverged"
             break
     if len(losses) < FEWEST:
-        what = "has diverged" if ended_by == "diverged" else "was not finite"
-        number = len(losses) - (ended_by == "diverged")
         raise UserError(
-            f"The loss {what} in update {number + 1}, at a learning rate of {rates[number]:.2g}: give a smaller "
-            "--start, or look at the data and its normalisation."
+            f"The loss has diverged after {counted(len(losses), 'update')}, at a learning rate of "
+            f"{rates[len(losses)]:.2g}: give a smaller --start, or look at the data and its normalisation."
         )
     tried = rates[: len(losses)]
-    steepest, tenth = suggestions(tried, losses, smoothed)
-    return LearningRates(tuple(tried), tuple(losses), tuple(smoothed), steepest, tenth, ended_by)
+    return LearningRates(tuple(tried), tuple(losses), tuple(smoothed), suggestion(tried, losses, smoothed))
 
 
 def _batches(setup: TrainingSetup) -> Iterator[tuple[int, Iterator[Batch]]]:
@@ -141,19 +132,14 @@ def smooth(losses: Sequence[float]) -> list[float]:
     return smoothed
 
 
-def suggestions(
-    rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]
-) -> tuple[float | None, float | None]:
-    """The rate around which the loss falls fastest, and a tenth of the rate at which the smoothed loss is smallest.
+def suggestion(rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float]) -> float | None:
+    """The rate around which the loss falls fastest; None: it falls nowhere before the smoothed loss is smallest.
 
-    The first is the middle of the decade of rates, up to that minimum, in which a straight line through the losses over
-    the logarithm of the rate falls most steeply: a slope from one update to the next would be that of the noise. None:
-    the loss falls in no decade. (None, None): the smoothed loss is smallest at the first rate. The steepest fall is
-    what Lightning's finder suggests, the tenth what fastai's did first. Rates grow by a constant factor.
+    It is the middle of the decade of rates, up to that minimum, in which a straight line through the losses over the
+    logarithm of the rate falls most steeply: a slope from one update to the next would be that of the noise. Rates
+    grow by a constant factor.
     """
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
-    if lowest == 0:
-        return None, None
     decade = max(3, round(1 / math.log10(rates[1] / rates[0])))  # updates
     position = np.log10(rates)
     slopes = [
@@ -161,24 +147,20 @@ def suggestions(
         for first in range(max(0, lowest + 1 - decade) + 1)
     ]
     steepest = min(range(len(slopes)), key=slopes.__getitem__)
-    return (rates[steepest + decade // 2] if slopes[steepest] < 0 else None), rates[lowest] / 10
+    return rates[steepest + decade // 2] if lowest and slopes[steepest] < 0 else None
 
 
 def plot(found: LearningRates, path: Path) -> None:
     """Draw the losses over the rates, with the suggestion, into the SVG file `path`. Raises UserError without
     matplotlib."""
     pyplot = import_pyplot()
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
-    axes.plot(found.rates, found.losses, color="#9db4d6", linewidth=0.9, label="loss of an update")
-    axes.plot(found.rates, found.smoothed, color="#1f63c9", linewidth=1.8, label="smoothed")
-    for rate, text, style in ((found.steepest, "steepest", "--"), (found.tenth, "a tenth of the minimum's", ":")):
-        if rate is not None:
-            axes.axvline(rate, color="#d1620c", linewidth=1.2, linestyle=style, label=f"{text}: {rate:.2g}")
-    axes.set_xscale("log")
+    figure, axes = pyplot.subplots(layout="constrained")
+    axes.plot(found.rates, found.losses, alpha=0.4, label="loss of an update")
+    axes.plot(found.rates, found.smoothed, label="smoothed")
+    if found.steepest is not None:
+        axes.axvline(found.steepest, linestyle="--", label=f"falls fastest: {found.steepest:.2g}")
     first, lowest = found.smoothed[0], min(found.smoothed)
     axes.set_ylim(lowest - 0.1 * (first - lowest or 1), first + 0.7 * (first - lowest or 1))  # not the whole explosion
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("loss")
-    axes.grid(color="#d9dde5", linewidth=0.6)
-    axes.legend(frameon=False, fontsize=8)
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+    axes.legend()
     save(figure, path)

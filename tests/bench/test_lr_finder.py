@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from accel_train.api import find_lr
-from accel_train.bench.lr_finder import smooth, suggestions
+from accel_train.bench.lr_finder import smooth, suggestion
 from accel_train.errors import UserError
 
 SMALL = ("digits", "--data.train-limit", "256", "--batch-size", "32", "--optim.name", "momentum")
@@ -28,13 +28,12 @@ def test_the_steepest_fall_is_found_up_to_the_minimum() -> None:
     losses = 1 - np.tanh(3 * (position + 3)) / 2 + np.where(position > -1, 50 * (position + 1), 0)
     losses[-5:] = [30, 20, 15, 10, 5]
     noisy = losses + 0.02 * np.random.default_rng(0).normal(size=141)  # from update to update more than the fall
-    steepest, tenth = suggestions(rates.tolist(), noisy.tolist(), losses.tolist())
-    assert steepest == pytest.approx(1e-3, rel=0.3) and tenth == pytest.approx(1e-2, rel=0.15)
+    assert suggestion(rates.tolist(), noisy.tolist(), losses.tolist()) == pytest.approx(1e-3, rel=0.3)
 
 
 def test_a_loss_that_only_grows_has_no_good_rate() -> None:
-    assert suggestions([1.0, 2.0, 4.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == (None, None)
-    assert suggestions([1.0, 2.0, 4.0], [2.0, 1.9, 3.0], [2.0, 1.9, 3.0]) == (None, 0.2)
+    assert suggestion([1.0, 2.0, 4.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) is None
+    assert suggestion([1.0, 2.0, 4.0], [2.0, 1.9, 3.0], [2.0, 1.9, 3.0]) is None
 
 
 @pytest.mark.ci
@@ -69,7 +68,7 @@ os.write(1, f"found: {{json.dumps(found.losses)}}\\n".encode())
 
 def test_a_loss_that_diverges_ends_the_test() -> None:
     found = find_lr(*SMALL, start=1e-3, end=1e5, updates=60)
-    assert found.ended_by and len(found.rates) == len(found.losses) == len(found.smoothed) < 60
+    assert len(found.rates) == len(found.losses) == len(found.smoothed) < 60
 
 
 @pytest.mark.parametrize("end", [("--epochs", "1"), ("--stop.updates", "2"), ("--epochs", "0.3")])
@@ -85,15 +84,6 @@ def test_mistakes_of_a_program_are_told() -> None:
 
 
 def test_rates_that_are_all_too_high_are_told() -> None:
-    with pytest.raises(UserError, match=r"not finite in update \d+, at a learning rate of \S+: give a smaller --start"):
-        find_lr(*SMALL, start=1e20, end=1e30, updates=30)
-    with pytest.raises(UserError, match="has diverged in update"):
-        find_lr(*SMALL, start=10, end=1e3, updates=30)
-
-
-def test_mistakes_are_told_before_torch(tmp_path: Path) -> None:
-    done = helpers.python(
-        "-m", "accel_train", "find-lr", "digits", "--start", 1, "--end", 0.1, "--updates", 3, cwd=tmp_path
-    )
-    assert done.returncode == 2 and [*tmp_path.iterdir()] == []
-    assert "expected at least 10, found 3" in done.stderr and "0 < start < end" in done.stderr
+    for start, end in ((1e20, 1e30), (10, 1e3)):
+        with pytest.raises(UserError, match=r"diverged after \d+ updates?, at a learning rate of \S+: give a smaller"):
+            find_lr(*SMALL, start=start, end=end, updates=30)
