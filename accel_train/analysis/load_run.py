@@ -24,8 +24,6 @@ from accel_train.records.provenance import metric_key
 from accel_train.user_code.kept import import_context, kept_text
 from accel_train.user_code.reference import GIVEN, parse_reference, texts_of
 
-HUBS = ("hfds/", "hfids/", "tfds/")
-
 
 def read_config(run: Path, *, uses: Sequence[str], trust_code: bool, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of the run in the folder `run`, with the options `overrides`. Runs none of its code.
@@ -90,7 +88,7 @@ def _is_plain(argument: Any) -> bool:
 
 def _fetched(config: Config, named: Container[str]) -> list[str]:
     """What would be fetched for the data that the run names: its URL, or its data set of a hub."""
-    if "data.name" not in named and config.data.name.startswith(HUBS):
+    if "data.name" not in named and config.data.name.startswith("hfds/"):
         return [f"fetch --data.name {config.data.name}"]
     if "data.root" not in named and is_url(config.data.root):
         return [f"fetch --data.root {config.data.root}"]
