@@ -26,7 +26,6 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from itertools import chain, islice
 
 from accelerate import Accelerator
@@ -175,8 +174,6 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
     """Make one update with the mean gradient of `samples` samples. Returns False if it was skipped as not finite."""
     config, accelerator, state, guard = setup.config, setup.accelerator, run.state, run.guard
     exact = setup.exact_gradients  # with --bitwise
-    graphs, padded = setup.graphs, samples < config.batch_size
-    compute, apply = partial(compute_gradients, setup, samples), partial(apply_gradients, setup, state.update + 1)
     guard.start(state)  # the guard looks for losses and gradients that are not finite
     for number, batch in enumerate(micro_batches):
         if not setup.ddp_sums and setup.plan.is_empty(accelerator.process_index, number):
@@ -189,29 +186,27 @@ def update(setup: TrainingSetup, run: Run, micro_batches: Iterable[Batch], sampl
             seed_pass(config.seed, accelerator, state.update, number, bitwise=by_virtual_batch)
             if setup.dropout is not None:
                 setup.set_samples(batch, state.update)
-            logits, targets, losses = compute(batch) if graphs is None or padded else graphs.compute(compute, batch)
+            logits, targets, losses = compute_gradients(setup, batch, samples)
             if exact:
                 exact.add()
             run.meter.add(logits, targets, losses, batch["weights"])
             guard.record(batch, losses)
     if exact:
         exact.finish(max(1, samples))
-    elif graphs is not None:
-        graphs.sum_gradients()
     applied = guard.check_step(state)
     if applied:
         if setup.virtual_batches is not None:
             setup.virtual_batches.sum_processes()
-        apply() if graphs is None else graphs.apply(apply, state.update + 1, padded=padded)
+        apply_gradients(setup, state.update + 1)
     else:
         if setup.virtual_batches is not None:
             setup.virtual_batches.discard()
-        setup.optimizer.zero_grad(set_to_none=graphs is None)
+        setup.optimizer.zero_grad()
     setup.schedule.step_update(state.update + 1 - run.schedule_offset)  # if the batch size has changed before
     return applied
 
 
-def compute_gradients(setup: TrainingSetup, samples: int, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def compute_gradients(setup: TrainingSetup, batch: Batch, samples: int) -> tuple[Tensor, Tensor, Tensor]:
     """Add the gradients of a micro-batch to those of its update, which has `samples` samples.
 
     Returns logits [b, classes], targets and the losses [b] times the weights of the samples, all without gradient.
@@ -223,8 +218,6 @@ def compute_gradients(setup: TrainingSetup, samples: int, batch: Batch) -> tuple
     buffers = setup.recomputed_buffers  # with gradient checkpointing
     with models.preserve_buffers(buffers) if buffers else nullcontext():
         setup.accelerator.backward(losses.sum() * (1.0 if setup.exact_gradients else scale))
-    if setup.virtual_batches is not None:
-        setup.virtual_batches.keep()
     return logits.detach(), targets, losses.detach()
 
 
@@ -242,7 +235,7 @@ def apply_gradients(setup: TrainingSetup, update: int) -> None:
         setup.virtual_batches.end_update()
     if setup.ema is not None:
         update_ema(setup.ema, setup.bare_model, update)
-    setup.optimizer.zero_grad(set_to_none=setup.graphs is None)
+    setup.optimizer.zero_grad()
 
 
 def end_epoch(setup: TrainingSetup, run: Run) -> None:

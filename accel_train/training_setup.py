@@ -48,7 +48,6 @@ from accel_train.optim.schedule import LearningRate
 if TYPE_CHECKING:
     from accel_train.data.progressive import ProgressiveInput
     from accel_train.exact_sum import ExactGradients
-    from accel_train.optim.cuda_graph import UpdateGraphs
     from accel_train.records.more_metrics.own import OwnMetrics
 
 
@@ -69,7 +68,6 @@ class TrainingSetup:
     optimizer: Any  # on which to call `step` and `zero_grad`
     schedule: LearningRate
     ema: Ema | None
-    graphs: UpdateGraphs | None  # with --cuda-graph
     verdict: Verdict  # of the model's trial
     virtual_batches: VirtualBatches | None  # the model's BatchNorms
     dropout: DropoutKeys | None  # if the model has dropout
@@ -196,8 +194,7 @@ def create_training_setup(
     model, optimizer = accelerator.prepare(model, optimizer)
     bare_model = unwrap_model(model)
     recomputed_buffers = models.prepare_recomputation(model, config.model)
-    device, mixes, bare_optimizer = accelerator.device, config.augment.mixes, unwrap_optimizer(optimizer)
-    graphs = _update_graphs(config, accelerator, bare_model, bare_optimizer, ema) if config.cuda_graph else None
+    device, mixes = accelerator.device, config.augment.mixes
     criterion = create_checked_loss(config.loss, splits.train.labels, len(splits.classes), device, mixes=mixes)
     into = config, accelerator, splits, size, memory_format
     setup = TrainingSetup(
@@ -209,14 +206,13 @@ def create_training_setup(
         memory_format=memory_format,
         model=model,
         bare_model=bare_model,
-        optimizer=bare_optimizer,
+        optimizer=unwrap_optimizer(optimizer),
         schedule=schedule,
         ema=ema,
-        graphs=graphs,
         virtual_batches=virtual_batches if virtual_batches.modules else None,
         verdict=verdict,
         dropout=dropout if dropout is not None and (dropout.layers or verdict.functions) else None,
-        ddp_sums=not config.bitwise and graphs is None,
+        ddp_sums=not config.bitwise,
         exact_gradients=sum_exactly(bare_model, plan.virtual_batches) if config.bitwise else None,
         criterion=criterion,
         clipped=parameters_to_clip(config.optim, bare_model),  # FSDP2 has replaced the parameters
@@ -254,12 +250,6 @@ def _warnings(config: Config, verdict: Verdict, plan: Plan) -> list[str]:
             f"{counted(plan.accumulation, 'pass')} an update, which may be slower.",
         )
     return found
-
-
-def _update_graphs(config: Config, *parts: Any) -> UpdateGraphs:
-    from accel_train.optim.cuda_graph import UpdateGraphs
-
-    return UpdateGraphs(config, *parts)
 
 
 def _largest_batches(setup: TrainingSetup) -> tuple[int, int]:

@@ -33,10 +33,6 @@ digits --augment.crop random --augment.pad 1 --augment.flip 0.5 --augment.erase 
 --model.name resnet18_cifar --model.image-size 32 --optim.clip 1 --ema.enabled true --epochs 3
 """.split()  # noqa: SIM905
 SHORT = "digits --model.name resnet18_cifar --model.image-size 32 --batch-size 64 --epochs 2".split()  # noqa: SIM905
-RECORDED = """
-cifar10_fast --data.name synthetic --data.train-images 40960 --data.test-images 512 --epochs 3 --log-every-updates 80
---schedule.name constant --schedule.warmup-epochs 0 --optim.lr 0.0078125
-""".split()  # noqa: SIM905
 ONE_PROCESS = ("single_gpu.yaml",)
 # Not --gpu_ids 0: accelerate refuses one id for two processes before it asks for a GPU.
 SHARED = ("multi_gpu.yaml", "--num_processes", "2")
@@ -142,7 +138,6 @@ def create_steps(options: argparse.Namespace) -> list[Step]:
         *speed[:1],
         Step("same bits on two processes", lambda left: compare_bits(folder, left)),
         Step("killed and continued", lambda left: kill_and_continue(folder, left)),
-        Step("recorded updates", lambda left: compare_recorded(folder, left)),
         *tests,
         *speed[1:],
     ]
@@ -228,22 +223,6 @@ def kill_and_continue(folder: Path, seconds: float) -> dict[str, Any]:
     if continued["weights"] != whole["weights"]:
         raise StepError(f"the weights differ: test loss {whole['test_loss']}, continued {continued['test_loss']}")
     return continued
-
-
-def compare_recorded(folder: Path, seconds: float) -> dict[str, Any]:
-    """Train with and without --cuda-graph true: images a second of each, and the largest difference of a weight."""
-    from safetensors.torch import load_file
-
-    end, speeds, weights = time.monotonic() + seconds, [], []
-    for recorded in ("false", "true"):
-        run = folder / f"recorded-{recorded}"
-        trained(run, [*RECORDED, "--cuda-graph", recorded], ONE_PROCESS, end - time.monotonic())
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        speeds.append([line["images_per_second"] for line in lines if line["kind"] == "train"][-1])
-        weights.append(load_file(run / "model.safetensors"))
-    plain, recorded_too = weights
-    differences = [(values.double() - recorded_too[name].double()).abs().max() for name, values in plain.items()]
-    return {"plain": speeds[0], "recorded": speeds[1], "largest_difference": float(max(differences))}
 
 
 def run_tests(folder: Path, seconds: float) -> dict[str, Any]:

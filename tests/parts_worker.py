@@ -46,7 +46,6 @@ def main() -> None:
                         with accelerator.no_sync(model):
                             losses = (model(batch["rows"])[:, 0] - batch["rows"].sum(1)).square()
                             accelerator.backward((losses * batch["weights"]).sum())
-                        norms.keep()
                         gradients.add()
                     if number < plan.accumulation - 1:
                         continue

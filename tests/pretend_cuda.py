@@ -8,9 +8,7 @@ each; `Pretended` below talks to it. It has nothing of a GPU's speed and memory,
   has waited for it;
 * so is what is copied to the device on a side stream, until another stream is told to wait for that one;
 * each wait of the host for the device is counted, with the line that waits; so is each kernel that would be started;
-* foreach and fused kernels are chosen as for CUDA. Autocast is the CPU's, and fp16 has its loss scaler;
-* what is recorded in a CUDA graph is not computed, and to wait or to copy from or to the host is an error meanwhile. A
-  replay computes the same operations on the same memory, without Python: its numbers are those of the recording.
+* foreach and fused kernels are chosen as for CUDA. Autocast is the CPU's, and fp16 has its loss scaler.
 
 It reaches into torch's internals, as its FakeTensor does: tests only.
 """
@@ -86,7 +84,6 @@ _pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # when, where to, w
 
 def wait(kind: str, until: int | None = None) -> None:
     """Let the host wait for the device, which finishes all work queued `until` then."""
-    refuse_while_recording(kind)
     waits[f"{place()} {kind}"] += 1
     arrive(until)
 
@@ -101,7 +98,6 @@ def arrive(until: int | None = None) -> None:
 def send_later(target: torch.Tensor, values: torch.Tensor) -> None:
     """The copy to pinned memory that nobody has waited for yet: until then garbage is there."""
     global _clock
-    refuse_while_recording("copy to the host")
     _clock += 1
     with _quietly():
         _pending.append((_clock, target, values.clone()))
@@ -159,7 +155,7 @@ class Stream:
         self.finish()
 
     def is_capturing(self) -> bool:
-        return _recording is not None
+        return False
 
     def finish(self) -> None:
         with _quietly():
@@ -190,72 +186,6 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 def record_stream(_: torch.Tensor, stream: Stream) -> None:
     orders.append(f"memory used on {stream.name}")
-
-
-# --- CUDA graphs.
-
-
-class Graph:
-    """The operations that were called while it was recorded, with the memory that they use."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.calls: list[tuple[Any, Any, Any, Any]] = []  # operation, arguments, options, results
-        self.before: dict[int, tuple[Any, Any]] = {}  # memory that was there: (itself, a copy)
-        self.new: dict[int, Any] = {}  # memory that was taken meanwhile
-
-    def compute(self, operation: Any, arguments: Any, options: Any) -> Any:
-        for memory in self._memory((arguments, options)):
-            if memory._cdata not in self.before and memory._cdata not in self.new:
-                self.before[memory._cdata] = memory, memory.clone()
-        found = operation(*arguments, **options)
-        self.new |= {each._cdata: each for each in self._memory(found) if each._cdata not in self.before}
-        if operation._schema.name.partition("::")[2] not in FREE:
-            self.calls.append((operation, arguments, options, found))
-        return found
-
-    @staticmethod
-    def _memory(tree: Any) -> list[Any]:
-        return [each.untyped_storage() for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
-
-    def end(self) -> None:
-        """Nothing has been computed."""
-        for memory, copy in self.before.values():
-            memory.copy_(copy)
-        for memory in self.new.values():
-            memory.fill_(0x7F)
-        self.before.clear()
-
-    def replay(self) -> None:
-        kernels[place()] += 1
-        _current.finish()
-        with _quietly():
-            for operation, arguments, options, results in self.calls:
-                found = operation(*arguments, **options)
-                for old, new in zip(tree_flatten(results)[0], tree_flatten(found)[0], strict=True):
-                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
-
-
-_recording: Graph | None = None
-
-
-@contextlib.contextmanager
-def record(graph: Graph, **_: Any) -> Iterator[None]:
-    global _recording
-    wait("begins to record")
-    _recording, random = graph, torch.get_rng_state()
-    try:
-        yield
-    finally:
-        _recording = None
-        torch.set_rng_state(random)
-        with _quietly():
-            graph.end()
-
-
-def refuse_while_recording(what: str) -> None:
-    if _recording is not None:
-        raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
 
 # --- Pinned memory.
@@ -439,7 +369,7 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
         options["device"] = CPU
     held_arguments, held_options = tree_map(_held, (arguments, options))
     with _quietly():
-        found = compute(operation, held_arguments, held_options)
+        found = operation(*held_arguments, **held_options)
         if "empty" in name:
             spoil(found)
     if pins:  # empty_like(…, device="cpu", pin_memory=True)
@@ -451,9 +381,8 @@ def dispatch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]
 
 
 def launch() -> None:
-    if _recording is None:
-        kernels[place()] += 1
-        _current.finish()  # on one stream all is done in order
+    kernels[place()] += 1
+    _current.finish()  # on one stream all is done in order
 
 
 def pretend_triton() -> None:
@@ -469,19 +398,12 @@ def pretend_triton() -> None:
     fused.PROGRAMS, fused.TILE, fused.CHANNELS = 1, 1 << 20, 1 << 12
 
 
-def compute(operation: Any, arguments: Any, options: Any) -> Any:
-    return operation(*arguments, **options) if _recording is None else _recording.compute(operation, arguments, options)
-
-
 def _wrapped(held: torch.Tensor) -> torch.Tensor:
     return CudaTensor(held)
 
 
 def _held(value: Any) -> Any:
-    if isinstance(value, CudaTensor):
-        return value.held
-    # A number in the host's memory is recorded as it is now.
-    return value.clone() if _recording is not None and isinstance(value, torch.Tensor) else value
+    return value.held if isinstance(value, CudaTensor) else value
 
 
 def _on_host(name: str, operation: Any, arguments: Any, options: dict[str, Any]) -> Any:
@@ -497,7 +419,6 @@ def _on_host(name: str, operation: Any, arguments: Any, options: dict[str, Any])
 
 def _to_device(source: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """`source.to("cuda", …)`, of a tensor of the host's."""
-    refuse_while_recording("copy to the device")
     if not options.get("non_blocking"):
         wait("copy to the device")
     elif not is_pinned(source):
@@ -515,9 +436,8 @@ def _copied(target: torch.Tensor, source: torch.Tensor, *, blocks: bool) -> torc
     """`target.copy_(source)`; a single number may come from the host."""
     to_device, from_device = isinstance(target, CudaTensor), isinstance(source, CudaTensor)
     if to_device == from_device:
-        kernels[place()] += _recording is None
+        kernels[place()] += 1
     else:
-        refuse_while_recording("copy_ from or to the host")
         host = source if to_device else target
         if blocks or not is_pinned(host):
             wait("copy_ to the device" if to_device else "copy_ to the host")
@@ -526,7 +446,7 @@ def _copied(target: torch.Tensor, source: torch.Tensor, *, blocks: bool) -> torc
                 send_later(target, _held(source).to(target.dtype).expand(target.shape))
             return target
     with _quietly():
-        compute(torch.ops.aten.copy_.default, (_held(target), _held(source)), {})
+        _held(target).copy_(_held(source))
     return target
 
 
@@ -579,8 +499,6 @@ def install() -> None:
         "Stream": Stream,
         "Event": Event,
         "stream": on_stream,
-        "CUDAGraph": Graph,
-        "graph": record,
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)

@@ -62,7 +62,7 @@ def find_lr(
     if not 0 < start < end < math.inf:
         raise UserError(f"--start and --end: expected 0 < start < end, found {start:g} and {end:g}.")
     # What does not change the loss, but costs time or has a place in a run.
-    config = dataclasses.replace(config, resume="never", trackers=(), bitwise=False, cuda_graph=False)
+    config = dataclasses.replace(config, resume="never", trackers=(), bitwise=False)
     accelerator = connect(config, launch)
     begin = find_start(config, accelerator)
     config = begin.config
@@ -115,7 +115,7 @@ def _update(setup: TrainingSetup, update: int, rate: float, window: tuple[int, I
         with setup.accelerator.accumulate(setup.model):
             if setup.dropout is not None:
                 setup.set_samples(batch, update)
-            total += compute_gradients(setup, samples, batch)[2].sum(dtype=torch.float64)
+            total += compute_gradients(setup, batch, samples)[2].sum(dtype=torch.float64)
     if setup.virtual_batches is not None:
         setup.virtual_batches.sum_processes()
     apply_gradients(setup, update + 1)

@@ -23,7 +23,7 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes |= _contradictions_of_virtual_batch(config, config.virtual_batch_size)
     if config.schedule.name == "multistep" and not config.schedule.milestones:
         mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
-    mistakes |= _contradictions_of_model(config.model, config.epochs, cuda_graph=config.cuda_graph)
+    mistakes |= _contradictions_of_model(config.model, config.epochs)
     if config.augment.crop_fraction is not None and config.augment.resize is not None:
         mistakes["augment.crop-fraction"] = "none with augment.resize: both say how evaluation images are resized"
     if config.optim.head_lr is not None and not config.optim.lr:
@@ -66,7 +66,7 @@ def _contradictions_of_virtual_batch(config: Config, size: int) -> dict[str, str
     return {"virtual-batch-size": expected}
 
 
-def _contradictions_of_model(model: Model, epochs: float, *, cuda_graph: bool) -> dict[str, str]:
+def _contradictions_of_model(model: Model, epochs: float) -> dict[str, str]:
     mistakes: dict[str, str] = {}
     if model.weights is not None and model.pretrained:
         mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
@@ -75,16 +75,12 @@ def _contradictions_of_model(model: Model, epochs: float, *, cuda_graph: bool) -
         mistakes["model.freeze"] = "none with model.freeze-body=true, which freezes all but the last layer"
     if model.freeze_epochs is not None and not frozen:
         mistakes["model.freeze-epochs"] = "none without model.freeze-body or model.freeze: nothing is frozen"
-    if model.freeze_epochs is not None and cuda_graph:
-        mistakes["cuda-graph"] = "false with model.freeze-epochs: what is recorded does not change"
     if model.gradual_unfreezing and model.freeze_epochs is None:
         mistakes["model.gradual-unfreezing"] = "false without model.freeze-epochs, after which it begins"
     if len(model.progressive_epochs) != len(model.progressive_sizes):
         mistakes["model.progressive-epochs"] = "as many epochs as model.progressive-sizes has sizes"
     elif model.progressive_epochs and model.progressive_epochs[-1] >= epochs:
         mistakes["model.progressive-epochs"] = f"epochs below the {epochs:g} of the run"
-    if model.progressive_sizes and cuda_graph:
-        mistakes["cuda-graph"] = "false with model.progressive-sizes: a graph is recorded for one size"
     return mistakes
 
 
@@ -95,7 +91,6 @@ def _contradictions_of_schedule(config: Config) -> dict[str, str]:
     elif schedule.warmup_epochs + schedule.cooldown_epochs > config.epochs:
         rest = config.epochs - schedule.warmup_epochs
         mistakes["schedule.cooldown-epochs"] = f"at most the {rest:g} epochs after the warm-up"
-    moves = schedule.cycle_momentum is not None or schedule.warmup_momentum is not None
     if schedule.cycle_momentum is not None and schedule.name != "one_cycle":
         mistakes["schedule.cycle-momentum"] = "none without schedule.name=one_cycle"
     elif schedule.cycle_momentum is not None and schedule.warmup_momentum is not None:
@@ -105,7 +100,4 @@ def _contradictions_of_schedule(config: Config) -> dict[str, str]:
             mistakes.setdefault(f"schedule.{key.replace('_', '-')}", "none without schedule.warmup-epochs")
     if config.ema.scale_decay and schedule.name not in FALLING:
         mistakes["ema.scale-decay"] = f"false without schedule.name {', '.join(FALLING)}, which fix the epochs, too"
-    if config.cuda_graph and (moves or config.ema.every_updates > 1):
-        option = "ema.every-updates" if config.ema.every_updates > 1 else "a momentum that changes"
-        mistakes["cuda-graph"] = f"false with {option}, which a graph cannot record"
     return mistakes

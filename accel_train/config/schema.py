@@ -70,8 +70,6 @@ class Config:
     """Samples that BatchNorm normalises together, on any number of processes; default: by the batch size, 16 to 32."""
     bitwise: bool = False
     """Compute the same weights on any number of processes to the last bit: slower."""
-    cuda_graph: Annotated[bool, Free("how kernels are started, not what they compute")] = False
-    """Start all kernels of an update at once (CUDA graphs): faster for small models, on GPUs."""
     eval_batch_size: Annotated[
         int | None,
         POSITIVE,

@@ -41,8 +41,6 @@ class Ema(ModelEmaV3):  # type: ignore[misc]
     """
 
     every = updates_per_epoch = 1
-    weight: Tensor | None = None
-    """float32 []: used in place of 1 - decay, if the update is recorded (optim/cuda_graph.py)."""
 
     def apply_update_(self, model: Any, decay: float) -> None:
         if not self.foreach:
@@ -55,10 +53,7 @@ class Ema(ModelEmaV3):  # type: ignore[misc]
             lists[0].append(pair[0])
             lists[1].append(pair[1])
         lerp = getattr(self, "_foreach_lerp_", None) or torch._foreach_lerp_
-        if self.weight is None:
-            lerp(*means, weight=1.0 - decay)
-        else:
-            torch._foreach_lerp_(*means, [self.weight] * len(means[0]))
+        lerp(*means, weight=1.0 - decay)
         if counters[0]:
             torch._foreach_copy_(*counters)
 

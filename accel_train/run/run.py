@@ -262,8 +262,6 @@ class Run:
         self.ledger.enter("starting")
         position = self.checkpoints.restore("must", self.config.allow_change) or TrainState()
         position.left_out = self.state.left_out
-        if self.setup.graphs is not None:
-            self.setup.graphs.reset()
         self.setup.schedule.step_update(position.update - self.schedule_offset)
         self.meter.reduce()  # those since the last log line are trained again
         self.guard.reset()

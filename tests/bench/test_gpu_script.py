@@ -105,7 +105,6 @@ LINES = {
     "one bitwise": (gpu.ONE_PROCESS, [*gpu.SHORT, "--bitwise", "true"]),
     "shared": (gpu.SHARED, [*gpu.SHORT, "--bitwise", "true", "--share-gpus", "true"]),
     "fp16": (("single_gpu.yaml", "--mixed_precision", "fp16"), ["digits"]),
-    "recorded": (gpu.ONE_PROCESS, [*gpu.RECORDED, "--cuda-graph", "true"]),
     "fsdp2": (("fsdp2.yaml", "--num_processes", "1"), ["digits"]),
 }
 

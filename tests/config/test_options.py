@@ -546,10 +546,6 @@ def configs(draw: st.DrawFn) -> Config:
         values["ema"]["scale_decay"] = False
     if schedule["warmup_epochs"] == 0:
         schedule["warmup_momentum"] = schedule["warmup_bias_lr"] = None
-    if schedule["warmup_momentum"] is not None or schedule["cycle_momentum"] is not None:
-        values[""]["cuda_graph"] = False
-    if values["ema"]["every_updates"] > 1 or model["freeze_epochs"] is not None:
-        values[""]["cuda_graph"] = False
     own = {**values.pop(""), "take_over": False, "config_only": False, "traceback": False}
     if own["virtual_batch_size"] is not None:
         own["batch_size"] = 2 * own["virtual_batch_size"]

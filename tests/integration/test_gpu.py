@@ -14,7 +14,6 @@ import helpers
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from accel_train.cli import main
 from accel_train.config.schema import Augment
@@ -95,18 +94,6 @@ def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, mi
     words = ["--micro-batch-size", micro_batch, "--output-dir", str(tmp_path / "run")]
     assert main(["train", "digits", *words]) == code
     assert code or result(tmp_path / "run")["test_accuracy"] > 0.97
-
-
-def test_recorded_updates(tmp_path: Path) -> None:
-    """The weights are close, not equal: some kernels add in any order."""
-    found = []
-    for recorded in ("false", "true"):
-        words = ["--epochs", "2", "--cuda-graph", recorded, "--output-dir", str(tmp_path / recorded)]
-        assert main(["train", "digits", *words]) == 0
-        helpers.forget_accelerate()
-        found.append(load_file(tmp_path / recorded / "model.safetensors"))
-    for name, values in found[0].items():
-        torch.testing.assert_close(values, found[1][name], rtol=1e-2, atol=1e-3)
 
 
 def test_evaluate_predict_and_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

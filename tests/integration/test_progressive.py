@@ -160,7 +160,6 @@ def test_images_in_memory_are_kept_once() -> None:
         (COMMON + "--model.progressive-sizes 8 --epochs 4", "model.progressive-epochs: expected as many epochs as"),
         (COMMON + GROWING + "--epochs 2", "model.progressive-epochs: expected epochs below the 2 of the run"),
         (COMMON + "--model.progressive-sizes 16 8 --model.progressive-epochs 1 2 --epochs 4", "in increasing order"),
-        (COMMON + GROWING + "--epochs 4 --cuda-graph true", "cuda-graph: expected false with model.progressive-sizes"),
         (COMMON + GROWING + "--epochs 4 --model.image-size 16", "--model.progressive-sizes: found 16, but the images"),
         ("digits --epochs 4 --model.progressive-sizes 4 --model.progressive-epochs 1", "take images of 4x4"),
         (

@@ -357,26 +357,6 @@ class Segments(nn.Module):
         return x
 
 
-def test_masks_that_are_computed_together_stay_in_their_place() -> None:
-    """A recorded CUDA graph repeats a pass without a call of any layer, and reads the masks where they were."""
-    keys, other = DropoutKeys(0, ["one", "two"]), DropoutKeys(0, ["one", "two"])
-
-    def forward(keys: DropoutKeys) -> list[Tensor]:
-        found = [keys.mask(row, (12, size), 0.4) for row, size in ((0, 30), (1, 7), (0, 5))]
-        return [mask.keep for mask in found if mask is not None]
-
-    for update in range(3):
-        keys.set_samples(IDS, update)
-        recorded = forward(keys)
-    for update in range(3, 6):
-        keys.set_samples(IDS, update)
-        other.clear()
-        other.set_samples(IDS, update)
-        expected = forward(other)  # each computed alone
-        assert len(expected) == 3 and all(map(torch.equal, recorded, expected))
-        assert not torch.equal(recorded[0][:, :5], recorded[2])
-
-
 class TestRecomputation:
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_the_masks_are_repeated(self, reentrant: bool) -> None:

@@ -241,8 +241,8 @@ def test_each_kind_of_optimizer_takes_a_rate_for_the_head(name: str) -> None:
 
 
 def test_settings_that_contradict_each_other_are_told(tmp_path: Path) -> None:
-    words = ("digits", "--model.freeze-epochs", 1, "--model.gradual-unfreezing", "true", "--cuda-graph", "true")
+    words = ("digits", "--model.freeze-epochs", 1, "--model.gradual-unfreezing", "true")
     done = helpers.run(*words, "--optim.lr", 0, "--optim.head-lr", 1, "--output-dir", tmp_path / "run")
     assert done.returncode == 2 and not (tmp_path / "run").exists()
-    for text in ("nothing is frozen", "what is recorded does not change", "optim.head-lr"):
+    for text in ("nothing is frozen", "optim.head-lr"):
         assert text in done.stderr

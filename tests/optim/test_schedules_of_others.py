@@ -223,7 +223,6 @@ def test_what_cannot_move_is_refused(capsys: pytest.CaptureFixture[str]) -> None
         ("--schedule.warmup-momentum 0.8 --schedule.warmup-epochs 0", "expected none without schedule.warmup-epochs"),
         ("--schedule.warmup-epochs 2 --schedule.cooldown-epochs 2 --epochs 3", "at most the 1 epochs after"),
         ("--schedule.name step --ema.scale-decay true", "ema.scale-decay: expected false without schedule.name cosine"),
-        ("--cuda-graph true --ema.every-updates 2", "cuda-graph: expected false with ema.every-updates"),
     ):
         with pytest.raises(UserError, match=said):
             parse(["digits", *words.split()])

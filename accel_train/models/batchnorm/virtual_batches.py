@@ -65,7 +65,7 @@ class VirtualBatches:
         whole update, on any process. Without, a virtual batch can still be empty as a whole if `may_be_empty`: it is
         normalised as the real ones, by the same kernels, but does not count. `whole`: the pass is one virtual batch,
         however many samples it has."""
-        self.keep()
+        self._keep()
         self.window.virtual_batch = len(real) if whole else self._virtual_batch
         self._may_be_empty = may_be_empty and not padded
         self.window.samples, self.window.padded, self.window.real = len(real), padded, real
@@ -85,10 +85,8 @@ class VirtualBatches:
         self._sums.zero_()
         self._rows.clear()
 
-    def keep(self) -> None:
-        """Add the statistics of the last forward pass, or put them aside if they must not be added in this order.
-
-        `begin` and `sum_processes` do so if it is not done yet."""
+    def _keep(self) -> None:
+        """Add the statistics of the last forward pass, or put them aside if they must not be added in this order."""
         if self.tracked and self.window.samples:
             current = self.current
             self._add_waiting(current)
@@ -141,7 +139,7 @@ class VirtualBatches:
         """Replace the sums of an update by those of all processes. Collective."""
         if not self._is_training:
             return
-        self.keep()
+        self._keep()
         if self._exact is not None:
             from accel_train.exact_sum import exact_sum
 

@@ -46,26 +46,20 @@ class Call(NamedTuple):
 
 
 class MasksTogether:
-    """Computes those masks of a forward pass for which the pass before has asked, too.
-
-    They stay in their place in memory, where a CUDA graph that has recorded a pass finds those of each later pass.
-    """
-
-    _keep: Tensor  # of all masks, bool [samples, elements]
+    """Computes those masks of a forward pass for which the pass before has asked, too."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all masks, and which were asked for."""
         self._asked: dict[Call, None] = {}  # in this pass, in the order of the calls
         self._room = LIMIT  # for elements of further masks
         self._planned: tuple[list[Call], torch.device | None] = [], None
         self._masks: dict[Call, Tensor] = {}
 
+    def clear(self) -> None:
+        """Forget the masks, and which were asked for."""
+        self._asked, self._masks, self._room = {}, {}, LIMIT
+
     def mask(self, call: Call, samples: int) -> Tensor | None:
-        """What the layer keeps, bool [samples, call.size], until the next pass begins; None if it must compute that
-        itself."""
+        """What the layer keeps, bool [samples, call.size]; None if it must compute that itself."""
         if call not in self._asked and self._room >= samples * call.size:
             self._asked[call] = None
             self._room -= samples * call.size
@@ -76,12 +70,11 @@ class MasksTogether:
 
         Returns them, and below them those of the planned calls that are not the first one of their layer.
         """
-        # A pass that asks for nothing may be a CUDA graph: then the plan stays. A single mask gains nothing.
-        calls = (list(self._asked) if len(self._asked) > 1 else []) if self._asked else self._planned[0]
+        calls = list(self._asked) if len(self._asked) > 1 else []  # a single one gains nothing
         if (calls, device) != self._planned:
-            self._planned, self._masks = (calls, device), {}
+            self._planned = calls, device
             self._plan(len(keys), calls, device)
-        self._asked, self._room = {}, LIMIT
+        self.clear()
         repeated = [hashed(call.number, keys[call.row]) for call in calls if call.number]
         return torch.cat([keys, torch.stack(repeated)]) if repeated else keys
 
@@ -107,11 +100,9 @@ class MasksTogether:
         words = torch.empty((len(keys), sum(self._words)), dtype=torch.int64, device=device)
         for row, numbers, part in zip(self._rows, self._numbers, torch.split(words, self._words, 1), strict=True):
             torch.add(numbers, keys[:, row, None], out=part)
-        if not self._masks or len(self._keep) != len(keys):
-            self._keep = torch.empty((len(keys), len(self._lowest)), dtype=torch.bool, device=device)
-            parts = torch.split(self._keep, [PER_WORD * count for count in self._words], 1)
-            self._masks = {call: part[:, : call.size] for call, part in zip(calls, parts, strict=True)}
-        torch.ge(scramble(words).view(torch.int16), self._lowest, out=self._keep)
+        keep = scramble(words).view(torch.int16) >= self._lowest
+        parts = torch.split(keep, [PER_WORD * count for count in self._words], 1)
+        self._masks = {call: part[:, : call.size] for call, part in zip(calls, parts, strict=True)}
 
 
 def pinned(values: Tensor, device: torch.device) -> Tensor:
