@@ -12,6 +12,7 @@ the others get its verdict, and a run keeps it.
 from __future__ import annotations
 
 import copy
+import math
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -215,28 +216,25 @@ def _try_in(kind: torch.dtype, model: nn.Module, channels: int, size: int) -> Ve
     if device.type == "mps":
         device = torch.device("cpu")
     base = copy.deepcopy(model).to(device).eval()
-    count = _images_of_a_batch(copy.deepcopy(base), channels, size)
     if kind == torch.float64:
         base = base.double()
     _prepare(base)
-    images = different_images(channels, size, 2 * count).to(device, kind)
-    images[1 : 3 * count // 4] = images[:1] + 0.01 * images[1 : 3 * count // 4]  # alike: one expert gets them all
-    images[count:] *= LARGER
     try:
-        with torch.no_grad():
-            copy.deepcopy(base)(images[:1])
+        count = _images_of_a_batch(copy.deepcopy(base), torch.ones(1, channels, size, size, device=device, dtype=kind))
     except Exception:
         if kind == torch.float64:
             return None
         raise
+    images = different_images(channels, size, 2 * count).to(device, kind)
+    images[1 : 3 * count // 4] = images[:1] + 0.01 * images[1 : 3 * count // 4]  # alike: one expert gets them all
+    images[count:] *= LARGER
     return _verdict(base, images, count)
 
 
-def _images_of_a_batch(model: nn.Module, channels: int, size: int) -> int:
+def _images_of_a_batch(model: nn.Module, image: Tensor) -> int:
     """How many images a virtual batch of the trial has: a power of two. It follows from the operations alone."""
-    parameter = next(model.parameters())
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, channels, size, size, device=parameter.device, dtype=parameter.dtype))
+        model(image)
     count = MOST
     while count > FEWEST and count * counter.get_total_flops() > OPERATIONS:
         count //= 2
@@ -247,14 +245,14 @@ def _images_of_a_batch(model: nn.Module, channels: int, size: int) -> int:
 def _prepare(model: nn.Module) -> None:
     """Change the weights of a copy, so that nothing hides what it computes, and let it compute on its own.
 
-    Parameters that are all zero, as at the end of the branches of a new network, are 0.1. The others change a little,
-    as by an update: a buffer may follow the weights, as the vectors of spectral_norm do.
+    Parameters that are all zero, as at the end of the branches of a new network, are 0.1. Of the others each row
+    changes a little, as by an update: a buffer may follow the weights, as the vectors of spectral_norm do.
     """
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.any():
-            change = torch.rand(parameter.shape, generator=generator)
-            parameter.mul_(change.mul_(0.2).add_(0.9).to(parameter.device))
+            rows = (*parameter.shape[:1], *(1 for _ in parameter.shape[1:]))
+            parameter.mul_(torch.rand(rows, generator=generator).mul_(0.2).add_(0.9).to(parameter.device))
         else:
             parameter.fill_(0.1)
     for module in model.modules():
@@ -357,7 +355,7 @@ class _Copy:
         self.batches.discard()
         seen.losses = seen.losses.detach()
         gradients = [each.grad for each in self.parameters]
-        seen.sums = [None if each is None else torch.stack([each.sum(), each.abs().sum()]) for each in gradients]
+        seen.sums = [None if each is None else torch.stack([each.sum(), _norm(each, 1)]) for each in gradients]
         named = self.model.named_buffers(remove_duplicate=False)
         seen.buffers = {name: buffer.detach().clone() for name, buffer in named}
         return seen
@@ -402,7 +400,7 @@ class _Ways:
         gradients = self.alone.take_gradients()
         self.second = self.alone.run(images[count:], count, 1)
         pairs = zip(gradients, self.alone.take_gradients(), strict=True)
-        self.gradients = [other if one is None else one if other is None else one + other for one, other in pairs]
+        self.gradients = [other if one is None else one if other is None else one.add_(other) for one, other in pairs]
         self.again = self.alone.run(images[:count], 0, 0)
         self.rounding: tuple[Tensor, float] | None = None
         if images.dtype != torch.float64:  # what one rounding of the images changes
@@ -446,22 +444,23 @@ class _Ways:
         limit = TOLERANCE * size + floor
         if self.rounding is not None:
             limit = limit + 16 * float(self.rounding[0] if one is self.both.losses else self.rounding[1])
-            limit = limit + 1e-5 * size
-        return bool(((one - other).abs() <= limit).all() | ~(one + other).isfinite().all())
+            limit = limit + 1e-5 * size + 1e4 * floor
+        excess = float((one - other).abs().sub_(limit).max())
+        return excess <= 0 or not math.isfinite(excess)
 
     def _different_gradient(self) -> str:
         """The name of a parameter whose gradients are different."""
         pairs = list(zip(self.whole.parameters, self.gradients, strict=True))
-        present = [other for _, other in pairs if other is not None]
-        largest = max((float(each.abs().max()) for each in present if each.numel()), default=0.0)
+        sizes = [0.0 if other is None or not other.numel() else float(_norm(other, math.inf)) for _, other in pairs]
+        largest = max(sizes, default=0.0)
         names = [name for name, each in self.whole.model.named_parameters() if each.requires_grad]
-        for name, (parameter, other) in zip(names, pairs, strict=True):
+        for name, (parameter, other), size in zip(names, pairs, sizes, strict=True):
             if not parameter.numel() or (parameter.grad is None and other is None):
                 continue
             one = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
             other = torch.zeros_like(parameter) if other is None else other.to_dense()
             # A gradient that is zero but for rounding is compared with the largest one.
-            if not self._is_close(one, other, float(other.abs().max()), 1e-9 * largest):
+            if not self._is_close(one, other, size, 1e-9 * largest):
                 return name
         return ""
 
@@ -689,7 +688,15 @@ def _is_of_samples(passes: Sequence[_Pass], number: int) -> bool:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _norm(values: Tensor, order: float) -> Tensor:
+    """Without another tensor of the size of `values`, which may be most of a model's memory."""
+    norm: Tensor = torch.linalg.vector_norm(values.to_dense(), order)
+    return norm
 
 
 def different_images(channels: int, size: int, count: int = 4) -> Tensor:
