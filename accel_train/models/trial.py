@@ -134,7 +134,9 @@ def find_verdict(
     _check_synchronized(config, accelerator, model)
 
     def decide() -> Verdict:
-        kept = _read_verdict(config.output_dir) if resumes and config.output_dir is not None else None
+        kept = None
+        if resumes and config.resume in ("auto", "must") and config.output_dir is not None:  # not from another run
+            kept = _read_verdict(config.output_dir)
         return kept or try_model(model, channels, (size, *config.model.progressive_sizes))
 
     verdict = broadcast_from_main(accelerator, decide)

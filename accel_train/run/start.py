@@ -37,7 +37,8 @@ class StartPoint:
     weights: hub.Weights | None = None
     """To be loaded; None: random or published ones, or those of a checkpoint."""
     resumes: bool = False
-    """The weights come from a checkpoint, and those that the run began from are not needed any more."""
+    """The weights come from a checkpoint. Those that the run began from are not needed any more, and the model's trial
+    not again."""
 
 
 def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
@@ -52,7 +53,7 @@ def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
             "--model.remap-classes: it takes rows of the last layer of --model.weights RUN; give that, too."
         )
     if not (model.weights or model.pretrained or hub.is_hub_name(model.name)):
-        return StartPoint(config)
+        return StartPoint(config, resumes=broadcast_from_main(accelerator, lambda: _has_checkpoint(config)))
     resumes, origin, found = broadcast_from_main(accelerator, lambda: _on_main(config))
     config = dataclasses.replace(config, origin=origin)
     if found is None:

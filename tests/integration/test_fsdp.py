@@ -75,6 +75,28 @@ def test_fsdp2_clips_by_agc_as_one_process_does(tmp_path: Path) -> None:
         np.testing.assert_allclose(weights[key], array, rtol=1e-4, atol=1e-6)
 
 
+# A model that needs a forward pass for each virtual batch. The last update has 11 samples of 16, so one of its four
+# passes has no sample: all processes make it, because each waits for the others' parameters.
+COUPLED = f"""
+    digits --model.name {helpers.ROOT / "tests/odd_models.py"}:TwoViews --data.train-limit 75 --data.test-limit 30
+    --data.val-fraction 0 --batch-size 16 --virtual-batch-size 4 --epochs 1 --data.workers 0 --log-every-updates 1
+    --optim.lr 0.01
+"""
+
+
+@pytest.mark.ci
+def test_fsdp2_trains_a_model_that_couples_samples_as_one_process_does(tmp_path: Path) -> None:
+    done = helpers.run(*COUPLED.split(), "--output-dir", tmp_path / "one")
+    assert done.returncode == 0 and "one pass over two virtual batches" in done.stderr, done.stdout + done.stderr
+    fsdp(tmp_path / "two", settings=COUPLED, launch={"fsdp_min_num_params": "100"})
+    expected, found = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert list(found) == list(expected) == [1, 2, 3, 4, 5]
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-5)
+    weights = load_file(tmp_path / "two" / "model.safetensors")
+    for key, array in load_file(tmp_path / "one" / "model.safetensors").items():
+        np.testing.assert_allclose(weights[key], array, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_fsdp2_then_ddp_then_fsdp2_make_the_run_that_ddp_makes(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"

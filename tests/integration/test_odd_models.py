@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 MODEL = f"{helpers.ROOT / 'tests/odd_models.py'}:Restless"
 WORDS = (
     "digits --data.name synthetic --data.train-images 96 --data.test-images 16 --data.image-size 12 --data.workers 0 "
-    "--batch-size 16 --micro-batch-size 4 --epochs 2 --checkpoint.keep 20 --checkpoint.every-updates 1 "
+    "--batch-size 16 --virtual-batch-size 4 --epochs 2 --checkpoint.keep 20 --checkpoint.every-updates 1 "
     f"--model.name {MODEL}"
 )
 SYNCED = """
@@ -84,3 +85,34 @@ def test_data_dependent_initialisation_is_refused_where_processes_would_differ(t
     for bitwise, processes in (("false", 2), ("true", 1)):
         done = helpers.run(*words, "--bitwise", bitwise, "--output-dir", tmp_path / "run", processes=processes)
         assert done.returncode == 2 and "changes the parameter bias" in done.stderr, done.stderr
+
+
+@pytest.mark.ci
+def test_a_resume_keeps_what_the_trial_has_found(tmp_path: Path) -> None:
+    """A later version of a library, or a device without float64, must not change how a run's passes are divided."""
+    run = tmp_path / "run"
+    words = [*FLAT.split(), "--epochs", "3", "--model.name", MODEL.replace("Restless", "TwoViews"), "--output-dir", run]
+
+    def says(processes: int, *, stops: bool) -> str:
+        if stops:
+            (run / "STOP").touch()
+        done = helpers.run(*words, processes=processes)
+        assert done.returncode == 0 and (run / "result.json").exists() == (not stops), done.stderr
+        return done.stderr
+
+    run.mkdir()
+    assert "depends on the other samples" in says(1, stops=True)
+    facts = run / "environment.json"
+    found = json.loads(facts.read_text())
+    facts.write_text(json.dumps(found | {"trial": found["trial"] | {"together": "what was found before"}}))
+    assert "what was found before" in says(2, stops=True)
+    facts.write_text(json.dumps(found | {"trial": {"together": 1}}))  # of no trial: the model is tried again
+    assert "depends on the other samples" in says(1, stops=False)
+
+
+@pytest.mark.ci
+def test_a_model_that_couples_samples_takes_no_sync_batchnorm(tmp_path: Path) -> None:
+    words = [*FLAT.split(), "--model.name", MODEL.replace("Restless", "TwoViews"), "--output-dir", tmp_path / "run"]
+    done = helpers.run(*words, "--model.sync-batchnorm", "true", processes=2)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "model.sync_batchnorm: the model must compute each virtual batch by itself" in done.stderr
