@@ -77,11 +77,11 @@ def in_memory(name: str, root: Path | None) -> dict[str, Inputs]:
         )
         ways[f"torchvision + PIL, {workers} workers"] = by_torchvision(loader)
 
-    data = Data(name="synthetic", channels=task.channels, image_size=task.size, train_images=task.images)
+    data = Data(name="synthetic", channels=task.channels, train_limit=task.images)
     if root is not None:
         data = Data(name=name, root=root)
     config = Config(batch_size=task.batch_size, augment=augment, data=data)
-    splits = load_splits(data, 0)
+    splits = load_splits(data, 0, size=task.size)
     order = TrainingSampler(Plan(len(splits.train), task.batch_size, 1, 1, drop_last=True), 0)
     accelerator = create_accelerator(LAUNCH)
     layout = torch.channels_last if task.channels > 1 else torch.contiguous_format

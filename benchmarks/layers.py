@@ -30,12 +30,12 @@ from accel_train.models.dropout import DropoutKeys, convert_dropout
 
 DROPOUT = (((64, 9216), 0.25), ((64, 128), 0.5), ((256, 9216), 0.25), ((256, 128), 0.5), ((64, 197, 384), 0.1))
 ROOT = Path(__file__).parent.parent
-CIFAR = "--data.name synthetic --data.channels 3 --data.image-size 32 --model.image-size 32"
+CIFAR = "--data.name synthetic --data.channels 3 --model.image-size 32"
 NETS = {  # options, batch, virtual batch
     "ResNet-18": (f"cifar10_resnet18 {CIFAR} --model.name resnet18", 512, 32),
     "ResNet-50": (f"cifar10_resnet18 {CIFAR} --model.name resnet50", 256, 32),
     "cifar10_fast": (f"cifar10_fast {CIFAR}", 512, 32),
-    "mnist_cnn": ("mnist_cnn --data.name synthetic --data.channels 1 --data.image-size 28", 64, None),
+    "mnist_cnn": ("mnist_cnn --data.name synthetic --data.channels 1 --model.image-size 28", 64, None),
 }
 CPU_BATCH = 64
 COUNT = """
@@ -62,7 +62,7 @@ def count_kernels() -> None:
         # As many virtual batches, but of two images.
         shape = f"--batch-size {2 * batch // virtual_batch} --virtual-batch-size 2" if virtual_batch else ""
         name = f"{name}, {batch}" + f"/{virtual_batch}" * (virtual_batch is not None)
-        command = [sys.executable, "-c", COUNT, *words.split(), *shape.split(), "--data.train-images", "256"]
+        command = [sys.executable, "-c", COUNT, *words.split(), *shape.split(), "--data.train-limit", "256"]
         output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
         ours, plain = map(int, output.split()[-2:])
         print(f"{name:>20} {plain:>6} {ours:>6} {ours / plain:>6.2f}", flush=True)
@@ -108,7 +108,7 @@ def time_nets(turns: int) -> None:
     print(f"{'an update':>24} {'torch':>8} {'ours':>8} ms {'ratio':>5}")
     for name, (words, batch, virtual_batch) in NETS.items():
         batch = batch if torch.cuda.is_available() else CPU_BATCH
-        shape = f"--batch-size {batch} --data.train-images {2 * batch}"
+        shape = f"--batch-size {batch} --data.train-limit {2 * batch}"
         shape += f" --virtual-batch-size {virtual_batch}" * (virtual_batch is not None)
         setup = same_run.create_setup([*words.split(), *shape.split()])
         source = same_run.batches(setup)

@@ -14,14 +14,14 @@ from trainer import data_words  # noqa: E402
 
 from accel_train.bench.workload import Workload  # noqa: E402
 from accel_train.config.options import parse  # noqa: E402
-from accel_train.data.sources.load import load_splits  # noqa: E402
+from accel_train.data.sources.load import splits_of  # noqa: E402
 
 
 def main() -> None:
     options, task = tasks.parse(tasks.arguments(__doc__ or "", tests=False))
     words = ["--batch-size", str(task.batch_size), *data_words(options.task, options.data_root)]
     config = parse([options.task, *words])
-    workload = Workload(config, LAUNCH, load_splits(config.data, config.seed))
+    workload = Workload(config, LAUNCH, splits_of(config))
     progress = tasks.Progress(task, options.every)
     while options.updates is None or progress.update < options.updates:
         workload.bare_seconds(options.every, warm_up=0)

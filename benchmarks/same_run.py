@@ -24,18 +24,18 @@ import torch
 
 from accel_train import models
 from accel_train.config.options import parse
-from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.load import splits_of
 from accel_train.evaluate import Batch
 from accel_train.launch.environment import prepare_environment
 from accel_train.training_setup import TrainingSetup, connect, create_training_setup
 
-DEFAULT = "cifar10_resnet18 --data.name synthetic --data.image-size 32 --batch-size 256 --virtual-batch-size 32"
+DEFAULT = "cifar10_resnet18 --data.name synthetic --model.image-size 32 --batch-size 256 --virtual-batch-size 32"
 
 
 def create_setup(words: list[str]) -> TrainingSetup:
     launch, config = prepare_environment(), parse(words)
     accelerator = connect(config, launch)
-    setup = create_training_setup(config, launch, accelerator, load_splits(config.data, config.seed))
+    setup = create_training_setup(config, launch, accelerator, splits_of(config))
     models.set_train_mode(setup.model, config.model)
     return setup
 

@@ -83,8 +83,7 @@ class Drawn(Dataset[Any]):
     """Synthetic images instead of a published dataset: arrays in memory, a PIL image for each access."""
 
     def __init__(self, task: Task, transform: Any, train: bool) -> None:
-        data = Data(name="synthetic", channels=task.channels, image_size=task.size, train_images=task.images)
-        splits = synthetic(data)
+        splits = synthetic(Data(name="synthetic", channels=task.channels, train_limit=task.images), task.size)
         source = splits.train if train else splits.test
         assert source is not None
         pixels = source.fetch(range(len(source.labels)))

@@ -15,10 +15,10 @@ def data_words(recipe: str, root: Path | None) -> list[str]:
     """Return the options for the data in the folder `root`; None: for synthetic images of the same shapes."""
     if root:
         return ["--data.root", str(root)]
-    data = with_synthetic_data(parse([recipe])).data
-    given = {"name": data.name, "image-size": data.image_size, "channels": data.channels}
-    given |= {"classes": data.classes, "train-images": data.train_images}
-    return [str(word) for key, value in given.items() for word in (f"--data.{key}", value)]
+    config = with_synthetic_data(parse([recipe]))
+    given = {"data.name": config.data.name, "data.channels": config.data.channels}
+    given |= {"data.train-limit": config.data.train_limit, "model.image-size": config.model.image_size}
+    return [str(word) for key, value in given.items() if value is not None for word in (f"--{key}", value)]
 
 
 def trainer(

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).with_name("golden")
 RUNS = {
     "digits": "digits --epochs 2 --data.val-fraction 0.1 --ema.enabled true --ema.decay 0.8",
     "mnist_cnn": "mnist_cnn --epochs 2 --batch-size 64 --log-every-updates 2 --data.name synthetic --data.channels 1 "
-    "--data.image-size 28 --data.train-images 512 --data.test-images 128",
+    "--model.image-size 28 --data.train-limit 512 --data.test-limit 128",
 }
 # Where another torch or CPU adds in another order: far more than rounding, far less than what one setting changes.
 LOSS, ACCURACY = 2e-3, 0.02

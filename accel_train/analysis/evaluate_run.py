@@ -20,7 +20,7 @@ from accel_train.config.compatibility import SEMANTICS, check_same_images, check
 from accel_train.config.options import parse
 from accel_train.config.schema import Config, as_dict
 from accel_train.data.sources.files.encoded import EncodedImages
-from accel_train.data.sources.load import Splits, load_splits
+from accel_train.data.sources.load import Splits, splits_of
 from accel_train.data.sources.splits import unwrap_subset
 from accel_train.errors import LOGGER, UserError
 from accel_train.launch.accelerator import create_accelerator
@@ -107,14 +107,14 @@ def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Con
 
 def _load_data(config: Config, info: ModelInfo, run: Path) -> Splits:
     """The data. Image files without a range of their own get that of the model, whose images a cache may have had."""
-    splits = load_splits(config.data, config.seed, record=run)
+    splits = splits_of(config, record=run)
     if config.data.val_fraction or config.data.test_fraction:  # the division depends on which images there are
         check_same_images(str(run), info.semantics, splits.semantics)
     if info.range is None or splits.value_range is not None or config.data.name == "cache":
         return splits
     if not isinstance(unwrap_subset(splits.train)[0], EncodedImages):
         return splits
-    return load_splits(dataclasses.replace(config.data, range=info.range), config.seed, record=run)
+    return splits_of(dataclasses.replace(config, data=dataclasses.replace(config.data, range=info.range)), record=run)
 
 
 def _check_fit(splits: Splits, info: ModelInfo, run: Path) -> None:

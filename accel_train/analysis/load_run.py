@@ -15,7 +15,7 @@ from accel_train.config.option_types import value
 from accel_train.config.options import parse_run
 from accel_train.config.schema import Config, Model
 from accel_train.config.url import is_url
-from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.load import splits_of
 from accel_train.data.sources.splits import Splits
 from accel_train.errors import UntrustedError, UserError, one_line
 from accel_train.models.weights.hub import is_hub_name
@@ -99,7 +99,7 @@ def data_of_run(run: Path, *, trust_code: bool) -> tuple[Config, Splits]:
     """Return the configuration of the run in the folder `run` and the data that it names, if that is on this machine:
     nothing is downloaded. Raises UserError; see `read_config` for `trust_code`."""
     config = read_config(run, uses=("data.name",), trust_code=trust_code)
-    return config, load_splits(config.data, config.seed, download=False, record=run)
+    return config, splits_of(config, download=False, record=run)
 
 
 def empty_model(model: Model, info: ModelInfo) -> nn.Module:

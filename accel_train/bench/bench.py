@@ -28,14 +28,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from accel_train import models
 from accel_train.bench import OR_SYNTHETIC
 from accel_train.bench.statistics import ratio, spread
 from accel_train.bench.workload import Workload, device_name
 from accel_train.config.schema import Config, Stop
 from accel_train.data.order.plan import Plan
 from accel_train.data.sources.arrays import PUBLISHED
-from accel_train.data.sources.load import Splits, load_splits
-from accel_train.data.transforms.parameters import resize_default
+from accel_train.data.sources.load import Splits, splits_of
+from accel_train.data.sources.synthetic import TRAIN_IMAGES
 from accel_train.errors import LOGGER, UnsavedError, UserError, writing
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.launch.environment import Launch
@@ -153,33 +154,29 @@ def figures_of(config: Config, accelerator: Accelerator, plan: Plan, rounds: lis
 
 
 def with_synthetic_data(config: Config) -> Config:
-    """Return the same recipe on synthetic images of the same size, channels, classes and number.
+    """Return the same recipe on as many synthetic images, with as many channels, of the size of the model's input.
 
-    Nothing is known about folders and hub datasets that are missing: then the images have the size to which an
-    evaluation resizes them before its crop.
+    Nothing is known about folders and hub datasets that are missing.
     """
     data = config.data
     if data.name in PUBLISHED:
         published = PUBLISHED[data.name]
-        channels, size, classes = len(published.mean), published.size, published.classes
-        images = published.train_images
+        channels, size, images = len(published.mean), published.size, published.train_images
     elif data.name in ("digits", "synthetic"):
         return config  # needs no download
     else:
-        given = config.model.image_size or 224
-        channels, size, classes, images = data.channels, config.augment.resize or resize_default(given), data.classes, 0
+        channels, size, images = data.channels, 224, max(TRAIN_IMAGES, 2 * config.batch_size)
     synthetic = dataclasses.replace(
         data,
         name="synthetic",
-        image_size=size,
         channels=channels,
-        classes=classes,
-        train_images=images or max(data.train_images, 2 * config.batch_size),
+        train_limit=data.train_limit or images,
         val_fraction=0.0,
         test_fraction=0.0,
         sampler="balanced" if data.sampler == "weights" else data.sampler,  # drawn in the same time
     )
-    return dataclasses.replace(config, data=synthetic)
+    model = dataclasses.replace(config.model, image_size=models.input_size(config.model, size, config.origin))
+    return dataclasses.replace(config, data=synthetic, model=model)
 
 
 def shortened(config: Config, plan: Plan, updates: int, log_every: int) -> Config:
@@ -232,7 +229,7 @@ def read_run(run: Path, config: Config, plan: Plan, warm_up: int) -> tuple[float
 
 def _load(config: Config, synthetic: bool) -> Splits:
     try:
-        return load_splits(config.data, config.seed)
+        return splits_of(config)
     except UserError as error:
         if synthetic:
             raise
@@ -245,7 +242,7 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
     One half of the limit is measured before the trainer and one after it. Otherwise a machine that is fast only for
     some seconds, or that others begin to use, would favour one of the two.
     """
-    workload = Workload(config, launch, load_splits(config.data, config.seed))
+    workload = Workload(config, launch, splits_of(config))
     accelerator, plan, images = workload.accelerator, workload.plan, config.batch_size * updates
     half = -(-updates // 2)
     bare_seconds = workload.bare_seconds(half, warm_up)
@@ -269,7 +266,7 @@ def _round(config: Config, launch: Launch, run: Path, updates: int, warm_up: int
     trained = broadcast_from_main(accelerator, lambda: read_run(run, config, plan, warm_up))
     _clear(accelerator)
 
-    workload = Workload(config, launch, load_splits(config.data, config.seed))
+    workload = Workload(config, launch, splits_of(config))
     bare_seconds += workload.bare_seconds(half, warm_up)
     del workload
     _clear(accelerator)

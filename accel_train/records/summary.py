@@ -17,7 +17,7 @@ from accel_train.config.schema import Config, to_yaml
 from accel_train.data.loading import create_sampler
 from accel_train.data.memory import Placement
 from accel_train.data.order.plan import Plan, create_plan, divide_batch
-from accel_train.data.sources.load import load_splits, resolve_mean_std
+from accel_train.data.sources.load import resolve_mean_std, splits_of
 from accel_train.data.sources.splits import Source, Splits, has_one_size
 from accel_train.errors import UserError, counted, first_of, one_line
 from accel_train.launch.precision import precision, precision_notice
@@ -176,7 +176,7 @@ def plan_text(config: Config, accelerator: Accelerator) -> str:
         *[f"# shares: {division.division}"] * (division.empty > 0),
     ]
     try:
-        splits = load_splits(config.data, config.seed, download=False)
+        splits = splits_of(config, download=False)
         plan = create_plan(config, len(splits.train), processes, accumulation, virtual_batch)
         order = create_sampler(config, splits, plan)
     except UserError as error:

@@ -26,7 +26,7 @@ from accel_train.untrusted import json_object, read_regular_file
 RESULT = "result.json"
 WEIGHTS = ("model.safetensors", "ema.safetensors")
 # If one of these changes, the weights hardly ever fit.
-MODEL_KEYS = ("model", "data.name", "data.channels", "data.classes", "data.image-size")
+MODEL_KEYS = ("model", "data.name", "data.channels")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
 from accel_train.config.compatibility import learning_fingerprint
 from accel_train.config.origin import Origin
 from accel_train.config.schema import Config
-from accel_train.data.sources.load import Splits, load_splits
+from accel_train.data.sources.load import Splits, splits_of
 from accel_train.errors import UserError
 from accel_train.files import sha256
 from accel_train.launch.agreement import broadcast_from_main, check_agreement, fail_together
@@ -81,7 +81,7 @@ def load_data(config: Config, accelerator: Accelerator, ask_to_stop: Callable[[s
     check_agreement(accelerator, **code_facts(config))  # before the user's own code runs
 
     def load() -> Splits:
-        splits = load_splits(config.data, config.seed, record=config.output_dir)
+        splits = splits_of(config, record=config.output_dir)
         if config.data.order == "full":
             return splits
         from accel_train.data.sources.sharded import shard_table

@@ -99,11 +99,12 @@ def test_other_data_and_other_splits(run: Path) -> None:
     assert evaluated(run, split="val")["model"]["count"] == round(1438 / 10)
     assert evaluated(run, "--data.test-limit", "7")["model"]["count"] == 7
     # Another set of the same classes is normalised as the model's own was.
-    options_of_it = ["--data.name=synthetic", "--data.channels=1", "--data.image-size=8", "--data.test-images=20"]
-    found = evaluated(run, *options_of_it)
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(settings.replace("  image_size: null", "  image_size: 8"))
+    found = evaluated(run, "--data.name=synthetic", "--data.channels=1", "--data.test-limit=20")
     assert found["model"]["count"] == 20
     assert found["data"]["name"] == "synthetic"
-    synthetic = load_splits(Data("synthetic", channels=1, image_size=8, test_images=20), 0).test
+    synthetic = load_splits(Data("synthetic", channels=1, test_limit=20), 0, size=8).test
     assert synthetic is not None
     assert found["model"]["loss"] == pytest.approx(loss_by_hand(run, synthetic), abs=1e-4)
 
@@ -147,7 +148,7 @@ def test_classes_without_an_image_are_told(
         (["--split=val", "--data.val-fraction=0"],
          "--split val: the dataset 'digits' has no such split; it has train and test."),
         (["--split=dev"], "--split: expected one of test, val, train, found 'dev' (command line)."),
-        (["--data.name=synthetic", "--data.classes=5", "--data.channels=1"],
+        (["--data.only-classes", "0", "1", "2", "3", "4"],
          "the data does not have the classes that {run} was trained on (10 there, 5 here); "
          "choose other data with --data.name or --data.root."),
         (["--data.name=synthetic"], "the images have 3 channels, but the model of {run} takes 1: "

@@ -281,8 +281,8 @@ def test_what_is_wrong_is_told_in_a_line(
     [
         (Data("folder"), Augment(), 24),  # files of many sizes
         (Data("folder", channels=1), Augment(resize=40), 24),
-        (Data("synthetic", image_size=16, test_images=9), Augment(resize=20), 18),  # arrays of one size
-        (Data("synthetic", image_size=16, test_images=9, channels=1), Augment(), 16),
+        (Data("synthetic", test_limit=9), Augment(resize=20), 18),  # arrays of one size
+        (Data("synthetic", test_limit=9, channels=1), Augment(), 16),
     ],
 )
 def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment: Augment, size: int) -> None:
@@ -294,7 +294,7 @@ def test_preprocessing_is_that_of_evaluation(tmp_path: Path, data: Data, augment
             pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
             Image.fromarray(pixels.numpy()).save(tmp_path / name / f"{number}.jpg")
     config = Config(data=Data(**{**vars(data), "root": tmp_path}), augment=augment)
-    splits = load_splits(config.data, 0)
+    splits = load_splits(config.data, 0, size=16)
     source = splits.test
     assert source is not None
     paths = [tmp_path / f"{number}.png" for number in range(len(source))]

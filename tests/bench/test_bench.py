@@ -185,11 +185,11 @@ def test_a_short_run_is_a_part_of_an_epoch_or_several_small_ones() -> None:
 
 def test_synthetic_data_have_the_shapes_of_the_recipe() -> None:
     def shape(*words: str) -> tuple[Any, ...]:
-        data = with_synthetic_data(parse([*words])).data
-        return data.name, data.channels, data.image_size, data.classes, data.train_images
+        config = with_synthetic_data(parse([*words]))
+        return config.data.name, config.data.channels, config.model.image_size, config.data.train_limit
 
-    assert shape("mnist_cnn") == ("synthetic", 1, 28, 10, 60_000)
-    assert shape("cifar10_resnet18") == ("synthetic", 3, 32, 10, 50_000)
-    assert shape("imagenet_resnet50", "--data.classes", "1000") == ("synthetic", 3, 256, 1000, 2048)
+    assert shape("mnist_cnn") == ("synthetic", 1, 28, 60_000)
+    assert shape("cifar10_resnet18") == ("synthetic", 3, 32, 50_000)
+    assert shape("imagenet_resnet50") == ("synthetic", 3, 224, 2048)
     assert shape("imagenet_resnet50", "--batch-size", "2048")[-1] == 4096
     assert shape("digits")[0] == "digits"

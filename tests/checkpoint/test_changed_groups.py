@@ -14,8 +14,8 @@ from accel_train.cli import main
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 BASE = (
-    "digits --schedule.name constant --data.name synthetic --data.train-images 32 --data.test-images 16 "
-    "--data.image-size 8 --batch-size 16 --model.name test_resnet --optim.weight-decay 0.1 --optim.lr 0.05 "
+    "digits --schedule.name constant --data.name synthetic --data.train-limit 32 --data.test-limit 16 "
+    "--model.image-size 8 --batch-size 16 --model.name test_resnet --optim.weight-decay 0.1 --optim.lr 0.05 "
     "--optim.head-lr 0.1 --optim.bias-lr 1.5 --optim.norm-weight-decay 0.1 --optim.bias-weight-decay 0.1"
 )
 

@@ -18,7 +18,7 @@ from accel_train.optim.optimizer import create_optimizer
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 TINY = (
-    "digits --data.name synthetic --data.train-images 48 --data.test-images 16 --data.image-size 32 --batch-size 16 "
+    "digits --data.name synthetic --data.train-limit 48 --data.test-limit 16 --model.image-size 32 --batch-size 16 "
     "--log-every-updates 1"
 )
 BATCHNORM = f"{TINY} --model.name test_resnet --virtual-batch-size 8"
@@ -72,7 +72,7 @@ def test_an_older_run_whose_policy_did_not_interpolate_is_refused(
 @pytest.mark.ci
 def test_an_older_run_keeps_the_weight_decay_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--optim.decay-all left out what the model excludes; a checkpoint has the decay of each group."""
-    words = f"{TINY} --data.image-size 160 --model.name test_vit --optim.name adamw --optim.weight-decay 0.1"
+    words = f"{TINY} --model.image-size 160 --model.name test_vit --optim.name adamw --optim.weight-decay 0.1"
     words += " --optim.decay-all true"
 
     def older(optim: Optim, model: nn.Module, **options: Any) -> torch.optim.Optimizer:

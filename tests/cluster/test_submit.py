@@ -150,7 +150,7 @@ def test_values_reach_a_run_as_they_were_given(cluster: Cluster) -> None:
     folder = cluster.directory / "it's 50% $HOME"
     values = ["a b", "it's $HOME", 'say "x"', "1,2"]
     over = "data.root=" + ",".join(value.replace(",", "\\,") for value in values)
-    data = ["--data.name", "synthetic", "--data.channels", "1", "--data.image-size", "8"]  # it reads nothing from there
+    data = ["--data.name", "synthetic", "--data.channels", "1", "--model.image-size", "8"]  # reads nothing from there
     words = ("submit", "digits", *data, "--epochs", "1", "--over", over)
     accel_train(cluster, *words, "--output-dir", str(folder), *OPTIONS)
     until(lambda: len([*folder.glob("*/result.json")]) == 4, folder)

@@ -145,8 +145,8 @@ def test_each_process_takes_its_slice_from_any_update_on(layout: str) -> None:
 
 
 def test_synthetic_images_are_laid_out_or_made_when_asked_for() -> None:
-    data = Data(name="synthetic", image_size=12, train_images=157, classes=4)
-    splits = load_splits(data, 0)
+    data = Data(name="synthetic", train_limit=157)
+    splits = load_splits(data, 0, size=12)
     found, expected = (feed_of(splits, data=dataclasses.replace(data, placement=place)) for place in ("auto", "disk"))
     assert isinstance(found.loader, MemoryLoader) and not isinstance(expected.loader, MemoryLoader)
     assert found.placement.bytes == 157 * 3 * 144

@@ -34,9 +34,8 @@ from accel_train.data.worker_processes import WorkerContext, WorkerInit
 from accel_train.data.sources.synthetic import Synthetic
 if __name__ != "__main__":
     open("imported-again", "w").close()
-from accel_train.config.schema import Data
 from accel_train.data.order.samplers import EvaluationSampler
-source = Synthetic(Data(image_size=8, channels=1, train_images=64), "train", 0, 64)
+source = Synthetic("train", 0, 64, channels=1, size=8)
 loader = DataLoader(
     workers.BatchDataset(source, None, 0), batch_sampler=EvaluationSampler(64, 8), collate_fn=workers.no_collate,
     num_workers=2, persistent_workers=True, worker_init_fn=WorkerInit(),

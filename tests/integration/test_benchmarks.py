@@ -100,7 +100,7 @@ def test_a_quick_run_prints_its_table_and_writes_nothing(script: str) -> None:
 @pytest.mark.slow
 def test_what_the_same_run_costs_is_measured() -> None:
     net = "--model.name test_resnet --model.image-size 32 --batch-size 16 --virtual-batch-size 4 --rounds 2"
-    data = "--data.name synthetic --data.image-size 32 --data.train-images 64 --data.test-images 8 --data.workers 0"
+    data = "--data.name synthetic --model.image-size 32 --data.train-limit 64 --data.test-limit 8 --data.workers 0"
     done = helpers.python(BENCHMARKS / "same_run.py", "cifar10_resnet18", *net.split(), *data.split())
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^(plain|same run|bitwise) .* of plain$", done.stdout, re.MULTILINE) == [

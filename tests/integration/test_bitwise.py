@@ -20,7 +20,7 @@ from accel_train.config.schema import Data
 from accel_train.data.sources.synthetic import Synthetic
 
 ODD_MODELS = Path(__file__).parent.parent / "odd_models.py"
-MADE = "--data.name synthetic --data.train-images 88 --data.test-images 24 --data.image-size 32 --data.val-fraction 0"
+MADE = "--data.name synthetic --data.train-limit 88 --data.test-limit 24 --model.image-size 32 --data.val-fraction 0"
 COMMON = "--bitwise true --log-every-updates 1 --data.workers 0"
 RUNS = {
     "digits": "digits --epochs 1 --data.train-limit 500",
@@ -33,7 +33,7 @@ RUNS = {
     "odd": f"digits {MADE} --epochs 2 --batch-size 32 --virtual-batch-size 8 --model.name {ODD_MODELS}:SharedNorm",
 }
 SLOW = {
-    "mnist_cnn": f"mnist_cnn {MADE} --data.image-size 28 --data.channels 1 --epochs 2 --batch-size 32",
+    "mnist_cnn": f"mnist_cnn {MADE} --model.image-size 28 --data.channels 1 --epochs 2 --batch-size 32",
     "resnet18_cifar": f"cifar10_resnet18_sota {MADE} --epochs 1 --batch-size 32 --virtual-batch-size 8",
     "vit": f"imagenet_vit_small {MADE} --epochs 2 --batch-size 32 --model.name vit_tiny_patch16_224 "
     "--virtual-batch-size 4 --model.image-size 32 --augment.resize 32 "

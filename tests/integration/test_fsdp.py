@@ -21,8 +21,8 @@ from accel_train.launch.accelerator import LAUNCHER_CONFIG as VARIABLE
 # A transformer of timm's with two blocks, SGD with momentum, clipping and a running mean: all that sees the parameters;
 # stochastic depth, which whatever computes activations anew must draw again.
 RUN = """
-    digits --model.name test_vit --model.image-size 32 --model.drop-path 0.3 --data.name synthetic --data.image-size 32
-    --data.train-images 192 --data.test-images 64 --batch-size 16 --virtual-batch-size 8
+    digits --model.name test_vit --model.image-size 32 --model.drop-path 0.3 --data.name synthetic
+    --data.train-limit 192 --data.test-limit 64 --batch-size 16 --virtual-batch-size 8
     --optim.clip 1 --ema.enabled true --ema.decay 0.8
     --epochs 1 --log-every-updates 1
 """
@@ -63,7 +63,7 @@ def losses(run: Path) -> dict[int, float]:
 
 @pytest.mark.ci
 def test_fsdp2_clips_by_agc_as_one_process_does(tmp_path: Path) -> None:
-    agc = "--model.drop-path 0 --optim.clip 0.01 --optim.clip-mode agc --data.train-images 48 --data.test-images 16"
+    agc = "--model.drop-path 0 --optim.clip 0.01 --optim.clip-mode agc --data.train-limit 48 --data.test-limit 16"
     done = helpers.run(*RUN.split(), *agc.split(), "--output-dir", tmp_path / "one")
     assert done.returncode == 0, done.stdout + done.stderr
     fsdp(tmp_path / "two", *agc.split())

@@ -116,8 +116,8 @@ def test_evaluate_predict_and_bench(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_largest_micro_batch_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a device that is made small: it fits, twice as much would not, and the run's bits are those of that number."""
-    words = ["digits", "--data.name", "synthetic", "--data.image-size", "224", "--model.name", "resnet50"]
-    words += ["--data.train-images", "2048", "--data.test-images", "64", "--batch-size", "1024", "--epochs", "1"]
+    words = ["digits", "--data.name", "synthetic", "--model.image-size", "224", "--model.name", "resnet50"]
+    words += ["--data.train-limit", "2048", "--data.test-limit", "64", "--batch-size", "1024", "--epochs", "1"]
     words += ["--augment.crop", "center", "--augment.pad", "0", "--data.placement", "host", "--optim.name", "adamw"]
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((8 << 30) / total)

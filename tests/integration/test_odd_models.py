@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 MODEL = f"{helpers.ROOT / 'tests/odd_models.py'}:Restless"
 WORDS = (
-    "digits --data.name synthetic --data.train-images 96 --data.test-images 16 --data.image-size 12 --data.workers 0 "
+    "digits --data.name synthetic --data.train-limit 96 --data.test-limit 16 --model.image-size 12 --data.workers 0 "
     "--batch-size 16 --virtual-batch-size 4 --epochs 2 --checkpoint.keep 20 --checkpoint.every-updates 1 "
     f"--model.name {MODEL}"
 )

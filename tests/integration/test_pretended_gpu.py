@@ -188,7 +188,7 @@ def test_kernels_of_an_update_of_digits(gpu: Pretended, tmp_path: Path, placemen
     assert "virtual_batches.py" not in kernels and "keys.py" not in kernels  # the net has neither BatchNorm nor dropout
 
 
-CIFAR = "--data.name synthetic --data.channels 3 --data.image-size 32 --model.image-size 32 --optim.name momentum"
+CIFAR = "--data.name synthetic --data.channels 3 --model.image-size 32 --optim.name momentum"
 
 
 NETS = [  # and how many BatchNorms they have
@@ -200,8 +200,8 @@ NETS = [  # and how many BatchNorms they have
 
 def kernels_of(gpu: Pretended, run: Path, words: str, virtual_batch: int, batch: int = 32) -> Counter[str]:
     """Kernels of the third update, by the file that starts them."""
-    shape = f"--batch-size {batch} --virtual-batch-size {virtual_batch} --data.train-images {3 * batch}"
-    shape += " --data.test-images 4"
+    shape = f"--batch-size {batch} --virtual-batch-size {virtual_batch} --data.train-limit {3 * batch}"
+    shape += " --data.test-limit 4"
     more = f"--epochs 1 --log-every-updates 9 --output-dir {run / str(virtual_batch)}"
     done = succeeded(gpu("train", *words.split(), *shape.split(), *more.split()))
     found: Counter[str] = Counter()
@@ -249,7 +249,7 @@ def test_kernels_with_triton(tmp_path: Path, words: str, layers: int) -> None:
 @pytest.mark.parametrize("placement", ["device", "disk"])
 def test_kernels_of_an_update_with_two_dropout_layers(gpu: Pretended, tmp_path: Path, placement: str) -> None:
     """Their masks are computed together, from keys that the host has hashed and sends without waiting."""
-    images = "--data.name synthetic --data.channels 1 --data.image-size 28 --data.train-images 384 --data.test-images 4"
+    images = "--data.name synthetic --data.channels 1 --model.image-size 28 --data.train-limit 384 --data.test-limit 4"
     words = ("mnist_cnn", *images.split(), "--epochs", 1, "--log-every-updates", 6, "--data.placement", placement)
     done = succeeded(gpu("train", *words, "--output-dir", tmp_path / "run"))
     assert not [line for waits in quiet_updates(done) for line in waits if not line.startswith("nonfinite.py")]
@@ -268,7 +268,7 @@ def test_kernels_of_an_update_with_every_augmentation(
 ) -> None:
     """A ResNet of channels last, with BatchNorm, whose counters EMA copies."""
     model = ("--model.name", "test_resnet", "--model.image-size", 32, "--data.name", "synthetic")
-    images = ("--data.channels", 3, "--data.image-size", 32, "--augment.crop", "random", "--augment.pad", 4)
+    images = ("--data.channels", 3, "--augment.crop", "random", "--augment.pad", 4)
     more = ("--augment.flip", 0.5, "--augment.erase", 0.5, "--optim.clip", 1, "--ema.enabled", "true", *mixing.split())
     done = succeeded(gpu("train", "digits", *SMALL, *model, *images, *more, "--output-dir", tmp_path / "run"))
     kernels = launched(done)
@@ -285,11 +285,11 @@ def test_kernels_of_an_update_with_every_augmentation(
 @pytest.mark.parametrize("recipe", ["cats_dogs_alexnet", "cifar10_alexnet", "cifar10_fast"])
 def test_bitwise_needs_no_kernel_that_is_not_deterministic(gpu: Pretended, tmp_path: Path, recipe: str) -> None:
     """Their nets have adaptive pooling. The first two on small images: of 7x7 values one is pooled to 6x6."""
-    words = [*SMALL, "--data.name", "synthetic", "--data.classes", "2", "--bitwise", "true", "--ema.enabled", "false"]
-    words += ["--data.train-images", "32", "--data.test-images", "8", "--batch-size", "16", "--epochs", "1"]
+    words = [*SMALL, "--data.name", "synthetic", "--bitwise", "true", "--ema.enabled", "false"]
+    words += ["--data.train-limit", "32", "--data.test-limit", "8", "--batch-size", "16", "--epochs", "1"]
     words += ["--virtual-batch-size", "8"] if recipe != "cifar10_alexnet" else []
     sizes = {"cats_dogs_alexnet": "256", "cifar10_alexnet": "64", "cifar10_fast": "32"}
-    words += ["--data.image-size", sizes[recipe], "--model.image-size", sizes[recipe], "--schedule.name", "constant"]
+    words += ["--model.image-size", sizes[recipe], "--schedule.name", "constant"]
     words += ["--schedule.warmup-epochs", "0", "--augment.resize", sizes[recipe]]
     words += ["--data.train-limit", "none", "--data.test-limit", "none", "--data.test-fraction", "0"]
     done = gpu("train", recipe, *words, "--output-dir", tmp_path / "run")
@@ -426,7 +426,7 @@ def test_every_recipe(gpu: Pretended, photos: Path, tmp_path: Path, recipe: str)
         words += ["--model.image-size", "64", "--augment.resize", "72", "--augment.crop-fraction", "none"]
     elif config.data.name in RECIPE_DATA:
         channels, size = RECIPE_DATA[config.data.name]
-        words += ["--data.name", "synthetic", "--data.channels", str(channels), "--data.image-size", str(size)]
+        words += ["--data.name", "synthetic", "--data.channels", str(channels), "--model.image-size", str(size)]
     if any(name in config.model.name for name in ("alexnet", "resnet50", "vit_b", "convnext")):
         words += ["--model.name", "test_resnet"]  # their many weights take long
     words += ["--data.test-limit", "4", "--eval-batch-size", "4", "--output-dir", str(tmp_path / "run")]

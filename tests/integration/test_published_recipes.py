@@ -40,7 +40,7 @@ from torchvision.ops._utils import split_normalization_params
 from accel_train import models, training_setup
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.config.options import parse
-from accel_train.data.sources.load import load_splits
+from accel_train.data.sources.load import splits_of
 from accel_train.launch.environment import prepare_environment
 from accel_train.optim.schedule import LearningRate
 from accel_train.records.directory import RunDirectory
@@ -52,10 +52,10 @@ from accel_train.training_setup import TrainingSetup, connect, create_training_s
 
 pytestmark = [pytest.mark.usefixtures("fresh_accelerate"), pytest.mark.slow]
 PUBLISHED: dict[str, dict[str, Any]] = reference.published()["recipes"]
-GPUS, IMAGES, CLASSES = 2, 8, 5  # IMAGES: of a GPU
+GPUS, IMAGES, CLASSES = 2, 8, 10  # IMAGES: of a GPU; CLASSES: of synthetic data
 SMALL = f"""
---data.name synthetic --data.classes {CLASSES} --data.train-images 256 --data.image-size 48 --data.workers 0
---data.test-images 8 --batch-size {GPUS * IMAGES} --virtual-batch-size {IMAGES}
+--data.name synthetic --data.train-limit 256 --data.workers 0
+--data.test-limit 8 --batch-size {GPUS * IMAGES} --virtual-batch-size {IMAGES}
 """.split()
 
 NO_DROP = ["--model.drop-path", "0"]
@@ -225,10 +225,10 @@ def create_setup(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[TrainingSe
     monkeypatch.setattr(training_setup, "rebuild_ddp_buckets", lambda *_: None)
     words = [name, *SMALL, *SMALL_MODELS[name], "--model.image-size", "32", "--model.eval-image-size", "32"]
     words += ["--augment.resize", "32", "--augment.crop-fraction", "none"]
-    words += ["--data.train-images", "256" if parse([name]).data.repeats > 1 else "32"]
+    words += ["--data.train-limit", "256" if parse([name]).data.repeats > 1 else "32"]
     launch, config = prepare_environment(), parse(words)
     accelerator = connect(config, launch)
-    setup = create_training_setup(config, launch, accelerator, load_splits(config.data, config.seed))
+    setup = create_training_setup(config, launch, accelerator, splits_of(config))
     return setup, plain[0]
 
 

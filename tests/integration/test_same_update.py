@@ -27,13 +27,12 @@ def small(recipe: str) -> list[str]:
         return [*small("cifar10_resnet18"), "--model.name", f"{ODD_MODELS}:{recipe.removeprefix('odd:')}"]
     config = parse([recipe])
     channels, size = SHAPES.get(config.data.name, ("3", "96"))
-    options = [recipe, "--data.name", "synthetic", "--data.channels", channels, "--data.image-size", size]
-    options += ["--data.train-images", "26", "--data.drop-last", "false", "--epochs", "1", "--batch-size", "16"]
+    options = [recipe, "--data.name", "synthetic", "--data.channels", channels, "--model.image-size", size]
+    options += ["--data.train-limit", "26", "--data.drop-last", "false", "--epochs", "1", "--batch-size", "16"]
     options += ["--optim.lr", "0"]
     options += ["--virtual-batch-size", "4", "--data.workers", "0", "--schedule.warmup-epochs", "0"]
     options += ["--data.val-fraction", "0", "--data.test-fraction", "0"]
     if config.data.name == "folder":
-        options += ["--model.image-size", "96"]  # 224 takes long
         options += ["--augment.resize", "96", "--augment.crop-fraction", "none"]
     if config.model.eval_image_size is not None:
         options += ["--model.eval-image-size", "96"]

@@ -171,8 +171,8 @@ def test_signal_while_torch_is_being_imported(tmp_path: Path, number: signal.Sig
     assert run.status["update"] == 1 and f"Stopped by {number.name}" in output
 
 
-ONE_LONG_UPDATE = ("digits", "--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
-ONE_LONG_UPDATE += ("--data.train-images", 40000, "--batch-size", 40000, "--micro-batch-size", 1)
+ONE_LONG_UPDATE = ("digits", "--data.name", "synthetic", "--model.image-size", 8, "--data.channels", 1)
+ONE_LONG_UPDATE += ("--data.train-limit", 40000, "--batch-size", 40000, "--micro-batch-size", 1)
 
 
 def test_second_ctrl_c_stops_at_once_and_names_the_last_checkpoint(tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ def test_ctrl_c_at_a_terminal_saves_and_ends_a_loop_of_the_shells(tmp_path: Path
 
 @pytest.mark.ci
 def test_signal_during_an_evaluation(tmp_path: Path) -> None:
-    long_evaluation = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
-    long_evaluation += ("--data.train-images", 96, "--data.test-images", 20000, "--eval-batch-size", 4)
+    long_evaluation = ("--data.name", "synthetic", "--model.image-size", 8, "--data.channels", 1)
+    long_evaluation += ("--data.train-limit", 96, "--data.test-limit", 20000, "--eval-batch-size", 4)
 
     def evaluations(run: helpers.Started) -> list[str]:
         lines = map(json.loads, (run.run / "metrics.jsonl").read_text().splitlines())

@@ -39,7 +39,7 @@ def test_plateau_counts_epochs_where_not_every_one_is_evaluated(tmp_path: Path) 
 
 
 TINY = (
-    "digits --data.name synthetic --data.train-images 48 --data.test-images 16 --data.image-size 32 --batch-size 16 "
+    "digits --data.name synthetic --data.train-limit 48 --data.test-limit 16 --model.image-size 32 --batch-size 16 "
     "--epochs 1 --log-every-updates 1 --model.image-size 32"
 )
 

@@ -74,8 +74,8 @@ def test_single_process_that_hangs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_until_the_first_update_another_time_out_counts(tmp_path: Path) -> None:
-    long_update = ("--data.name", "synthetic", "--data.image-size", 8, "--data.channels", 1)
-    long_update += ("--data.train-images", 4000, "--batch-size", 4000, "--micro-batch-size", 1)
+    long_update = ("--data.name", "synthetic", "--model.image-size", 8, "--data.channels", 1)
+    long_update += ("--data.train-limit", 4000, "--batch-size", 4000, "--micro-batch-size", 1)
     words = ("--hang-timeout-seconds", 1, "--start-timeout-seconds", 5)
     with started(tmp_path / "run", "digits", *long_update, *words, processes=2, launcher=True) as run:
         run.until(lambda: run.status.get("state") == "training")

@@ -175,7 +175,7 @@ def test_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RUN = """
-mnist_cnn --data.name synthetic --data.channels 1 --data.image-size 28 --data.train-images 40 --data.test-images 8
+mnist_cnn --data.name synthetic --data.channels 1 --model.image-size 28 --data.train-limit 40 --data.test-limit 8
 --batch-size 16 --epochs 2
 """
 RUNS = {

@@ -22,9 +22,9 @@ from accel_train.records.model_info import ModelInfo
 IMAGES = 400
 
 
-def config_of(folder: Path, *words: object, classes: int = 10, images: int = IMAGES) -> Config:
-    data = ["synthetic", "--data.image-size", "8", "--data.channels", "1"]
-    counts = ["--data.classes", classes, "--data.test-images", images, "--output-dir", folder]
+def config_of(folder: Path, *words: object, images: int = IMAGES) -> Config:
+    data = ["synthetic", "--model.image-size", "8", "--data.channels", "1"]
+    counts = ["--data.test-limit", images, "--output-dir", folder]
     return parse([str(word) for word in ("digits", "--data.name", *data, *counts, *words)])
 
 
@@ -50,7 +50,7 @@ def make_run(
     """Write a run with these predictions of its test split, or without. `words`: options; `result`: more figures."""
     classes = 10 if logits is None else logits.shape[1]
     images = IMAGES if logits is None else len(logits)
-    config = config_of(folder, *words, classes=classes, images=images)
+    config = config_of(folder, *words, images=images)
     titles = tuple(names or map(str, range(classes)))
     many = labels is not None and labels.ndim == 2
     info = ModelInfo(titles, 1, 8, 8, (0.5,), (0.5,), semantics=7, multi_label=many)

@@ -31,7 +31,7 @@ class Bench(CommandOptions):
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
     """A recipe, as for train."""
     synthetic: bool = False
-    """Use synthetic images of the same size, number and classes (for folders: data.classes)."""
+    """Use as many synthetic images, of the size of the model's input."""
     rounds: int = 5
     """Number of times that everything is measured, in turns."""
     updates: int | None = None

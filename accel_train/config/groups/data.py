@@ -116,16 +116,8 @@ class Data:
         Free("how an update is computed, not its result"),
     ] = None
     """Image-loading workers of each process; default: 0 for data in memory, else all cores."""
-    image_size: Annotated[int, POSITIVE] = 32
-    """synthetic: height and width of an image, in pixels."""
     channels: Annotated[int, Bound("1 or 3", lambda x: x in (1, 3))] = 3
-    """synthetic: 1 or 3. Image files: 1 converts them to greyscale."""
-    classes: Annotated[int, Bound("at least 2", lambda x: x >= 2)] = 10
-    """synthetic: number of classes."""
-    train_images: Annotated[int, POSITIVE, DECIDES_SAMPLES] = 2048
-    """synthetic: number of training images."""
-    test_images: Annotated[int, POSITIVE] = 512
-    """synthetic: number of test images."""
+    """Image files: 1 converts them to greyscale. synthetic: 1 or 3."""
 
     @property
     def is_remote(self) -> bool:

@@ -18,18 +18,20 @@ from accel_train.data.sources.divide import divide
 from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.root import check_root
 from accel_train.data.sources.splits import Source, Splits, Subset, given_splits
+from accel_train.data.sources.synthetic import synthetic
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import parse_reference, short_name
 
-__all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits", "read_splits"]
+__all__ = ["Source", "Splits", "Subset", "known_sources", "load_splits", "read_splits", "splits_of"]
 
 IN_MEMORY = ("digits", *PUBLISHED, "synthetic")
 """Datasets whose images need no workers, unless images are augmented one by one."""
+SYNTHETIC_SIZE = 32
+"""Height and width of synthetic images, in pixels, where neither --model.image-size nor the model says it."""
 LOADERS = {
     "folder": ("files.folder", "folder"),
     "csv": ("files.table", "table"),
     "cache": ("cache", "cache"),
-    "synthetic": ("synthetic", "synthetic"),
     "tar": ("files.tars", "tar"),
     "wds": ("files.webdataset", "webdataset"),
     "parquet": ("remote.remote_index", "remote"),
@@ -41,24 +43,34 @@ LOADERS = {
 
 def known_sources() -> tuple[str, ...]:
     """All names; for datasets of a hub, the prefix and NAME."""
-    return ("digits", *PUBLISHED, *LOADERS, "torch/NAME")
+    return (*IN_MEMORY, *LOADERS, "torch/NAME")
 
 
-def load_splits(data: Data, seed: int, *, download: bool = True, record: Path | None = None) -> Splits:
+def splits_of(config: Config, *, download: bool = True, record: Path | None = None) -> Splits:
+    """The dataset of a recipe, with its splits; parameters as `load_splits` has them. Raises UserError."""
+    size = SYNTHETIC_SIZE
+    if config.data.name == "synthetic":
+        size = models.input_size(config.model, SYNTHETIC_SIZE, config.origin)
+    return load_splits(config.data, config.seed, size=size, download=download, record=record)
+
+
+def load_splits(
+    data: Data, seed: int, *, size: int = SYNTHETIC_SIZE, download: bool = True, record: Path | None = None
+) -> Splits:
     """The dataset that `data` names, with its splits.
 
     The same on every process: a pure function of `data`, `seed` and the samples found. Call it on all processes at
     once: one of them downloads the missing files of published datasets, while the others wait. With `download=False`
     missing files are an error. `record`: the folder of the run, in which labels of a user's Dataset are kept that can
-    only be read item by item. Raises UserError.
+    only be read item by item. `size`: height and width of synthetic images, in pixels. Raises UserError.
     """
-    splits = read_splits(data, download=download, record=record)
+    splits = read_splits(data, size=size, download=download, record=record)
     if splits.mistake:
         raise UserError(splits.mistake)
     return divide(splits, data, seed)
 
 
-def read_splits(data: Data, *, download: bool = True, record: Path | None = None) -> Splits:
+def read_splits(data: Data, *, size: int = SYNTHETIC_SIZE, download: bool = True, record: Path | None = None) -> Splits:
     """The dataset before it is divided; it may have a `mistake`. Parameters as above. Raises UserError."""
     reference = parse_reference("data.name", data.name)
     if reference is not None:
@@ -66,7 +78,7 @@ def read_splits(data: Data, *, download: bool = True, record: Path | None = None
 
         splits = user_data(data, reference, record)
     else:
-        splits = _load(data, download)
+        splits = _load(data, size, download)
     for option, column in (("image-column", data.image_column), ("label-column", data.label_column)):
         if column is not None and data.name.partition("/")[0] not in ("csv", "parquet", "hfds"):
             raise UserError(
@@ -86,7 +98,7 @@ def read_splits(data: Data, *, download: bool = True, record: Path | None = None
     return splits
 
 
-def _load(data: Data, download: bool) -> Splits:
+def _load(data: Data, size: int, download: bool) -> Splits:
     prefix, _, rest = data.name.partition("/")
     name = rest if prefix == "torch" else data.name  # timm's names for torchvision's datasets
     if name in PUBLISHED:
@@ -94,6 +106,8 @@ def _load(data: Data, download: bool) -> Splits:
     check_root(data)
     if name == "digits":
         return digits()
+    if name == "synthetic":
+        return synthetic(data, size)
     if data.is_remote:
         from accel_train.data.sources.remote.remote_index import remote
 

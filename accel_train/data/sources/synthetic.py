@@ -1,4 +1,4 @@
-"""Synthetic images: learnable, of any size and number; each image is a pure function of its index."""
+"""Synthetic images: learnable, of the size of the model's input; each image is a pure function of its index."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.sources.splits import Splits
 
+CLASSES = 10
+TRAIN_IMAGES, TEST_IMAGES = 2048, 512
+"""Unless --data.train-limit and --data.test-limit say another number."""
 GRID = 4  # the pattern of a class has GRID x GRID fields
 FIRST_TEST = 2**31  # test images are numbered from here on, so that they differ from training images
 # Two noises with coprime periods: up to A * B = 4.3e9 images have different pairs of offsets in them.
@@ -17,7 +20,7 @@ NOISE_A, NOISE_B, STRIDE = 65537, 65539, 40503
 
 
 class Synthetic:
-    """Images that are the sum of a pattern and noise. Sample i has class i mod `classes`; its noise follows from i.
+    """Images that are the sum of a pattern and noise. Sample i has class i mod CLASSES; its noise follows from i.
 
     Pattern (0..127) and two noises (0..64 each) fill 0..255. There is no clipping and no floating-point arithmetic, so
     the pixels are the same on any machine.
@@ -25,13 +28,13 @@ class Synthetic:
 
     in_memory = True
 
-    def __init__(self, data: Data, split: str, first: int, count: int) -> None:
-        self.split, self.first, self.size, self.channels = split, first, data.image_size, data.channels
-        self.labels = torch.arange(count, dtype=torch.int64) % data.classes
+    def __init__(self, split: str, first: int, count: int, channels: int, size: int) -> None:
+        self.split, self.first, self.channels, self.size = split, first, channels, size
+        self.labels = torch.arange(count, dtype=torch.int64) % CLASSES
         numbers = np.random.RandomState(0)  # its numbers never change, unlike those of newer generators
-        patterns = numbers.randint(0, 128, (data.classes, data.channels, GRID, GRID), dtype=np.uint8)
+        patterns = numbers.randint(0, 128, (CLASSES, channels, GRID, GRID), dtype=np.uint8)
         self.patterns = torch.from_numpy(patterns)
-        pixels = data.channels * data.image_size**2
+        pixels = channels * size**2
         self.noise_a, self.noise_b = (
             torch.from_numpy(np.resize(numbers.randint(0, 65, period, dtype=np.uint8), period + pixels))
             for period in (NOISE_A, NOISE_B)
@@ -54,15 +57,18 @@ class Synthetic:
         return f"synthetic {self.split} image {id}"
 
 
-def synthetic(data: Data) -> Splits:
-    """Synthetic splits with the sizes, channels and classes that `data` gives; independent of the run's seed."""
+def synthetic(data: Data, size: int) -> Splits:
+    """Synthetic splits with the channels and as many images as `data` says, of `size` x `size` pixels.
+
+    They do not depend on the run's seed.
+    """
     return Splits(
-        classes=tuple(str(label) for label in range(data.classes)),
+        classes=tuple(str(label) for label in range(CLASSES)),
         channels=data.channels,
-        image_size=data.image_size,
+        image_size=size,
         mean=(0.5,) * data.channels,
         std=(0.18,) * data.channels,  # sqrt(128² / 12 + 2 · 65² / 12) / 255
-        train=Synthetic(data, "train", 0, data.train_images),
+        train=Synthetic("train", 0, data.train_limit or TRAIN_IMAGES, data.channels, size),
         validation=None,
-        test=Synthetic(data, "test", FIRST_TEST, data.test_images),
+        test=Synthetic("test", FIRST_TEST, data.test_limit or TEST_IMAGES, data.channels, size),
     )
