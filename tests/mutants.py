@@ -283,8 +283,6 @@ MUTANTS = [
            "optim/test_optim.py", "AGC leaves the classifier alone"),
     Mutant("optim/ema.py", "        ema.update(model, step=updates)", "        ema.update(model, step=updates + 1)",
            "optim/test_optim.py", "after the first update the EMA is the weights"),
-    Mutant("optim/ema.py", "use_warmup=ema.warmup,", "use_warmup=False,",
-           "optim/test_optim.py", "EMA: the decay warms up"),
     Mutant("optim/ema.py", "            torch._foreach_copy_(*counters)", "            pass",
            "optim/test_optim.py", "EMA: counters are copied"),
     Mutant("optim/schedule.py", "milestone * epoch + 1 for", "milestone * epoch for",

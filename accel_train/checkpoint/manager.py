@@ -38,8 +38,8 @@ from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.optimizer import BIASES
 from accel_train.ownership.lease import Lease
 
-DECAYS = ("weight-decay", "decay-all", "norm-weight-decay", "bias-weight-decay", "embedding-weight-decay")
-SCALES = ("layer-decay", "layer-decay-min-scale", "head-lr", "bias-lr")
+DECAYS = ("weight-decay", "decay-all", "norm-weight-decay")
+SCALES = ("layer-decay", "layer-decay-min-scale", "head-lr")
 # The settings of an optimizer's parameter groups that are derived from an option with a different name.
 GROUP_SETTINGS = {
     "lr": ("lr", "initial_lr", "lr_scale"),  # optim.head-lr is a multiple of it

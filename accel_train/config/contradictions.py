@@ -33,7 +33,7 @@ def contradictions(config: Config) -> dict[str, str]:
     if config.loss.own_class_weights and config.loss.class_weights != "none":
         mistakes["loss.own-class-weights"] = f"none with loss.class-weights={config.loss.class_weights}"
     if config.loss.name != "binary_cross_entropy":
-        for name in ("bce_target_threshold", "bce_sum", "bce_pos_weight"):
+        for name in ("bce_target_threshold", "bce_pos_weight"):
             if getattr(config.loss, name) != getattr(Loss(), name):
                 mistakes[f"loss.{name}".replace("_", "-")] = "its default unless loss.name=bce, whose option it is"
     names = [metric_name(text) for text in config.metrics]

@@ -27,7 +27,7 @@ def create_ema(
     scale = batch_size * ema.every_updates / epochs if ema.scale_decay else 1.0
     decay = 1 - min(1.0, (1 - ema.decay) * scale) if ema.scale_decay else ema.decay
     copied = round(ema.after_epochs * updates_per_epoch)
-    result = Ema(model, decay=decay, use_warmup=ema.warmup, update_after_step=copied)
+    result = Ema(model, decay=decay, update_after_step=copied)
     result.every, result.updates_per_epoch = ema.every_updates, updates_per_epoch
     return result
 

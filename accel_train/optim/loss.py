@@ -176,7 +176,7 @@ def _binary_cross_entropy(logits: Tensor, target: Tensor, loss: Loss, pos_weight
     if loss.bce_target_threshold is not None:
         smoothed = (smoothed > loss.bce_target_threshold).to(smoothed.dtype)
     losses = F.binary_cross_entropy_with_logits(logits, smoothed, reduction="none", pos_weight=pos_weight)
-    return losses.sum(1) if loss.bce_sum else losses.mean(1)
+    return losses.mean(1)
 
 
 LOSSES: dict[str, LossOfSamples] = {"cross_entropy": _cross_entropy, "binary_cross_entropy": _binary_cross_entropy}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -38,8 +37,7 @@ def create_optimizer(
     The parameter groups are timm's: no weight decay on biases, norms and what the model itself excludes (all have it
     with optim.decay_all), and with optim.layer_decay a group for each layer, with its factor `lr_scale` that only
     `LearningRate` applies. What has a weight decay or a learning rate of its own gets groups of its own:
-    norms, embeddings and biases (optim.norm_weight_decay, …), the last layer (optim.head_lr), and biases with
-    `own_biases` or optim.bias_lr.
+    norms (optim.norm_weight_decay), the last layer (optim.head_lr), and biases with `own_biases`.
 
     Muon is for the hidden layers' weights (K. Jordan 2024, kellerjordan.github.io/posts/muon): first and last layer
     and embeddings go to timm's fallback, AdamW, as biases and norms do.
@@ -94,11 +92,12 @@ def create_optimizer(
         if optim.decay_all:  # also what timm's models exclude, such as position embeddings
             for group in optimizer.param_groups:
                 group["weight_decay"] = optim.weight_decay
-        _set_own_decays(optimizer, model, optim)
+        if optim.norm_weight_decay is not None:
+            _separate(optimizer, norm_parameters(model), {"weight_decay": optim.norm_weight_decay})
         if optim.head_lr is not None:
             _scale_head(optimizer, model, optim.head_lr / optim.lr)
-        if own_biases or optim.bias_lr is not None:
-            _separate_biases(optimizer, model, 1.0 if optim.bias_lr is None else optim.bias_lr)
+        if own_biases:
+            _separate_biases(optimizer, model)
         if options.get("fused") and kind is torch.optim.SGD:
             optimizer.register_step_pre_hook(_zero_momentum)
     except (AssertionError, ImportError) as error:  # bitsandbytes or Apex
@@ -131,25 +130,6 @@ OPTIONS = {
 """Arguments of timm's `create_optimizer_v2` that an option here decides -> that option."""
 
 
-EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
-"""Those that torchvision's references name. Its vit_ models have only the first one (theirs is pos_embedding)."""
-
-
-def _set_own_decays(optimizer: torch.optim.Optimizer, model: nn.Module, optim: Optim) -> None:
-    """Set the weight decay of norms, embeddings and biases where optim has one for them.
-
-    As in torchvision's references (set_weight_decay), a bias is what its module calls "bias": one of a norm is a bias
-    here, and in_proj_bias of an attention is none.
-    """
-    for decay, chosen in (
-        (optim.norm_weight_decay, norm_parameters),
-        (optim.embedding_weight_decay, embedding_parameters),
-        (optim.bias_weight_decay, lambda model: parameters_called(model, "bias")),
-    ):
-        if decay is not None:
-            _separate(optimizer, chosen(model), {"weight_decay": decay})
-
-
 def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The weights and biases of the normalisation layers: torch's kinds, and timm's, such as its own RmsNorm."""
     batch, instance = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
@@ -162,19 +142,6 @@ def norm_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
 
 
-def embedding_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """EMBEDDINGS, and what the model itself excludes from weight decay, as timm's do: `no_weight_decay()`."""
-    excluded: Any = getattr(model, "no_weight_decay", set)
-    patterns = excluded()
-    own = {p for name, p in model.named_parameters() if any(fnmatch(name, pattern) for pattern in patterns)}
-    return own | parameters_called(model, *EMBEDDINGS)
-
-
-def parameters_called(model: nn.Module, *names: str) -> set[nn.Parameter]:
-    """The parameters that have one of these names in their module."""
-    return {parameter for name, parameter in model.named_parameters() if name.rpartition(".")[2] in names}
-
-
 def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:
     """Give the parameters of the last layer groups of their own, with `lr_scale`, as layer decay has it."""
     heads = tuple(f"{head}." for head in required_classifier(model, "--optim.head-lr"))
@@ -182,23 +149,23 @@ def _scale_head(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float
     _separate(optimizer, head, {"lr_scale": scale}, at_end=False)
 
 
-def _separate_biases(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:
-    """Give the biases of each parameter group a group of their own, whose learning rate is `scale` times the other's.
+def _separate_biases(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Give the biases of each parameter group a group of their own.
 
     Biases are the parameters whose name ends in "bias", as for YOLO: those of norms, too.
     """
     biases = {parameter for name, parameter in model.named_parameters() if name.endswith("bias")}
-    _separate(optimizer, biases, lambda group: {"lr_scale": group.get("lr_scale", 1.0) * scale, BIASES: True})
+    _separate(optimizer, biases, {BIASES: True})
 
 
 def _separate(
     optimizer: torch.optim.Optimizer,
     chosen: set[nn.Parameter],
-    settings: dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]],
+    settings: dict[str, Any],
     *,
     at_end: bool = True,
 ) -> None:
-    """Give the `chosen` parameters of each group a group of their own, with `settings`, which may depend on the group.
+    """Give the `chosen` parameters of each group a group of their own, with `settings`.
 
     New groups come after all others, or (not `at_end`) after the one that they are from. Their order must not change:
     a checkpoint has it, too.
@@ -211,8 +178,7 @@ def _separate(
         if rest:
             groups.append({**group, "params": rest})
         if own:
-            added = settings(group) if callable(settings) else settings
-            (last if rest and at_end else groups).append({**group, **added, "params": own})
+            (last if rest and at_end else groups).append({**group, **settings, "params": own})
     optimizer.param_groups[:] = [*groups, *last]
 
 

@@ -524,7 +524,7 @@ def configs(draw: st.DrawFn) -> Config:
     if values["data"]["sampler"] == "balanced" or values["loss"]["own_class_weights"]:
         values["loss"]["class_weights"] = "none"
     if values["loss"]["name"] != "binary_cross_entropy":
-        values["loss"] |= {"bce_target_threshold": None, "bce_sum": False, "bce_pos_weight": ()}
+        values["loss"] |= {"bce_target_threshold": None, "bce_pos_weight": ()}
     if values["augment"]["resize"] is not None:
         values["augment"]["crop_fraction"] = None
     if values["model"]["weights"] is not None:

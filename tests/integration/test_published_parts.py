@@ -21,7 +21,7 @@ augment = v2.Compose([v2.RandomAdjustSharpness(3, p=0.5), v2.ColorJitter(0.4)])
 """
 PARTS = {
     "mixing": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode batch "
-    "--loss.name bce --loss.bce-target-threshold 0.2 --loss.bce-sum true "
+    "--loss.name bce --loss.bce-target-threshold 0.2 "
     "--loss.bce-pos-weight 2 --optim.lr 0.01",
     "elem": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode elem --data.repeats 3 "
     "--loss.own-class-weights 1 1 2 1 1 1 1 1 1 1",

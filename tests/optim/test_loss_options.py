@@ -24,13 +24,9 @@ CPU = torch.device("cpu")
     ("ours", "theirs"),
     [
         ({"bce_target_threshold": 0.2}, {"target_threshold": 0.2}),
-        ({"bce_sum": True}, {"sum_classes": True}),
         ({"bce_pos_weight": (3.0,)}, {"pos_weight": 3.0}),
         ({"bce_pos_weight": (1.0, 2.0, 0.5, 4.0)}, {"pos_weight": torch.tensor([1.0, 2.0, 0.5, 4.0])}),
-        (
-            {"bce_target_threshold": 0.0, "bce_sum": True, "bce_pos_weight": (2.0,)},
-            {"target_threshold": 0.0, "sum_classes": True, "pos_weight": 2.0},
-        ),
+        ({"bce_target_threshold": 0.0, "bce_pos_weight": (2.0,)}, {"target_threshold": 0.0, "pos_weight": 2.0}),
     ],
 )
 def test_it_is_timms_loss(ours: dict[str, Any], theirs: dict[str, Any], smoothing: float) -> None:
@@ -64,7 +60,6 @@ def test_a_wrong_number_of_weights_is_said(loss: Loss, labels: torch.Tensor, mes
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--loss.bce-sum true", "--loss.bce-sum: expected its default unless loss.name=bce"),
         ("--loss.bce-target-threshold 0.2", "--loss.bce-target-threshold: expected its default unless"),
         ("--loss.name bce --loss.bce-target-threshold 1", "at least 0 and below 1"),
         ("--loss.name bce --loss.bce-pos-weight 0", "numbers greater than 0"),

@@ -1,8 +1,7 @@
-"""The weight decay of norms, biases and embeddings, and the parameter groups of what has settings of its own."""
+"""The weight decay of norms, and the parameter groups of what has settings of its own."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from accel_train.models import create_model
 from accel_train.models.classifier import find_classifier
 from accel_train.optim.optimizer import create_optimizer
 from accel_train.optim.schedule import LearningRate
-
-EMBEDDINGS = ("class_token", "position_embedding", "relative_position_bias_table")
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer, setting: str) -> dict[str, Any]:
@@ -37,20 +34,16 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[s
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny", "vit_b_16", "swin_t", "swin_v2_t", "maxvit_t"])
 def test_each_decay_is_torchvisions(name: str) -> None:
-    """The rule of set_weight_decay in its references: what a parameter is called in its module comes first, then norms,
-    which torchvision's own split finds."""
+    """The rule of set_weight_decay in its references: norms, which torchvision's own split finds."""
     with torch.device("meta"):  # no time for weights
         model = torchvision.models.get_model(name)
     norms = {*map(id, split_normalization_params(model)[0])}
-    for norm, bias, embedding in itertools.product((None, 0.0, 0.02), (None, 0.0, 0.03), (None, 0.04)):
-        named = {} if bias is None else {"bias": bias}
-        named |= {} if embedding is None else dict.fromkeys(EMBEDDINGS, embedding)
+    for norm in (None, 0.0, 0.02):
         theirs = {
-            key: named.get(key.split(".")[-1], norm if norm is not None and id(parameter) in norms else 0.1)
+            key: norm if norm is not None and id(parameter) in norms else 0.1
             for key, parameter in model.named_parameters()
         }
-        decays = {"norm_weight_decay": norm, "bias_weight_decay": bias, "embedding_weight_decay": embedding}
-        optim = Optim(name="adamw", weight_decay=0.1, decay_all=True, **decays)  # type: ignore[arg-type]
+        optim = Optim(name="adamw", weight_decay=0.1, decay_all=True, norm_weight_decay=norm)
         assert by_name(model, create_optimizer(optim, model), "weight_decay") == theirs
 
 
@@ -60,14 +53,9 @@ def test_the_rest_decays_as_without_them(settings: dict[str, Any]) -> None:
     plain = create_optimizer(Optim(weight_decay=0.1, **settings), model)
     before = by_name(model, plain, "weight_decay")
     assert before["pos_embed"] == before["norm.weight"] == before["head.bias"] == 0
-    optim = Optim(
-        weight_decay=0.1, embedding_weight_decay=0.2, norm_weight_decay=0.3, bias_weight_decay=0.4, **settings
-    )
-    optimizer = create_optimizer(optim, model)
+    optimizer = create_optimizer(Optim(weight_decay=0.1, norm_weight_decay=0.3, **settings), model)
     for name, decay in by_name(model, optimizer, "weight_decay").items():
-        kinds = {"pos_embed": 0.2, "cls_token": 0.2}
-        expected = 0.4 if name.endswith(".bias") else 0.3 if "norm" in name else kinds.get(name, before[name])
-        assert decay == expected, name
+        assert decay == (0.3 if "norm" in name else before[name]), name
     for setting in ("lr_scale", "use_fallback"):  # what layer decay and Muon need is as before
         assert by_name(model, optimizer, setting) == by_name(model, plain, setting)
     model(torch.randn(2, 3, 160, 160)).square().sum().backward()
@@ -87,12 +75,12 @@ def test_decays_and_rates_of_their_own_are_in_one_run() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
     find_classifier(model, 2, 1, 3)
     model[0].weight.requires_grad_(False)
-    optim = Optim(lr=0.1, head_lr=0.5, bias_lr=2, weight_decay=0.1, norm_weight_decay=0.2, bias_weight_decay=0.3)
+    optim = Optim(lr=0.1, head_lr=0.5, weight_decay=0.1, norm_weight_decay=0.2)
     optimizer = create_optimizer(optim, model)
     LearningRate(Schedule(), optimizer, updates=10, updates_per_epoch=10)
     decays, rates = (by_name(model, optimizer, setting) for setting in ("weight_decay", "lr"))
-    assert decays == {"0.bias": 0.3, "1.weight": 0.2, "1.bias": 0.3, "3.weight": 0.1, "3.bias": 0.3}
-    assert rates == pytest.approx({"0.bias": 0.2, "1.weight": 0.1, "1.bias": 0.2, "3.weight": 0.5, "3.bias": 1.0})
+    assert decays == {"0.bias": 0.0, "1.weight": 0.2, "1.bias": 0.2, "3.weight": 0.1, "3.bias": 0.0}
+    assert rates == pytest.approx({"0.bias": 0.1, "1.weight": 0.1, "1.bias": 0.1, "3.weight": 0.5, "3.bias": 0.5})
 
 
 def test_the_order_of_groups_is_that_of_checkpoints() -> None:
@@ -103,5 +91,3 @@ def test_the_order_of_groups_is_that_of_checkpoints() -> None:
     assert plain == [["0.bias", "1.weight", "1.bias", "3.bias"], ["0.weight", "3.weight"]]
     head = create_optimizer(Optim(lr=0.1, head_lr=0.5, weight_decay=0.1), model)
     assert groups_of(model, head) == [["0.bias", "1.weight", "1.bias"], ["3.bias"], ["0.weight"], ["3.weight"]]
-    biases = create_optimizer(Optim(lr=0.1, bias_lr=2, weight_decay=0.1), model)
-    assert groups_of(model, biases) == [["1.weight"], ["0.weight", "3.weight"], ["0.bias", "1.bias", "3.bias"]]

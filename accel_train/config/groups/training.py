@@ -39,19 +39,12 @@ class Optim:
     """A timm optimizer: sgd (Nesterov), momentum (plain SGD), adam, adamw, lamb, lion, muon (hidden layers), …"""
     lr: Annotated[float, NOT_NEGATIVE] = 0.1
     """Learning rate for the whole batch, on any number of processes."""
-    bias_lr: Annotated[float | None, POSITIVE] = None
-    """Learning rate of biases, as a multiple of the others'; default: the same."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight decay; not for norms and biases, unless optim.decay-all is set."""
     decay_all: Annotated[bool, Needs("optim.weight-decay")] = False
     """Apply weight decay to all weights, norms and biases too, as plain torch.optim does."""
     norm_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
     """Weight decay of norms, weights and biases; default: see optim.decay-all."""
-    bias_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
-    """Weight decay of biases, those of norms too: all that are called bias. Default: see optim.decay-all."""
-    embedding_weight_decay: Annotated[float | None, NOT_NEGATIVE] = None
-    """Weight decay of class tokens and embeddings of positions, by torchvision's names of them, and of all else that a
-    model of timm's excludes; default: see optim.decay-all."""
     momentum: Annotated[float, FRACTION, Needs("optim.name", not_values=WITHOUT_MOMENTUM)] = 0.9
     """Momentum, for optimizers that have it."""
     betas: tuple[float, float] | None = None
@@ -157,8 +150,6 @@ class Loss:
     """Your own weight of each class, in the order of the classes, as they are; default: none."""
     bce_target_threshold: Annotated[float | None, PART] = None
     """bce: a smoothed or mixed target above this is 1, any other 0 (as in ResNet strikes back: 0.2)."""
-    bce_sum: bool = False
-    """bce: the sum over the classes in place of their mean."""
     bce_pos_weight: Annotated[tuple[float, ...], ALL_POSITIVE] = ()
     """bce: factor of the loss where the target is 1, as torch's pos_weight: one number, or one of each class."""
     # balanced: the mean is over the training samples. With label smoothing, the weight multiplies the whole loss of a
@@ -172,8 +163,6 @@ class Ema:
     """Keep an exponential moving average (EMA) of the weights, evaluated and saved too."""
     decay: Annotated[float, FRACTION, NEEDS_EMA] = 0.9998
     """Fraction of the old average that each update keeps."""
-    warmup: bool = False
-    """Let ema.decay grow from 0 to its value during the first updates."""
     every_updates: Annotated[int, POSITIVE, NEEDS_EMA] = 1
     """Update the EMA only at every N-th update of an epoch, the first one among them."""
     scale_decay: Annotated[bool, NEEDS_EMA] = False
