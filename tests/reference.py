@@ -143,7 +143,6 @@ EXAMPLES: dict[str, str] = {
     "schedule.patience-epochs": "--schedule.name plateau --data.val-fraction 0.1 --schedule.patience-epochs 5",
     "loss.name": "bce",
     "loss.label-smoothing": "0.1",
-    "loss.own-class-weights": "--data.name folder --data.root cats_and_dogs --loss.own-class-weights 1 2.5",
     "loss.bce-target-threshold": "--loss.name bce --loss.bce-target-threshold 0.2",
     "loss.bce-pos-weight": "--loss.name bce --loss.bce-pos-weight 4",
     "ema.decay": "--ema.enabled true --ema.decay 0.999",

@@ -30,8 +30,6 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes["optim.head-lr"] = "none with optim.lr=0, to which it would be in proportion (model.freeze-body?)"
     if config.data.sampler == "balanced" and config.loss.class_weights == "balanced":
         mistakes["loss.class-weights"] = "none with data.sampler=balanced: both together correct the imbalance twice"
-    if config.loss.own_class_weights and config.loss.class_weights != "none":
-        mistakes["loss.own-class-weights"] = f"none with loss.class-weights={config.loss.class_weights}"
     if config.loss.name != "binary_cross_entropy":
         for name in ("bce_target_threshold", "bce_pos_weight"):
             if getattr(config.loss, name) != getattr(Loss(), name):

@@ -46,7 +46,6 @@ COUNT = Bound("a whole number from 1 to 100", lambda x: 1 <= x <= 100)
 PIXELS = Bound("one number from 0 to 255, or one of each channel", lambda x: all(0 <= pixel <= 255 for pixel in x))
 SIZE = Bound("a size such as 500MB, 200GB or 1.5TB", lambda x: bytes_of(x) > 0)
 ALL_POSITIVE = Bound("numbers greater than 0", lambda x: all(number > 0 for number in x))
-NONE_NEGATIVE = Bound("numbers that are not negative", lambda x: all(number >= 0 for number in x))
 JITTER = Bound(
     "one number, or three or four: brightness, contrast, saturation, hue; none negative, hue at most 0.5",
     lambda x: len(x) in (0, 1, 3, 4) and min(x, default=0) >= 0 and max(x[3:], default=0) <= 0.5,

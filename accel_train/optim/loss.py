@@ -88,7 +88,6 @@ def check_labels(loss: Loss, labels: Tensor) -> None:
     for option, is_set, advice in (
         (f"name {loss.name}", loss.name in {*LOSSES} - {*MULTI_LABEL_LOSSES}, "use --loss.name bce."),
         (f"class-weights {loss.class_weights}", loss.class_weights != "none", "use none."),
-        ("own-class-weights", loss.own_class_weights, "leave it out. loss.bce-pos-weight has a number of each class."),
     ):
         if is_set:
             raise UserError(
@@ -97,28 +96,17 @@ def check_labels(loss: Loss, labels: Tensor) -> None:
             )
 
 
-def _check_counts(loss: Loss, classes: int) -> None:
-    """Raise UserError unless the options that have a number of each class have as many as there are classes."""
-    for name, numbers, one in (
-        ("own-class-weights", loss.own_class_weights, ""),
-        ("bce-pos-weight", loss.bce_pos_weight, "one, or "),
-    ):
-        if numbers and len(numbers) != classes and not (one and len(numbers) == 1):
-            raise UserError(
-                f"--loss.{name}: found {len(numbers)} numbers; expected {one}{classes}, one of each class in the order "
-                "of the classes."
-            )
-
-
 def create_checked_loss(
     loss: Loss, labels: Tensor, classes: int, device: torch.device, *, mixes: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """The training loss for samples with `labels`, on `device`: see `create_loss`, `check_labels` and `check_loss`."""
     check_labels(loss, labels)
-    _check_counts(loss, classes)
+    if len(loss.bce_pos_weight) not in (0, 1, classes):
+        raise UserError(
+            f"--loss.bce-pos-weight: found {len(loss.bce_pos_weight)} numbers; expected one, or {classes}, one of each "
+            "class in the order of the classes."
+        )
     weights = balanced_class_weights(labels, classes).to(device) if loss.class_weights == "balanced" else None
-    if loss.own_class_weights:
-        weights = torch.tensor(loss.own_class_weights, device=device)
     criterion = create_loss(loss, weights, device)
     check_loss(loss, criterion, classes, device, mixes=mixes, multi_label=labels.ndim == 2)
     return criterion

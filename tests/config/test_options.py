@@ -430,7 +430,7 @@ def test_packaged_recipes_are_named_and_described() -> None:
     assert f"Did you mean '{names[0]}'?" in told(names[0] + "x")
 
 
-POSITIVE = ("augment.std", "loss.own-class-weights", "loss.bce-pos-weight")
+POSITIVE = ("augment.std", "loss.bce-pos-weight")
 
 
 def strategy(key: str, kind: Any) -> st.SearchStrategy[Any]:
@@ -521,7 +521,7 @@ def configs(draw: st.DrawFn) -> Config:
         values.setdefault(group, {})[name] = value
     if values["data"]["val_fraction"] + values["data"]["test_fraction"] >= 1:
         values["data"]["test_fraction"] = 0.0
-    if values["data"]["sampler"] == "balanced" or values["loss"]["own_class_weights"]:
+    if values["data"]["sampler"] == "balanced":
         values["loss"]["class_weights"] = "none"
     if values["loss"]["name"] != "binary_cross_entropy":
         values["loss"] |= {"bce_target_threshold": None, "bce_pos_weight": ()}

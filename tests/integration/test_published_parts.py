@@ -21,10 +21,8 @@ augment = v2.Compose([v2.RandomAdjustSharpness(3, p=0.5), v2.ColorJitter(0.4)])
 """
 PARTS = {
     "mixing": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode batch "
-    "--loss.name bce --loss.bce-target-threshold 0.2 "
-    "--loss.bce-pos-weight 2 --optim.lr 0.01",
-    "elem": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode elem --data.repeats 3 "
-    "--loss.own-class-weights 1 1 2 1 1 1 1 1 1 1",
+    "--loss.name bce --loss.bce-target-threshold 0.2 --loss.bce-pos-weight 2 --optim.lr 0.01",
+    "elem": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode elem --data.repeats 3",
     "repeats": "--data.repeats 3 --augment.flip 0.5 --augment.mixup 0.2 --model.name mnist_cnn --model.image-size 28 "
     "--model.dropout 0.2",
     "policy": "--data.workers 1 --augment.policy rand-m9-n2-mstd0.5-inc1 --augment.erase 0.5 "

@@ -1,7 +1,8 @@
-"""The options of binary cross entropy are timm's, and a user may weight the classes."""
+"""The options of binary cross entropy are timm's."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,19 +38,19 @@ def test_it_is_timms_loss(ours: dict[str, Any], theirs: dict[str, Any], smoothin
     torch.testing.assert_close(loss(LOGITS, SOFT).mean(), expected(LOGITS, SOFT * (1 - smoothing) + smoothing / 4))
 
 
-def test_own_weights_multiply_each_samples_loss() -> None:
-    weights = (0.5, 1.0, 0.0, 7.0)
-    loss = create_checked_loss(Loss(own_class_weights=weights), LABELS, 4, CPU, mixes=False)
-    plain = create_loss(Loss(), None)
-    torch.testing.assert_close(loss(LOGITS, LABELS), plain(LOGITS, LABELS) * torch.tensor(weights)[LABELS])
+def test_own_weights_of_the_classes_as_the_page_has_them(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/own_model.md").read_text()
+    (tmp_path / "weighted.py").write_text(page.split("```python\n# weighted.py\n")[1].partition("```")[0])
+    logits, labels = torch.randn(10, 10, generator=torch.Generator().manual_seed(0)), torch.arange(10)
+    loss = create_checked_loss(Loss(name=f"{tmp_path}/weighted.py:weighted"), labels, 10, CPU, mixes=False)
+    weights = torch.tensor([1, 1, 2.5, 1, 1, 1, 1, 0.5, 1, 1])
+    torch.testing.assert_close(loss(logits, labels), create_loss(Loss(), None)(logits, labels) * weights[labels])
 
 
 @pytest.mark.parametrize(
     ("loss", "labels", "message"),
     [
-        (Loss(own_class_weights=(1.0, 2.0)), LABELS, "found 2 numbers; expected 4, one of each class"),
         (Loss(name="binary_cross_entropy", bce_pos_weight=(1.0,) * 3), LABELS, "found 3 numbers; expected one, or 4"),
-        (Loss(name="binary_cross_entropy", own_class_weights=(1.0,) * 4), torch.ones(6, 4) > 0, "bce-pos-weight has"),
     ],
 )  # fmt: skip
 def test_a_wrong_number_of_weights_is_said(loss: Loss, labels: torch.Tensor, message: str) -> None:
@@ -63,8 +64,6 @@ def test_a_wrong_number_of_weights_is_said(loss: Loss, labels: torch.Tensor, mes
         ("--loss.bce-target-threshold 0.2", "--loss.bce-target-threshold: expected its default unless"),
         ("--loss.name bce --loss.bce-target-threshold 1", "at least 0 and below 1"),
         ("--loss.name bce --loss.bce-pos-weight 0", "numbers greater than 0"),
-        ("--loss.own-class-weights -1 1", "numbers that are not negative"),
-        ("--loss.class-weights balanced --loss.own-class-weights 1 1", "none with loss.class-weights=balanced"),
         ("--augment.mix-mode element", "Did you mean 'elem'?"),
     ],
 )

@@ -22,7 +22,6 @@ from accel_train.config.declaration import (
     MILESTONES,
     NEEDS_EMA,
     NEEDS_WARMUP,
-    NONE_NEGATIVE,
     NOT_NEGATIVE,
     PART,
     POSITIVE,
@@ -146,8 +145,6 @@ class Loss:
     """Fraction of the target that is spread over all classes, in training only."""
     class_weights: Literal["none", "balanced"] = "none"
     """balanced: weight samples inversely to the size of their class; the mean weight is 1."""
-    own_class_weights: Annotated[tuple[float, ...], NONE_NEGATIVE] = ()
-    """Your own weight of each class, in the order of the classes, as they are; default: none."""
     bce_target_threshold: Annotated[float | None, PART] = None
     """bce: a smoothed or mixed target above this is 1, any other 0 (as in ResNet strikes back: 0.2)."""
     bce_pos_weight: Annotated[tuple[float, ...], ALL_POSITIVE] = ()
