@@ -45,7 +45,6 @@ from accel_train.optim.micro_batch import LESS_MEMORY, memory_advice, raise_memo
 from accel_train.optim.optimizer import BIASES, clip_gradients
 from accel_train.ownership.claim import Claim, claim_run
 from accel_train.records.directory import remove_requeue_marker
-from accel_train.records.events import ImageSizeChanged
 from accel_train.records.metrics import LOWER_IS_BETTER
 from accel_train.records.summary import plan_text
 from accel_train.run.ending import TrainingResult, complete, finish, interrupt
@@ -140,8 +139,6 @@ def train_epoch(setup: TrainingSetup, run: Run) -> bool:
     """Train the rest of the current epoch. Returns False if the run must return to its last checkpoint."""
     state, plan, sampler = run.state, setup.plan, setup.sampler
     sampler.seek(state.epoch, state.epoch_samples)
-    if setup.progressive is not None and (size := setup.progressive.begin_epoch(state.epoch)) is not None:
-        run.emit(ImageSizeChanged(state.update, state.epoch + 1, size))
     if len(sampler) and state.owes_evaluation(setup.config):  # it was stopped before this evaluation, or within it
         evaluate_within_epoch(setup, run)
     models.set_train_mode(setup.model, setup.config.model, state.epoch)

@@ -46,7 +46,6 @@ from accel_train.optim.performance import (
 from accel_train.optim.schedule import LearningRate
 
 if TYPE_CHECKING:
-    from accel_train.data.progressive import ProgressiveInput
     from accel_train.exact_sum import ExactGradients
     from accel_train.records.more_metrics.own import OwnMetrics
 
@@ -81,7 +80,6 @@ class TrainingSetup:
     recomputed_buffers: list[Tensor]  # for `models.preserve_buffers`
     evaluation_batch: int  # samples of a process in one forward pass of evaluation, unless its split is small
     training: InputPipeline
-    progressive: ProgressiveInput | None  # with model.progressive_sizes
     evaluations: dict[str, InputPipeline]
     """For "val" and "test", if the data has them."""
     own_metrics: OwnMetrics | None = field(default=None, kw_only=True)  # those of --metrics
@@ -227,7 +225,7 @@ def create_training_setup(
         micro_batch, evaluation_batch = _largest_batches(setup)
         plan = replace(plan, accumulation=plan.share // micro_batch)
         # Images that are kept on the device are released before they are placed there again.
-        setup = replace(setup, training=None, progressive=None, evaluations={})  # type: ignore[arg-type]
+        setup = replace(setup, training=None, evaluations={})  # type: ignore[arg-type]
         clear_device_cache(garbage_collection=True)
         setup = replace(setup, **create_input(*into, plan, evaluation_batch))
     # Bitwise, all micro-batches are summed by ExactGradients, and Accelerate divides by nothing.

@@ -20,7 +20,6 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 # The value in an option's example, or the whole example if it begins with "--": an option that needs another one shows
 # both. The others are true, the first choice that is not the default, or the default itself.
-PROGRESSIVE = "--model.image-size 224 --model.progressive-sizes 128 176 --model.progressive-epochs 10 20"
 EXAMPLES: dict[str, str] = {
     "output-dir": "runs/first",
     "seed": "1",
@@ -93,20 +92,14 @@ EXAMPLES: dict[str, str] = {
     "model.kwargs": """'{"stem_type": "deep"}'""",
     "model.pretrained": "--model.name resnet18 --model.pretrained true",
     "model.weights": "runs/first",
-    "model.remap-classes": "--model.weights runs/first --model.remap-classes true",
     "model.image-size": "224",
     "data.image-column": "img",
     "data.label-column": "fine_label",
-    "model.progressive-sizes": PROGRESSIVE,
-    "model.progressive-epochs": PROGRESSIVE,
     "model.eval-image-size": "--model.image-size 176 --model.eval-image-size 224 --augment.resize 232",
     "model.freeze-body": "--model.name resnet18 --model.pretrained true --model.freeze-body true",
     "model.freeze": "--model.name resnet18 --model.pretrained true --model.freeze conv1 layer1",
     "model.freeze-epochs": "--model.pretrained true --model.freeze-body true --model.freeze-epochs 3",
-    "model.gradual-unfreezing": "--model.freeze-body true --model.freeze-epochs 1 --model.gradual-unfreezing true",
     "model.dropout": "0.2",
-    "model.head-init-scale": "--model.name resnet18 --model.head-init-scale 0.001",
-    "model.head-init-bias": "--loss.name bce --model.head-init-bias -6.9",
     "model.drop-path": "--model.name vit_small_patch16_224 --model.drop-path 0.1",
     "optim.name": "adamw",
     "optim.lr": "0.01",
@@ -116,7 +109,6 @@ EXAMPLES: dict[str, str] = {
     "optim.betas": "--optim.name adamw --optim.betas 0.9 0.95",
     "optim.eps": "--optim.name adamw --optim.eps 1e-6",
     "optim.layer-decay": "--model.name vit_small_patch16_224 --optim.layer-decay 0.75",
-    "optim.layer-decay-min-scale": "--optim.layer-decay 0.65 --optim.layer-decay-min-scale 0.01",
     "optim.kwargs": """--optim.name adamw --optim.kwargs '{"amsgrad": true}'""",
     "schedule.k-decay": "--schedule.name cosine --schedule.k-decay 1.5",
     "optim.head-lr": "--model.pretrained true --optim.lr 0.001 --optim.head-lr 0.01",

@@ -96,8 +96,7 @@ def bench(
     of each measurement; None: as many as the bare loop does in 5 seconds. Raises UserError if the data is missing,
     nothing can be written in `place`, or the trainer fails.
     """
-    one_size = dataclasses.replace(config.model, progressive_sizes=(), progressive_epochs=())
-    config = dataclasses.replace(config, resume="auto", trackers=(), model=one_size)
+    config = dataclasses.replace(config, resume="auto", trackers=())
     if synthetic:
         config = with_synthetic_data(config)
     splits = _load(config, synthetic)

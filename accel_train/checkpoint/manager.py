@@ -39,7 +39,7 @@ from accel_train.optim.optimizer import BIASES
 from accel_train.ownership.lease import Lease
 
 DECAYS = ("weight-decay", "decay-all", "norm-weight-decay")
-SCALES = ("layer-decay", "layer-decay-min-scale", "head-lr")
+SCALES = ("layer-decay", "head-lr")
 # The settings of an optimizer's parameter groups that are derived from an option with a different name.
 GROUP_SETTINGS = {
     "lr": ("lr", "initial_lr", "lr_scale"),  # optim.head-lr is a multiple of it

@@ -23,7 +23,7 @@ def contradictions(config: Config) -> dict[str, str]:
         mistakes |= _contradictions_of_virtual_batch(config, config.virtual_batch_size)
     if config.schedule.name == "multistep" and not config.schedule.milestones:
         mistakes["schedule.milestones"] = "at least one epoch for schedule.name=multistep"
-    mistakes |= _contradictions_of_model(config.model, config.epochs)
+    mistakes |= _contradictions_of_model(config.model)
     if config.augment.crop_fraction is not None and config.augment.resize is not None:
         mistakes["augment.crop-fraction"] = "none with augment.resize: both say how evaluation images are resized"
     if config.optim.head_lr is not None and not config.optim.lr:
@@ -64,7 +64,7 @@ def _contradictions_of_virtual_batch(config: Config, size: int) -> dict[str, str
     return {"virtual-batch-size": expected}
 
 
-def _contradictions_of_model(model: Model, epochs: float) -> dict[str, str]:
+def _contradictions_of_model(model: Model) -> dict[str, str]:
     mistakes: dict[str, str] = {}
     if model.weights is not None and model.pretrained:
         mistakes["model.weights"] = "none with model.pretrained=true: a run begins from one of them"
@@ -73,12 +73,6 @@ def _contradictions_of_model(model: Model, epochs: float) -> dict[str, str]:
         mistakes["model.freeze"] = "none with model.freeze-body=true, which freezes all but the last layer"
     if model.freeze_epochs is not None and not frozen:
         mistakes["model.freeze-epochs"] = "none without model.freeze-body or model.freeze: nothing is frozen"
-    if model.gradual_unfreezing and model.freeze_epochs is None:
-        mistakes["model.gradual-unfreezing"] = "false without model.freeze-epochs, after which it begins"
-    if len(model.progressive_epochs) != len(model.progressive_sizes):
-        mistakes["model.progressive-epochs"] = "as many epochs as model.progressive-sizes has sizes"
-    elif model.progressive_epochs and model.progressive_epochs[-1] >= epochs:
-        mistakes["model.progressive-epochs"] = f"epochs below the {epochs:g} of the run"
     return mistakes
 
 

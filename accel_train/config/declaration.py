@@ -50,7 +50,6 @@ JITTER = Bound(
     "one number, or three or four: brightness, contrast, saturation, hue; none negative, hue at most 0.5",
     lambda x: len(x) in (0, 1, 3, 4) and min(x, default=0) >= 0 and max(x[3:], default=0) <= 0.5,
 )
-SIZES = Bound("positive sizes in increasing order", lambda x: list(x) == sorted(set(x)) and min(x, default=1) > 0)
 MILESTONES = Bound("positive epochs in increasing order", lambda x: list(x) == sorted(set(x)) and min(x, default=1) > 0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,6 @@ from accel_train.errors import UserError
 from accel_train.launch.process import core_set, hostname, share_of_cores
 
 if TYPE_CHECKING:
-    from accel_train.data.progressive import ProgressiveInput
     from accel_train.data.side_stream import SideStream
 
 # What `_cores` has returned. A run has an accelerator of its own and up to three pipelines; its entry ends with it.
@@ -55,7 +53,7 @@ class Loader(Protocol):
 
 @dataclass
 class InputPipeline:
-    """Loads one split and transforms it into the model's input. progressive.py changes its loader and transform."""
+    """Loads one split and transforms it into the model's input."""
 
     loader: Loader
     transform: BatchTransform
@@ -115,12 +113,6 @@ def create_input(
 
     sampler = create_sampler(config, splits, plan)
     training = pipeline(config, splits.train, sampler, training=True, size=size)
-    progressive: ProgressiveInput | None = None
-    if config.model.progressive_sizes:
-        from accel_train.data.progressive import ProgressiveInput
-
-        create = partial(pipeline, source=splits.train, sampler=sampler, training=True)
-        progressive = ProgressiveInput(config, training, create)
     of_evaluation = {"training": False, "size": config.model.eval_image_size or size}
 
     def evaluation(source: Source) -> InputPipeline:
@@ -132,7 +124,6 @@ def create_input(
         "sampler": sampler,
         "evaluation_batch": evaluation_batch,
         "training": training,
-        "progressive": progressive,
         "evaluations": {
             split: evaluation(source)
             for split, source in {"val": splits.validation, "test": splits.test}.items()
@@ -179,11 +170,10 @@ def create_input_pipeline(
     training: bool,
     size: int,
     memory_format: torch.memory_format = torch.contiguous_format,
-    like: InputPipeline | None = None,
 ) -> InputPipeline:
     """The input pipeline of `source`: its loader, and the transform of its batches (with augmentation if `training`).
 
-    `size` and `memory_format` are of the model's input. `like`: a pipeline of the same images, which are kept once.
+    `size` and `memory_format` are of the model's input.
     Collective: the processes agree on where to keep the images. Raises UserError if the settings of `config.augment` do
     not fit the images or the input, or if the images cannot be kept where `config.data.placement` says.
     """
@@ -192,10 +182,7 @@ def create_input_pipeline(
     mean, std = resolve_mean_std(config, splits)
     device = accelerator.device
     per_image = transforms_each_image(has_one_size(source), augment, training=training)
-    if like is None:
-        place, size_bytes = choose_place(config.data, source, accelerator, per_image=per_image)
-    else:
-        place, size_bytes = like.placement.place, like.placement.bytes
+    place, size_bytes = choose_place(config.data, source, accelerator, per_image=per_image)
     transform = BatchTransform(
         augment,
         size=size,
@@ -226,7 +213,6 @@ def create_input_pipeline(
             reduced_decode=config.data.reduced_decode,
             draw_parameters=transform.draw_parameters,
             mean=mean,
-            keeps_workers=not config.model.progressive_sizes,
         )
         workers, prefetch = torch_loader.num_workers, torch_loader.prefetch_factor or 0
         loader = accelerator.prepare_data_loader(torch_loader)
@@ -244,7 +230,6 @@ def create_input_pipeline(
             pixels_device=device if place == "device" else torch.device("cpu"),
             memory_format=memory_format,
             draw_parameters=transform.draw_parameters,
-            pixels=like.loader.pixels if like is not None and isinstance(like.loader, MemoryLoader) else None,
         )
     placement = Placement(place, size_bytes, workers, prefetch)
     return InputPipeline(loader, transform, len(source), placement, _side(device, place), splits.multi_label)

@@ -209,14 +209,13 @@ class MemoryLoader:
         pixels_device: torch.device,
         memory_format: torch.memory_format,
         draw_parameters: AugmentParameters | None = None,
-        pixels: PixelTensor | None = None,
     ) -> None:
         """`pixels_device`: where the images are kept, the accelerator's device or the CPU. The result of
-        `draw_parameters` is added to each batch as "parameters". `pixels`: the images, if they are in memory."""
+        `draw_parameters` is added to each batch as "parameters"."""
         self.labels, self.sampler, self.seed = source.labels, sampler, seed
         self.process, self.processes = accelerator.process_index, accelerator.num_processes
         self.device, self.draw_parameters = accelerator.device, draw_parameters
-        self.pixels = pixels or PixelTensor(source, pixels_device, memory_format)
+        self.pixels = PixelTensor(source, pixels_device, memory_format)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         share = self.sampler.batch_size // self.processes  # of one micro-batch

@@ -31,14 +31,12 @@ def create_loader(
     reduced_decode: bool = True,
     draw_parameters: AugmentParameters | None = None,
     mean: tuple[float, ...] = (0.0, 0.0, 0.0),
-    keeps_workers: bool = True,
 ) -> DataLoader[dict[str, Tensor]]:
     """The loader of one split, to be prepared by Accelerate (which slices the order's batches for the processes).
 
     `training`: whether images are augmented; `size`: of the model's input, in pixels; `workers`: None chooses none for
     data in memory, else one for each of this process's `cores` (with a GPU: one less); `draw_parameters`: from the
-    BatchTransform that takes the batches; `mean`: of each channel, 0 to 1; `keeps_workers`: whether the workers of
-    training go on after a pass.
+    BatchTransform that takes the batches; `mean`: of each channel, 0 to 1.
     """
     per_image = transforms_each_image(has_one_size(source), augment, training=training)
     chooses = workers is None
@@ -64,7 +62,7 @@ def create_loader(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         # Evaluation's workers end with each pass, because they use the same cores as training's.
-        persistent_workers=training and keeps_workers and workers > 0,
+        persistent_workers=training and workers > 0,
         worker_init_fn=WorkerInit() if workers else None,
         multiprocessing_context=WorkerContext(WORKERS) if workers else None,
     )

@@ -28,7 +28,7 @@ def freeze(model: nn.Module, settings: Model) -> None:
 
     Raises UserError if model.freeze names what the model does not have, and if nothing is left to train.
     """
-    frozen = frozenset[str]().union(*_frozen_layers(model, settings))
+    frozen = _first_frozen(model, settings)
     if not any(parameter.requires_grad and name not in frozen for name, parameter in model.named_parameters()):
         if settings.freeze_body:
             raise UserError("model.freeze_body leaves nothing to train: this model has no last layer of its own.")
@@ -56,8 +56,9 @@ def keep_frozen(model: nn.Module, settings: Model, epoch: int) -> None:
 
 def frozen_names(model: nn.Module, settings: Model, epoch: int) -> frozenset[str]:
     """The parameters and buffers of a model, which is not wrapped, that are frozen in `epoch`, counted from 0."""
-    layers = _frozen_layers(model, settings)
-    return frozenset[str]().union(*layers[: _how_many_frozen(len(layers), settings, epoch)])
+    if settings.freeze_epochs is None or epoch < settings.freeze_epochs:
+        return _first_frozen(model, settings)
+    return frozenset()
 
 
 def drop_frozen_gradients(model: nn.Module) -> None:
@@ -67,19 +68,8 @@ def drop_frozen_gradients(model: nn.Module) -> None:
             parameter.grad = None
 
 
-def _how_many_frozen(layers: int, settings: Model, epoch: int) -> int:
-    """How many of the `layers` that are frozen at first are still so in `epoch`: those next to the input.
-
-    One more is trained in each epoch after model.freeze-epochs with model.gradual-unfreezing (Howard and Ruder 2018,
-    arxiv.org/abs/1801.06146, section 3.3), else all of them.
-    """
-    if settings.freeze_epochs is None or epoch < settings.freeze_epochs:
-        return layers
-    return max(0, layers - 1 - epoch + settings.freeze_epochs) if settings.gradual_unfreezing else 0
-
-
-def _frozen_layers(model: nn.Module, settings: Model) -> Layers:
-    """What of each layer is frozen at first; only layers of which something is."""
+def _first_frozen(model: nn.Module, settings: Model) -> frozenset[str]:
+    """The parameters and buffers that are frozen at first."""
     layers = _layers(model)
     names = [name for layer in layers for name in layer]
     if settings.freeze_body:
@@ -105,7 +95,7 @@ def _frozen_layers(model: nn.Module, settings: Model) -> Layers:
                     f"input: {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}."
                 )
             chosen |= found
-    return [part for layer in layers if (part := layer & chosen)]
+    return frozenset(chosen)
 
 
 def _layers(model: nn.Module) -> Layers:

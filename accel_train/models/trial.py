@@ -126,8 +126,8 @@ class Verdict:
 def find_verdict(
     config: Config, accelerator: Accelerator, model: nn.Module, channels: int, size: int, *, resumes: bool
 ) -> Verdict:
-    """Try `model`, in training, on its device and not wrapped, with images of `size` pixels and of
-    model.progressive_sizes; or read what the run has kept, if it `resumes`. Collective.
+    """Try `model`, in training, on its device and not wrapped, with images of `size` pixels;
+    or read what the run has kept, if it `resumes`. Collective.
 
     Raises UserError if the model cannot be trained as `config` says.
     """
@@ -137,7 +137,7 @@ def find_verdict(
         kept = None
         if resumes and config.resume in ("auto", "must") and config.output_dir is not None:  # not from another run
             kept = _read_verdict(config.output_dir)
-        return kept or try_model(model, channels, (size, *config.model.progressive_sizes))
+        return kept or try_model(model, channels, size)
 
     verdict = broadcast_from_main(accelerator, decide)
     verdict.check(config, accelerator)
@@ -174,42 +174,21 @@ def _check_synchronized(config: Config, accelerator: Accelerator, model: nn.Modu
         )
 
 
-def try_model(model: nn.Module, channels: int, sizes: Sequence[int]) -> Verdict:
-    """Try `model` with images of each of `sizes`. Nothing is changed in it or in the random generators.
+def try_model(model: nn.Module, channels: int, size: int) -> Verdict:
+    """Try `model` with images of `size` pixels. Nothing is changed in it or in the random generators.
 
     It raises nothing that a model raises: one that cannot be tried has a verdict that says so.
     """
-    device = next(model.parameters()).device
-    verdicts = []
-    for size in sizes:
-        with restored(model, device), without_tf32(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                verdict = _try_in(torch.float64, model, channels, size)
-                if verdict is None:  # it computes in float32, whatever its weights are
-                    verdict = _try_in(torch.float32, model, channels, size)
-            except Exception as error:  # whatever a model does: training will show whether it is a mistake
-                verdict = Verdict(untried=(str(error).splitlines() or [type(error).__name__])[0])
-            assert verdict is not None
-            verdicts.append(verdict)
-    if len({each.of_no_sample for each in verdicts}) > 1:
-        raise UserError(
-            "--model.progressive-sizes: a BatchNorm of the model normalises values of its samples at some of the sizes "
-            "only. Train this model at one size."
-        )
-    return _joined(verdicts)
-
-
-def _joined(verdicts: Sequence[Verdict]) -> Verdict:
-    """What is found with images of any of the sizes."""
-    values: dict[str, Any] = {}
-    for name in (each.name for each in fields(Verdict)):
-        found = [getattr(each, name) for each in verdicts]
-        if isinstance(found[0], tuple):
-            values[name] = tuple(dict.fromkeys(item for items in found for item in items))
-        else:
-            values[name] = next((value for value in found if value), found[0])
-    return Verdict(**values)
+    with restored(model, next(model.parameters()).device), without_tf32(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            verdict = _try_in(torch.float64, model, channels, size)
+            if verdict is None:  # it computes in float32, whatever its weights are
+                verdict = _try_in(torch.float32, model, channels, size)
+        except Exception as error:  # whatever a model does: training will show whether it is a mistake
+            return Verdict(untried=(str(error).splitlines() or [type(error).__name__])[0])
+    assert verdict is not None
+    return verdict
 
 
 def _try_in(kind: torch.dtype, model: nn.Module, channels: int, size: int) -> Verdict | None:

@@ -142,7 +142,7 @@ REPLACED: dict[type[nn.Module], type[nn.Module]] = {
 
 def use_deterministic_layers(config: Config, model: nn.Module, channels: int, size: int) -> None:
     """With --bitwise, replace the layers of `model` that have no deterministic kernel on CUDA, in place, and look for
-    others with random images [4, channels, size, size], and those of model.progressive_sizes.
+    others with random images [4, channels, size, size].
 
     `model` is on its device; on a CPU nothing is done, because all its kernels are deterministic. Raises UserError if a
     backward pass has an operator that is not.
@@ -158,9 +158,8 @@ def use_deterministic_layers(config: Config, model: nn.Module, channels: int, si
     try:
         with restored(model, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for pixels in (size, *config.model.progressive_sizes):
-                output = model(different_images(channels, pixels).to(device, parameter.dtype))
-                output.float().square().sum().backward()
+            output = model(different_images(channels, size).to(device, parameter.dtype))
+            output.float().square().sum().backward()
     except Exception as error:  # whatever a model does: only this mistake is looked for
         if found := re.search(r"^(\S+) does not have a deterministic implementation", str(error)):
             raise UserError(

@@ -86,7 +86,6 @@ def create_optimizer(
             momentum=optim.momentum,
             filter_bias_and_bn=not optim.decay_all,
             layer_decay=optim.layer_decay,
-            layer_decay_min_scale=optim.layer_decay_min_scale,
             **options,
         )
         if optim.decay_all:  # also what timm's models exclude, such as position embeddings
@@ -123,7 +122,6 @@ def _arguments(optim: Optim) -> dict[str, Any]:
 
 OPTIONS = {
     **{each: each.replace("_", "-") for each in ("lr", "weight_decay", "momentum", "betas", "eps", "layer_decay")},
-    **dict.fromkeys(("layer_decay_min_scale", "layer_decay_no_opt_scale"), "layer-decay-min-scale"),
     **dict.fromkeys(("opt", "model_or_params", "param_group_fn", "fallback_list", "fallback_no_weight_decay"), "name"),
     "filter_bias_and_bn": "decay-all",
 }

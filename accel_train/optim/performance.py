@@ -45,7 +45,7 @@ def prepare_compilation(accelerator: Accelerator, model: Model) -> None:
     169545).
     """
     plugin = accelerator.state.dynamo_plugin
-    if plugin.backend != DynamoBackend.NO and (model.progressive_sizes or model.eval_image_size):
+    if plugin.backend != DynamoBackend.NO and model.eval_image_size:
         # Compile once for each size. By itself, torch would compile the second one for any size, which takes many times
         # as long and makes slower kernels.
         torch._dynamo.config.automatic_dynamic_shapes = False

@@ -13,7 +13,6 @@ from accel_train.records.events import (
     Ended,
     Evaluated,
     Event,
-    ImageSizeChanged,
     Logged,
     Rewound,
     Said,
@@ -59,8 +58,6 @@ class Console:
                 self.show_training(event.update, event.epoch, event.figures)
             case Evaluated():
                 self.show_evaluation(event.name, event.epoch, event.figures, event.seconds)
-            case ImageSizeChanged():
-                self.say(f"{self.epoch_text(event.epoch)}  training images of {event.size}x{event.size} pixels")
             case Said():
                 self.say(*event.lines)
             case Warned():

@@ -65,16 +65,6 @@ class Started(Event):
 
 
 @dataclass(frozen=True)
-class ImageSizeChanged(Event):
-    """An epoch begins whose training images have another size than those before (model.progressive_sizes)."""
-
-    update: int
-    epoch: int
-    size: int
-    """Height and width, in pixels."""
-
-
-@dataclass(frozen=True)
 class UpdateDone(Event):
     """An update is done, or skipped."""
 

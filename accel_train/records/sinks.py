@@ -52,9 +52,6 @@ def line_of(event: Event) -> dict[str, Any] | None:
             line |= {"update": event.update, "action": event.action}
         case events.Rewound():
             line = {"kind": "event", "text": "rewound", "update": event.update}
-        case events.ImageSizeChanged():
-            line = {"kind": "event", "text": "image size", "update": event.update, "epoch": event.epoch}
-            line |= {"image_size": event.size}
         case events.Noted():
             line = {"kind": "event", "text": event.text, **event.values}
         case events.Warned():

@@ -62,7 +62,7 @@ def describe(
         "drawn": _drawn(config, plan),
         "order": _ordered(config, plan, splits),
         "input": str(placement),
-        "model": f"{model_name} for {size}x{size} pixels{_growing(config)}, {parameters:,} parameters",
+        "model": f"{model_name} for {size}x{size} pixels, {parameters:,} parameters",
         "weights": loaded,
         "device": f"{world} on {accelerator.device.type}, {precision(accelerator)}",
         "batch": f"{plan.division}; {counted(plan.updates_per_epoch, 'update')} an epoch"
@@ -100,13 +100,6 @@ def _ordered(config: Config, plan: Plan, splits: Splits) -> str:
     )
     nodes_text = f"{counted(nodes or 1, 'canonical node')}, each with at most {config.data.open_shards} open{few}"
     return f"{shards:,} shard{'s' * (shards != 1)}; {nodes_text}"
-
-
-def _growing(config: Config) -> str:
-    """Return which sizes the images of the first epochs have; "" if all epochs have one size."""
-    ends = zip(config.model.progressive_sizes, config.model.progressive_epochs, strict=True)
-    smaller = ", ".join(f"{size}x{size} until epoch {end}" for size, end in ends)
-    return f" (training: {smaller})" * bool(smaller)
 
 
 def _named(splits: Splits) -> str:

@@ -48,10 +48,6 @@ def find_start(config: Config, accelerator: Accelerator) -> StartPoint:
     Raises UserError, also if the processes read different weights.
     """
     model = config.model
-    if model.remap_classes and model.weights is None and not hub.is_hub_name(model.name):
-        raise UserError(
-            "--model.remap-classes: it takes rows of the last layer of --model.weights RUN; give that, too."
-        )
     if not (model.weights or model.pretrained or hub.is_hub_name(model.name)):
         return StartPoint(config, resumes=broadcast_from_main(accelerator, lambda: _has_checkpoint(config)))
     resumes, origin, found = broadcast_from_main(accelerator, lambda: _on_main(config))

@@ -81,7 +81,7 @@ def test_tab_in_bash() -> None:
     assert offered(script, "accel-train", "tra") == {"train", "track"}
     assert offered(script, "accel-train", "train", "") == set(recipe_names())
     assert offered(script, "accel-train", "doctor", "dig") == {"digits"}
-    rates = {"--optim.lr", "--optim.layer-decay", "--optim.layer-decay-min-scale"}
+    rates = {"--optim.lr", "--optim.layer-decay"}
     assert offered(script, "accel-train", "doctor", "digits", "--optim.l") == rates
     assert offered(script, "accel-train", "train", "digits", "--optim.l") == rates
     assert offered(script, "accel-train", "train", "digits", "--optim.clip-mode", "") == {"norm", "value", "agc"}

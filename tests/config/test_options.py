@@ -533,8 +533,6 @@ def configs(draw: st.DrawFn) -> Config:
     model["freeze"] = () if model["freeze_body"] else model["freeze"]
     if not (model["freeze_body"] or model["freeze"]):
         model["freeze_epochs"] = None
-    model["gradual_unfreezing"] = model["gradual_unfreezing"] and model["freeze_epochs"] is not None
-    model["progressive_sizes"], model["progressive_epochs"] = (), ()
     if not values["optim"]["lr"]:
         values["optim"]["head_lr"] = None
     schedule["cooldown_epochs"] = 0.0

@@ -146,15 +146,6 @@ def test_after_some_epochs_all_is_trained(name: str) -> None:
     assert step(model, optimizer, settings, 2) == set(LAYERS)
 
 
-def test_layers_thaw_from_the_last_to_the_first() -> None:
-    settings = Model(name="test_resnet", freeze_body=True, freeze_epochs=1, gradual_unfreezing=True)
-    model = net(freeze_body=True, freeze_epochs=1, gradual_unfreezing=True)
-    optimizer = create_optimizer(Optim(lr=0.1, weight_decay=0.1), model)
-    found = [step(model, optimizer, settings, epoch) for epoch in range(7)]
-    expected = [{"fc"}, *({*LAYERS[first:]} for first in (5, 4, 3, 2, 0, 0))]
-    assert found == expected
-
-
 @pytest.mark.ci
 def test_a_frozen_epoch_is_that_of_a_frozen_run(tmp_path: Path) -> None:
     """With momentum, decay and clipping: of what is trained later nothing may have an effect before."""
@@ -183,7 +174,7 @@ def test_an_evaluation_within_an_epoch_freezes_nothing_again(tmp_path: Path) -> 
 def test_frozen_layers_are_not_told_to_have_lost_their_state(tmp_path: Path) -> None:
     """They had none yet when the checkpoint was saved: within an epoch, and at the end of one."""
     words = ("digits", "--data.train-limit", 96, "--batch-size", 32, "--epochs", 3, "--output-dir", tmp_path / "run")
-    words += ("--model.freeze-body", "true", "--model.freeze-epochs", 1, "--model.gradual-unfreezing", "true")
+    words += ("--model.freeze-body", "true", "--model.freeze-epochs", 1)
     words += ("--schedule.name", "constant", "--ema.enabled", "true")
     for updates in (2, 3, 5):
         done = helpers.run(*words, "--stop.updates", updates, "--allow-change", "stop")
@@ -194,7 +185,7 @@ def test_frozen_layers_are_not_told_to_have_lost_their_state(tmp_path: Path) -> 
 WORDS = """
 digits --data.train-limit 192 --batch-size 32 --epochs 5 --log-every-updates 1 --checkpoint.every-updates 1
 --model.name test_resnet --model.image-size 32 --model.freeze-body true --model.freeze-epochs 1
---model.gradual-unfreezing true --optim.name adamw --optim.lr 0.002 --optim.head-lr 0.01 --optim.clip 1
+--optim.name adamw --optim.lr 0.002 --optim.head-lr 0.01 --optim.clip 1
 """.split()  # noqa: SIM905
 
 
@@ -209,7 +200,7 @@ def test_it_is_the_same_run_on_any_number_of_processes_and_after_a_kill(tmp_path
         lines = (killed / "metrics.jsonl").read_text().splitlines() if (killed / "metrics.jsonl").exists() else []
         return max([json.loads(line).get("update", 0) for line in lines if line.endswith("}")] + [0])
 
-    for processes, least in ((2, 3), (1, 14)):  # in the frozen epoch; while it thaws
+    for processes, least in ((2, 3), (1, 14)):  # in the frozen epoch; after it
         with helpers.started(killed, *words, processes=processes) as started:
             started.until(lambda least=least: update() >= least, timeout=200)  # type: ignore[misc]
     done = helpers.run(*words, "--output-dir", killed, processes=2, timeout=200)
@@ -241,7 +232,7 @@ def test_each_kind_of_optimizer_takes_a_rate_for_the_head(name: str) -> None:
 
 
 def test_settings_that_contradict_each_other_are_told(tmp_path: Path) -> None:
-    words = ("digits", "--model.freeze-epochs", 1, "--model.gradual-unfreezing", "true")
+    words = ("digits", "--model.freeze-epochs", 1)
     done = helpers.run(*words, "--optim.lr", 0, "--optim.head-lr", 1, "--output-dir", tmp_path / "run")
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     for text in ("nothing is frozen", "optim.head-lr"):

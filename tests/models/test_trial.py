@@ -20,7 +20,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torchvision.ops import FrozenBatchNorm2d
 
 from accel_train.errors import UserError
-from accel_train.models.trial import Verdict, _joined, raise_unused_parameters_advice, try_model
+from accel_train.models.trial import Verdict, raise_unused_parameters_advice, try_model
 
 DROP = {"drop_rate": 0.1, "drop_path_rate": 0.2}
 # Name, size of the images, options, and whether the model calls functions that draw.
@@ -81,7 +81,7 @@ def tried(model: nn.Module, size: int = 32) -> Verdict:
     """The verdict of a model, which must be as before, as the generators."""
     model.train()
     before, states = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
-    verdict = try_model(model, 3, (size,))
+    verdict = try_model(model, 3, size)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
     assert torch.get_rng_state().equal(states[0]) and random.getstate() == states[1]
     assert all(module.training for module in model.modules())
@@ -404,8 +404,3 @@ class TestBatchNorms:
         verdict = tried(nn.Sequential(nn.Conv2d(3, 3, 3), OfParts(*parts)))
         assert (verdict.irregular, bool(verdict.of_no_sample)) == (irregular, of_no_sample)
         assert bool(verdict.together) == together
-
-
-def test_the_verdict_of_several_sizes() -> None:
-    one, other = Verdict(changing=("a.b (C)",)), Verdict(leaves_out=True, together="x")
-    assert _joined([one, other]) == Verdict(changing=("a.b (C)",), leaves_out=True, together="x")

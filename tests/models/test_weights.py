@@ -15,16 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accel_train.config.origin import Origin
-from accel_train.config.schema import Config, Model
+from accel_train.config.schema import Model
 from accel_train.errors import UserError
-from accel_train.launch.accelerator import create_accelerator
-from accel_train.launch.environment import Launch
 from accel_train.models import create_model
 from accel_train.models.weights import hub
 from accel_train.models.weights.file import read_state
 from accel_train.models.weights.hub import Weights
 from accel_train.models.weights.loading import load_into
-from accel_train.models.weights.new_model import create_new_model
 
 LETTERS = tuple("abcdefghij")
 
@@ -39,39 +36,8 @@ def written(state: dict[str, Tensor], folder: Path) -> Path:
     return path
 
 
-def load(
-    model: nn.Module, file: Path, classes: Any = LETTERS, theirs: Any = None, channels: int = 3, **options: bool
-) -> str:
-    return load_into(model, Weights(file, file.name, theirs), classes, channels, **options)
-
-
-@pytest.mark.usefixtures("fresh_accelerate")
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext", "test_mambaout", "mobilenetv3_small_050"])
-@pytest.mark.parametrize(("scale", "bias"), [(0.001, None), (None, -6.5), (0.5, 2.0), (0.0, None)])
-def test_the_last_layer_begins_as_with_timms_options(
-    name: str, scale: float | None, bias: float | None, tmp_path: Path
-) -> None:
-    """timm's train.py: it multiplies the classifier's weight and bias, then sets the bias, after weights are loaded."""
-    size = 160 if name == "test_vit" else 96
-    theirs = timm.create_model(name, num_classes=10)
-    weights = Weights(written(theirs.state_dict(), tmp_path), "weights", LETTERS)
-    with torch.no_grad():
-        if scale is not None:
-            theirs.get_classifier().weight.mul_(scale)
-            theirs.get_classifier().bias.mul_(scale)
-    if bias is not None:
-        nn.init.constant_(theirs.get_classifier().bias, bias)
-    config = Config(model=Model(name=name, head_init_scale=scale, head_init_bias=bias))
-    ours, _, _ = create_new_model(config, create_accelerator(Launch()), LETTERS, 3, size, weights, published=False)
-    expected = theirs.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in ours.state_dict().items())
-
-
-@pytest.mark.usefixtures("fresh_accelerate")
-def test_a_last_layer_without_a_bias_is_told() -> None:
-    config = Config(model=Model(name="resnet9", head_init_bias=-1.0))
-    with pytest.raises(UserError, match=r"model\.head-init-bias: the last layer, .* has no bias"):
-        create_new_model(config, create_accelerator(Launch()), LETTERS, 3, 32, None, published=False)
+def load(model: nn.Module, file: Path, classes: Any = LETTERS, theirs: Any = None, channels: int = 3) -> str:
+    return load_into(model, Weights(file, file.name, theirs), classes, channels)
 
 
 @pytest.mark.parametrize("wrap", ["", "state_dict", "model", "model_ema"])
@@ -111,32 +77,6 @@ def test_the_last_layer_is_loaded_for_the_same_classes_by_name(
         assert torch.equal(here.fc.weight, there.fc.weight[rows])  # type: ignore[arg-type]
     else:
         assert torch.equal(here.fc.weight, fresh)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["test_resnet", "deit_tiny_distilled_patch16_224", "torchvision/squeezenet1_1"])
-def test_the_rows_of_the_classes_that_both_have_are_loaded(tmp_path: Path, name: str) -> None:
-    size = 224 if "224" in name or "/" in name else 32
-    there, here = model_of(name, 10, size=size), model_of(name, 4, size=size)
-    fresh = {key: value.clone() for key, value in here.state_dict().items()}
-    text = load(here, written(there.state_dict(), tmp_path), ("new", "j", " B", "other"), LETTERS, remaps=True)
-    assert "last layer: 2 of its 4 rows loaded, those of classes with the same name" in text
-    given = there.state_dict()
-    heads = [key for key, value in given.items() if value.shape != fresh[key].shape]
-    assert len(heads) >= 2
-    for key, value in here.state_dict().items():
-        if key in heads:
-            assert torch.equal(value[[1, 2]], given[key][[9, 1]]) and torch.equal(value[[0, 3]], fresh[key][[0, 3]])
-        else:
-            assert torch.equal(value, given[key])
-
-
-def test_no_row_is_loaded_without_a_name_in_both(tmp_path: Path) -> None:
-    file = written(timm.create_model("test_resnet", num_classes=10).state_dict(), tmp_path)
-    here = model_of("test_resnet", 2)
-    assert "new last layer: 10 classes there, 2 here" in load(here, file, ("x", "y"), LETTERS, remaps=True)
-    assert "the same classes" in load(model_of("test_resnet"), file, LETTERS, LETTERS, remaps=True)
-    with pytest.raises(UserError, match=r"--model\.remap-classes: weights\.safetensors does not name its classes"):
-        load(here, file, ("x", "y"), None, remaps=True)
 
 
 def test_a_transformer_takes_weights_of_another_image_size_and_of_colour_images(tmp_path: Path) -> None:

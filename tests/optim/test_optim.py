@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.loss import BinaryCrossEntropy
-from timm.optim import create_optimizer_v2, list_optimizers, param_groups_layer_decay
+from timm.optim import create_optimizer_v2, list_optimizers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -164,15 +164,6 @@ def test_layer_decay_is_in_the_rate_of_every_group() -> None:
         assert len(found) == sum(parameter.requires_grad for parameter in model.parameters())
         for name, rate in found.items():
             assert rate == pytest.approx(base * 0.5 ** (13 - depth(name))), name
-
-
-def test_layer_decay_has_a_lowest_scale_as_timm() -> None:
-    model = create_model(Model(name="test_vit"), num_classes=3, channels=3, image_size=160)
-    optimizer = create_optimizer(Optim(name="adamw", layer_decay=0.1, layer_decay_min_scale=0.05), model)
-    groups = param_groups_layer_decay(model, layer_decay=0.1, min_scale=0.05)
-    scales = {id(item): group["lr_scale"] for group in groups for item in group["params"]}
-    found = {id(item): group["lr_scale"] for group in optimizer.param_groups for item in group["params"]}
-    assert found == scales and {0.05, 0.1, 1.0} == set(found.values())
 
 
 @pytest.mark.parametrize("name", ["muon", "nadamuon"])

@@ -40,8 +40,8 @@ def test_each_size_of_images_is_compiled_for_itself() -> None:
         compiled.append([[type(length) for length in each.shape] for each in inputs if isinstance(each, torch.Tensor)])
         return graph.forward
 
-    for sizes, passes in (((), 2), ((8, 12), 3)):
-        prepare_compilation(accelerator, Model(progressive_sizes=sizes, progressive_epochs=tuple(range(len(sizes)))))
+    for size_of_evaluation, passes in ((None, 2), (12, 3)):
+        prepare_compilation(accelerator, Model(eval_image_size=size_of_evaluation))
         torch._dynamo.reset()
         compiled.clear()
         net = torch.compile(nn.Conv2d(1, 2, 3), backend=backend)

@@ -9,11 +9,8 @@ from typing import Annotated
 from accel_train.config.declaration import (
     FRACTION,
     JSON_OBJECT,
-    MILESTONES,
     MODEL_NAME,
-    NOT_NEGATIVE,
     POSITIVE,
-    SIZES,
     STARTS_IN_EPOCH,
     Free,
 )
@@ -31,34 +28,20 @@ class Model:
     """Start from published weights. The last layer is new if the number of classes differs."""
     weights: Path | None = None
     """Start from the weights in this file (.safetensors, .pth), run or checkpoint."""
-    remap_classes: bool = False
-    """If model.weights is of other classes, take the rows of the last layer for those that both have, by name; the
-    other rows are new. Default: then the whole last layer is new."""
     image_size: Annotated[int | None, POSITIVE] = None
     """Input height and width in pixels; default: that of the weights, the data's, or 224."""
     eval_image_size: Annotated[int | None, POSITIVE] = None
     """Height and width in evaluation and prediction, if others; see augment.resize. Default: as in training."""
-    progressive_sizes: Annotated[tuple[int, ...], SIZES] = ()
-    """Smaller heights and widths in training at first, such as 128 160; see model.progressive-epochs. augment.resize
-    becomes smaller in proportion; augment.pad does not. Evaluation does not change."""
-    progressive_epochs: Annotated[tuple[int, ...], MILESTONES] = ()
-    """The epochs after which each of model.progressive-sizes ends; then the next one begins, or model.image-size."""
     freeze_body: bool = False
     """Train only the last layer; BatchNorm statistics of the other layers do not change."""
     freeze: tuple[str, ...] = ()
     """Layers not to train, by names such as conv1 layer1; or how many layers, from the input: 3."""
     freeze_epochs: Annotated[int | None, POSITIVE, STARTS_IN_EPOCH] = None
     """Train what is frozen, too, after this many epochs; default: never."""
-    gradual_unfreezing: bool = False
-    """After model.freeze-epochs, let one layer more be trained in each epoch, from the last to the first."""
     dropout: Annotated[float | None, FRACTION] = None
     """Dropout rate before the classifier, if the model has dropout; default: the model's."""
     drop_path: Annotated[float | None, FRACTION] = None
     """Stochastic depth rate, if the model has it; default: the model's."""
-    head_init_scale: Annotated[float | None, NOT_NEGATIVE] = None
-    """Multiply the weights that the last layer begins with; 0: all classes are equally likely at first."""
-    head_init_bias: float | None = None
-    """The bias that the last layer begins with, such as -6 for bce with many classes."""
     gradient_checkpointing: Annotated[
         bool,
         Free("how gradients are computed, not their values"),

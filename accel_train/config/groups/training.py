@@ -54,8 +54,6 @@ class Optim:
     """More arguments of the optimizer, as JSON: '{"amsgrad": true}'. In a recipe also as a mapping."""
     layer_decay: Annotated[float | None, FRACTION] = None
     """Learning rate of each layer, as a multiple (0 to 1) of the next layer's."""
-    layer_decay_min_scale: Annotated[float, FRACTION] = 0.0
-    """optim.layer-decay: no layer has a smaller part of the learning rate than this."""
     head_lr: Annotated[float | None, NOT_NEGATIVE] = None
     """Learning rate of the last layer, if another; the schedule changes both in the same proportion."""
     clip: Annotated[

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from accel_train.errors import UserError, first_of
 from accel_train.models.classifier import classifier_names, required_classifier
 from accel_train.models.weights.file import read_state
-from accel_train.models.weights.head import with_head
 from accel_train.models.weights.hub import Weights
 from accel_train.models.wrapping import input_names
 
@@ -22,15 +21,12 @@ LEAST = 0.9
 FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained")
 
 
-def load_into(
-    model: nn.Module, weights: Weights, classes: Sequence[str], channels: int, *, remaps: bool = False
-) -> str:
+def load_into(model: nn.Module, weights: Weights, classes: Sequence[str], channels: int) -> str:
     """Load `weights` into `model`, which has `classes` and takes `channels`. Returns a line that says what was done.
 
     The body is loaded, and adapted to the image size and to the channels as timm does. The last layer is loaded if it
     is of the same classes, by name, in whatever order; if the file does not name its classes, as many are enough, as
-    for published weights. `remaps`: of other classes, the rows of those that both have are loaded. Raises UserError if
-    the file cannot be read, or is of another model.
+    for published weights. Raises UserError if the file cannot be read, or is of another model.
     """
     given = read_state(weights.file)
     target = model.state_dict()
@@ -41,7 +37,7 @@ def load_into(
     head = [name for name in target if name.startswith(tuple(f"{layer}." for layer in classifier_names(model)))]
     if not head:
         _check_same_head(model, weights, classes, state, target)
-    state, head_text = with_head(state, {name: target[name] for name in head}, weights, classes, remaps=remaps)
+    state, head_text = _with_head(state, {name: target[name] for name in head}, weights, classes)
 
     loaded = {name: value for name, value in state.items() if name in target and _fits(value, target[name])}
     body = [name for name, value in target.items() if name not in head and value.is_floating_point()]
@@ -108,6 +104,42 @@ def _adapt_channels(model: nn.Module, state: dict[str, Tensor], target: dict[str
 
 def _fits(value: Tensor, target: Tensor) -> bool:
     return value.shape == target.shape and value.is_floating_point() == target.is_floating_point()
+
+
+def _with_head(
+    state: dict[str, Tensor], head: dict[str, Tensor], weights: Weights, classes: Sequence[str]
+) -> tuple[dict[str, Tensor], str]:
+    """The state with the rows of the last layer in the order of `classes`, or without it; and words for that.
+
+    `head`: the new last layer.
+    """
+    theirs = weights.classes
+    rows = list(range(len(classes)))
+    rest = {name: value for name, value in state.items() if name not in head}
+    found = {name: state[name] for name in head if name in state}
+    if not head:  # it is not known which one it is, and all weights fit
+        return rest, "last layer loaded with the body"
+    if len(found) < len(head):
+        return rest, "new last layer: the file has none"
+    count = next(iter(found.values())).shape[0] if found else 0
+    if theirs is not None and len(theirs) == count:
+        if sorted(theirs) != sorted(classes) or len(set(theirs)) < len(theirs):
+            return rest, f"new last layer: {_difference(theirs, classes)}"
+        rows = [theirs.index(name) for name in classes]
+        text = "last layer loaded: the same classes" + ", in another order" * (list(theirs) != list(classes))
+    elif count != len(classes):
+        return rest, f"new last layer: {count} classes there, {len(classes)} here"
+    else:
+        text = f"last layer loaded: as many classes ({count}), which the file does not name"
+    if any(value.shape != head[name].shape for name, value in found.items()):
+        return rest, "new last layer: that of the file has another shape"
+    return rest | {name: value[rows] for name, value in found.items()}, text
+
+
+def _difference(theirs: Sequence[str], ours: Sequence[str]) -> str:
+    if len(theirs) != len(ours):
+        return f"{len(theirs)} classes there, {len(ours)} here"
+    return f"other classes ({next(name for name in theirs if name not in ours)!r} is not here)"
 
 
 def _check_same_head(

@@ -11,15 +11,12 @@ from contextlib import nullcontext
 import torch
 from accelerate import Accelerator
 from timm.layers import convert_sync_batchnorm
-from torch import Tensor, nn
+from torch import nn
 
-from accel_train.config.schema import Config, Model
-from accel_train.errors import UserError
+from accel_train.config.schema import Config
 from accel_train.keyed import key
-from accel_train.models.classifier import classifier_names
-from accel_train.models.factory import check_forward, create_model
+from accel_train.models.factory import create_model
 from accel_train.models.weights.hub import Weights
-from accel_train.user_code.reference import short_name
 
 
 def create_new_model(
@@ -47,14 +44,11 @@ def create_new_model(
             published=published,
             origin=config.origin,
         )
-    for smaller in config.model.progressive_sizes:
-        check_forward(model, short_name("model.name", config.model.name), channels, smaller, "progressive_sizes")
     loaded = ""
     if weights is not None:
         from accel_train.models.weights.loading import load_into
 
-        loaded = load_into(model, weights, classes, channels, remaps=config.model.remap_classes)
-    _set_head(model, config.model)
+        loaded = load_into(model, weights, classes, channels)
     model = model.to(accelerator.device)
     if not config.model.sync_batchnorm:
         return model, (), loaded
@@ -62,17 +56,3 @@ def create_new_model(
         return convert_sync_batchnorm(model), (), loaded
     kind = accelerator.device.type
     return model, (f"model.sync_batchnorm: not available on {kind}; BatchNorm counts over virtual batches",), loaded
-
-
-@torch.no_grad()
-def _set_head(model: nn.Module, settings: Model) -> None:
-    """Scale the last layer, and set its bias, as timm's train.py does: after weights are loaded, whatever they are."""
-    for name in classifier_names(model):
-        head = model.get_submodule(name)
-        if settings.head_init_scale is not None:
-            for parameter in head.parameters(recurse=False):
-                parameter.mul_(settings.head_init_scale)
-        if settings.head_init_bias is not None:
-            if not isinstance(getattr(head, "bias", None), Tensor):
-                raise UserError(f"model.head-init-bias: the last layer, {name}, has no bias; leave it out.")
-            nn.init.constant_(head.bias, settings.head_init_bias)  # type: ignore[arg-type]
