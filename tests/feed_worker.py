@@ -26,19 +26,20 @@ from accel_train.launch.accelerator import create_accelerator
 from accel_train.launch.environment import prepare_environment
 from accel_train.records.metrics import Evaluation
 
-TURNED = Augment(crop="random", pad=1, flip=0.5, vertical_flip=0.5, color_jitter=(0.4,), blur=0.5, erase=0.25)
+TURNED = Augment(crop="random", pad=1, flip=0.5, vertical_flip=0.5, color_jitter=(0.4,), erase=0.25)
 AUGMENTS = {
     "turned": TURNED,
     "mixed": dataclasses.replace(TURNED, mixup=0.4, cutmix=1.0),
     "policy": dataclasses.replace(TURNED, policy="augmix"),
+    "own": dataclasses.replace(TURNED, own=f"{Path(__file__).with_name('own_augment.py')}:augment"),
 }
 CONFIG = Config(seed=3, batch_size=96, data=Data(train_limit=477), model=Model(name="digits_cnn"))
 STEPS = (1, 2, 4)  # of accumulation
 
 
 def fed(accelerator: Accelerator, augment: Augment, accumulation: int, epoch: int, update: int) -> list[list[object]]:
-    # A policy may be applied in workers or not. Starting them takes seconds, so only small worlds have them.
-    has_worker = augment.policy != "none" and accelerator.num_processes <= 2
+    # One image at a time may be changed in workers or not. Starting them takes seconds, so only small worlds have them.
+    has_worker = augment.each_image and accelerator.num_processes <= 2
     data = dataclasses.replace(CONFIG.data, workers=int(has_worker))
     config = dataclasses.replace(CONFIG, augment=augment, data=data)
     splits = load_splits(config.data, config.seed)
@@ -65,7 +66,7 @@ def main() -> None:
     found: dict[str, dict[str, object]] = {"fed": {}, "counted": {}}
     for accumulation in STEPS:
         for name, augment in AUGMENTS.items():
-            if name != "policy" or accumulation == 2:
+            if not augment.each_image or accumulation == 2:
                 found["fed"][f"{name}, {accumulation}"] = fed(accelerator, augment, accumulation, epoch=1, update=0)
     found["fed"]["mixed, 2, from 3"] = fed(accelerator, AUGMENTS["mixed"], 2, epoch=1, update=3)
 

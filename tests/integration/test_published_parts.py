@@ -17,7 +17,10 @@ digits --epochs 2 --data.train-limit 600 --batch-size 48 --virtual-batch-size 12
 """.split()  # noqa: SIM905
 OWN = """
 from torchvision.transforms import v2
-augment = v2.Compose([v2.RandomAdjustSharpness(3, p=0.5), v2.ColorJitter(0.4)])
+augment = v2.Compose([
+    v2.RandomAffine(15, shear=9, fill=20), v2.RandomPerspective(0.3), v2.RandomApply([v2.GaussianBlur(5)]),
+    v2.RandomAdjustSharpness(3, p=0.5), v2.ColorJitter(0.4),
+])
 """
 PARTS = {
     "mixing": "--augment.mixup 0.8 --augment.cutmix 1 --augment.mix-mode batch "
@@ -27,9 +30,9 @@ PARTS = {
     "--model.dropout 0.2",
     "policy": "--data.workers 1 --augment.policy rand-m9-n2-mstd0.5-inc1 --augment.erase 0.5 "
     "--augment.erase-mode pixel",
-    "own": "--model.name mnist_cnn --batch-size 24 --model.image-size 28 --augment.crop resized --augment.degrees 15 "
-    "--augment.shear 9 --augment.train-interpolation random --augment.policy 3a --augment.fill 20 "
-    "--augment.perspective 0.3 --augment.erase 0.3 --augment.erase-mode rand --data.repeats 2",
+    "own": "--model.name mnist_cnn --batch-size 24 --model.image-size 28 --augment.crop resized "
+    "--augment.train-interpolation random --augment.policy 3a --augment.erase 0.3 "
+    "--augment.erase-mode rand --data.repeats 2",
 }
 
 

@@ -16,7 +16,6 @@ from accel_train.config.declaration import (
     NEEDS_MIXING,
     NOT_NEGATIVE,
     OWN,
-    PIXELS,
     POLICIES,
     POLICY,
     POSITIVE,
@@ -55,21 +54,6 @@ class Augment:
     """Probability of a horizontal flip."""
     vertical_flip: Annotated[float, FRACTION] = 0.0
     """Probability of a vertical flip."""
-    degrees: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Turn each image by at most so many degrees, to either side."""
-    translate: Annotated[float, FRACTION] = 0.0
-    """Shift each image by at most this fraction of its side."""
-    zoom: Annotated[tuple[float, float], INTERVAL] = (1.0, 1.0)
-    """Scale each image, cropped already, by a factor between these two."""
-    shear: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Shear each image by at most so many degrees, to either side."""
-    perspective: Annotated[float, FRACTION] = 0.0
-    """Distort the perspective: how far the corners move, as a fraction of half the side."""
-    perspective_probability: Annotated[float, FRACTION] = 0.5
-    """Probability of distorting the perspective, if augment.perspective is set."""
-    fill: Annotated[tuple[int, ...], PIXELS] = ()
-    """Colour outside the image where it is turned or shifted, 0 to 255: one number, or one of each channel. Default:
-    black; for timm's policies the mean colour."""
     policy: Annotated[
         str,
         POLICY,
@@ -78,7 +62,8 @@ class Augment:
     autoaugment (the one for ImageNet), autoaugment_cifar10 and autoaugment_svhn; or timm's, as timm writes them:
     rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original-mstd0.5, v0, 3a, …"""
     own: Annotated[str, OWN] = "none"
-    """Your own transform of each image after its crop, FILE.py:NAME: of torchvision, albumentations or a function."""
+    """Your own transform of each image after its crop, FILE.py:NAME, such as a rotation or a blur of torchvision, of
+    albumentations, or a function (docs/augmentation.md)."""
     randaugment_ops: Annotated[int, POSITIVE, Needs("augment.policy", ("randaugment",))] = 2
     """randaugment: number of operations on each image."""
     randaugment_magnitude: Annotated[
@@ -90,10 +75,6 @@ class Augment:
     by 27, and leaves out half of the operations."""
     color_jitter: Annotated[tuple[float, ...], JITTER] = ()
     """Colour jitter: strength of brightness, contrast, saturation and hue. One number sets the first three."""
-    grey: Annotated[float, FRACTION] = 0.0
-    """Probability of making an image grey."""
-    blur: Annotated[float, FRACTION] = 0.0
-    """Probability of a Gaussian blur; its sigma is between 0.1 and 2 pixels, drawn at random."""
     erase: Annotated[float, FRACTION] = 0.0
     """Probability of erasing a random rectangle (random erasing)."""
     erase_mode: Annotated[Literal["const", "rand", "pixel"], Needs("augment.erase")] = "const"
@@ -129,20 +110,14 @@ class Augment:
         return self.policy not in POLICIES
 
     @property
-    def turns(self) -> bool:
-        """Whether images are turned, shifted, scaled or sheared apart from a policy."""
-        return self.degrees > 0 or self.translate > 0 or self.shear > 0 or self.zoom != (1.0, 1.0)
-
-    @property
     def draws_globally(self) -> bool:
         """Whether something draws from a global generator, which must be seeded for each image."""
-        transforms = self.policy != "none" or self.own != "none" or self.turns or self.perspective > 0
-        return transforms or self.crop == "random"
+        return self.policy != "none" or self.own != "none" or self.crop == "random"
 
     @property
     def each_image(self) -> bool:
         """Whether images of one size, too, are augmented one at a time, by data workers."""
-        transforms = self.policy != "none" or self.own != "none" or self.turns or self.perspective > 0
+        transforms = self.policy != "none" or self.own != "none"
         return transforms or self.crop not in ("center", "random") or self.train_interpolation == "random"
 
     def in_evaluation(self, size: int) -> Augment:
@@ -161,8 +136,6 @@ def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
     """Raise UserError if images with this number of channels, and this pixel value for white, cannot be augmented."""
     needs = {
         f"policy {augment.policy}": augment.policy != "none",
-        "degrees, translate, zoom and shear": augment.turns,
-        "perspective": augment.perspective > 0,
         "own": augment.own != "none",
         "color-jitter": any(augment.color_jitter),
     }
@@ -178,11 +151,6 @@ def check_channels(augment: Augment, channels: int, full_scale: int) -> None:
             )
     if channels == 1 and any(augment.color_jitter[3:]):
         raise UserError("--augment.color-jitter: the images are grey and have no hue; give 0 as the fourth number.")
-    found = len(augment.fill)
-    if found not in (0, 1, channels):
-        raise UserError(f"--augment.fill: found {found} numbers; expected one, or {channels}, one of each channel.")
-    if channels != 3 and augment.grey > 0:
-        raise UserError(f"--augment.grey: needs colour images; the data has {channels} channels. Use 0.")
 
 
 def check_resize(augment: Augment, size: int) -> None:

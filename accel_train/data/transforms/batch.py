@@ -92,9 +92,9 @@ class BatchTransform:
         parameters = batch["parameters"]
         images = self._crop_and_flip(images, parameters)
         if self.draw_parameters.changes_colours:
-            from accel_train.data.transforms.colour import change_colours
+            from accel_train.data.transforms.colour import jitter_colours
 
-            images = change_colours(images, parameters, self.augment)
+            images = jitter_colours(images, parameters, self.augment)
         images = self._normalise(images)
         masks = self._masks(parameters)
         if self.erasing is not None and masks is not None:

@@ -1,4 +1,4 @@
-"""Colour jitter, greyscale and Gaussian blur of a batch on the device.
+"""Colour jitter of a batch on the device.
 
 The result for an image depends on its own pixels and parameters alone, to the last bit, whatever else the batch
 contains. So nothing here is a matrix product, a convolution or a mean of floats: these add in an order that depends on
@@ -10,60 +10,36 @@ Pixels are floats from 0 to 255, which are not rounded between the steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.data.transforms.parameters import BLUR_RADIUS, SLOTS, Column, Jitter, jitter_strengths, over_pixels
+from accel_train.data.transforms.parameters import SLOTS, Column, Jitter, jitter_strengths, over_pixels
 
 CHUNK = 1 << 18  # numbers that a CPU changes at a time: they fit into its cache
 
 
-def change_colours(images: Tensor, parameters: Tensor, augment: Augment) -> Tensor:
-    """Jittered, grey and blurred images, a new float32 tensor [b, C, H, W]. `parameters`: see AugmentParameters."""
+def jitter_colours(images: Tensor, parameters: Tensor, augment: Augment) -> Tensor:
+    """Jittered images, a new float32 tensor [b, C, H, W]. `parameters`: see AugmentParameters."""
     images = images.to(torch.float32, copy=True)
-    strengths = jitter_strengths(augment)
-    if any(strengths):
-        kinds = parameters[:, Column.KIND : Column.KIND + SLOTS]
-        factors = parameters[:, Column.FACTOR : Column.FACTOR + SLOTS].view(torch.float32)
-        hues = parameters[:, Column.HUE].view(torch.float32)
-        hue = strengths[Jitter.HUE] > 0
-        slots = SLOTS if hue else SLOTS // 2
+    hue = jitter_strengths(augment)[Jitter.HUE] > 0
+    kinds = parameters[:, Column.KIND : Column.KIND + SLOTS]
+    factors = parameters[:, Column.FACTOR : Column.FACTOR + SLOTS].view(torch.float32)
+    hues = parameters[:, Column.HUE].view(torch.float32)
 
-        def jitter(images: Tensor, kinds: Tensor, factors: Tensor, hues: Tensor) -> Tensor:
-            for slot in range(slots):
-                if slot == SLOTS // 2:
-                    images = _shift_hue(images, hues)
-                images = _blend(images, kinds[:, slot], factors[:, slot])
-            return images
+    def jitter(images: Tensor, kinds: Tensor, factors: Tensor, hues: Tensor) -> Tensor:
+        for slot in range(SLOTS if hue else SLOTS // 2):
+            if slot == SLOTS // 2:
+                images = _shift_hue(images, hues)
+            images = _blend(images, kinds[:, slot], factors[:, slot])
+        return images
 
-        active = (factors != 1).any(1) | (hues != 0)
-        images = _where(active, jitter, images, kinds, factors, hues)
-    if augment.grey > 0:
-        grey = parameters[:, Column.GREY] > 0
-        images = _where(grey, lambda images, grey: torch.where(over_pixels(grey), _grey(images), images), images, grey)
-    if augment.blur > 0:
-        kernels = parameters[:, Column.KERNEL : Column.KERNEL + BLUR_RADIUS + 1].view(torch.float32)
-        images = _where(kernels[:, 0] != 1, _blur, images, kernels)
-    return images
-
-
-def _where(active: Tensor, change: Callable[..., Tensor], images: Tensor, *parameters: Tensor) -> Tensor:
-    """`images`, changed where `active` (bool [b]). `change` takes images and their rows of `parameters`.
-
-    A GPU changes all images, since it would have to wait for the number of active ones: the parameters of the others
-    change nothing.
-    """
     if images.device.type != "cpu":
-        return change(images, *parameters)
+        return jitter(images, kinds, factors, hues)
     at_once = max(1, CHUNK // images[0].numel())
-    numbers = active.nonzero()[:, 0]
-    for start in range(0, len(numbers), at_once):
-        rows = numbers[start : start + at_once]
-        images[rows] = change(images[rows].contiguous(), *(values[rows] for values in parameters))
+    for start in range(0, len(images), at_once):
+        rows = slice(start, start + at_once)
+        images[rows] = jitter(images[rows].contiguous(), kinds[rows], factors[rows], hues[rows])
     return images
 
 
@@ -114,16 +90,3 @@ def _shift_hue(images: Tensor, shifts: Tensor) -> Tensor:
         share = torch.minimum(distance, 4 - distance).clamp_(0, 1)
         result[:, channel : channel + 1] = value - share.mul_(chroma)
     return torch.where(over_pixels(shifts != 0), result, images)
-
-
-def _blur(images: Tensor, kernels: Tensor) -> Tensor:
-    """Blurred images, reflected at the edge. `kernels`: float32 [b, radius + 1], from the centre outwards."""
-    for dim in (2, 3):
-        length = images.shape[dim]
-        radius = min(BLUR_RADIUS, length - 1)
-        padded = F.pad(images, (0, 0, radius, radius) if dim == 2 else (radius, radius, 0, 0), mode="reflect")
-        images = images.mul(over_pixels(kernels[:, 0]))
-        for distance in range(1, radius + 1):
-            before, after = (padded.narrow(dim, radius + side * distance, length) for side in (-1, 1))
-            images.add_((before + after).mul_(over_pixels(kernels[:, distance])))
-    return images

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accel_train.config.schema import Augment
-from accel_train.keyed import uniform, uniforms
+from accel_train.keyed import uniforms
 
 
 class Stream(IntEnum):
@@ -36,10 +36,7 @@ class Stream(IntEnum):
     RESIZED_TOP = auto()
     RESIZED_LEFT = auto()
     VERTICAL_FLIP = auto()
-    GREY = 18
-    BLUR = auto()
-    BLUR_SIGMA = auto()
-    INTERPOLATION = auto()
+    INTERPOLATION = 21
     ERASE_NOISE = 23
     JITTER_ORDER = 100  # and following: one of each Jitter
     JITTER_FACTOR = 110  # and following: one of each Jitter
@@ -56,12 +53,10 @@ class Column(IntEnum):
     CUT = 10  # 1 for CutMix, 0 for mixup
     SHARE = 11  # of the sample itself in the mixture: the bits of a float32
     REST = 12  # 1 - share, the neighbour's: the bits of a float32
-    # These exist only with colour jitter, grey or blur.
-    GREY = 13  # 1 if the image becomes grey
-    HUE = 14  # shift of the hue in sixths of the colour wheel: the bits of a float32
-    KIND = 15  # 6 columns, SLOTS: the Jitter of each blend; the first three come before the shift of the hue
-    FACTOR = 21  # 6 columns: the factor of each blend, 1 if it is left out: the bits of a float32
-    KERNEL = 27  # 12 columns: half of the blur's kernel, from its centre outwards; 1, 0, … if none: bits of float32
+    # These exist only with colour jitter.
+    HUE = 13  # shift of the hue in sixths of the colour wheel: the bits of a float32
+    KIND = 14  # 6 columns, SLOTS: the Jitter of each blend; the first three come before the shift of the hue
+    FACTOR = 20  # 6 columns: the factor of each blend, 1 if it is left out: the bits of a float32
 
 
 COLUMNS = Column.REST + 1
@@ -77,8 +72,7 @@ class Jitter(IntEnum):
 
 
 SLOTS = 6
-BLUR_RADIUS = 11  # timm's kernel has 23 pixels
-COLOUR_COLUMNS = Column.KERNEL + BLUR_RADIUS + 1
+COLOUR_COLUMNS = Column.FACTOR + SLOTS
 
 
 def jitter_strengths(augment: Augment) -> tuple[float, ...]:
@@ -97,7 +91,7 @@ class AugmentParameters:
         self.crops = augment.crop == "random" and not per_image
         self.flips = (augment.flip > 0 or augment.vertical_flip > 0) and not per_image
         self.jitter = jitter_strengths(augment)
-        self.changes_colours = any(self.jitter) or augment.grey > 0 or augment.blur > 0
+        self.changes_colours = any(self.jitter)
         self.mixing = None
         if augment.mixes:
             from accel_train.data.transforms.mixing import Mixing
@@ -123,8 +117,6 @@ class AugmentParameters:
             self._draw_windows(parameters, keys)
         if self.changes_colours:
             self._draw_jitter(parameters, keys)
-            self._draw_blur(parameters, keys)
-            parameters[:, Column.GREY] = uniform(keys, Stream.GREY) < self.augment.grey
         if self.augment.erase:
             self._draw_erased(parameters, keys)
         if self.mixing is not None:
@@ -164,18 +156,6 @@ class AugmentParameters:
         factors = torch.where(used, values.gather(1, kinds), 1.0)
         parameters[:, Column.FACTOR : Column.FACTOR + SLOTS] = factors.view(torch.int32)
         parameters[:, Column.HUE] = (values[:, Jitter.HUE] * 6).view(torch.int32)
-
-    def _draw_blur(self, parameters: Tensor, keys: Tensor) -> None:
-        """Gaussian blur with torchvision's and timm's default sigma, and timm's kernel where the image is as large."""
-        draws = uniforms(keys, (Stream.BLUR, Stream.BLUR_SIGMA)).double()
-        sigma = 0.1 + draws[1] * (2.0 - 0.1)
-        distances = torch.arange(BLUR_RADIUS + 1, dtype=torch.float64)
-        # In float64, because a processor may round an exp() differently at other positions of a tensor.
-        kernels = torch.exp(-0.5 * (distances / sigma[:, None]) ** 2) * (distances < self.size)
-        kernels = kernels / (2 * kernels[:, 1:].sum(1, keepdim=True) + 1)
-        none = (distances == 0).double()
-        kernels = torch.where((draws[0] < self.augment.blur)[:, None], kernels, none).float()
-        parameters[:, Column.KERNEL : COLOUR_COLUMNS] = kernels.view(torch.int32)
 
     def _draw_erased(self, parameters: Tensor, keys: Tensor) -> None:
         """Random erasing (Zhong et al., 2020, https://arxiv.org/abs/1708.04896)."""

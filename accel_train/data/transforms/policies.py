@@ -1,6 +1,6 @@
-"""What changes one image's geometry and colours after its crop: affine and perspective, policies, the user's own.
+"""The policies, which change one image's geometry and colours after its crop.
 
-Policies are torchvision's or timm's code. They draw from global generators: ImageTransform seeds them for each image.
+They are torchvision's or timm's code. They draw from global generators: ImageTransform seeds them for each image.
 """
 
 from __future__ import annotations
@@ -30,60 +30,35 @@ def image_steps(augment: Augment, size: int, interpolation: str, mean: tuple[flo
     cannot be turned bicubically. torchvision's AugMix computes with tensors in any case, and so bilinearly.
     `mean`: of each channel, 0 to 1. Raises UserError if Pillow cannot turn images with this interpolation.
     """
-    uses_it = augment.turns or augment.perspective > 0 or augment.policy not in ("none", "augmix")
-    if uses_it and interpolation not in (*RESAMPLING, "random"):
+    if augment.policy not in ("none", "augmix") and interpolation not in (*RESAMPLING, "random"):
         raise UserError(
             f"--augment.interpolation {interpolation}: images can be resized with it, but not turned or sheared, as an "
-            f"augment.policy, degrees, … need. Use {', '.join(RESAMPLING)}, or none of these."
+            f"augment.policy needs. Use {', '.join(RESAMPLING)}, or no policy."
         )
-    steps: list[torch.nn.Module] = []
     mode = v2.InterpolationMode("bilinear" if interpolation == "random" else interpolation)
-    fill = _fill(augment.fill)
-    if augment.turns:
-        steps.append(
-            v2.RandomAffine(
-                augment.degrees,
-                translate=(augment.translate,) * 2,
-                scale=augment.zoom,
-                shear=(-augment.shear, augment.shear),
-                interpolation=mode,
-                fill=fill or 0,
-            )
-        )
-    if augment.perspective > 0:
-        probability = augment.perspective_probability
-        steps.append(v2.RandomPerspective(augment.perspective, probability, interpolation=mode, fill=fill or 0))
+    if augment.policy == "none":
+        return []
     if augment.policy == "augmix":
-        return [*_of_pil(steps), v2.AugMix(fill=fill)]
+        return [v2.AugMix()]
     if augment.timm_policy:
-        steps.append(v2.Lambda(_timm_policy(augment, size, interpolation, mean)))
-    elif augment.policy == "randaugment":
-        ops, magnitude = augment.randaugment_ops, augment.randaugment_magnitude
-        steps.append(v2.RandAugment(ops, magnitude, interpolation=mode, fill=fill))
-    elif augment.policy == "trivialaugment":
-        steps.append(v2.TrivialAugmentWide(interpolation=mode, fill=fill))
-    elif augment.policy != "none":
-        steps.append(v2.AutoAugment(AUTOAUGMENT[augment.policy], mode, fill=fill))
-    return _of_pil(steps)
+        return _of_pil(v2.Lambda(_timm_policy(augment, size, interpolation, mean)))
+    if augment.policy == "randaugment":
+        return _of_pil(v2.RandAugment(augment.randaugment_ops, augment.randaugment_magnitude, interpolation=mode))
+    if augment.policy == "trivialaugment":
+        return _of_pil(v2.TrivialAugmentWide(interpolation=mode))
+    return _of_pil(v2.AutoAugment(AUTOAUGMENT[augment.policy], mode))
 
 
-def _of_pil(steps: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The steps, of PIL images, as steps of tensors."""
-    return [v2.ToPILImage(), *steps, v2.PILToTensor()] if steps else []
-
-
-def _fill(numbers: tuple[int, ...]) -> Any:
-    """The colour as torchvision takes it: one number, or one of each channel; None: black."""
-    return None if not numbers else numbers[0] if len(numbers) == 1 else list(numbers)
+def _of_pil(step: torch.nn.Module) -> list[torch.nn.Module]:
+    """The step, of PIL images, as steps of tensors."""
+    return [v2.ToPILImage(), step, v2.PILToTensor()]
 
 
 def _timm_policy(augment: Augment, size: int, interpolation: str, mean: tuple[float, ...]) -> Callable[[Any], Any]:
     """timm's transform of a PIL image, with the settings that timm's create_transform gives it."""
     from timm.data import auto_augment
 
-    colour = augment.fill or tuple(min(255, round(255 * value)) for value in mean)
-    if len(colour) < len(mean):
-        colour *= len(mean)
+    colour = tuple(min(255, round(255 * value)) for value in mean)
     settings: dict[str, Any] = {"translate_const": int(size * 0.45), "img_mean": colour if len(mean) > 1 else colour[0]}
     if interpolation != "random":  # else timm draws one for each operation
         settings["interpolation"] = RESAMPLING[interpolation]

@@ -1,8 +1,7 @@
-"""Colour jitter, grey and blur of a batch: torchvision's pixels and distribution, whatever the batch."""
+"""Colour jitter of a batch: torchvision's pixels and distribution, whatever the batch."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import EvaluationSampler, TrainingSampler
 from accel_train.data.sources.load import load_splits
 from accel_train.data.transforms.batch import BatchTransform
-from accel_train.data.transforms.colour import change_colours
+from accel_train.data.transforms.colour import jitter_colours
 from accel_train.data.transforms.image import ImageTransform
 from accel_train.data.transforms.parameters import AugmentParameters, Column, Jitter
 from accel_train.errors import UserError
@@ -35,7 +34,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.randint(256, (COUNT, 3, SIZE, SIZE), generator=GENERATOR, dtype=torch.uint8)
 IMAGES[:20] //= 250  # nearly black
 IMAGES[20:40] = IMAGES[20:40, :1]  # grey
-ALL: dict[str, Any] = {"color_jitter": (0.4, 0.3, 0.6, 0.1), "grey": 0.3, "blur": 0.5}
+ALL: dict[str, Any] = {"color_jitter": (0.4, 0.3, 0.6, 0.1)}
 FUNCTIONS = v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2.functional.adjust_saturation
 
 
@@ -50,7 +49,7 @@ def floats(values: torch.Tensor) -> torch.Tensor:
 
 def changed(which: torch.Tensor | slice = slice(None), images: torch.Tensor = IMAGES, **settings: Any) -> torch.Tensor:
     augment = Augment(**settings)
-    return change_colours(images[which], drawn(augment)[which], augment)
+    return jitter_colours(images[which], drawn(augment)[which], augment)
 
 
 class TestPixels:
@@ -67,28 +66,15 @@ class TestPixels:
                 if factor != 1:
                     theirs = FUNCTIONS[kind](theirs, factor)
                     order.append(Jitter(kind))
-            if row[Column.GREY]:
-                theirs = v2.functional.rgb_to_grayscale(theirs, 3)
-            kernel = floats(row[Column.KERNEL :])
-            if kernel[0] != 1:
-                sigma = math.sqrt(-0.5 / math.log(kernel[1] / kernel[0])) if kernel[1] > 0 else 0.1
-                theirs = v2.functional.gaussian_blur(theirs, [23, 23], [sigma, sigma])
             assert torch.allclose(ours, theirs * 255, rtol=0, atol=0.02)
             orders.add(tuple(order))
         assert len(orders) > 20 and {len(order) for order in orders} == {4}
 
     def test_one_channel(self) -> None:
-        grey, settings = IMAGES[:, :1], {"color_jitter": (0.4,), "blur": 0.5}
+        grey, settings = IMAGES[:, :1], {"color_jitter": (0.4,)}
         colour = changed(images=grey.expand_as(IMAGES), **settings)  # type: ignore[arg-type]
         found = changed(images=grey, **settings)  # type: ignore[arg-type]
         assert found.shape == grey.shape and torch.allclose(found, colour[:, :1], rtol=0, atol=0.05)
-
-    def test_a_kernel_larger_than_the_image(self) -> None:
-        for size in (1, 2, 8):
-            images, augment = IMAGES[:, :, :size, :size], Augment(blur=1.0)
-            found = change_colours(images, drawn(augment, size=size), augment)
-            assert torch.allclose(found.mean(), images.float().mean(), atol=3)
-            assert (found.flatten(1).std(1) <= images.float().flatten(1).std(1) + 1e-3).all()
 
 
 class TestPurity:
@@ -103,18 +89,15 @@ class TestPurity:
 
     def test_large_images_do_not_depend_on_the_number_of_threads(self) -> None:
         images = torch.randint(256, (3, 3, 300, 400), generator=GENERATOR, dtype=torch.uint8)
-        augment = Augment(color_jitter=(0.4, 0.4, 0.4, 0.1), blur=1.0)
+        augment = Augment(color_jitter=(0.4, 0.4, 0.4, 0.1))
         threads, found = torch.get_num_threads(), []
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            found.append(change_colours(images, drawn(augment, 3, 300), augment))
+            found.append(jitter_colours(images, drawn(augment, 3, 300), augment))
         torch.set_num_threads(threads)
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
-    def test_never_and_always(self) -> None:
-        assert torch.equal(changed(grey=1e-9, blur=1e-9), IMAGES.float())
-        grey = changed(grey=1.0)
-        assert torch.equal(grey[:, 0], grey[:, 1]) and torch.equal(grey[:, 1], grey[:, 2])
+    def test_always(self) -> None:
         jittered = changed(color_jitter=(0.4, 0.4, 0.4, 0.1))[40:]
         assert (jittered != IMAGES[40:]).flatten(1).any(1).all()
 
@@ -154,24 +137,6 @@ class TestDistribution:
         counts = np.unique(rows[:, Column.KIND : Column.KIND + 3].numpy(), axis=0, return_counts=True)[1]
         assert len(counts) == 6 and chisquare(counts).pvalue > 1e-4
 
-    @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
-    def test_each_is_applied_about_as_often_as_asked(self, probability: float) -> None:
-        rows = drawn(Augment(grey=probability, blur=probability), self.COUNT)
-        applied = torch.stack([rows[:, Column.GREY] > 0, floats(rows[:, Column.KERNEL]) != 1]).float()
-        tolerance = 5 * math.sqrt(probability * (1 - probability) / self.COUNT)
-        visible = torch.tensor([1.0, 0.963])  # a sigma below 0.17 changes no bit
-        assert (applied.mean(1) - probability * visible).abs().max() < tolerance
-        assert torch.corrcoef(applied).triu(1).abs().max() < 5 / math.sqrt(self.COUNT)  # independently
-
-    def test_of_the_blurs_sigma_is_torchvisions(self) -> None:
-        kernels = floats(drawn(Augment(blur=1.0), self.COUNT, 64)[:, Column.KERNEL :])
-        assert torch.allclose(kernels[:, 0] + 2 * kernels[:, 1:].sum(1), torch.ones(self.COUNT))
-        torch.manual_seed(0)
-        theirs = v2.GaussianBlur(23)
-        sigmas = torch.tensor([theirs.make_params([])["sigma"][0] for _ in range(self.COUNT)])
-        centres = [1 / sum(math.exp(-0.5 * (k / float(s)) ** 2) for k in range(-11, 12)) for s in sigmas]
-        assert ks_2samp(kernels[:, 0].numpy(), centres).pvalue > 1e-4
-
 
 class TestVerticalFlip:
     def test_of_batches_and_of_single_images(self) -> None:
@@ -204,13 +169,12 @@ class TestVerticalFlip:
         ({"color_jitter": (0.4,)}, 3, 1, r"--augment\.color-jitter: needs images of uint8; the data has float"),
         ({"color_jitter": (0.4,)}, 4, 255, r"--augment\.color-jitter: needs images of 1 or 3 channels; the data has 4"),
         ({"color_jitter": (0.0, 0.0, 0.0, 0.1)}, 1, 255, r"the images are grey and have no hue"),
-        ({"grey": 0.1}, 1, 255, r"--augment\.grey: needs colour images; the data has 1 channels"),
     ],
 )
 def test_what_does_not_fit_the_images_is_said(settings: dict, channels: int, full_scale: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_channels(Augment(**settings), channels, full_scale)
-    check_channels(Augment(flip=0.5, vertical_flip=0.5, blur=0.5), channels, full_scale)
+    check_channels(Augment(flip=0.5, vertical_flip=0.5), channels, full_scale)
 
 
 class TestInterpolation:
