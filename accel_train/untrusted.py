@@ -184,7 +184,7 @@ def log_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
     newest = 0
     for line in lines:
         found = GENERATION.search(line)
-        generation = int(found[1]) if found else newest  # older versions do not name it
+        generation = int(found[1]) if found else newest
         if generation >= newest:
             newest = generation
             yield line

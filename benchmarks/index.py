@@ -176,7 +176,7 @@ def write_index_alone(kind: str, root: Path, images: int) -> Path:
     for path in [root, *root.glob("*")]:
         os.utime(path, (time.time() - 60,) * 2)
     found = SplitFiles(text, torch.from_numpy(labels.astype(np.int64)), positions, stats)
-    index = Index(tuple(places), classes, {"train": found}, 1, tuple(tars), table=table)
+    index = Index(tuple(places), classes, {"train": found}, tuple(tars), table=table)
     name = "csv-labels.csv" if kind == "csv" else kind
     written = write_index(index_places(root, name), root, index, {place: _state(root, place) for place in places})
     assert written.file is not None

@@ -369,8 +369,8 @@ MUTANTS = [
     Mutant("config/groups/data.py", "\"weights\"],\n        DECIDES_SAMPLES,", "\"weights\"],",
            "checkpoint/test_manager.py", "the samples of an epoch do not change in its middle",
            "only a checkpoint is in the middle of an epoch"),
-    Mutant("config/compatibility.py", "    if before > SEMANTICS:", "    if False:",
-           "config/test_compatibility.py", "a checkpoint of a newer program is not misread"),
+    Mutant("config/compatibility.py", "    if number != FORMAT:", "    if False:",
+           "checkpoint/test_versions.py", "a run of another version is not misread", "only a run has files of a format"),
     Mutant("config/declaration.py", "lambda x: 0 <= x <= 1)", "lambda x: 0 <= x)",
            "config/test_options.py", "a probability is at most 1"),
     # A loop of one's own

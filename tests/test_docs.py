@@ -34,6 +34,7 @@ from accel_train.cli.submit import Submit, divide
 from accel_train.cluster.elements import elements_of
 from accel_train.config.option_types import option_types
 from accel_train.config.options import parse, parse_command, parse_command_of_recipe, parse_settings
+from accel_train.data.transforms.own import check_own
 from accel_train.errors import UserError
 from accel_train.starter import FOLDERS
 from accel_train.user_code.objects import provided, take_objects
@@ -616,8 +617,14 @@ def test_the_keywords_for_users_of_other_libraries_exist() -> None:
 
 def test_each_snippet_is_tried() -> None:
     """They are above; the snippet of another page needs a test of its own."""
-    tried = {*OWN, *(f"docs/{name}.md" for name in ("evaluate", "export", "observers", "sweeps"))}
+    tried = {*OWN, *(f"docs/{name}.md" for name in ("augmentation", "evaluate", "export", "observers", "sweeps"))}
     assert {page for page in PAGES if blocks(text_of(page), "python")} == tried
+
+
+def test_the_transform_of_the_page_on_augmentation_is_taken(tmp_path: Path) -> None:
+    (code,) = blocks(text_of("docs/augmentation.md"), "python")
+    (tmp_path / "mine.py").write_text(code)
+    check_own(f"{tmp_path / 'mine.py'}:augment", 3, 32)
 
 
 def test_the_page_on_sweeps_shows_the_example() -> None:

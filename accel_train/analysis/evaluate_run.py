@@ -16,9 +16,7 @@ from accel_train.analysis.load_run import empty_model, read_config
 from accel_train.analysis.measure import EvaluationResult, Subject, measure
 from accel_train.checkpoint.state_dict import broadcast_weights, named_tensors
 from accel_train.checkpoint.weights import RunWeights, weights_of_run
-from accel_train.config.compatibility import SEMANTICS, check_same_images, check_same_splits
-from accel_train.config.options import parse
-from accel_train.config.schema import Config, as_dict
+from accel_train.config.schema import Config
 from accel_train.data.sources.files.encoded import EncodedImages
 from accel_train.data.sources.load import Splits, splits_of
 from accel_train.data.sources.splits import unwrap_subset
@@ -96,10 +94,9 @@ USED = ("model.name", "data.name", "metrics")  # options that may name the user'
 
 def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Config, ModelInfo]:
     """The configuration of the run, with other data if `overrides` say so, and its model's inputs and outputs."""
+    info = read_model_info(run)  # of another version: its options may be others, too
     config = read_config(run, uses=USED, trust_code=trust_code, overrides=overrides)
-    info = read_model_info(run).at_size(config.model.eval_image_size)
-    if info.semantics != SEMANTICS:
-        check_same_splits(str(run), info.semantics, as_dict(parse([str(run / "config.yaml")], checks_code=False).data))
+    info = info.at_size(config.model.eval_image_size)
     # Also other data is normalised as the training data was: the model was trained with that mean and std.
     augment = dataclasses.replace(config.augment, mean=info.mean, std=info.std)
     return dataclasses.replace(config, augment=augment), info
@@ -108,8 +105,6 @@ def _open(run: Path, overrides: Sequence[str], *, trust_code: bool) -> tuple[Con
 def _load_data(config: Config, info: ModelInfo, run: Path) -> Splits:
     """The data. Image files without a range of their own get that of the model, whose images a cache may have had."""
     splits = splits_of(config, record=run)
-    if config.data.val_fraction or config.data.test_fraction:  # the division depends on which images there are
-        check_same_images(str(run), info.semantics, splits.semantics)
     if info.range is None or splits.value_range is not None or config.data.name == "cache":
         return splits
     if not isinstance(unwrap_subset(splits.train)[0], EncodedImages):

@@ -99,7 +99,7 @@ def accuracy_interval(hits: int, count: int) -> tuple[float, float]:
 
 
 def interval_of(record: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The 95 % interval of a record's accuracy, which older records do not have; None if it has no accuracy."""
+    """The 95 % interval of a record's accuracy; None if it has no accuracy."""
     accuracy, count = record.get("accuracy"), record.get("count")
     if accuracy is None or not count:
         return None

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from accel_train.checkpoint.directory import MANIFEST, BrokenError, verify_files
+from accel_train.config.compatibility import check_format
 from accel_train.errors import UserError
 from accel_train.files import open_to_write, set_default_permissions
 from accel_train.untrusted import (
@@ -75,6 +76,7 @@ def read_checkpoint(path: Path) -> Snapshot:
     file = path / "state.json"
     try:
         state = parse_json(read_regular_file(file))
+        check_format(file, dict(state).get("format"), state["versions"]["accel-train"])
         _check_records(state)
         file = path / "optimizer.pt"
         optimizer = _load_optimizer(file)
@@ -119,8 +121,8 @@ def _check_records(state: Any) -> None:
     ):  # fmt: skip
         if not isinstance(state[name], kinds):
             raise ValueError(f"{name} is {state[name]!r}")
-    for name in ("semantics", "pixels", "samples", "generation"):  # checkpoints of older versions lack them
-        if name in state and not is_count(state[name]):
+    for name in ("samples", "generation"):
+        if name in state and not is_count(state[name]):  # a loop of one's own does not say its samples
             raise ValueError(f"{name} is {state[name]!r}")
     if not isinstance(table := state.get("table", ""), str):
         raise ValueError(f"table is {table!r}")
@@ -167,6 +169,6 @@ def epochs_done(checkpoint: Path) -> int | None:
     """The number of epochs completed in a checkpoint; None if it is in the middle of an epoch, or broken."""
     try:
         train = parse_json(read_regular_file(checkpoint / "state.json"))["train"]
-        return None if train["epoch_count"] or train.get("epoch_samples") else int(train["epoch"])
+        return None if train["epoch_samples"] else int(train["epoch"])
     except (FileNotFoundError, NotRegularFileError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None

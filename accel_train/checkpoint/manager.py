@@ -20,20 +20,12 @@ from accel_train.checkpoint.store import CheckpointStore, RestorePlan
 from accel_train.checkpoint.train_state import TrainState
 from accel_train.checkpoint.weights import check_same_model
 from accel_train.config.compatibility import (
-    IN_MEMORY,
-    SEMANTICS,
     check_changes,
-    check_same_images,
-    check_same_pixels,
-    check_same_policy,
-    check_same_splits,
     differences,
     learning_fingerprint,
-    with_older_batchnorm,
 )
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError
-from accel_train.models.batchnorm.layers import VirtualBatchNorm
 from accel_train.optim.bitwise import what_bits_depend_on
 from accel_train.optim.optimizer import BIASES
 from accel_train.ownership.lease import Lease
@@ -63,11 +55,9 @@ class Checkpoints(CheckpointStore):
         ema: nn.Module | None = None,
         schedule: Stateful | None = None,
         lease: Lease | None = None,
-        pixels: int = IN_MEMORY,
         table: str = "",
     ) -> None:
-        """As `CheckpointStore`. `samples`: number of training samples. `pixels`: the semantics number by which the
-        data's images are found and their pixels computed (`Splits.semantics`). `table`: the SHA-256 of the table that
+        """As `CheckpointStore`. `samples`: number of training samples. `table`: the SHA-256 of the table that
         lists the data, or of its shards.
         """
         super().__init__(
@@ -82,7 +72,7 @@ class Checkpoints(CheckpointStore):
             keep=config.checkpoint.keep,
             milestone_epochs=config.checkpoint.milestone_epochs,
         )
-        self.config, self.samples, self.pixels, self.table = config, samples, pixels, table
+        self.config, self.samples, self.table = config, samples, table
         self.bits = what_bits_depend_on(accelerator) if config.bitwise else {}
         self.changed: tuple[str, ...] = ()
         """The options that are not those of the checkpoint from which the run goes on. On the main process."""
@@ -94,8 +84,6 @@ class Checkpoints(CheckpointStore):
             "table": table,
             "configuration": as_dict(config),
             "configuration_digest": learning_fingerprint(config),
-            "semantics": SEMANTICS,
-            "pixels": pixels,
             "bits": self.bits,
         }
 
@@ -131,13 +119,10 @@ class Checkpoints(CheckpointStore):
         from accel_train.checkpoint.position import obstacle_at, position_in
 
         config, samples = self.config, self.samples
-        saved, semantics = snapshot.state["configuration"], snapshot.state.get("semantics", 1)
-        batchnorms = [module for module in self.model.modules() if isinstance(module, VirtualBatchNorm)]
-        if batchnorms:
-            saved = with_older_batchnorm(saved, semantics)
-        check_same_images(str(path), semantics, self.pixels)
         counts = snapshot.state.get("samples", samples), samples
-        changes = differences(saved, config, counts, (snapshot.state.get("table", ""), self.table))
+        changes = differences(
+            snapshot.state["configuration"], config, counts, (snapshot.state.get("table", ""), self.table)
+        )
         position = position_in(snapshot, path, config, samples, changes)
         obstacle = obstacle_at(position, snapshot, path, config, samples, changes)
         if not obstacle:
@@ -146,10 +131,6 @@ class Checkpoints(CheckpointStore):
             except UserError as mismatch:
                 obstacle = f"{mismatch} Give the old settings, or start a new run with another --output-dir."
         check_changes(changes, config, allow, obstacle)
-        check_same_pixels(str(path), snapshot.state.get("pixels", IN_MEMORY), self.pixels)
-        if "augment.policy" not in changes:
-            check_same_policy(str(path), semantics, config.augment.policy)
-        check_same_splits(str(path), semantics, saved.get("data", {}))
         if snapshot.ema is not None and self.ema is not None:
             check_same_model(named_tensors(self.ema), snapshot.ema, path)
         if "best-metric" in changes and "best" in (snapshot.state["schedule"] or {}):

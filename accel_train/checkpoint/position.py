@@ -10,11 +10,9 @@ from pathlib import Path
 from accel_train.checkpoint.directory import checkpoint_path, list_updates
 from accel_train.checkpoint.format import Snapshot, epochs_done
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import SAMPLE_KEYS, flatten
-from accel_train.config.schema import Config, as_dict
-from accel_train.data.order.plan import Plan, create_plan
-from accel_train.errors import UserError
-from accel_train.untrusted import is_count
+from accel_train.config.compatibility import SAMPLE_KEYS
+from accel_train.config.schema import Config
+from accel_train.data.order.plan import create_plan
 
 
 def position_in(snapshot: Snapshot, path: Path, config: Config, samples: int, changes: Mapping[str, str]) -> TrainState:
@@ -22,29 +20,12 @@ def position_in(snapshot: Snapshot, path: Path, config: Config, samples: int, ch
 
     `changes`: the differences between the checkpoint's settings and this run's. Raises UserError.
     """
-    saved = snapshot.state["train"]
-    position = TrainState.from_saved(saved, path)
+    position = TrainState.from_saved(snapshot.state["train"], path)
     if "best-metric" in changes:  # the best value so far is one of another metric
         position.forget_best()
     if not changes.keys().isdisjoint({*SAMPLE_KEYS, "data", "batch-size", "data.drop-last"}):
         # Updates to be skipped that are still to come have different samples now.
         position.left_out = [update for update in position.left_out if update <= position.update]
-    if "epoch_samples" not in saved:  # older versions counted updates, all of one size
-        position.epoch_samples, fits = position.epoch_count, True
-        if changes.keys().isdisjoint(SAMPLE_KEYS):
-            old = {**flatten(as_dict(Config())), **flatten(snapshot.state["configuration"])}
-            fits = is_count(old["batch-size"], 1)
-            if fits:
-                plan = Plan(samples, old["batch-size"], 1, 1, bool(old["data.drop-last"]))
-                updates = position.update - position.epoch * plan.updates_per_epoch
-                fits = 0 <= updates <= plan.updates_per_epoch
-                position.epoch_samples = min(updates * plan.batch_size, samples)
-        position.epoch_left_out = position.epoch_samples - position.epoch_count
-        if not fits or position.epoch_left_out < 0:
-            raise UserError(
-                f"{path} does not fit the training data, which has {samples} samples: update {position.update} is "
-                f"not in epoch {position.epoch + 1} of it. Has the data changed?"
-            )
     return position
 
 

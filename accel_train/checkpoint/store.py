@@ -41,6 +41,7 @@ from accel_train.checkpoint.state_dict import (
     optimizer_state,
 )
 from accel_train.checkpoint.train_state import TrainState
+from accel_train.config.compatibility import FORMAT
 from accel_train.errors import UserError
 from accel_train.launch.agreement import broadcast_from_main
 from accel_train.ownership.lease import Lease, LostError
@@ -164,6 +165,7 @@ class CheckpointStore(ABC):
             described = {
                 "train": state.to_saved(),
                 **self.description,
+                "format": FORMAT,
                 "versions": versions(),
                 "processes": self.accelerator.num_processes,
                 "generation": self.lease.generation,

@@ -29,11 +29,11 @@ class TrainState:
     """Those of them that cannot be read, or whose updates were skipped; all others are in epoch_count."""
     samples_seen: int = 0
     best_figure: float | None = None
-    """The best value so far of --best-metric. In a checkpoint its name is best_accuracy, as in older ones."""
+    """The best value so far of --best-metric."""
     best_update: int | None = None
     """The update after which it was measured."""
     best_epoch: int | None = None
-    """The epochs that were done then. Older checkpoints do not have it."""
+    """The epochs that were done then."""
     wall_seconds: float = 0.0
     """How long the run has lasted, all starts together, from each one's beginning to its last save or end of an epoch.
     What was done after the last save before a kill, and has to be done again, is counted once."""
@@ -43,8 +43,7 @@ class TrainState:
     epoch_correct: int = 0
     epoch_count: int = 0
     epoch_sums: dict[str, float] = field(default_factory=dict)
-    """The same of metrics other than loss and accuracy that are counted in training, by name. A checkpoint has it only
-    if there are any: older versions could not read it."""
+    """The same of metrics other than loss and accuracy that are counted in training, by name."""
     train_seconds: float = 0.0
     """Training time in seconds, without the first update of each start (see `meter.Stopwatch`)."""
     timed_samples: int = 0
@@ -122,7 +121,7 @@ class TrainState:
         if is_best:
             self.best_figure, self.best_update, self.best_epoch = figure, self.update, epoch
         elif self.best_epoch is None:
-            self.best_epoch = epoch  # of an older checkpoint, or nothing is finite yet: the patience begins here
+            self.best_epoch = epoch  # nothing is finite yet: the patience begins here
         return is_best
 
     def forget_best(self) -> None:
@@ -152,24 +151,15 @@ class TrainState:
 
     def to_saved(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        saved = asdict(self)
-        saved["best_accuracy"] = saved.pop("best_figure")
-        for name in ("best_epoch", "evaluated"):
-            if saved[name] is None:
-                del saved[name]
-        if not self.epoch_sums:
-            del saved["epoch_sums"]
-        return saved
+        return asdict(self)
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any], path: Path) -> TrainState:
-        """Read what `to_saved` wrote into the checkpoint `path`. Raises UserError for unknown entries and for
-        values that are impossible."""
-        if unknown := saved.keys() - {entry.name for entry in fields(cls)} - {"best_accuracy"}:
-            raise UserError(f"{path} was written by a newer accel-train, which counts {', '.join(sorted(unknown))}.")
-        named = {"best_figure" if name == "best_accuracy" else name: value for name, value in saved.items()}
-        state = cls(**named)
-        if name := next((name for name in ("update", "epoch") if name not in saved), "") or state._impossible():
+        """Read what `to_saved` wrote into the checkpoint `path`. Raises UserError for entries that are unknown or
+        missing, and for values that are impossible."""
+        others = sorted(saved.keys() ^ {entry.name for entry in fields(cls)})
+        state = cls() if others else cls(**saved)
+        if name := others[0] if others else state._impossible():
             raise UserError(
                 f"{path / 'state.json'}: {name} is {str(saved.get(name, 'missing'))[:40]!r}, which no run can have "
                 f"counted. If you do not trust it, delete {path}; the previous checkpoint is used then."
@@ -188,7 +178,7 @@ class TrainState:
             "epoch_samples": is_count(self.epoch_samples),
             "epoch_left_out": is_count(self.epoch_left_out),
             "samples_seen": is_count(self.samples_seen),
-            "best_accuracy": self.best_figure is None or is_number(self.best_figure),
+            "best_figure": self.best_figure is None or is_number(self.best_figure),
             "best_update": self.best_update is None or is_count(self.best_update),
             "best_epoch": self.best_epoch is None or is_count(self.best_epoch),
             "evaluated": self.evaluated is None or is_count(self.evaluated),

@@ -1,4 +1,4 @@
-"""Which options may change when a run is resumed, how two configurations differ, and what older versions did.
+"""Which options may change when a run is resumed, how two configurations differ, and the number of runs.
 
 An option affects what is learned unless its declaration says that it is `Free` (declaration.py): so a change of a new
 option is refused. Weights may have another path: the file is compared by its SHA-256. The options that decide the
@@ -10,15 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from accel_train import __version__
 from accel_train.config.declaration import ONE_START, DecidesSamples, EndsRun, Free
-from accel_train.config.option_types import REMOVED, declared
+from accel_train.config.option_types import declared
 from accel_train.config.origin import compare_by_content
 from accel_train.config.schema import Config, as_dict
 from accel_train.errors import UserError, nearest
 from accel_train.user_code.reference import PREFIXES, metric_name, short_name
 
+FORMAT = 8
+"""The number of runs and checkpoints. It rises when one of another version would be misread, or would go on as another
+run: when a file of a run has other contents, or when the same configuration and the same data lead to another trained
+model. A run or a checkpoint with another number is refused."""
 FREE = dict(declared(Free))
 # The keys of the options that belong to one start, decide samples, and end a run.
 START_KEYS = tuple(key for key, free in FREE.items() if free is ONE_START)
@@ -46,6 +52,19 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             value = json.dumps(json.loads(value), sort_keys=True)
         result.update(flatten(value, key + ".") if isinstance(value, Mapping) else {key: value})
     return result
+
+
+def check_format(file: Path, number: Any, version: Any) -> None:
+    """Raise UserError unless `file`, of a run or a checkpoint, has this program's FORMAT.
+
+    `number`, `version`: the format and the version of accel-train that the file names, None for neither.
+    """
+    if number != FORMAT:
+        wrote = f"accel-train {str(version)[:40]}" if version else "an older accel-train"
+        raise UserError(
+            f"{file} was written by {wrote}, whose runs this one ({__version__}) does not read. Use that version, or "
+            "train a new run with another --output-dir."
+        )
 
 
 def is_under(key: str, prefixes: Iterable[str]) -> bool:
@@ -86,8 +105,7 @@ def differences(
 ) -> dict[str, str]:
     """Return the settings in which `config` differs from the `saved` ones: key -> "old -> new".
 
-    A key that `saved` does not contain is compared as its default value: an older version of the program saved it. An
-    option that no longer exists is a difference unless it had the value that is left.
+    A key that `saved` does not contain is compared as its default value.
     `samples`: numbers of training samples then and now. If they differ and no setting explains it, the data itself has
     changed, and the result has the key "data". So it has if `tables`, the hashes of the table that lists the samples,
     then and now, differ ("": there was no table). With data.order=shards they are hashes of the shards.
@@ -98,8 +116,6 @@ def differences(
         key: f"{old[key]} -> {new[key]}" for key in new if old[key] != new[key] and not is_under(key, START_KEYS)
     }
     changes = compare_by_content(changes, old, new)
-    removed = {key: flatten(saved).get(key, left) for key, (left, _) in REMOVED.items()}
-    changes |= {key: f"{old} -> removed" for key, old in removed.items() if old != REMOVED[key][0]}
     explained = any(key in changes for key in (*SAMPLE_KEYS, "data.skip-unreadable"))
     if samples is not None and samples[0] != samples[1] and not explained:
         changes["data"] = f"{samples[0]} -> {samples[1]} training samples"
@@ -114,7 +130,7 @@ def not_allowed(changes: Iterable[str], config: Config, allow: Iterable[str]) ->
 
     Raises UserError if `allow` contains a name that is neither an option nor a group of options.
     """
-    known = [*flatten(as_dict(config)), *REMOVED]
+    known = flatten(as_dict(config))
     allowed = [name.replace("_", "-") for name in allow]
     for name in allowed:
         if not any(is_under(key, [name]) for key in known):
@@ -141,89 +157,3 @@ def check_changes(
         raise UserError(f"The checkpoint was made with other settings: {listed}. {advice}")
     if obstacle:
         raise UserError(obstacle)
-
-
-SEMANTICS = 7
-"""It rises when the same configuration and the same data would lead to another trained model.
-
-1   The first version; checkpoints, caches and model.json without a number have this one.
-2   Images are rotated as their EXIF orientation says. The box of crop=resized is cut exactly from a JPEG decoded at a
-    reduced size; before, it was rounded to that size's pixels. Data is divided into splits before
-    --data.skip-unreadable leaves images out, and the training images keep their indices; before, the following images
-    moved up, some of them into other splits.
-3   BatchNorm normalises virtual batches, not the micro-batch of a process, and its running statistics are updated once
-    an update, not once a micro-batch. Masks of dropout and drop path are functions of (seed, update, sample, layer).
-4   Each call of a BatchNorm that a forward pass calls several times counts in its running statistics; before, only the
-    last one did. An update without a call leaves them as they are; before, it moved them to 0. Values that are not as
-    many for each sample, such as learned prototypes, count once an update; before, once a forward pass of a process.
-5   Folders and tar files have more kinds of images: .jfif, .gif, .avif, .jp2 and others were left out before.
-6   RandAugment, TrivialAugment and AutoAugment turn and shift PIL images with --augment.interpolation; before, tensors,
-    to the nearest pixel. --optim.decay-all also decays what a model of timm's excludes, such as position embeddings.
-    (A checkpoint has the weight decay of each of its groups, so an older run keeps its own.)
-7   --schedule.name plateau does not count the evaluations of its warm-up. (A checkpoint says whether it does.)
-
-A run continues only with the semantics that it began with: an older run that a change affects is refused (but not of
-number 3 for 4: no release has written 3). No change has affected the pixels of datasets in memory (digits, MNIST, …).
-"""
-# The latest numbers that changed these datasets: see Splits.semantics.
-IN_MEMORY, IMAGE_FILES, IMAGE_NAMES = 1, 2, 5  # the last one: image files that older versions left out
-
-
-def check_same_pixels(what: str, before: int, now: int) -> None:
-    """Raise UserError if the images of the checkpoint `what`, with the number `before`, have other pixels now."""
-    before, now = min(before, IMAGE_FILES), min(now, IMAGE_FILES)
-    if before < now:
-        raise UserError(
-            f"{what} is from an older accel-train, which ignored the EXIF orientation of image files and cropped them "
-            "differently. Finish the run with the version in state.json, or start a new run with another --output-dir."
-        )
-    if before > now:
-        raise UserError(
-            f"{what} is from a run whose images were rotated as EXIF says, but the cache was written by an older "
-            "accel-train, which ignored EXIF. Write the cache again with `accel-train cache-data`."
-        )
-
-
-def check_same_images(what: str, before: int, images: int) -> None:
-    """Raise UserError if `what`, of a run with the number `before`, left out some of these `images` by their names.
-
-    `images`: `Splits.semantics`.
-    """
-    if before < IMAGE_NAMES <= images:
-        raise UserError(
-            f"{what} is from an older accel-train, which left out images with such names as .jfif, .gif or .avif, and "
-            "the data has some. Move them out of the data's folder, or start a new run with another --output-dir."
-        )
-
-
-def with_older_batchnorm(saved: dict[str, Any], before: int) -> dict[str, Any]:
-    """Return `saved`, the settings of a run with the number `before` whose model has BatchNorm.
-
-    For an older run the virtual batch size becomes "each process's micro-batch", as it was then. So resuming the run,
-    which changes its BatchNorm statistics, requires --allow-change virtual-batch-size.
-    """
-    return {**saved, "virtual_batch_size": "each process's micro-batch"} if before < 3 else saved
-
-
-def check_same_policy(what: str, before: int, policy: str) -> None:
-    """Raise UserError if `what`, of a run with the number `before`, had other images with this augment.policy."""
-    if before < 6 and policy not in ("none", "augmix"):
-        raise UserError(
-            f"{what} is from an older accel-train, where --augment.policy {policy} did not use "
-            "--augment.interpolation. Finish the run with the version in state.json, or start a new run with another "
-            "--output-dir."
-        )
-
-
-def check_same_splits(what: str, before: int, data: Mapping[str, Any]) -> None:
-    """Raise UserError if `what`, of a run with the number `before` and the settings `data`, had other splits."""
-    if before > SEMANTICS:
-        raise UserError(
-            f"{what} is from a newer accel-train, where the same configuration has another meaning. Use that version."
-        )
-    if before < 2 and data.get("skip_unreadable") is not None:
-        raise UserError(
-            f"{what} is from an older accel-train, which left out the images of --data.skip-unreadable before it "
-            "divided the data, so its splits were different. Use that version for this run, or start a new run with "
-            "another --output-dir."
-        )

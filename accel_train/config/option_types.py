@@ -28,15 +28,6 @@ SET_BY_PROGRAM = ("recipe", "origin")
 """The fields of `Config` that are not options."""
 
 
-REMOVED = {
-    "data.decode-on": (
-        "host",
-        "images are decoded on the host only. Where its cores are too slow, decode once: accel-train cache-data",
-    )
-}
-"""Options of older versions: key -> (the value with which a run or recipe of then still works, what to do instead)."""
-
-
 @functools.cache
 def option_types(cls: type[Any] = Config, without: tuple[str, ...] = SET_BY_PROGRAM) -> OptionTypes:
     """Return the options that are the fields of `cls`: key ("optim.weight-decay") -> type of its value.
@@ -138,8 +129,6 @@ def unknown_option(key: str, origin: str, known: OptionTypes) -> str:
     The message proposes what the option is called here if another trainer calls it so; else the options with the same
     last part (lr: optim.lr); else one with almost the same name.
     """
-    if key in REMOVED and "data.root" in known:
-        return f"--{key}: this option was removed; {REMOVED[key][1]} ({origin})."
     from accel_train.config.synonyms import advice
 
     hint = advice(key, known)

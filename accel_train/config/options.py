@@ -17,7 +17,6 @@ from typing import Any, NoReturn, TypeVar
 from accel_train.config.contradictions import contradictions
 from accel_train.config.declaration import Bound
 from accel_train.config.option_types import (
-    REMOVED,
     OptionTypes,
     as_words,
     choices,
@@ -223,8 +222,6 @@ def _known_options(recipe: Recipe, mistakes: list[str]) -> Recipe:
     known = option_types()
     for option in [option for key, option in recipe.options.items() if key not in known]:
         del recipe.options[option.key]
-        if option.key in REMOVED and option.values == REMOVED[option.key][:1]:
-            continue  # written by an older version
         if option.key not in groups(known) or option.values != ("null",):  # `ema:` with nothing under it sets nothing
             mistakes.append(unknown_option(option.key, option.origin, known))
     return recipe

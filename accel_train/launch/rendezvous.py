@@ -68,8 +68,7 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float, tro
             every_process=False,
         )
     keys, verdict = [f"{prefix}/{rank}" for rank in range(launch.world_size)], f"{prefix}/met"
-    mine = [hostname(), device_id, launch.world_size]
-    store.set(f"{keys[launch.rank]}/version", __version__)  # a key of its own: older versions read only the other
+    mine = [hostname(), device_id, launch.world_size, __version__]
     store.set(keys[launch.rank], json.dumps(mine))
     began = time.monotonic()
     found, is_first = trouble, launch.rank == 0
@@ -79,15 +78,13 @@ def _check_ranks(store: Any, launch: Launch, device_id: str, seconds: float, tro
         elif is_first:
             _wait_for(launch, store, keys, verdict, began + seconds)
             if not store.check([verdict]):
-                found = _other_version(store, keys) or _validate_ranks(store.multi_get(keys))
+                found = _validate_ranks(store.multi_get(keys))
         else:  # rank 0 gives up first, and says who is missing
             _wait_for(launch, store, [WORLD], verdict, began + seconds + VERDICT_SECONDS)
             _check_world(store, launch, world)
             _wait_for(launch, store, [keys[0]], verdict, began + seconds + VERDICT_SECONDS)
-            if store.check([keys[0]]):  # also if rank 0 has judged already: older versions do not judge the version
-                found = _other_version(store, [keys[0]])
-            if not (found or store.check([verdict])):
-                found = _other_world_size({0: json.loads(store.get(keys[0])), launch.rank: mine})
+            if not store.check([verdict]):
+                found = _other_program({0: json.loads(store.get(keys[0])), launch.rank: mine})
             if not found:
                 _wait_for(launch, store, [verdict], verdict, began + seconds + VERDICT_SECONDS)
     except TimeoutError:
@@ -119,10 +116,10 @@ def _check_world(store: Any, launch: Launch, world: str) -> None:
 def _validate_ranks(written: list[bytes]) -> str:
     """What is wrong with the records of all ranks; "" if nothing."""
     records = {rank: json.loads(record) for rank, record in enumerate(written)}
-    if found := _other_world_size(records):
+    if found := _other_program(records):
         return found
     users = defaultdict(list)
-    for rank, (host, device, _) in records.items():
+    for rank, (host, device, *_) in records.items():
         users[host, device].append(rank)
     for (host, device), ranks in users.items():
         if device and len(ranks) > 1:
@@ -135,26 +132,16 @@ def _validate_ranks(written: list[bytes]) -> str:
     return ""
 
 
-def _other_version(store: Any, keys: list[str]) -> str:
-    """Says which rank runs another version of this program than this one; "" if none does."""
-    own, old = __version__, "an older one"
-    names = [f"{key}/version" for key in keys]
-    known = store.check(names)
-    for key, name in zip(keys, names, strict=True):
-        found = store.get(name).decode() if known or store.check([name]) else old
-        if found != own:
-            host, rank = json.loads(store.get(key))[0], key.rpartition("/")[2]
+def _other_program(records: Mapping[int, Any]) -> str:
+    """Says which rank runs another version of this program than rank 0, or expects another number of processes; "" if
+    none does."""
+    first_host, _, expected, version = records[0]
+    for rank, (host, _, world_size, other) in records.items():
+        if other != version:
             return (
-                f"The processes run different versions of accel-train: {own} on {hostname()}, {found} on {host} (rank "
-                f"{rank}). Install the same one on all nodes, and activate the same environment."
+                f"The processes run different versions of accel-train: {version} on {first_host}, {other} on {host} "
+                f"(rank {rank}). Install the same one on all nodes, and activate the same environment."
             )
-    return ""
-
-
-def _other_world_size(records: Mapping[int, Any]) -> str:
-    """Says which rank expects another number of processes than rank 0; "" if none does."""
-    first_host, _, expected = records[0]
-    for rank, (host, _, world_size) in records.items():
         if world_size != expected:
             return (
                 f"Rank 0 on {first_host} expects {expected} processes, but rank {rank} on {host} expects {world_size}. "

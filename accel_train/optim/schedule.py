@@ -31,12 +31,8 @@ class Plateau:
         self.best: float | None = None
         self.bad_epochs = 0
         self.decays = 0
-        # Evaluations until then do not count, as in timm. 0 in a run whose checkpoint does not have the number: earlier
-        # versions counted them, and such a run continues to do so.
-        self.warmup_epochs = warmup_epochs
-        # The epochs that were done at the last evaluation. None in a run whose checkpoint does not have the number:
-        # earlier versions counted evaluations instead of epochs, and such a run continues to do so.
-        self.epoch: int | None = 0
+        self.warmup_epochs = warmup_epochs  # evaluations until then do not count, as in timm
+        self.epoch = 0  # the epochs that were done at the last evaluation
 
     def rate(self, base: float) -> float:
         """What the learning rate `base` is after the decays."""
@@ -44,15 +40,13 @@ class Plateau:
 
     def step(self, epoch: int, metric: float) -> None:
         """Record the figure `metric` after `epoch` epochs, higher if better."""
+        passed, self.epoch = epoch - self.epoch, epoch
         if epoch <= self.warmup_epochs:
-            self.epoch = epoch
             return
         if math.isfinite(metric) and (self.best is None or metric > self._to_surpass(self.best)):
             self.best, self.bad_epochs = metric, 0
         else:
-            self.bad_epochs += 1 if self.epoch is None else epoch - self.epoch
-        if self.epoch is not None:
-            self.epoch = epoch
+            self.bad_epochs += passed
         if self.bad_epochs > self.schedule.patience_epochs:
             self.decays, self.bad_epochs = self.decays + 1, 0
 
@@ -60,14 +54,11 @@ class Plateau:
         return best * (1 + math.copysign(self.schedule.threshold, best))  # a loss counts with a minus here
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"bad_epochs": self.bad_epochs, "decays": self.decays, "epoch": self.epoch}
-        return {"best": self.best, **counts, "warmup_epochs": self.warmup_epochs}
+        return {"best": self.best, "bad_epochs": self.bad_epochs, "decays": self.decays, "epoch": self.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best, self.bad_epochs = state_dict["best"], state_dict["bad_epochs"]
-        self.decays, self.epoch = state_dict["decays"], state_dict.get("epoch")
-        if not state_dict.get("warmup_epochs"):
-            self.warmup_epochs = 0
+        self.decays, self.epoch = state_dict["decays"], state_dict["epoch"]
 
 
 class LearningRate:

@@ -61,7 +61,7 @@ def last_begun(directory: Path) -> tuple[int, int]:
 
 
 def generation_of(record: Mapping[str, Any]) -> int:
-    """The generation that a record of a run names, from 1; 0 for one of an older version."""
+    """The generation that a record of a run names, from 1; 0 if it names none."""
     number = record.get("generation", 0)
     return number if is_count(number) else 0
 
@@ -70,8 +70,7 @@ def is_late(directory: Path, record: Mapping[str, Any], update: int | None = Non
     """Whether an earlier owner wrote `record` after a later one had begun to train the run in `directory`.
 
     `update`: of a checkpoint. One that the later owner may have begun from is not late. Without it `record` is a
-    result: the later owner has renamed an earlier one before it began. Records of older versions do not name a
-    generation, and are never late. Raises OSError.
+    result: the later owner has renamed an earlier one before it began. Raises OSError.
     """
     number, began_at = last_begun(directory)
     return 0 < generation_of(record) < number and (update is None or update > began_at)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel_train import __version__
+from accel_train.config.compatibility import FORMAT, check_format
 from accel_train.config.origin import Origin, read_origin
 from accel_train.data.sources.files.depth import is_value_range
 from accel_train.errors import UserError
@@ -41,8 +43,6 @@ class ModelInfo:
     """Divides each channel after that."""
     full_scale: int = 255
     """The pixel value that `mean` and `std` count as 1: 255 of uint8 images, 1 of a user's float tensors."""
-    semantics: int = 1
-    """The version of the meaning of settings: see config/compatibility.py."""
     origin: Origin = field(default_factory=Origin)
     """Of the weights that the run began from."""
     multi_label: bool = False
@@ -70,24 +70,23 @@ class ModelInfo:
         return self.full_scale == 255 and self.channels in (1, 3)
 
     def to_json(self) -> str:
-        values = dataclasses.asdict(self)
-        for name, default in (("multi_label", False), ("range", None), ("trained_at", None)):
-            if values[name] == default:
-                del values[name]  # older versions can read the file then
+        values = {"format": FORMAT, "version": __version__, **dataclasses.asdict(self)}
         return json.dumps(values, indent=2) + "\n"
 
 
 def read_model_info(run: Path) -> ModelInfo:
-    """Read the ModelInfo of the run in the folder `run`. Raises UserError if it is missing or damaged."""
+    """Read the ModelInfo of the run in the folder `run`. Raises UserError if it is missing, damaged or of another
+    version."""
     path = run / FILE
     try:
         values: dict[str, Any] = parse_json(read_regular_file(path, follow=True))
+        check_format(path, values.pop("format", None), values.pop("version", None))
         for name in ("classes", "mean", "std"):
             if not isinstance(values[name], list):
                 raise TypeError(f"{name} is not a list")
             values[name] = tuple(values[name])
-        values["origin"] = read_origin(values.get("origin", {}))
-        if isinstance(values.get("range"), list):
+        values["origin"] = read_origin(values["origin"])
+        if isinstance(values["range"], list):
             values["range"] = tuple(values["range"])
         info = ModelInfo(**values)
         if name := _impossible(info):
@@ -114,7 +113,6 @@ def _impossible(info: ModelInfo) -> str:
         "full_scale": info.full_scale in (1, 255),
         "multi_label": isinstance(info.multi_label, bool),
         "range": is_value_range(info.range),
-        "semantics": is_count(info.semantics, 1, LARGEST),
         "std": len(info.std) == channels and all(is_number(value, 0, 1e6) and value > 0 for value in info.std),
     }
     return next((name for name, fit in fits.items() if not fit), "")

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from accel_train import __version__
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import learning_settings
+from accel_train.config.compatibility import FORMAT, learning_settings
 from accel_train.config.schema import Config, best_metric
 from accel_train.data.order.plan import Plan
 from accel_train.data.sources.splits import Splits, label_numbers
@@ -43,6 +44,8 @@ def result_of(
     metrics = figures_for(config.metrics, multi_label=multi_label)
     metric = best_metric(config, multi_label=multi_label)
     result: dict[str, Any] = {
+        "format": FORMAT,
+        "version": __version__,
         "recipe": config.recipe,
         "epochs": plan.epochs_until(state.epoch, state.epoch_samples),
         "updates": state.update,

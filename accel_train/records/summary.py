@@ -11,7 +11,6 @@ from torch import nn
 
 from accel_train import models
 from accel_train.checkpoint.train_state import TrainState
-from accel_train.config.compatibility import SEMANTICS
 from accel_train.config.declaration import BEST_METRICS
 from accel_train.config.schema import Config, to_yaml
 from accel_train.data.loading import create_sampler
@@ -208,7 +207,6 @@ def model_info_of(config: Config, splits: Splits, image_size: int) -> ModelInfo:
         splits.image_size if has_one_size(splits.train) else None,
         *resolve_mean_std(config, splits),
         splits.full_scale,
-        SEMANTICS,
         config.origin,
         splits.multi_label,
         splits.value_range,

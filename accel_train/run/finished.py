@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.checkpoint.directory import list_updates
-from accel_train.config.compatibility import END_KEYS, affects_learning, differences, is_under, not_allowed
+from accel_train.config.compatibility import (
+    END_KEYS,
+    affects_learning,
+    check_format,
+    differences,
+    is_under,
+    not_allowed,
+)
 from accel_train.config.option_types import value
-from accel_train.config.options import parse
-from accel_train.config.schema import Config, as_dict
+from accel_train.config.schema import Config
 from accel_train.errors import UserError, counted
 from accel_train.launch.environment import Launch
 from accel_train.ownership.generation import is_late
@@ -75,7 +81,7 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
             f"{path}, the result of a finished run, cannot be read ({error.strerror}). Give another --output-dir."
         ) from None
     checkpoints = run / "checkpoints"
-    result = _read(content)
+    result = _read(path, content)
     if result is not None and is_late(run, result):
         return None
     if result is None:
@@ -87,7 +93,7 @@ def find_finished_run(run: Path, config: Config, launch: Launch) -> FinishedRun 
         kept = f"{RESULT}.damaged"
         return FinishedRun(renamed={RESULT: kept}, note=f"{path} is damaged and renamed to {kept}; it is created again")
 
-    done, changes = result["epochs"], differences(_settings(run, result), config)
+    done, changes = result["epochs"], differences(result["settings"], config)
     changed = [key for key in changes if key in END_KEYS or affects_learning(key, config.schedule.name)]
     if not changed:
         return FinishedRun(result)
@@ -120,39 +126,19 @@ def _too_short(result: Mapping[str, Any], config: Config) -> str:
     by = options.get(str(result.get("stopped_by")))
     if by is None:
         return ""
-    before, now = result.get("settings", {}).get(by), value(config, by)
+    before, now = result["settings"].get(by), value(config, by)
     larger = now is None or not isinstance(before, (int, float)) or now > before
     return "" if larger else f"--{by} of more than {before}, or none"
 
 
-def _read(content: bytes) -> dict[str, Any] | None:
-    """The content of result.json, or None if it is not a result."""
+def _read(path: Path, content: bytes) -> dict[str, Any] | None:
+    """The content of result.json, or None if it is not a result. Raises UserError for one of another version."""
     result = json_object(content)
-    if result is None or not isinstance(result.get("settings", {}), dict):
-        return None
     kinds: dict[str, Any] = {"recipe": str, "epochs": (int, float), "updates": int}
-    return result if all(isinstance(result.get(name), kind) for name, kind in kinds.items()) else None
-
-
-def _settings(run: Path, result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of a result. Those of older versions are in config.yaml. Raises UserError."""
-    if "settings" in result:
-        settings: Mapping[str, Any] = result["settings"]
-        return settings
-    path = run / "config.yaml"
-    try:
-        config = parse([str(path)], checks_code=False)
-    except UserError as error:
-        raise UserError(
-            f"{run / RESULT} does not say which settings it belongs to, and {path} cannot be used: {error} Give "
-            "another --output-dir."
-        ) from None
-    if config.recipe != result["recipe"]:
-        raise UserError(
-            f"{run / RESULT} is of the recipe {result['recipe']!r}, but {path} is of {config.recipe!r}, so it is not "
-            "the result of this run. Rename the file to go on with the run, or give another --output-dir."
-        )
-    return as_dict(config) | {"epochs": result["epochs"]}
+    if result is None or not all(isinstance(result.get(name), kind) for name, kind in kinds.items()):
+        return None
+    check_format(path, result.get("format"), result.get("version"))
+    return result if isinstance(result.get("settings"), dict) else None
 
 
 def _words(key: str, setting: Any) -> list[str]:

@@ -56,7 +56,6 @@ def create_checkpoints(setup: TrainingSetup, lease: Lease) -> Checkpoints:
         ema=setup.ema and setup.ema.module,
         schedule=setup.schedule,
         lease=lease,
-        pixels=setup.splits.semantics,
         table=setup.splits.table,
     )
 

@@ -268,7 +268,7 @@ def test_what_is_wrong_is_told_in_a_line(
             patch.setenv(name, value)
         assert "runs in one process, but 2 were started" in told(image)
     values = json.loads((alone / "model.json").read_text())
-    for wrong in ({"semantics": "2"}, {"classes": ["\ud800", *values["classes"][1:]]}, {"classes": ["a"]}):
+    for wrong in ({"channels": "2"}, {"classes": ["\ud800", *values["classes"][1:]]}, {"classes": ["a"]}):
         (alone / "model.json").write_text(json.dumps(values | wrong))
         assert told(image).startswith(f"{alone}/model.json is damaged (")
     (alone / "model.json").unlink()

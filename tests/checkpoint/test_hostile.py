@@ -134,12 +134,12 @@ def first_state(tree: dict[str, Any]) -> dict[str, Any]:
 
 CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "words": (lambda c: edit_state(c, lambda s: s["train"].update(update="x")), "update is 'x', which no run"),
-    "nan": (lambda c: edit_state(c, lambda s: s["train"].update(best_accuracy=math.nan)), "best_accuracy is 'nan'"),
+    "nan": (lambda c: edit_state(c, lambda s: s["train"].update(best_figure=math.nan)), "best_figure is 'nan'"),
     "no position": (lambda c: edit_state(c, lambda s: s["train"].pop("epoch")), "epoch is 'missing'"),
     "another update": (lambda c: edit_state(c, lambda s: s["train"].update(update=5)), "rename it to update-00000005"),
     "another epoch": (lambda c: edit_state(c, lambda s: s["train"].update(epoch=0)), "update 54 is not in epoch 1"),
     "no versions": (lambda c: edit_state(c, lambda s: s.update(versions=[])), "not a file of this program"),
-    "a meaning": (lambda c: edit_state(c, lambda s: s.update(semantics="x")), "not a file of this program"),
+    "a meaning": (lambda c: edit_state(c, lambda s: s.update(samples="x")), "not a file of this program"),
     "no data": (lambda c: edit_state(c, lambda s: s["configuration"].update(data=[])), "not a file of this program"),
     "a scaler": (lambda c: edit_state(c, lambda s: s.update(scaler={"scale": "x"})), "not a file of this program"),
     "two lines": (

@@ -1,4 +1,4 @@
-"""Checkpoints of older versions, where the same configuration meant something else, and of other machines."""
+"""Runs and checkpoints of another format, and of other machines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_hostile import edit_state
-from torch import nn
 
 from accel_train.cli import main
-from accel_train.config.schema import Optim
-from accel_train.optim.optimizer import create_optimizer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -40,53 +36,38 @@ def more(words: str) -> str:
     return f"{words} --epochs 2 --allow-change epochs"
 
 
-def test_an_older_run_with_batchnorm_needs_permission(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    interrupted(run, BATCHNORM, semantics=2)
-    assert train(run, more(BATCHNORM)) == 2
-    assert "virtual-batch-size: each process's micro-batch -> 8" in capsys.readouterr().err
-    assert train(run, f"{more(BATCHNORM)} virtual-batch-size") == 0
-    assert json.loads((run / "result.json").read_text())["updates"] == 6
-
-
-def test_an_older_run_without_batchnorm_goes_on(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    interrupted(run, TINY, semantics=2)
-    assert train(run, more(TINY)) == 0
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("policy", "goes_on"), [("randaugment", False), ("augmix", True), ("none", True)])
-def test_an_older_run_whose_policy_did_not_interpolate_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, goes_on: bool
+@pytest.mark.parametrize("number", [7, 9, None, "8"])
+def test_another_format_is_refused_with_the_version_that_wrote_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: object
 ) -> None:
-    run, words = tmp_path / "run", f"{TINY} --augment.policy {policy} --data.workers 0"
-    interrupted(run, words, semantics=5)
-    assert train(run, more(words)) == (0 if goes_on else 2)
-    if not goes_on:
+    """Of a checkpoint, of a result, and of a run that is evaluated."""
+    run = tmp_path / "run"
+    assert train(run, f"{TINY} --epochs 1") == 0
+    capsys.readouterr()
+
+    def change(values: dict[str, Any]) -> None:
+        values["format"] = number
+        if number is None:
+            del values["format"]
+        if "versions" in values:
+            values["versions"]["accel-train"] = "0.1"
+        else:
+            values["version"] = "0.1"
+
+    for name in ("model.json", "result.json", "state.json"):
+        if name == "state.json":
+            for checkpoint in sorted((run / "checkpoints").iterdir()):
+                edit_state(checkpoint, change)
+        else:
+            values = json.loads((run / name).read_text())
+            change(values)
+            (run / name).write_text(json.dumps(values))
+        assert (main(["evaluate", str(run)]) if name == "model.json" else train(run, more(TINY))) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "an older accel-train, where --augment.policy randaugment did not use --augment.interpolation" in line
-        assert train(run, f"{more(words).replace('randaugment', 'none')} augment.policy") == 0
-
-
-@pytest.mark.ci
-def test_an_older_run_keeps_the_weight_decay_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--optim.decay-all left out what the model excludes; a checkpoint has the decay of each group."""
-    words = f"{TINY} --model.image-size 160 --model.name test_vit --optim.name adamw --optim.weight-decay 0.1"
-    words += " --optim.decay-all true"
-
-    def older(optim: Optim, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-        optimizer = create_optimizer(optim, model, **options)
-        optimizer.param_groups[0]["weight_decay"] = 0.0
-        return optimizer
-
-    with monkeypatch.context() as patch:
-        patch.setattr("accel_train.training_setup.create_optimizer", older)
-        interrupted(tmp_path / "run", words, semantics=5)
-    assert train(tmp_path / "run", more(words)) == 0
-    (last,) = (tmp_path / "run" / "checkpoints").glob("update-00000006")
-    groups = torch.load(last / "optimizer.pt", weights_only=True)["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.0, 0.1]
+        assert f"{name} was written by accel-train 0.1, whose runs this one" in line
+        assert "train a new run with another --output-dir" in line
+        if name == "result.json":
+            (run / name).unlink()
 
 
 @pytest.mark.ci

@@ -260,17 +260,6 @@ def test_nothing_is_proposed_that_is_not_close(word: str) -> None:
     assert "Did you mean" not in told("digits", f"--{word}", "1")
 
 
-def test_an_option_of_older_versions_says_what_to_do_instead(recipe: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--data\.decode-on: this option was removed; .*accel-train cache-data"):
-        parse([recipe, "--data.decode-on", "device"])
-    run = tmp_path / "config.yaml"
-    run.write_text(f"base: {recipe}\ndata:\n  decode_on: host\n")
-    assert parse([str(run)]).data == parse([recipe]).data
-    run.write_text(f"base: {recipe}\ndata:\n  decode_on: device\n")
-    with pytest.raises(UserError, match=r"this option was removed; .*config\.yaml:3"):
-        parse([str(run)])
-
-
 def test_what_is_proposed_exists() -> None:
     from accelerate.commands.launch import launch_command_parser
 

@@ -128,10 +128,10 @@ def test_a_size_that_the_model_does_not_take_is_one_line(
     assert "that of the run's training; give --model.eval-image-size" in capsys.readouterr().err
 
 
-def test_an_older_model_json_has_one_size(photos: Path, tmp_path: Path) -> None:
+def test_a_model_without_an_evaluation_size_has_one_size(photos: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(words(photos, run, "--model.image-size", "16")) == 0
-    assert "trained_at" not in json.loads((run / "model.json").read_text())
+    assert json.loads((run / "model.json").read_text())["trained_at"] is None
     info = load(run).info
     assert info.at_size(None) is info and info.at_size(16) is info
     assert dataclasses.asdict(info.at_size(24).at_size(32))["trained_at"] == 16

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import shutil
 import tarfile
 from pathlib import Path
 
@@ -12,10 +10,8 @@ import pytest
 from PIL import Image
 
 from accel_train.cli import main
-from accel_train.config.compatibility import SEMANTICS
 from accel_train.config.schema import Data
 from accel_train.data.sources.load import load_splits
-from accel_train.files import sha256
 
 KINDS = {"jfif": "JPEG", "gif": "GIF", "avif": "AVIF", "jp2": "JPEG2000", "JPE": "JPEG", "pbm": "PPM", "tga": "TGA"}
 SIZE = 16
@@ -87,43 +83,3 @@ def test_predict_says_which_files_of_a_folder_are_left_out(tmp_path: Path, capsy
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 1 + len(KINDS)
     assert f"{new}: 3 files are not images by their names and are left out: 2 .xml, 1 .txt." in err.splitlines()
-
-
-def older(checkpoint: Path) -> None:
-    """As the version before these names wrote it."""
-    file = checkpoint / "state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"semantics": 4}))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["state.json"] = {"size": file.stat().st_size, "sha256": sha256(file)}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize("new", ["jfif", "png"])
-def test_an_older_run_does_not_go_on_with_images_that_it_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], new: str
-) -> None:
-    """With a limit the number of samples is the same, but they are other ones."""
-    root, run = photos(tmp_path / "images"), tmp_path / "run"
-    assert main(words(root, run, "--epochs", 1)) == 0
-    (run / "result.json").unlink()
-    for checkpoint in (run / "checkpoints").iterdir():
-        older(checkpoint)
-    info = run / "model.json"
-    info.write_text(info.read_text().replace(f'"semantics": {SEMANTICS}', '"semantics": 4'))
-    for number in range(6):
-        write(root / ("dark", "light")[number % 2] / f"{number}-new.{new}", "JPEG")
-    capsys.readouterr()
-    on = words(root, run, "--epochs", 2, "--allow-change", "epochs")
-    if new == "png":  # that is other data, as ever
-        assert main(on) == 0
-        return
-    assert main(on) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "from an older accel-train, which left out images with such names as .jfif" in line
-    assert main(["evaluate", str(run), "--split", "val"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "which left out images with such names as .jfif" in line
-    for path in root.rglob("*.jfif"):
-        shutil.move(path, tmp_path)
-    assert main(on) == 0
-    assert main(["evaluate", str(run), "--split", "val"]) == 0

@@ -12,14 +12,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from accel_train.checkpoint.directory import checkpoint_path, list_updates
+from accel_train.checkpoint.directory import list_updates
 from accel_train.cli import main
-from accel_train.config.compatibility import SEMANTICS
 from accel_train.config.schema import Data
 from accel_train.data.order.plan import Plan
 from accel_train.data.order.samplers import TrainingSampler
 from accel_train.data.sources.load import load_splits
-from accel_train.files import sha256
 
 WORDS = "digits --batch-size 8 --epochs 2 --model.image-size 8 --augment.crop resized --augment.flip 0.5"
 WORDS += " --checkpoint.every-updates 1 --data.workers 1 --data.name folder --data.val-fraction 0.1"
@@ -64,37 +62,3 @@ def test_the_list_given_later_makes_the_same_run_as_from_the_start(tmp_path: Pat
     lines = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
     assert {line["count"] for line in lines if line["kind"] == "eval" and line["split"] == "train"} == {41}
     assert any(line["kind"] == "event" and line.get("text") == "resumed" and line["update"] == at for line in lines)
-
-
-def older(checkpoint: Path) -> None:
-    """As older versions wrote it, without numbers."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    assert state.pop("semantics") == SEMANTICS
-    del state["pixels"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    file = checkpoint / "state.json"
-    manifest["files"]["state.json"] = {"size": file.stat().st_size, "sha256": sha256(file)}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "digits"])
-def test_an_older_run_goes_on_if_nothing_changed_and_else_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
-    run = tmp_path / "run"
-    line = words(tree(tmp_path / "images"), run) if kind == "folder" else f"train digits --output-dir {run}".split()
-    line += ["--schedule.name", "constant"]
-    assert main([*line, "--epochs", "1"]) == 0
-    (run / "result.json").unlink()
-    for update in list_updates(run / "checkpoints"):
-        older(checkpoint_path(run / "checkpoints", update))
-    capsys.readouterr()
-    if kind == "digits":
-        assert main([*line, "--epochs", "2"]) == 0
-        assert "continuing after update" in capsys.readouterr().out
-    else:
-        assert main([*line, "--epochs", "2"]) == 2
-        (error,) = capsys.readouterr().err.splitlines()
-        assert "is from an older accel-train, which ignored the EXIF orientation" in error

@@ -53,7 +53,7 @@ def make_run(
     config = config_of(folder, *words, images=images)
     titles = tuple(names or map(str, range(classes)))
     many = labels is not None and labels.ndim == 2
-    info = ModelInfo(titles, 1, 8, 8, (0.5,), (0.5,), semantics=7, multi_label=many)
+    info = ModelInfo(titles, 1, 8, 8, (0.5,), (0.5,), multi_label=many)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     (folder / "model.json").write_text(info.to_json())

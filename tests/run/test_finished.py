@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from accel_train.config.schema import Config, Optim, Schedule, to_yaml
+from accel_train.config.compatibility import FORMAT, learning_settings
+from accel_train.config.schema import Config, Optim, Schedule
 from accel_train.errors import UserError
 from accel_train.launch.environment import Launch
 from accel_train.ownership.lease import Lease
@@ -22,16 +23,16 @@ class TestEarlierEnd:
     CONFIG = Config(recipe="mine", epochs=3, optim=Optim(lr=0.2))
 
     def finished(self, run: Path, **values: Any) -> Path:
-        """As older versions left it: without settings."""
         (run / "checkpoints" / "update-00000009").mkdir(parents=True)
-        (run / "config.yaml").write_text(to_yaml(self.CONFIG))
-        (run / "result.json").write_text(json.dumps({"recipe": "mine", "epochs": 3, "updates": 9, **values}))
+        result = {"format": FORMAT, "recipe": "mine", "epochs": 3, "updates": 9}
+        result["settings"] = learning_settings(self.CONFIG)
+        (run / "result.json").write_text(json.dumps(result | values))
         return run
 
     def test_no_result(self, tmp_path: Path) -> None:
         assert find_finished_run(tmp_path / "nothing", self.CONFIG, Launch()) is None
 
-    def test_an_older_result_is_of_the_runs_configuration(self, tmp_path: Path) -> None:
+    def test_a_result_is_of_its_settings(self, tmp_path: Path) -> None:
         run = self.finished(tmp_path)
         found = find_finished_run(run, self.CONFIG, Launch())
         assert found is not None and found.result
@@ -39,20 +40,11 @@ class TestEarlierEnd:
             find_finished_run(run, Config(recipe="mine", epochs=3, optim=Optim(lr=0.2), seed=1), Launch())
 
     def test_another_recipes_result(self, tmp_path: Path) -> None:
-        run = self.finished(tmp_path, recipe="other")
-        with pytest.raises(UserError, match="is of the recipe 'other'"):
-            find_finished_run(run, self.CONFIG, Launch())
         settings = {"data.name": "mnist", "epochs": 3}
-        run = self.finished(tmp_path / "newer", recipe="other", settings=settings)
+        run = self.finished(tmp_path / "other", recipe="other", settings=settings)
         with pytest.raises(UserError, match=r"data\.name: mnist -> digits") as error:
             find_finished_run(run, self.CONFIG, Launch())
         assert "allow-change" not in str(error.value)
-
-    def test_an_older_result_without_a_configuration(self, tmp_path: Path) -> None:
-        run = self.finished(tmp_path)
-        (run / "config.yaml").write_text("- 1")
-        with pytest.raises(UserError, match=r"does not say which settings it belongs to.*config\.yaml"):
-            find_finished_run(run, self.CONFIG, Launch())
 
     @pytest.mark.parametrize(
         "content", [b"", b"{}", b"[1]", b"\xff", b"[" * 9999, b'{"recipe": "mine", "epochs": "3", "updates": 9}']
@@ -99,4 +91,4 @@ class TestEarlierEnd:
         found.rename_results(Lease(run, None))
         assert (run / "ema-epoch-3.safetensors").read_text() == "ema.safetensors"
         kept = {"model-epoch-3.safetensors", "ema-epoch-3.safetensors", "result-epoch-3.json"}
-        assert {path.name for path in run.iterdir()} == kept | {"checkpoints", "config.yaml"}
+        assert {path.name for path in run.iterdir()} == kept | {"checkpoints"}

@@ -31,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accel_train.config.compatibility import IMAGE_FILES, SEMANTICS
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.depth import is_value_range, range_text
 from accel_train.data.sources.files.encoded import EncodedImages
@@ -42,12 +41,10 @@ from accel_train.errors import UserError
 from accel_train.untrusted import is_count, is_number, open_to_read
 
 MAGIC = b"ACTRAIN1"
-MAGIC_2 = b"ACTRAIN2"  # of the footer: older versions of the program cannot read such labels, and refuse the file
+MAGIC_2 = b"ACTRAIN2"  # of the footer of several labels an image
 FOOTER = struct.Struct("<8sQQ32s")  # magic, offset of the index, its length, its SHA-256
-OLD = (
-    "{} was written by an older accel-train, which ignored the EXIF orientation: photographs that are stored "
-    "sideways stay sideways; if there are any, write the cache again"
-)
+FORMAT = 2
+"""Of caches: one with another number is refused."""
 COLUMNS = ("offsets", "sizes", "heights", "widths", "checksums", "labels")
 
 
@@ -63,8 +60,8 @@ class Description:
     std: tuple[float, ...]
     splits: dict[str, int]  # split -> number of its images; the splits follow one another
     fingerprint: str  # of the source images and the settings
-    semantics: int = 1  # by which the images were computed; see config/compatibility.py
-    range: tuple[float, float] | None = None  # --data.range of the source images; older versions refuse such a file
+    format: int = FORMAT
+    range: tuple[float, float] | None = None  # --data.range of the source images
 
 
 class CacheFile:
@@ -258,8 +255,8 @@ def cache(data: Data) -> Splits:
     description = file.description
     if data.channels == 1 and description.channels != 1:
         raise UserError(f"--data.channels 1: {data.root} contains colour images; cache them with --channels 1.")
-    if description.semantics > SEMANTICS:
-        raise UserError(f"--data.root {data.root} was written by a newer accel-train; update this one.")
+    if description.format != FORMAT:
+        raise UserError(f"--data.root {data.root} was written by another accel-train; write the cache again.")
     if data.range is not None and data.range != description.range:
         had = "without" if description.range is None else f"with {range_text(description.range)} in place of"
         raise UserError(
@@ -279,8 +276,5 @@ def cache(data: Data) -> Splits:
         mean=description.mean,
         std=description.std,
         train_weights=None if file.weights is None else torch.from_numpy(file.weights.copy()),
-        notes=() if description.semantics >= IMAGE_FILES else (OLD.format(data.root),),
         value_range=description.range,
-        # JPEG images are decoded in each run.
-        semantics=description.semantics if description.encoding == "raw" else IMAGE_FILES,
     )

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accel_train.config.compatibility import IMAGE_FILES, IN_MEMORY
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.depth import ValueRange
 from accel_train.data.sources.files.images import default_mean_std
@@ -79,8 +78,6 @@ class Splits:
     value_range: ValueRange | None = None
     """The values of black and white of images with more than 8 bits: --data.range, or that of a cache; None: those of
     such images that have a range of their own."""
-    semantics: int = IN_MEMORY
-    """The semantics version by which the images are found and their pixels computed; see config/compatibility.py."""
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(source)} {split}" for split, source in self.sources.items())
@@ -268,5 +265,5 @@ def splits_of_files(data: Data, classes: tuple[str, ...], sources: Mapping[str, 
     `Splits` that are not those of image files of any size as `data` has them."""
     mean, std = default_mean_std(data.channels)
     usual: dict[str, Any] = {"channels": data.channels, "image_size": None, "mean": mean, "std": std}
-    usual |= {"value_range": data.range, "semantics": IMAGE_FILES}
+    usual |= {"value_range": data.range}
     return Splits(classes, **({"validation": None, "test": None, **sources, **usual} | more))

@@ -2,7 +2,7 @@
 
 Its first line says of which data set it is, so that no other data set overwrites it or takes it for its own. The other
 lines are paths relative to `names_root`; one with a line break is written as in JSON. A list without that line was
-written by hand or by an older version.
+written by hand.
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accel_train.config.compatibility import IMAGE_FILES
 from accel_train.config.schema import Data
-from accel_train.data.sources.cache import COLUMNS, FOOTER, MAGIC, MAGIC_2, CacheFile, Description
+from accel_train.data.sources.cache import COLUMNS, FOOTER, FORMAT, MAGIC, MAGIC_2, CacheFile, Description
 from accel_train.data.sources.files.depth import range_text
 from accel_train.data.sources.files.encoded import EncodedImages, depth_notes
 from accel_train.data.sources.load import Source, Splits, load_splits
@@ -66,7 +65,7 @@ def write_cache(data: Data, output: Path, *, short_side: int, encoding: str, pro
         splits.std,
         {split: len(source) for split, source in sources.items()},
         _fingerprint(splits, sources, names_root(data), short_side, encoding),
-        IMAGE_FILES,
+        FORMAT,
         splits.value_range,
     )
     for note in (*splits.notes, *depth_notes(splits.train)):
@@ -138,7 +137,7 @@ def _write(
 
 def _fingerprint(splits: Splits, sources: dict[str, Source], root: Path, short_side: int, encoding: str) -> str:
     """SHA-256 of what the cache depends on: settings, and names, labels and state (size, time) of the images."""
-    digest = hashlib.sha256(json.dumps([MAGIC.decode(), IMAGE_FILES, short_side, encoding, splits.channels]).encode())
+    digest = hashlib.sha256(json.dumps([MAGIC.decode(), FORMAT, short_side, encoding, splits.channels]).encode())
     digest.update(json.dumps(splits.classes).encode())
     if splits.train_weights is not None:
         digest.update(splits.train_weights.numpy().tobytes())

@@ -35,7 +35,7 @@ def cost_of(starts: Sequence[Start]) -> dict[str, Any]:
     busy = _all("device_utilisation", starts)
     return {
         "starts": len(starts),
-        "complete": starts[0].first_update == 0,  # otherwise another run, or an older version, began it
+        "complete": starts[0].first_update == 0,  # otherwise another run began it
         "wall_seconds": wall,
         **{f"{phase}_seconds": value for phase, value in seconds.items()},
         "between_seconds": between,

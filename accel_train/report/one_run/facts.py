@@ -43,7 +43,7 @@ def machine_of(run: RunRecords) -> list[tuple[str, str]]:
 
 
 def costs_of(run: RunRecords) -> list[tuple[str, str]]:
-    """What the run cost: of a run of an older version only how many starts it had."""
+    """What the run cost: without its ledger only how many starts it had."""
     if cost := cost_of(read_starts(run.path)):
         rows = cost_rows(cost)
     else:

@@ -125,7 +125,7 @@ def class_table(run: RunRecords, record: Row, split: str) -> Row:
 
 
 def _intervals(record: Row) -> list[tuple[float, float] | None]:
-    """The interval of the recall of each class, from the counts, so that older evaluations have it, too."""
+    """The interval of the recall of each class, from the counts."""
     confusion = record.get("confusion") or []
     return [accuracy_interval(row[label], sum(row)) if sum(row) else None for label, row in enumerate(confusion)]
 

@@ -171,7 +171,7 @@ def _data(run: RunRecords, split: str, record: Row) -> Iterator[Sentence]:
         yield Sentence(f"Not used, but in the folder of the data: {unused}.", "warning")
     counts = {name: run.data[name]["class_images"] for name in SPLITS if name in run.data}
     if split and split not in counts and (evaluated := images_of_classes(record)):
-        counts[split] = evaluated  # of a run of an older version
+        counts[split] = evaluated  # of other data than the run's
     for name, images in counts.items():
         empty = [each for each, count in zip(run.info.classes, images, strict=True) if not count]
         if empty:

@@ -35,7 +35,7 @@ class RunRecords:
     lines: list[Row]
     """Of metrics.jsonl, without damaged ones."""
     data: Row = field(default_factory=dict)
-    """Of data.json; {} of a run of an older version."""
+    """Of data.json; {} without one."""
 
     @property
     def name(self) -> str:

@@ -276,17 +276,12 @@ class TestWriting:
             assert named(one.train, folder.root) == named(other.train, output)
             assert named(one.test, folder.root) == named(other.test, output)
 
-    def test_a_cache_of_the_time_before_exif_counted_is_read_and_told(
+    def test_a_cache_of_another_format_is_refused(
         self, folder: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        new = load_splits(written(folder, tmp_path / "new"), 0)
-        monkeypatch.setattr(cache_writer, "IMAGE_FILES", 1)
-        old = load_splits(written(folder, tmp_path / "old"), 0)
-        assert (new.semantics, new.notes, old.semantics) == (2, (), 1)  # checkpoints note it
-        assert old.notes[0].startswith(f"{tmp_path}/old was written by an older accel-train, which ignored the EXIF")
-        monkeypatch.setattr(cache_writer, "IMAGE_FILES", 99)
-        with pytest.raises(UserError, match="was written by a newer accel-train"):
-            load_splits(written(folder, tmp_path / "newer"), 0)
+        monkeypatch.setattr(cache_writer, "FORMAT", 1)
+        with pytest.raises(UserError, match="was written by another accel-train; write the cache again"):
+            load_splits(written(folder, tmp_path / "other"), 0)
 
     def test_a_class_that_loses_all_images(self, folder: Data, tmp_path: Path) -> None:
         names = [f"train/cat/{path.name}" for path in (folder.root / "train/cat").iterdir()]

@@ -73,7 +73,7 @@ def test_the_list_of_the_same_data_set_is_written_again() -> None:
     Image.new("L", (8, 8)).save("pets/cat/0.png")
     assert check("folder", "--root", str(Path("pets").resolve())) == 0
     assert len(Path("unreadable-pets.txt").read_text().splitlines()) == 1
-    Path("unreadable-pets.txt").write_text("dog/1.png\n")  # of an older version, or written by hand
+    Path("unreadable-pets.txt").write_text("dog/1.png\n")  # written by hand
     assert check("folder", "--root", "pets") == 0
     assert len(Path("unreadable-pets.txt").read_text().splitlines()) == 1
 

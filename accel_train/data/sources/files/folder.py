@@ -9,22 +9,15 @@ from urllib.parse import quote
 
 import torch
 
-from accel_train.config.compatibility import IMAGE_FILES, IMAGE_NAMES
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, file_state, read_image
 from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
 from accel_train.data.sources.files.index_file import Index, SplitFiles
-from accel_train.data.sources.files.listing import EXTENSIONS, NEWER_EXTENSIONS, find_images
+from accel_train.data.sources.files.listing import EXTENSIONS, find_images
 from accel_train.data.sources.root import check_root
 from accel_train.data.sources.shared import SharedArray, StringArray
 from accel_train.data.sources.splits import SPLIT_NAMES, Splits, check_splits, given_splits, normal_name
 from accel_train.errors import UserError, first_of
-
-
-def semantics_of(paths: Iterable[str]) -> int:
-    """`Splits.semantics` of image files that were found by their names."""
-    return IMAGE_NAMES if any(path.lower().endswith(NEWER_EXTENSIONS) for path in paths) else IMAGE_FILES
-
 
 Samples = tuple[list[str], torch.Tensor]
 """Paths relative to the root, sorted, and the label of each (int64 [n])."""
@@ -94,7 +87,6 @@ def _look(root: Path, given: Mapping[str, str], progress: Progress) -> Index:
             split: SplitFiles(StringArray(paths), labels, stats=SharedArray(contents.stats[[number[p] for p in paths]]))
             for split, (paths, labels) in splits.items()
         },
-        semantics=semantics_of(contents.images),
         ignored=ignored_text(contents.others, len(contents.images) - sum(len(paths) for paths, _ in splits.values())),
         notes=tuple(notes),
         mistake=mistake,

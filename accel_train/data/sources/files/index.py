@@ -177,7 +177,7 @@ def _difference(before: Index, now: Index) -> str:
 def splits_of_index(data: Data, index: Index, source_of: Callable[[SplitFiles], Source]) -> Splits:
     """The splits of an index, of which `source_of` has the images."""
     sources = {split: source_of(files) for split, files in index.splits.items()}
-    said = {"ignored": index.ignored, "notes": index.notes, "mistake": index.mistake, "semantics": index.semantics}
+    said = {"ignored": index.ignored, "notes": index.notes, "mistake": index.mistake}
     listed = {"train_weights": index.weights, "table": index.table, "missing": index.missing}
     return splits_of_files(data, index.classes, sources, **said, **listed)
 

@@ -16,7 +16,7 @@ import torch
 
 from accel_train.data.sources.shared import MappedArray, MappedFile, SharedArray, StringArray
 from accel_train.files import atomic_replacement, file_system, fsync, set_default_permissions
-from accel_train.untrusted import LARGEST, is_count, parse_json, read_regular_file
+from accel_train.untrusted import LARGEST, parse_json, read_regular_file
 
 VERSION = 2
 """To be raised when an `Index` of the same files changes: other images are found, or other classes."""
@@ -51,7 +51,6 @@ class Index:
     """The tar files, tables or folders that were looked through, relative to the root; "": the root itself."""
     classes: tuple[str, ...]
     splits: Mapping[str, SplitFiles]
-    semantics: int
     tars: tuple[str, ...] = ()
     """The tar files of `SplitFiles.positions`."""
     weights: torch.Tensor | None = None
@@ -89,7 +88,6 @@ def read_index(file: Path, root: Path) -> Index | None:
             places=tuple(about["states"]),
             classes=tuple(about["classes"]),
             splits=splits,
-            semantics=about["semantics"],
             tars=tuple(about["tars"]),
             weights=None if weights is None else torch.from_numpy(weights.array),
             table=about["table"],
@@ -152,7 +150,7 @@ def _check(about: Mapping[str, Any], splits: Mapping[str, SplitFiles], weights: 
         words += values if isinstance(values, list) else [None]
     states = about["states"]
     words += [*states.values()] if isinstance(states, dict) else [None]
-    if not all(isinstance(word, str) for word in words) or not (is_count(about["semantics"]) and "train" in splits):
+    if not all(isinstance(word, str) for word in words) or "train" not in splits:
         raise ValueError("its description is of another kind")
     for files in splits.values():
         labels, positions, count = files.labels.numpy(), files.positions, len(files.labels)
@@ -192,7 +190,6 @@ def write_index(files: Sequence[Path], root: Path, index: Index, states: Mapping
         "states": states,
         "classes": index.classes,
         "splits": [*index.splits],
-        "semantics": index.semantics,
         "tars": index.tars,
         "table": index.table,
         "ignored": index.ignored,

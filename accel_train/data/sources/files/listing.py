@@ -18,12 +18,11 @@ from accel_train.data.all_cores import on_all_cores
 from accel_train.data.sources.files.index import Progress
 from accel_train.errors import UserError
 
-NEWER_EXTENSIONS = (
+EXTENSIONS = (
+    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
     ".jfif", ".jpe", ".mpo", ".gif", ".avif", ".apng", ".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc", ".pbm", ".pnm",
     ".pfm", ".tga", ".qoi", ".dib", ".pcx",
 )  # fmt: skip
-"""Of images that versions of the program before semantics 5 left out."""
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", *NEWER_EXTENSIONS)
 """Of the pictures that Pillow reads; other files (Thumbs.db, notes) do not count as images."""
 
 

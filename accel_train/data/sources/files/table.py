@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accel_train.config.compatibility import IMAGE_FILES
 from accel_train.config.schema import Data
 from accel_train.data.sources.files.csv_rows import Mistakes, columns_of, csv_rows, quoted, unused_notes
 from accel_train.data.sources.files.folder import FileImages
@@ -120,7 +119,6 @@ def _look(path: Path, given: Mapping[str, str], progress: Progress) -> Index:
         places=(path.name, *sorted({rows.paths[index].rpartition("/")[0] for index in there})),
         classes=classes,
         splits=files,
-        semantics=IMAGE_FILES,
         weights=weights,
         table=digest.hexdigest(),
         missing=tuple(sorted(rows.paths[index] for index in missing)),

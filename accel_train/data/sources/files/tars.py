@@ -23,7 +23,7 @@ import torch
 from accel_train.config.schema import Data
 from accel_train.data.all_cores import on_all_cores
 from accel_train.data.sources.files.encoded import ChangedError, EncodedImages, file_state
-from accel_train.data.sources.files.folder import arrange, ignored_text, semantics_of
+from accel_train.data.sources.files.folder import arrange, ignored_text
 from accel_train.data.sources.files.index import Progress, indexed, splits_of_index
 from accel_train.data.sources.files.index_file import Index, SplitFiles
 from accel_train.data.sources.files.listing import is_image
@@ -258,5 +258,4 @@ def index_of_members(
         )
         for split, (members, labels) in samples.items()
     }
-    semantics = semantics_of(member.name for members, _ in samples.values() for member in members)
-    return Index(tuple(places), classes, splits, semantics, tars)
+    return Index(tuple(places), classes, splits, tars)

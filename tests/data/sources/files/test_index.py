@@ -75,7 +75,7 @@ def content(root: Path, kind: str) -> Any:
     splits: Splits = load.read_splits(Data(name=kind, root=root / TABLE if kind == "csv" else root))
     weights = None if splits.train_weights is None else splits.train_weights.tolist()
     return (
-        splits.classes, splits.ignored, splits.notes, splits.mistake, splits.semantics,
+        splits.classes, splits.ignored, splits.notes, splits.mistake,
         [[(source.name(i), int(source.labels[i])) for i in range(len(source))] for source in splits.sources.values()],
         [values(source) for source in splits.sources.values()], weights, splits.table,
     )  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_tar_file_alone(tmp_path: Path, looks: list[Path]) -> None:
     first = content(root, "tar")
     assert content(root, "tar") == first and looks == [root]
     pack(root, pictures("tar") | {"cat/7.png": image(70)})
-    assert 70 in content(root, "tar")[6][0] and len(looks) == 2
+    assert 70 in content(root, "tar")[5][0] and len(looks) == 2
 
 
 def add(root: Path) -> None:
@@ -320,8 +320,8 @@ def test_an_image_that_changed_is_refused_until_the_data_is_verified(
     assert "1 image files have another size or time, such as train/cat/1.png. There is a new index" in caplog.text
     after = content(root, kind)
     assert (
-        after[5] == before[5]
-        and [new != old for new, old in zip(after[6][0], before[6][0], strict=True)].count(True) == 1
+        after[4] == before[4]
+        and [new != old for new, old in zip(after[5][0], before[5][0], strict=True)].count(True) == 1
     )
     with caplog.at_level("INFO", logger="accel_train"):
         load.read_splits(data)
@@ -392,7 +392,7 @@ def test_a_read_only_folder_has_its_index_among_the_caches(
 
 def _fill_the_disk(root: Path, most: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))  # as a full disk or a quota: a write fails half-way
-    assert len(content(root, "folder")[5][0]) == 6
+    assert len(content(root, "folder")[4][0]) == 6
 
 
 @pytest.mark.parametrize("most", [0, 100, 1000])
@@ -438,7 +438,7 @@ def _start(root: Path, marks: Path, began: Any, writable: bool) -> None:
 
     tars._look = look  # type: ignore[assignment]
     began.wait()
-    assert len(content(root, "tar")[5][0]) == 6
+    assert len(content(root, "tar")[4][0]) == 6
 
 
 @pytest.mark.parametrize("writable", [True, False])
