@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torchvision
 from odd_models import Capacity, Centred, Experts, Initialised, Recomputed, Restless, SharedNorm, TwoViews
 from timm.layers import EvoNorm2dB0
+from timm.models.efficientvit_msra import ResidualDrop
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torchvision.ops import FrozenBatchNorm2d
@@ -31,10 +32,9 @@ MODELS = [
         {"img_size": 32, "depth": 3, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1, **DROP},
         False,
     ),
-    ("vit_tiny_patch16_224", 64, {"img_size": 64, "depth": 3, "patch_drop_rate": 0.25}, False),
     ("swin_tiny_patch4_window7_224", 64, {"img_size": 64, "window_size": 4, "attn_drop_rate": 0.1, **DROP}, False),
     ("convnext_atto", 32, DROP, False),
-    ("resnet10t", 32, {"drop_block_rate": 0.1, **DROP}, True),
+    ("resnet10t", 32, DROP, False),
     ("efficientnet_b0", 32, DROP, True),
     ("efficientvit_m0", 64, {}, False),
     ("xcit_nano_12_p16_224", 64, {"img_size": 64, **DROP}, False),
@@ -95,6 +95,23 @@ def test_models_of_timm_and_torchvision(name: str, size: int, options: dict, fun
     verdict = tried(created(name, options), size)
     assert (verdict.together, verdict.functions, verdict.obstacles()) == ("", functions, ())
     assert not verdict.irregular and not verdict.leaves_out
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        nn.Dropout1d(0.2), nn.Dropout3d(0.2), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2),
+        timm.layers.DropBlock2d(0.2, 3), torchvision.ops.DropBlock2d(0.2, 3), ResidualDrop(nn.Identity(), 0.2),
+    ],
+    ids=lambda middle: type(middle).__name__,
+)  # fmt: skip
+def test_rarer_kinds_of_dropout_are_seeded_by_virtual_batch(middle: nn.Module) -> None:
+    """So they have the same bits on any number of processes, too: no obstacle to --bitwise."""
+    if isinstance(middle, nn.Dropout1d):
+        middle = nn.Sequential(nn.Flatten(2), middle)
+    verdict = tried(Net(middle))
+    assert type(middle).__name__ in verdict.together or "middle" in verdict.together
+    assert not verdict.functions and not verdict.obstacles()
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from accel_train.models.dropout.keys import DropoutKeys, Mask, alpha_dropout, attention, channel_shape, scaled
+from accel_train.models.dropout.keys import DropoutKeys, Mask, attention, channel_shape, scaled
 
 
 def convert_dropout(model: nn.Module, seed: int) -> DropoutKeys:
@@ -39,7 +39,7 @@ def convert_dropout(model: nn.Module, seed: int) -> DropoutKeys:
 
 def _rate(layer: nn.Module) -> float:
     """The drop rate of a layer, by the name that its class gives it."""
-    names = ("p", "drop_prob", "prob", "drop", "dropout")
+    names = ("p", "drop_prob", "dropout")
     return next((float(getattr(layer, name) or 0) for name in names if hasattr(layer, name)), 0.0)
 
 
@@ -92,27 +92,22 @@ class KeyedFunctions(TorchFunctionMode):
         return None if mask is None else attention(query, key, value, mask, attn_mask, is_causal, scale)
 
 
-def _dropping(
-    drop: Callable[[Tensor, Mask, bool], Tensor], *, channels: bool, trains: bool
-) -> Callable[..., Tensor | None]:
-    """The replacement of a function that drops elements, or whole channels. `trains`: its default for `training`."""
+def _dropping(*, channels: bool) -> Callable[..., Tensor | None]:
+    """The replacement of a function that drops elements, or whole channels."""
 
     def replacement(
-        functions: KeyedFunctions, input: Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False
+        functions: KeyedFunctions, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor | None:
         shape = channel_shape(input.shape) if channels else input.shape
         mask = functions.mask(shape, p) if training and p > 0 else None
-        return None if mask is None else drop(input, mask, inplace)
+        return None if mask is None else scaled(input, mask, inplace)
 
     return replacement
 
 
-_DROP_CHANNELS = _dropping(scaled, channels=True, trains=True)
 REPLACEMENTS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
-    F.dropout: _dropping(scaled, channels=False, trains=True),
-    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _DROP_CHANNELS),
-    F.alpha_dropout: _dropping(alpha_dropout, channels=False, trains=False),
-    F.feature_alpha_dropout: _dropping(alpha_dropout, channels=True, trains=False),
+    F.dropout: _dropping(channels=False),
+    F.dropout2d: _dropping(channels=True),
     F.scaled_dot_product_attention: KeyedFunctions.attention,
     torch.Tensor.bernoulli_: KeyedFunctions.bernoulli_,
 }

@@ -166,20 +166,6 @@ def scaled(values: Tensor, mask: Mask, inplace: bool = False) -> Tensor:
     return masked.mul_(mask.scale)
 
 
-ALPHA = -1.7580993408473766  # the limit of SELU for negative inputs: -scale x alpha
-
-
-def alpha_dropout(values: Tensor, mask: Mask, inplace: bool = False) -> Tensor:
-    """Alpha dropout: dropped elements become SELU's limit, and mean 0 and variance 1 stay as they are.
-
-    Klambauer et al., "Self-Normalizing Neural Networks", NeurIPS 2017, section "Alpha Dropout". As in torch, with
-    rate 1 everything is 0.
-    """
-    slope = (mask.kept * (1 + (1 - mask.kept) * ALPHA**2)) ** -0.5 if mask.kept else 0.0
-    result = torch.where(mask.keep, values, ALPHA) * slope - slope * (1 - mask.kept) * ALPHA
-    return values.copy_(result) if inplace else result
-
-
 def attention(
     query: Tensor,
     key: Tensor,
