@@ -77,9 +77,7 @@ def _last_layers(model: nn.Module, classes: int, channels: int, image_size: int)
     layers = {
         module: name
         for name, module in model.named_modules()
-        if name
-        and not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
-        and 0 < len([*module.parameters(recurse=False)]) == len([*module.parameters()])
+        if name and 0 < len([*module.parameters(recurse=False)]) == len([*module.parameters()])
     }
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]

@@ -112,12 +112,6 @@ def test_the_classifier_is_what_computes_the_logits(model: nn.Module, expected: 
     assert all(module.training for module in model.modules())
 
 
-def test_torchscript_takes_no_hooks() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(48, CLASSES))
-    assert found(torch.jit.script(net)) == ()  # type: ignore[no-untyped-call]
-    assert found(nn.Sequential(torch.jit.script(net), Temperature())) == ("1",)  # type: ignore[no-untyped-call]
-
-
 @pytest.mark.parametrize("name", ["squeezenet1_1", "vit_b_32", "mobilenet_v3_small"])
 def test_torchvisions(name: str) -> None:
     options: dict[str, Any] = {"image_size": 64} if name == "vit_b_32" else {}
