@@ -36,7 +36,7 @@ from accel_train.config.schema import Config, best_metric
 from accel_train.data.held_out import HeldOutCheck
 from accel_train.data.loading import start_workers_early
 from accel_train.evaluate import Batch, create_metrics
-from accel_train.launch.agreement import broadcast_from_main
+from accel_train.launch.agreement import broadcast_from_main, naming_a_loss
 from accel_train.launch.environment import Launch
 from accel_train.models.trial import raise_unused_parameters_advice
 from accel_train.optim.bitwise import seed_pass
@@ -73,35 +73,38 @@ def train(config: Config, launch: Launch, *, observers: Sequence[object] = ()) -
         check_observers(observers)
     with StopRequests() as stop_requests, ExitStack() as at_end:  # from here on a signal asks for a checkpoint
         began = time.monotonic()  # for wall_seconds of result.json
-        accelerator = _connect(config, launch)
-        start = find_start(config, accelerator)
-        config = start.config
-        start_workers_early(config)  # the server of data workers imports torch while this process goes on
+        with naming_a_loss():  # of another process, until the watchdog does
+            accelerator = _connect(config, launch)
+            start = find_start(config, accelerator)
+            config = start.config
+            start_workers_early(config)  # the server of data workers imports torch while this process goes on
 
-        # From here on, these processes alone own the run directory. A finished run is only completed.
-        claim = Claim(config.output_dir, lambda: stop_requests.reason, recipe=config.recipe, take_over=config.take_over)
-        lease = claim_run(accelerator, claim)
-        at_end.callback(lease.release)
-        directory = lease.directory
-        config = dataclasses.replace(config, output_dir=directory)
-        if accelerator.is_main_process:
-            remove_requeue_marker(directory)
-        finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
-        if finished is not None and (result := finished.result):
-            complete(accelerator, config, lease, result)
-            return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
-
-        splits = load_data(config, accelerator, stop_requests.ask)
-        own_metrics = create_metrics(config, accelerator, splits)
-        # Tries to open the images of validation and test in the background, while the model is created.
-        check = HeldOutCheck(splits, launch.rank, launch.world_size)
-        with memory_advice(f"at the start, before the first update: {LESS_MEMORY}"):
-            setup = create_training_setup(
-                config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
+            # From here on, these processes alone own the run directory. A finished run is only completed.
+            claim = Claim(
+                config.output_dir, lambda: stop_requests.reason, recipe=config.recipe, take_over=config.take_over
             )
-        warnings = (*setup.warnings, *check.finish(accelerator))
-        setup = dataclasses.replace(setup, warnings=warnings, own_metrics=own_metrics)
-        run = Run(setup, lease, finished, stop_requests, began, observers)
+            lease = claim_run(accelerator, claim)
+            at_end.callback(lease.release)
+            directory = lease.directory
+            config = dataclasses.replace(config, output_dir=directory)
+            if accelerator.is_main_process:
+                remove_requeue_marker(directory)
+            finished = broadcast_from_main(accelerator, lambda: find_finished_run(directory, config, launch))
+            if finished is not None and (result := finished.result):
+                complete(accelerator, config, lease, result)
+                return TrainingResult(directory, True, result.get("stopped_by"), result, nothing_left=True)
+
+            splits = load_data(config, accelerator, stop_requests.ask)
+            own_metrics = create_metrics(config, accelerator, splits)
+            # Tries to open the images of validation and test in the background, while the model is created.
+            check = HeldOutCheck(splits, launch.rank, launch.world_size)
+            with memory_advice(f"at the start, before the first update: {LESS_MEMORY}"):
+                setup = create_training_setup(
+                    config, launch, accelerator, splits, weights=start.weights, published=not start.resumes
+                )
+            warnings = (*setup.warnings, *check.finish(accelerator))
+            setup = dataclasses.replace(setup, warnings=warnings, own_metrics=own_metrics)
+            run = Run(setup, lease, finished, stop_requests, began, observers)
         with run.trained():
             try:
                 fit(setup, run)

@@ -18,7 +18,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from accel_train.errors import UserError, print_line
-from accel_train.launch.agreement import broadcast_from_main, naming_a_loss
+from accel_train.launch.agreement import broadcast_from_main
 from accel_train.ownership.generation import claim_next
 from accel_train.ownership.lease import (
     BEAT_SECONDS,
@@ -157,7 +157,6 @@ def claim_run(accelerator: Accelerator, claim: Claim) -> Lease:
 
     Collective; waits for an owner that may be dead. Raises UserError if another start owns the run.
     """
-    with naming_a_loss():
-        while (claimed := broadcast_from_main(accelerator, claim.attempt)) is None:
-            pass  # one short attempt at a time, so that the others do not wait in one long collective
+    while (claimed := broadcast_from_main(accelerator, claim.attempt)) is None:
+        pass  # one short attempt at a time, so that the others do not wait in one long collective
     return Lease(*claimed, renews=accelerator.is_main_process)
